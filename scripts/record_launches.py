@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from helpers import launches
 from helpers.commands import environment, run_command
-from helpers.launching import PROBE, RECORDINGS, Launch, Process, run
+from helpers.launch_runner import PROBE, RECORDINGS, Launch, Process, run
 from helpers.waiting import wait_for
 
 from hpctrain import sandbox

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a Slurm cluster a session, and a watch for what a test leaves behind."""
+"""Fixtures of all tests: a Slurm cluster per session, and a check for leftovers of each test."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hpctrain.sandbox.requirements import check_requirements
 
 _SANDBOX_PREFIX = "pytest-"
 
-#: Every test in them starts ranks.
+#: Every test in these folders starts ranks.
 _FOLDERS_WITH_RANKS = ("e2e", "examples")
 
-#: Variables that pytest and torch set in passing.
+#: Variables that pytest and torch set by themselves.
 _SET_BY_TOOLS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
-#: How long a process that has done its work may take to end, on a busy machine.
-_LAST_BREATH_S = 5.0
+#: Time limit for finished processes to end, on a busy machine.
+_PROCESS_EXIT_TIMEOUT_S = 5.0
 
-#: Helpers that Python and torch keep for the life of the process, so that a test cannot end them.
+#: Helpers that Python and torch keep until the process ends.
 _RESIDENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor")
 
 
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    # What a shell without job control runs in its background ignores SIGINT, and so do its children.
+    # Background jobs of a shell without job control ignore SIGINT, and so do their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -75,14 +75,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def slurm() -> Iterator[sandbox.Sandbox]:
     """A real cluster of 4 nodes × 2 GPUs and 8 CPUs; a preemption kills after 30 s, a cancel after 5 s.
 
-    Tests share it: cancel what you submitted, start again what you killed.
+    Tests share it: cancel what you submitted, restart what you killed.
     """
     yield from _sandbox(f"{_SANDBOX_PREFIX}{os.getpid()}")
 
 
 @pytest.fixture(scope="session")
 def accounting() -> Iterator[sandbox.Sandbox]:
-    """As `slurm`, with slurmdbd and its database: a cluster on which `sacct` works."""
+    """Like `slurm`, with slurmdbd and its database: a cluster on which `sacct` works."""
     yield from _sandbox(f"{_SANDBOX_PREFIX}a{os.getpid()}", accounting=True)
 
 
@@ -98,27 +98,29 @@ def _sandbox(name: str, *, accounting: bool = False) -> Iterator[sandbox.Sandbox
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind() -> Iterator[None]:
-    """Fail a test that leaves a variable in our environment or a child process, and take it away."""
+def _no_leftovers() -> Iterator[None]:
+    """Fail a test that leaves an environment variable or a child process, and remove it."""
     variables, children = _variables(), _children()
     yield
-    now = _variables()
-    changed = sorted(key for key in variables.keys() | now.keys() if variables.get(key) != now.get(key))
+    current = _variables()
+    changed = sorted(
+        key for key in variables.keys() | current.keys() if variables.get(key) != current.get(key)
+    )
     for key in changed:
         os.environ.pop(key, None)
         if key in variables:
             os.environ[key] = variables[key]
-    deadline = time.monotonic() + _LAST_BREATH_S
-    while left := {pid: argv for pid, argv in _children().items() if pid not in children}:
+    deadline = time.monotonic() + _PROCESS_EXIT_TIMEOUT_S
+    while remaining := {pid: argv for pid, argv in _children().items() if pid not in children}:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    for pid in left:
+    for pid in remaining:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     assert not changed, f"the test changed the environment: {', '.join(changed)}"
-    assert not left, f"the test left child processes: {left}"
+    assert not remaining, f"the test left child processes: {remaining}"
 
 
 def _need_slurm(*, accounting: bool = False) -> None:
@@ -131,7 +133,7 @@ def _need_slurm(*, accounting: bool = False) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Take down the sandboxes of test sessions that were killed."""
+    """Take down the sandboxes of killed test sessions."""
     for name in sandbox.list_names():
         pid = name.removeprefix(_SANDBOX_PREFIX).lstrip(ascii_lowercase)
         if name.startswith(_SANDBOX_PREFIX) and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
@@ -143,10 +145,10 @@ def _variables() -> dict[str, str]:
 
 
 def _children() -> dict[int, str]:
-    """Our living children and their command lines; none where there is no /proc to ask."""
+    """Return our living children and their command lines; an empty dict without /proc."""
     if sys.platform != "linux":
         return {}
-    found = {}
+    children = {}
     for thread in Path("/proc/self/task").iterdir():
         try:
             pids = (thread / "children").read_text().split()
@@ -157,7 +159,7 @@ def _children() -> dict[int, str]:
                 argv = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            # A zombie has no command line: it has ended, and is waited for by whoever holds its Popen.
+            # A zombie has no command line: it has ended, and the owner of its Popen waits for it.
             if argv and not any(resident in argv for resident in _RESIDENT):
-                found[int(pid)] = argv.strip()
-    return found
+                children[int(pid)] = argv.strip()
+    return children

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from helpers.commands import on_a_terminal
+from helpers.commands import run_on_terminal
 
 from hpctrain.cli.serve import RunPages
 from hpctrain.rundir import RunDir
@@ -114,7 +114,7 @@ def test_the_list_has_a_header_on_a_terminal_only(hpctrain, tmp_path):
         lines = [json.loads(line) | past for line in run.events.read_text().splitlines()]
         run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     argv = [sys.executable, "-m", "hpctrain", "list"]
-    header, *lines = on_a_terminal(argv, tmp_path, columns=100).replace("\r", "").splitlines()
+    header, *lines = run_on_terminal(argv, tmp_path, columns=100).replace("\r", "").splitlines()
     assert header.split() == ["RUN", "STATE", "JOB", "AGE", "STEP", "LOSS"]
     for title, cell in (("STATE", "COMPLETED"), ("JOB", "local 17"), ("AGE", "2 h 1 min")):
         assert header.index(title) == lines[0].index(cell)

@@ -356,7 +356,7 @@ def test_a_page_in_a_browser_follows_the_run(served, folder, tmp_path):
         assert browser.evaluate("document.getElementById('loss-chart-log').ariaPressed") == "true"
         assert browser.evaluate("document.documentElement.dataset.state") == "live"
         assert browser.evaluate("document.querySelectorAll('#loss-chart canvas').length") == 1
-        assert browser.said == []
+        assert browser.console == []
         assert {address.split("/")[2] for address in browser.requests} == {f"127.0.0.1:{served.port}"}
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from helpers.commands import on_a_terminal
+from helpers.commands import run_on_terminal
 
 SCRIPT = """
 import json, os, pathlib, time
@@ -29,7 +29,7 @@ def submit(hpctrain, tmp_path) -> None:
 def test_a_terminal_is_shown_the_run_to_its_end(hpctrain, tmp_path):
     submit(hpctrain, tmp_path)
     argv = [sys.executable, "-m", "hpctrain", "top", "r", "--interval", "0.2"]
-    shown = on_a_terminal(argv, tmp_path, columns=50)
+    shown = run_on_terminal(argv, tmp_path, columns=50)
     assert "RUNNING" in shown or "PENDING" in shown
     last = shown[shown.rindex("r  ") :]
     assert "r  COMPLETED" in last

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from helpers.launching import recorded
+from helpers.launch_runner import load_recording
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.step_layout import parse_tasks_per_node
@@ -14,7 +14,7 @@ from hpctrain.errors import EnvironmentMismatch
 
 def variables(name: str, number: int = 0) -> dict[str, str]:
     """Those of one process of a recorded launch."""
-    return dict(recorded(name)[number].variables)
+    return dict(load_recording(name)[number].variables)
 
 
 def refusal(environ: dict[str, str]) -> str:

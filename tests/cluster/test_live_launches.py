@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 from helpers.commands import run_command
+from helpers.launch_runner import Launch, check_detection, run
 from helpers.launches import OTHERS, SLURM
-from helpers.launching import Launch, check, run
 
 from hpctrain import sandbox
 
@@ -20,7 +20,7 @@ _LONG = {"torchrun-two-agents", "torchrun-alone-in-each-task", "submitit-slurm"}
 
 @pytest.mark.parametrize("launch", SLURM, ids=lambda launch: launch.name)
 def test_steps_of_srun_and_what_is_none(launch, tmp_path, slurm):
-    check(launch, run(launch, tmp_path, slurm.env, slurm.nodes))
+    check_detection(launch, run(launch, tmp_path, slurm.env, slurm.nodes))
 
 
 def _marked(launch: Launch) -> object:
@@ -33,7 +33,7 @@ def _marked(launch: Launch) -> object:
 def test_other_launchers(launch, tmp_path, request):
     _need_commands(launch)
     box = request.getfixturevalue("slurm") if launch.needs_slurm else None
-    check(launch, run(launch, tmp_path, box.env if box else {}, box.nodes if box else []))
+    check_detection(launch, run(launch, tmp_path, box.env if box else {}, box.nodes if box else []))
 
 
 def test_ten_nodes_of_three_tasks(tmp_path, request):
@@ -42,7 +42,7 @@ def test_ten_nodes_of_three_tasks(tmp_path, request):
     try:
         launch = Launch("ten-nodes", "srun -N10 --ntasks-per-node=3 --label PROBE")
         processes = run(launch, tmp_path, box.env, box.nodes)
-        check(launch, processes)
+        check_detection(launch, processes)
         truths = [process.truth for process in processes]
         assert [truth["rank"] for truth in truths] == list(range(30))
         assert [truth["local_rank"] for truth in truths] == [0, 1, 2] * 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from helpers.launch_runner import RECORDINGS, check_detection, load_recording
 from helpers.launches import ALL, SLURM
-from helpers.launching import RECORDINGS, check, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,12 +19,12 @@ NEWER = "slurm-26.05"
 
 @pytest.mark.parametrize("name", ALL)
 def test_ranks_are_those_that_the_launcher_gave(name):
-    check(ALL[name], recorded(name))
+    check_detection(ALL[name], load_recording(name))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECORDINGS.glob(f"{NEWER}/*.json")))
 def test_ranks_are_those_that_the_launcher_gave_under_slurm_26(name):
-    check(ALL[name], recorded(f"{NEWER}/{name}"))
+    check_detection(ALL[name], load_recording(f"{NEWER}/{name}"))
 
 
 def test_there_is_a_recording_of_every_launch_and_of_no_other():
@@ -58,7 +58,7 @@ NO_STEPS = [
 @settings(deadline=None)
 @given(data=st.data())
 def test_an_ssh_or_ide_session_with_any_part_of_an_allocations_variables_is_alone(name, data):
-    (process,) = recorded(name)
+    (process,) = load_recording(name)
     kept = data.draw(st.sets(st.sampled_from(sorted(process.variables))))
     ranks = answer({variable: process.variables[variable] for variable in kept})
     assert ranks is None or (ranks.environment, ranks.world_size) == ("local", 1)
@@ -71,7 +71,7 @@ STEPS = ["srun-uneven", "srun-on-a-part-of-the-nodes", "het-job-unsorted", "arra
 @settings(deadline=None)
 @given(data=st.data())
 def test_a_step_of_which_variables_were_lost_is_recognised_or_refused_but_never_taken_for_another(name, data):
-    process = data.draw(st.sampled_from(recorded(name)))
+    process = data.draw(st.sampled_from(load_recording(name)))
     lost = data.draw(st.sets(st.sampled_from(sorted(process.variables))))
     ranks = answer({k: v for k, v in process.variables.items() if k not in lost})
     if ranks is None:

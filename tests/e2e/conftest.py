@@ -1,4 +1,4 @@
-"""The cluster that the tests share is free before each of them, and after it."""
+"""The shared cluster is free before and after each test."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from helpers.commands import run_command
 
 from hpctrain.sandbox import Sandbox
 
-#: A job that was cancelled, or has done its work, is gone by then; a node that was killed is back.
+#: Within it, jobs that were cancelled or are done have gone, and killed nodes are back.
 _LIMIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
 def _free_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Another test's jobs and dead nodes do not keep this one waiting; what it leaves itself fails it."""
+    """Wait until other tests' jobs and dead nodes are gone; fail if this test leaves any."""
     if "slurm" not in request.fixturenames:
         yield
         return
     cluster: Sandbox = request.getfixturevalue("slurm")
-    if _trouble(cluster, _LIMIT_S):
-        _tidy(cluster)
-        assert not (trouble := _trouble(cluster, _LIMIT_S)), f"the cluster cannot be used: {trouble}"
+    if _cluster_problem(cluster, _LIMIT_S):
+        _clean_up(cluster)
+        assert not (problem := _cluster_problem(cluster, _LIMIT_S)), f"the cluster cannot be used: {problem}"
     yield
-    trouble = _trouble(cluster, _LIMIT_S)
-    if trouble:
-        _tidy(cluster)
-    assert not trouble, f"the test left the cluster so: {trouble}"
+    problem = _cluster_problem(cluster, _LIMIT_S)
+    if problem:
+        _clean_up(cluster)
+    assert not problem, f"the test left the cluster so: {problem}"
 
 
-def _trouble(cluster: Sandbox, limit_s: float) -> str:
-    """Jobs that are still there after so many seconds, and nodes that take none; empty where all is well."""
+def _cluster_problem(cluster: Sandbox, limit_s: float) -> str:
+    """Return jobs and unavailable nodes that remain after the limit; an empty string if there are none."""
     deadline = time.monotonic() + limit_s
     while True:
         jobs = run_command(["squeue", "--noheader", "--format=%i %j %T %r"], cluster.env).stdout.strip()
@@ -44,7 +44,7 @@ def _trouble(cluster: Sandbox, limit_s: float) -> str:
         time.sleep(0.1)
 
 
-def _tidy(cluster: Sandbox) -> None:
+def _clean_up(cluster: Sandbox) -> None:
     for job in run_command(["squeue", "--noheader", "--format=%i"], cluster.env).stdout.split():
         run_command(["scancel", job], cluster.env, check=False)
     cluster.start()

@@ -40,7 +40,7 @@ def submit(slurm, tmp_path: Path, program: str, *options: str) -> Run:
 
 
 def assert_finished(run: Run, program: str) -> None:
-    assert run.wait() == 0, run.story()
+    assert run.wait() == 0, run.describe()
     assert "finished after 60 steps" in run.dir.rank_log(max(run.dir.attempts()), 0).read_text()
     assert_no_process_left(run.path)
     if program not in UNCOUNTED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.processes import assert_no_process_left
 from helpers.separate_hosts import need_separate_hosts
-from helpers.separate_slurm import RunThere, SeparateSlurm
+from helpers.separate_slurm import RemoteRun, SeparateSlurm
 from helpers.training_runs import JOB, Run, assert_same_training
 from helpers.waiting import wait_for
 
@@ -31,8 +31,8 @@ def cluster(request: pytest.FixtureRequest):
         yield cluster
 
 
-def start(cluster: SeparateSlurm, path) -> RunThere:
-    run = RunThere(path, cluster)
+def start(cluster: SeparateSlurm, path) -> RemoteRun:
+    run = RemoteRun(path, cluster)
     shape = ["--nodes", "2:3", "--ntasks-per-node", "1", "--hang-timeout", "4"]
     run.hpctrain("submit", *shape, "--run-dir", str(path), *WORDS, "--step-s", "0.2")
     run.wait_for_step(8)
@@ -43,7 +43,7 @@ def start(cluster: SeparateSlurm, path) -> RunThere:
 def test_the_supervisor_does_without_it_long_before_slurm_gives_it_up(cluster, reference, tmp_path):
     run = start(cluster, tmp_path / "run")
     victim = run.events("started")[0]["hosts"][2]
-    cluster.cut_off(victim)
+    cluster.isolate(victim)
     assert run.wait() == 0
     failure, shrink = run.events("failure")[0], run.events("shrink")[0]
     assert (failure["class"], failure["host"]) == ("node-lost", victim)
@@ -51,7 +51,7 @@ def test_the_supervisor_does_without_it_long_before_slurm_gives_it_up(cluster, r
     assert run.events("requeue") == []
     assert_same_training(run, reference)
     # What still runs there can do no harm, and is ended as soon as Slurm reaches the node.
-    cluster.join_again(victim)
+    cluster.reconnect(victim)
     assert_no_process_left(run.path, 60)
 
 
@@ -61,10 +61,10 @@ def test_slurm_gives_it_up_and_requeues_the_job(cluster, reference, tmp_path, in
     """With the supervisor's own node, there are two supervisors for a while, of which one may go on."""
     run = start(cluster, tmp_path / "run")
     victim = run.events("started")[0]["hosts"][index]
-    cluster.cut_off(victim)
+    cluster.isolate(victim)
     wait_for(lambda: "down" in cluster.states()[victim], 60, "the node's end in Slurm's eyes")
     assert run.wait() == 0
     assert [event["nodes"] for event in run.events("started")] == [3, 2]
     assert_same_training(run, reference)
-    cluster.join_again(victim)
+    cluster.reconnect(victim)
     assert_no_process_left(run.path, 60)

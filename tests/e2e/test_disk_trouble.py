@@ -149,7 +149,7 @@ def test_a_rank_that_is_killed_on_a_full_disk_is_started_again(small_disk):
 @pytest.mark.parametrize("crash", [{}, {25: "crash"}], ids=["trained", "crashed"])
 def test_a_job_on_a_disk_that_turns_read_only_ends_well(small_disk, crash):
     run = submit(small_disk, 80, {20: "protect", **crash, (30 if crash else 60): "unprotect"})
-    assert run.wait() == 0, run.story()
+    assert run.wait() == 0, run.describe()
     causes = failures(run.dir)
     assert any("Read-only file system" in cause for cause in causes)
     assert any("SIGKILL" in cause for cause in causes) == bool(crash)

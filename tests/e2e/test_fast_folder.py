@@ -43,8 +43,8 @@ def doomed(env, shape: list[str], folder: Path) -> None:
     run.hpctrain("submit", *shape, *words)
     assert run.wait() == 4
     saved = [event["step"] for event in run.events("checkpoint") if event["tier"] == "local"]
-    assert saved, run.story()
-    assert list(fast.iterdir()) == [], run.story()
+    assert saved, run.describe()
+    assert list(fast.iterdir()) == [], run.describe()
     listed, _ = list_checkpoints(run.dir, verify=True)
     assert listed[-1].step >= max(saved)
     assert [one.problems for one in listed] == [()] * len(listed)

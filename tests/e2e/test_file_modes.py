@@ -67,7 +67,7 @@ def test_only_the_owner_writes_and_reads_what_is_private(tmp_path, umask):
     run = Run(tmp_path / "runs" / "run", {})
     words = ["submit", "--backend", "local", "--max-failures", "1", "--run-dir", str(run.path)]
     run.hpctrain(*words, str(project / "job.py"))
-    assert run.wait() == 4, run.story()
+    assert run.wait() == 4, run.describe()
     run.hpctrain("report", str(run.path))
     entries = [run.path, *run.path.rglob("*")]
     modes = {path.relative_to(run.path).as_posix(): stat.S_IMODE(path.stat().st_mode) for path in entries}

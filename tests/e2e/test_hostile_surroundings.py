@@ -175,7 +175,7 @@ def test_a_copied_script_outlives_its_deletion(tmp_path):
     options = [*OPTIONS[:-1], "--run-dir", str(run.path), str(repository / "train.py")]
     run.hpctrain("submit", *options)
     shutil.rmtree(repository)
-    assert run.wait() == 0, run.story()
+    assert run.wait() == 0, run.describe()
 
 
 def test_a_full_folder_for_temporary_files(tmp_path):
@@ -184,7 +184,7 @@ def test_a_full_folder_for_temporary_files(tmp_path):
             (disk / "filler").write_bytes(bytes(1 << 17))
         assert shutil.disk_usage(disk).free == 0
         run = started(tmp_path, NAP, env={"TMPDIR": str(disk)})
-        assert run.wait() == 0, run.story()
+        assert run.wait() == 0, run.describe()
         run.hpctrain("report", str(run.path), "--json")
         assert_no_process_left(run.path)
 
@@ -203,5 +203,5 @@ def test_few_file_descriptors(tmp_path):
         tmp_path / "train.py",
     ]
     run_command(["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *submit])
-    assert run.wait() == 0, run.story()
+    assert run.wait() == 0, run.describe()
     assert_no_process_left(run.path)

@@ -16,7 +16,7 @@ from helpers.training_runs import (
     any_rank,
     assert_every_sample_once,
     assert_undisturbed,
-    check_words,
+    check_arguments,
     submit,
 )
 from helpers.waiting import wait_for
@@ -112,7 +112,7 @@ def test_cancel_saves_and_leaves_no_process_and_the_run_can_be_continued_on_thre
 
 
 def test_words_of_any_kind_arrive_untouched_and_none_is_executed(tmp_path):
-    check_words(["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"], {}, tmp_path)
+    check_arguments(["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"], {}, tmp_path)
 
 
 def test_variables_of_an_outer_torchrun_do_not_make_every_rank_the_only_one(tmp_path):

@@ -21,6 +21,6 @@ def test_processes_of_an_mpi_program_meet(slurm, tmp_path):
     # One node, because PMIx's servers of several pretend nodes on one machine use the same files.
     shape = ["--ntasks-per-node=4", "--mpi=pmix"]
     run.hpctrain("submit", *shape, "--run-dir", str(run.path), "program.py", cwd=tmp_path)
-    assert run.wait() == 0, run.story()
+    assert run.wait() == 0, run.describe()
     for rank in range(4):
         assert re.search(r"process \d of 4, sum 6", run.dir.rank_log(0, rank).read_text())

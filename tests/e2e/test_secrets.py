@@ -76,7 +76,7 @@ def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int) ->
             wait_for(lambda: len(list(run.path.glob("saw-*"))) == 2, 60, "both ranks")
             ps = run_command(["ps", "axww", "-o", "args"]).stdout
             (run.path / "leave").touch()
-            assert run.wait() == 0, run.story()
+            assert run.wait() == 0, run.describe()
     finally:
         os.umask(before)
     assert token not in ps

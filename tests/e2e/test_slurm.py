@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import LAST_STEP, Run, any_rank, assert_undisturbed, check_words, preempt, submit
+from helpers.training_runs import (
+    LAST_STEP,
+    Run,
+    any_rank,
+    assert_undisturbed,
+    check_arguments,
+    preempt,
+    submit,
+)
 from helpers.waiting import wait_for
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
@@ -131,7 +139,7 @@ def test_bare_scancel_is_no_reason_to_requeue(slurm, tmp_path):
 
 
 def test_words_of_any_kind_arrive_untouched_and_none_is_executed(slurm, tmp_path):
-    check_words(["--nodes", "2", "--ntasks-per-node", "1"], slurm.env, tmp_path)
+    check_arguments(["--nodes", "2", "--ntasks-per-node", "1"], slurm.env, tmp_path)
 
 
 @pytest.mark.long

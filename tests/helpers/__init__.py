@@ -1,4 +1,4 @@
-"""Helpers that several test modules share."""
+"""Helpers of several test modules."""
 
 from pathlib import Path
 

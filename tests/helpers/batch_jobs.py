@@ -1,4 +1,4 @@
-"""Runs of plain batch scripts: a folder with a record, and a real job, but no supervisor to wait for."""
+"""Runs of plain batch scripts: a folder with events and a real job, but no supervisor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox import Sandbox
 
-#: What a script may call: the run's own word on its end, as a supervisor writes it, after its submission's.
+#: A function for scripts: it records the run's end, as a supervisor does, after the submission's event.
 _END = """
 finish() {
     until [ -s events.jsonl ]; do sleep 0.05; done
@@ -21,25 +21,25 @@ finish() {
 
 
 @dataclass(frozen=True)
-class Slurm:
-    """A sandbox, and how its jobs are submitted and disturbed here."""
+class SlurmJobs:
+    """Submit jobs to a sandbox and run commands in its environment."""
 
     box: Sandbox
     environ: Mapping[str, str]
 
-    def command(self, *words: str) -> str:
-        return run_command(words, self.environ).stdout.strip()
+    def command(self, *argv: str) -> str:
+        return run_command(argv, self.environ).stdout.strip()
 
     def sbatch(self, folder: Path, script: str, *options: str) -> str:
-        """Submit a script that runs in `folder`; returns the job's id."""
+        """Submit a script that runs in `folder`; return the job's id."""
         folder.mkdir(exist_ok=True)
         path = folder / "job.sbatch"
         path.write_text(f"#!/bin/bash\n{_END}\n{script}\n")
-        place = (f"--chdir={folder}", "--output=slurm.log", "--open-mode=append")
-        return self.command("sbatch", "--parsable", *place, *options, str(path))
+        options_of_folder = (f"--chdir={folder}", "--output=slurm.log", "--open-mode=append")
+        return self.command("sbatch", "--parsable", *options_of_folder, *options, str(path))
 
     def submit(self, folder: Path, script: str, *options: str) -> Run:
-        """Submit a script as a run, whose record names the job."""
+        """Submit a script as a run whose record names the job."""
         job_id = self.sbatch(folder, script, *options)
         return self.record(folder, job_id)
 

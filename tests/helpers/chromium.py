@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its DevTools pipe: loads a page, tells what it says, takes pictures."""
+"""A headless Chromium, controlled over its DevTools pipe: load a page, read its console, take pictures."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chr
 
 
 def find() -> str | None:
-    """Path of a Chromium of this machine."""
+    """Return the path of an installed Chromium."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 class Chromium:
-    """One page in a browser of its own. Use as a context manager."""
+    """One page in its own browser. Use as a context manager."""
 
     def __init__(self, profile: Path) -> None:
         self._profile = profile
         self._number = 0
         self._rest = b""
         self._session: str | None = None
-        self.said: list[str] = []
-        """What the page wrote to its console, and what was refused or went wrong in it."""
+        self.console: list[str] = []
+        """Messages on the page's console, errors and refused requests."""
         self.requests: list[str] = []
-        """What the page wanted to have from anywhere."""
+        """Addresses that the page requested."""
 
     def __enter__(self) -> Self:
-        here_reads, it_writes = os.pipe()
-        it_reads, here_writes = os.pipe()
+        our_read, its_write = os.pipe()
+        its_read, our_write = os.pipe()
         # The browser reads commands from descriptor 3 and answers on descriptor 4.
-        shell = f'exec 4>&{it_writes} 3<&{it_reads}; exec "$@"'
+        shell = f'exec 4>&{its_write} 3<&{its_read}; exec "$@"'
         program = find()
         assert program is not None
         self._process = subprocess.Popen(
@@ -47,15 +47,15 @@ class Chromium:
                 *("--remote-debugging-pipe", "--hide-scrollbars", "--no-first-run"),
                 *("--disable-dev-shm-usage", f"--user-data-dir={self._profile}"),
             ],
-            pass_fds=(it_reads, it_writes),
+            pass_fds=(its_read, its_write),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        os.close(it_reads)
-        os.close(it_writes)
-        self._in, self._out = here_reads, here_writes
+        os.close(its_read)
+        os.close(its_write)
+        self._in, self._out = our_read, our_write
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -88,13 +88,13 @@ class Chromium:
         return result
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def open(self, page: Path | str, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Load a page and wait until it is there."""
+        """Load a page and wait until it is ready."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -102,22 +102,22 @@ class Chromium:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self.look(dark=dark)
+        self.emulate_media(dark=dark)
         self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         deadline = time.monotonic() + _LIMIT_S
         ready = "document.readyState == 'complete' && document.documentElement.dataset.ready == 'yes'"
         while not self.evaluate(ready):
-            assert time.monotonic() < deadline, f"the page is not ready after {_LIMIT_S} s: {self.said}"
+            assert time.monotonic() < deadline, f"the page is not ready after {_LIMIT_S} s: {self.console}"
             time.sleep(0.02)
 
-    def look(self, *, dark: bool = False, media: str = "screen") -> None:
-        """Let the page think that it is looked at in the dark, or printed."""
+    def emulate_media(self, *, dark: bool = False, media: str = "screen") -> None:
+        """Emulate a dark colour scheme, or print."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
 
-    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """Move, press or release the mouse at a place of the window."""
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+    def mouse(self, kind: str, x: float, y: float, **params: Any) -> None:
+        """Move, press or release the mouse at a position in the window."""
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **params)
 
     def drag(self, x: float, y: float, to_x: float) -> None:
         """Drag with the left button."""
@@ -126,15 +126,15 @@ class Chromium:
         self.mouse("mouseMoved", to_x, y, button="left", buttons=1)
         self.mouse("mouseReleased", to_x, y, button="left", clickCount=1)
 
-    def picture(self, path: Path) -> None:
-        """All of the page, as far as it goes down."""
+    def screenshot(self, path: Path) -> None:
+        """Save a picture of the whole page."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(answer["data"]))
 
-    def paper(self, path: Path) -> None:
-        """The page as it would be printed."""
+    def print_pdf(self, path: Path) -> None:
+        """Save the page as it would be printed."""
         path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"]))
 
     def _read(self, deadline: float) -> dict[str, Any]:
@@ -152,12 +152,12 @@ class Chromium:
         params = message.get("params", {})
         match message.get("method"):
             case "Runtime.consoleAPICalled":
-                self.said.append(str([each.get("value") for each in params["args"]]))
+                self.console.append(str([argument.get("value") for argument in params["args"]]))
             case "Runtime.exceptionThrown":
-                self.said.append(json.dumps(params["exceptionDetails"]))
+                self.console.append(json.dumps(params["exceptionDetails"]))
             case "Log.entryAdded":
-                self.said.append(params["entry"]["text"])
+                self.console.append(params["entry"]["text"])
             case "Page.javascriptDialogOpening":
-                self.said.append(f"dialog: {params['message']}")
+                self.console.append(f"dialog: {params['message']}")
             case "Network.requestWillBeSent":
                 self.requests.append(params["request"]["url"])

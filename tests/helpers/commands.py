@@ -1,4 +1,4 @@
-"""Run commands with a time limit, and without the variables of a scheduler."""
+"""Run commands with a time limit and without a scheduler's variables."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SCHEDULER_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINF
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our environment without what a scheduler or a run put there, and with `extra`, such as `slurm.env`.
+    """Return our environment without the variables of a scheduler or a run, plus `extra`.
 
-    `hpctrain` is importable in it, installed or not; GPUs of this machine, and what site and user have
-    configured, are out of sight, so that a test does the same everywhere.
+    `extra` may be `slurm.env`, for example. `hpctrain` is importable in it, installed or not. This machine's
+    GPUs and the configuration of site and user are hidden, so that a test does the same everywhere.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_SCHEDULER_VARIABLES)}
     paths = [str(REPOSITORY), *filter(None, [kept.get("PYTHONPATH")])]
@@ -42,14 +42,14 @@ def run_command(
     cwd: Path | None = None,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in `environment(env)` and return what it printed.
+    """Run a command in `environment(env)` and return its output.
 
-    The test fails, with the output, where the command fails (unless `check` is off) or takes longer than
-    `timeout` seconds; its whole process group is killed then.
+    The test fails, with the output, if the command fails (unless `check` is off) or takes longer than
+    `timeout` seconds. Then its whole process group is killed.
     """
-    words = [str(word) for word in argv]
+    command = [str(word) for word in argv]
     with subprocess.Popen(
-        words,
+        command,
         env=environment(env),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
@@ -67,35 +67,35 @@ def run_command(
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise AssertionError(
-                f"no end after {timeout} s: {words}\nstdout:\n{out}\nstderr:\n{err}"
+                f"no end after {timeout} s: {command}\nstdout:\n{out}\nstderr:\n{err}"
             ) from None
-    done = subprocess.CompletedProcess(words, process.returncode, out, err)
-    if check and done.returncode:
-        raise AssertionError(f"exit code {done.returncode}: {words}\nstdout:\n{out}\nstderr:\n{err}")
-    return done
+    result = subprocess.CompletedProcess(command, process.returncode, out, err)
+    if check and result.returncode:
+        raise AssertionError(f"exit code {result.returncode}: {command}\nstdout:\n{out}\nstderr:\n{err}")
+    return result
 
 
-def on_a_terminal(argv: list[str], cwd: Path, columns: int, limit_s: float = 60.0) -> str:
-    """What a command shows on a terminal of so many columns, to its end."""
-    ours, theirs = pty.openpty()
+def run_on_terminal(argv: list[str], cwd: Path, columns: int, limit_s: float = 60.0) -> str:
+    """Return the output of a command on a terminal of that many columns."""
+    master, slave = pty.openpty()
     env = environment({"COLUMNS": str(columns), "LINES": "20", "TERM": "xterm", "NO_COLOR": "1"})
-    process = subprocess.Popen(argv, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown, deadline = b"", time.monotonic() + limit_s
+    process = subprocess.Popen(argv, cwd=cwd, env=env, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    output, deadline = b"", time.monotonic() + limit_s
     try:
         while True:
-            ready, _, _ = select.select([ours], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no end after {limit_s} s; shown so far: {shown!r}"
+            ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no end after {limit_s} s; shown so far: {output!r}"
             try:
-                new = os.read(ours, 65536)
-            except OSError:  # Linux's word for the end of a terminal
+                new = os.read(master, 65536)
+            except OSError:  # the end of a terminal, on Linux
                 break
             if not new:
                 break
-            shown += new
+            output += new
         assert process.wait(10) == 0
     finally:
         process.kill()
         process.wait()
-        os.close(ours)
-    return shown.decode(errors="replace")
+        os.close(master)
+    return output.decode(errors="replace")

@@ -14,7 +14,7 @@ from helpers.commands import run_command
 
 @contextmanager
 def mounted_disk(folder: Path, options: str) -> Iterator[Path]:
-    """A file system of its own at `folder`, with a size that the options of mount give."""
+    """Mount a tmpfs at `folder`, whose size is in the mount options."""
     if os.geteuid() != 0:
         pytest.skip("mounting a tmpfs takes root")
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""A driver of GPUs that only pretends: what pynvml is told by it, where no GPU can be had."""
+"""A fake GPU driver behind pynvml."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pynvml
 import pytest
 
 
-class PretendDriver:
-    """Answers as NVML does for one GPU in two parts, one that is whole, and one that is another job's."""
+class FakeDriver:
+    """NVML's answers for one GPU in two parts, one whole GPU, and one that belongs to another job."""
 
     def __getattr__(self, name: str) -> Any:
         def fail(*args: object) -> None:
@@ -62,8 +62,8 @@ class PretendDriver:
         return {"GPU-a": 300_000, "GPU-b": 600_000}[handle]
 
 
-class TalkativeDriver(PretendDriver):
-    """One whole GPU that tells everything, until it is `lost`."""
+class DetailedFakeDriver(FakeDriver):
+    """One whole GPU with all readings, until it is `lost`."""
 
     lost = False
 
@@ -96,7 +96,7 @@ class TalkativeDriver(PretendDriver):
         return 1410
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
-        """By the name that old drivers know; the new one is refused, as by them."""
+        """Answers under the name of old drivers; the new name is refused."""
         return pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonHwThermalSlowdown
 
     def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, since: int) -> int:  # noqa: N802
@@ -121,8 +121,8 @@ class TalkativeDriver(PretendDriver):
         ]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, driver: PretendDriver) -> None:
-    """Have pynvml ask `driver`, whatever it is asked."""
+def install_fake_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
+    """Make pynvml call `driver`."""
     for name in dir(pynvml):
         if name.startswith("nvml") and callable(getattr(pynvml, name)):
             monkeypatch.setattr(pynvml, name, lambda *args, name=name: getattr(driver, name)(*args))

@@ -1,4 +1,4 @@
-"""Commands of Slurm's that only pretend: what a real one says in trouble cannot be had at will."""
+"""Fake Slurm commands, for errors that a real Slurm does not produce on demand."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 _SEPARATOR = "\x1f"
 
-NOT_THERE = "slurm_load_jobs error: Invalid job id specified\n"
-OUT_OF_REACH = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+INVALID_JOB_ID = "slurm_load_jobs error: Invalid job id specified\n"
+UNREACHABLE = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
 CONFIG = "Configuration data as of 2026-11-21T08:00:00\nMinJobAge               = 300 sec\n"
 
 
 class FakeSlurm:
-    """A folder of commands that answer what a test says, and note how they were called.
+    """A folder of commands that print configured answers and record their calls.
 
-    At first there is an empty queue, no accounting, and a controller that knows no job.
+    Initially the queue is empty, there is no accounting, and the controller knows no job.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,8 +37,8 @@ class FakeSlurm:
         )
         path.chmod(0o755)
 
-    def controller(self, jobs: str = "", stderr: str = NOT_THERE, code: int = 1) -> None:
-        """Let scontrol show these jobs, or complain; about its configuration it always answers."""
+    def controller(self, jobs: str = "", stderr: str = INVALID_JOB_ID, code: int = 1) -> None:
+        """Set the jobs or the error of scontrol; it always answers about its configuration."""
         self.answer("scontrol", jobs, "" if jobs else stderr, 0 if jobs else code)
         script = self.folder / "scontrol"
         config = self.folder / "config"
@@ -48,7 +48,7 @@ class FakeSlurm:
 
     @property
     def calls(self) -> list[str]:
-        """The commands that were called, without their words."""
+        """The commands that were called, without arguments."""
         path = self.folder / "calls"
         return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -63,7 +63,7 @@ def queued(
     workdir: str = "/home/me/runs/r",
     raw: str = "",
 ) -> str:
-    """A line of squeue's."""
+    """Return a line of squeue's output."""
     base, task, het = job, "N/A", ("N/A", "N/A")
     if "_" in job:
         base, task = job.split("_")
@@ -77,12 +77,12 @@ def queued(
 def recorded(
     job: str, state: str, *, submit: str = "2026-11-21T08:00:00", workdir: str = "/home/me/runs/r"
 ) -> str:
-    """A line of sacct's."""
+    """Return a line of sacct's output."""
     return _SEPARATOR.join((job, job, state, submit, workdir)) + "\n"
 
 
 def shown(job: str, state: str, *, workdir: str = "/home/me/runs/r", head: str = "") -> str:
-    """A record of `scontrol show job`, in which the job's name tries to be a state."""
+    """Return a record of `scontrol show job` with a job name that looks like a state."""
     return (
         f"JobId={job}{head} JobName=x JobState=COMPLETED\n"
         f"   UserId=root(0)\n   JobState={state} Reason=None Dependency=(null)\n"

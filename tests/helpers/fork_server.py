@@ -1,4 +1,4 @@
-"""Run a script on one or several ranks, forked from a server that has torch loaded: a start costs no import.
+"""Run a script on one or several ranks, forked from a server that has torch imported.
 
 To test the start itself, or the process of a rank, start a real command instead.
 """
@@ -25,26 +25,26 @@ CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer", "pytest"]
 )
 
-#: Set for each test: it must have the marker `ranks` to start any.
+#: Set for each test: only tests with the marker `ranks` may start processes.
 may_start = False
 
 
 def run_forked(
     script: Path,
-    words: Sequence[str],
+    args: Sequence[str],
     env: Mapping[str, str],
     *,
     ranks: int = 1,
     nodes: int = 1,
     timeout: float = 60.0,
 ) -> str:
-    """Run a Python script as torchrun would, on `ranks` ranks in all, and return what rank 0 printed.
+    """Run a Python script like torchrun, on `ranks` ranks in total, and return the output of rank 0.
 
-    The test fails, with the output of each rank, where one fails or they take longer than `timeout` seconds.
+    The test fails, with the output of each rank, if one fails or they take longer than `timeout` seconds.
     """
     with TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
-        processes = start_forked(script, words, env, outputs, nodes=nodes)
+        processes = start_forked(script, args, env, outputs, nodes=nodes)
         try:
             problem = _wait_for_all(processes, timeout)
         finally:
@@ -53,14 +53,14 @@ def run_forked(
                 process.join()
         texts = [output.read_text() if output.exists() else "" for output in outputs]
     if problem:
-        said = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
-        raise AssertionError(f"{problem} of {ranks}: {script} {list(words)}\n{said}")
+        outputs_by_rank = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
+        raise AssertionError(f"{problem} of {ranks}: {script} {list(args)}\n{outputs_by_rank}")
     return texts[0]
 
 
 def start_forked(
     script: Path,
-    words: Sequence[str],
+    args: Sequence[str],
     env: Mapping[str, str],
     outputs: Sequence[Path],
     *,
@@ -72,7 +72,7 @@ def start_forked(
     processes = []
     for rank, output in enumerate(outputs):
         variables = environment(env) | (torchrun_variables(rank, ranks, nodes, port) if ranks > 1 else {})
-        processes.append(start_process(_run_script, (script, list(words), variables, output)))
+        processes.append(start_process(_run_script, (script, list(args), variables, output)))
     return processes
 
 
@@ -85,14 +85,14 @@ def start_process(target: Callable[..., None], arguments: Sequence[object]) -> B
 
 
 def _wait_for_all(processes: list, timeout: float) -> str | None:
-    """Wait until all have ended well; what went wrong otherwise, as soon as it has."""
+    """Wait until all have exited with 0; return the first problem otherwise."""
     deadline = time.monotonic() + timeout
     running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
     while running:
-        ended = wait(list(running), max(0.0, deadline - time.monotonic()))
-        if not ended:
+        ready = wait(list(running), max(0.0, deadline - time.monotonic()))
+        if not ready:
             return f"no end after {timeout} s of ranks {[rank for rank, _ in running.values()]}"
-        for sentinel in ended:
+        for sentinel in ready:
             rank, process = running.pop(sentinel)
             process.join()
             if process.exitcode:
@@ -101,13 +101,13 @@ def _wait_for_all(processes: list, timeout: float) -> str | None:
 
 
 def free_port() -> int:
-    """A port of the loopback that is free now."""
+    """Return a loopback port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
 def torchrun_variables(rank: int, ranks: int, nodes: int, port: int) -> dict[str, str]:
-    """The variables that torchrun gives a rank."""
+    """Return the variables that torchrun sets for a rank."""
     ranks_per_node = ranks // nodes
     return {
         "RANK": str(rank),
@@ -123,7 +123,7 @@ def torchrun_variables(rank: int, ranks: int, nodes: int, port: int) -> dict[str
 
 
 def _unpickle(unpickle: Callable[..., object], *arguments: object) -> object:
-    """Only the test's own scripts may do so."""
+    """Allow only the test's own scripts to unpickle."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", "contextlib")):
         frame = frame.f_back
@@ -133,7 +133,7 @@ def _unpickle(unpickle: Callable[..., object], *arguments: object) -> object:
 
 
 def enter_rank(variables: Mapping[str, str], output: Path) -> None:
-    """Give this forked process its variables and its output; hpctrain unpickles nothing from a peer in it."""
+    """Set variables and output of this forked process; hpctrain must not unpickle from a peer in it."""
     import torch
     from torch.distributed import distributed_c10d
 
@@ -149,8 +149,8 @@ def enter_rank(variables: Mapping[str, str], output: Path) -> None:
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", "1")))
 
 
-def _run_script(script: Path, words: list[str], variables: dict[str, str], output: Path) -> None:
+def _run_script(script: Path, args: list[str], variables: dict[str, str], output: Path) -> None:
     enter_rank(variables, output)
-    sys.argv = [str(script), *words]
+    sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")

@@ -1,4 +1,4 @@
-"""Jobs whose batch scripts are written down in `golden/`, one of each template and feature.
+"""Jobs whose batch scripts are stored in `golden/`, one per template and feature.
 
     PYTHONPATH=tests .venv/bin/python -m helpers.golden_scripts
 
@@ -56,20 +56,20 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def golden_spec(name: str) -> JobSpec:
-    """The job of that name."""
-    place = {"run_dir": "/home/me/runs/train-1", "workdir": "/home/me", "python": "/usr/bin/python3"}
+    """Return the job with that name."""
+    paths = {"run_dir": "/home/me/runs/train-1", "workdir": "/home/me", "python": "/usr/bin/python3"}
     defaults = {
         "script": "/home/me/train.py",
         "name": "train",
         "run_id": "train-1",
         "backend": "slurm",
-        **place,
+        **paths,
     }
     return JobSpec(**{**defaults, **JOBS[name]})
 
 
 def golden_text(name: str) -> str:
-    """Its batch script; the version is not written down."""
+    """Return its batch script, without the version."""
     return render(golden_spec(name)).replace(f" {hpctrain.__version__} ", " VERSION ")
 
 

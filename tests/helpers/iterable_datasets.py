@@ -1,4 +1,4 @@
-"""Streams as people have them: with torchdata's protocol or without, in shards or whole."""
+"""Streams of typical users: with torchdata's protocol or without, sharded or not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 
-class Whole(IterableDataset):
-    """One stream without a state: `length` numbers, of which a DataLoader's worker would take its part."""
+class PlainDataset(IterableDataset):
+    """One stream without state: `length` numbers, of which a DataLoader worker takes its share."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -22,8 +22,8 @@ class Whole(IterableDataset):
             yield torch.tensor([0, i])
 
 
-class Stateful(Whole):
-    """By torchdata's protocol the data set keeps the state."""
+class StatefulDataset(PlainDataset):
+    """With torchdata's protocol, the dataset keeps the state."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -42,8 +42,8 @@ class Stateful(Whole):
         self.at = state["at"]
 
 
-class Sharded(IterableDataset):
-    """Names and behaviour of Hugging Face's: shards, epochs, a state that is there once it is being read."""
+class ShardedDataset(IterableDataset):
+    """It has Hugging Face's names and behaviour: shards, epochs, and a state once iteration has begun."""
 
     def __init__(self, lengths: list[int], shards: list[int] | None = None, per_epoch: int = 0) -> None:
         self.lengths, self.per_epoch = lengths, per_epoch
@@ -56,7 +56,7 @@ class Sharded(IterableDataset):
     def num_shards(self) -> int:
         return len(self.shards)
 
-    def shard(self, num_shards: int, index: int) -> Sharded:
+    def shard(self, num_shards: int, index: int) -> ShardedDataset:
         assert num_shards == self.num_shards
         return type(self)(self.lengths, [self.shards[index]], self.per_epoch)
 
@@ -81,8 +81,8 @@ class Sharded(IterableDataset):
         self._from = state
 
 
-class OwnIterator:
-    """Not of torch's class; the iterator keeps the state."""
+class StatefulIteratorDataset:
+    """Not a torch class; the iterator keeps the state."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -1,15 +1,15 @@
-"""Every way of starting ranks that `detect` knows, as a command for the live tests and the recordings."""
+"""Every way of starting ranks that `detect` knows, as commands for the live tests and the recordings."""
 
 from __future__ import annotations
 
-from helpers.launching import Launch
+from helpers.launch_runner import Launch
 
 _OPENMPI = "mpirun.openmpi --allow-run-as-root --mca btl self,tcp"
 _OPENMPI_PROBE = "PROBE libmpi.so.40"
 _MPICH_PROBE = "PROBE libmpich.so.12"
 _PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: "}
 
-#: Steps of srun, and what is no step though it lies in an allocation.
+#: Steps of srun, and processes of an allocation outside of any step.
 SLURM = [
     Launch("srun-even", "srun -N4 -n8 --label PROBE"),
     Launch("srun-uneven", "srun -N3 -n11 -c2 --label PROBE"),  # 4(x2),3
@@ -55,7 +55,7 @@ SLURM = [
     Launch("het-batch-script", 'sbatch -o FOLDER/%j.log -n2 : -n3 --wrap "PROBE"', truth="alone"),
     Launch("salloc-shell", "salloc -Q -N2 -n4 PROBE", truth="alone"),
     Launch(
-        # With this option salloc's shell runs in a step of its own kind, on the first node.
+        # With this option, salloc's shell runs in a special step on the first node.
         "salloc-interactive-step",
         "sed '1iLaunchParameters=use_interactive_step' $SLURM_CONF >FOLDER/slurm.conf; "
         "printf '#!/bin/sh\\nexec PROBE\\n' >FOLDER/shell; chmod +x FOLDER/shell; "
@@ -71,7 +71,7 @@ SLURM = [
     ),
 ]
 
-#: Further launchers; those that reach several hosts without Slurm find pretend ones.
+#: Further launchers; those that reach several hosts without Slurm find emulated ones.
 OTHERS = [
     Launch("nothing", "PROBE", truth="alone"),
     Launch("torchrun", "TORCHRUN --standalone --nproc-per-node 2 PROBE", truth="torchrun", env=_PREFIX),
@@ -154,7 +154,7 @@ OTHERS = [
     Launch("submitit-slurm", "SUBMITIT slurm FOLDER"),
 ]
 
-#: Launches that only `record_launches.py` does: they need what no package of Debian or of the tests has.
+#: Launches that only `record_launches.py` starts: no Debian or test package provides them.
 RECORDED_ONLY = [
     Launch("horovodrun", "HOROVODRUN --gloo -np 3 HOROVOD_PROBE FOLDER horovod", truth="horovod"),
     Launch(
@@ -177,7 +177,7 @@ RECORDED_ONLY = [
         refused="same number of slots",
     ),
     Launch(
-        # A session that took the batch script's variables along, as an IDE's or a notebook's does.
+        # A session with the batch script's variables, as an IDE or a notebook may have.
         "ssh-session-with-leftovers",
         "sbatch -o FOLDER/%j.log -N2 -n4 --wrap 'SSH -o SendEnv=SLURM* 127.0.0.1 PROBE'",
         truth="alone",

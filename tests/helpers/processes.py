@@ -11,9 +11,9 @@ from hpctrain.rundir import RUN_DIR_VARIABLE
 
 
 def run_processes(run_dir: Path) -> list[ProcessInfo]:
-    """The living processes of a run: its ranks and their children, its supervisor and what that started.
+    """Return the processes of a run: ranks and their children, the supervisor and its children.
 
-    They are known by HPCTRAIN_RUN_DIR, or by the run's folder as a word of the command line.
+    They have HPCTRAIN_RUN_DIR, or the run's folder as an argument.
     """
     names = {str(run_dir), str(run_dir.resolve())}
     return [
@@ -25,10 +25,10 @@ def run_processes(run_dir: Path) -> list[ProcessInfo]:
 
 
 def assert_no_process_left(run_dir: Path, timeout: float = 10.0) -> None:
-    """Fail where a process of the run is still there after `timeout` seconds, and name it."""
+    """Fail if processes of the run remain after `timeout` seconds, and list them."""
     deadline = time.monotonic() + timeout
-    while left := run_processes(run_dir):
+    while remaining := run_processes(run_dir):
         if time.monotonic() > deadline:
-            lines = "\n".join(f"{process.pid}: {' '.join(process.argv)}" for process in left)
+            lines = "\n".join(f"{process.pid}: {' '.join(process.argv)}" for process in remaining)
             raise AssertionError(f"processes of {run_dir} are left after {timeout} s:\n{lines}")
         time.sleep(0.05)

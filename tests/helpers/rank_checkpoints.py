@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks save and load together; called on each rank."""
+"""Checkpoints that several ranks save and load together; call these functions on each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 
 def state(step: int) -> dict:
-    """3 MB in all, two thirds of it in one tensor: on several ranks it has to be cut."""
+    """3 MB in total, two thirds of it in one tensor, which several ranks must split."""
     big = torch.arange(512 * 1024, dtype=torch.float32).reshape(512, 1024) + step
     return {
         "big": big,
@@ -25,7 +25,7 @@ def rank_state() -> dict[str, torch.Tensor]:
 
 
 def open_store(folder: Path, node: str | None = None, **options: object) -> CheckpointStore:
-    """A store in `folder`; or one whose second tier is a folder that ranks of other nodes do not see."""
+    """Open a store in `folder`; with `node`, its second tier is private to that node."""
     if node is None:
         return CheckpointStore(folder, dist.group.WORLD, **options)
     tier = folder / node
@@ -35,7 +35,7 @@ def open_store(folder: Path, node: str | None = None, **options: object) -> Chec
 
 
 def shared_folder(folder: Path) -> Path:
-    """The folder to which a store with a second tier copies."""
+    """Return the folder to which a store with a second tier copies."""
     return folder / "shared" / "run" / "checkpoints"
 
 
@@ -48,7 +48,7 @@ def begin(store: CheckpointStore, step: int) -> None:
 
 
 def assert_loads(store: CheckpointStore, step: int, *, same_ranks: bool = True) -> None:
-    """Fail unless the newest checkpoint is that of `step`; other ranks get no state of a rank."""
+    """Fail unless the newest checkpoint is that of `step`; other ranks get no rank state."""
     loaded, broken = store.load_newest()
     assert loaded is not None, broken
     assert loaded.step == step, (loaded, broken)

@@ -1,4 +1,4 @@
-"""Call a function of a test on several ranks, with a process group between them."""
+"""Call a test's function on several ranks with a process group."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ def run_on_ranks(
     group: bool = True,
     killed: Sequence[int] = (),
 ) -> list[Any]:
-    """Call a function on each rank, forked from a server that has torch loaded; return what each returned.
+    """Call a function on each rank, forked from a server with torch imported; return the results.
 
-    The test fails if a rank raises, ends early or is late, with the number of the rank, its traceback and
-    the output of all ranks.
+    The test fails if a rank raises, ends early or is late. The message has the rank, its traceback and the
+    output of all ranks.
 
     Args:
         function: a function at the top level of a module, which each rank imports.
-        arguments: arguments of the function. They are pickled, and so is the value that it returns.
+        arguments: arguments of the function. They are pickled, and so is the return value.
         world_size: number of ranks.
         timeout: time limit in seconds for all ranks together.
-        env: further variables of the ranks, beside those that torchrun sets.
-        group: initialize a process group, of gloo, before the call; no rank then ends before all have
-            returned.
-        killed: ranks that the function ends by SIGKILL. Their value is None.
+        env: further variables of the ranks, besides those that torchrun sets.
+        group: initialize a gloo process group before the call; no rank then ends before all have returned.
+        killed: ranks that the function ends by SIGKILL. Their result is None.
     """
     __tracebackhide__ = True
     if "<locals>" in function.__qualname__:
@@ -74,7 +73,7 @@ def run_on_ranks(
 
 
 class _Rank:
-    """The process of a rank, as the test sees it."""
+    """The process of a rank, as seen by the test."""
 
     def __init__(
         self,
@@ -85,13 +84,13 @@ class _Rank:
         limit_s: float,
     ) -> None:
         self._output, self.value, self.returned = output, None, False
-        self.connection, theirs = CONTEXT.Pipe()
+        self.connection, child_connection = CONTEXT.Pipe()
         port = None if store is None else store.port
-        self.process = start_process(_run, (call, variables, output, port, theirs, limit_s))
-        theirs.close()
+        self.process = start_process(_run, (call, variables, output, port, child_connection, limit_s))
+        child_connection.close()
 
     def receive(self) -> str | None:
-        """Receive the value; a problem if there is none."""
+        """Receive the value; return a problem if there is none."""
         try:
             succeeded, self.value = pickle.loads(self.connection.recv_bytes())
         except EOFError:
@@ -104,7 +103,7 @@ class _Rank:
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
     def kill(self) -> None:
-        """End the process and its children, if it still runs."""
+        """Kill the process and its children, if it still runs."""
         self.connection.close()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -113,7 +112,7 @@ class _Rank:
 
 
 def _wait_for_results(ranks: list[_Rank], timeout: float, killed: Sequence[int]) -> str | None:
-    """Wait until all ranks have returned, and then until they have ended; the first problem otherwise."""
+    """Wait until all ranks have returned and ended; return the first problem otherwise."""
     deadline = time.monotonic() + timeout
     waiting = dict(enumerate(ranks))
     while waiting:
@@ -122,7 +121,7 @@ def _wait_for_results(ranks: list[_Rank], timeout: float, killed: Sequence[int])
         ready = wait([*connections, *sentinels], max(0.0, deadline - time.monotonic()))
         if not ready:
             return f"no end after {timeout} s of ranks {list(waiting)}"
-        for number in {(connections | sentinels)[each] for each in ready}:
+        for number in {(connections | sentinels)[handle] for handle in ready}:
             problem = waiting.pop(number).receive()
             died = ranks[number].process.exitcode == -signal.SIGKILL
             if problem and not (number in killed and died):
@@ -166,7 +165,7 @@ def _run(
             _join_group(port)
         answer = pickle.dumps((True, function(*pickle.loads(arguments))))
     except BaseException as error:  # noqa: BLE001 (the test gets its traceback)
-        # The frame of this function tells the reader nothing.
+        # The frame of this function is of no use to the reader.
         traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         answer = pickle.dumps((False, None))
     connection.send_bytes(answer)
@@ -185,7 +184,7 @@ def _join_group(port: int) -> None:
 
 
 def _rewrite_assertions() -> None:
-    """Have assertions of test modules show values here, too."""
+    """Make failed assertions of test modules show values in this process, too."""
     from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
     settings = {"python_files": ["test_*.py"], "enable_assertion_pass_hook": False}

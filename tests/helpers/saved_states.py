@@ -1,4 +1,4 @@
-"""A state with everything in it that a checkpoint can hold, and what tests do with it."""
+"""A state with everything that a checkpoint can hold, and functions on it."""
 
 from __future__ import annotations
 

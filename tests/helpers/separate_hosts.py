@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: each a network namespace with a name, addresses and an /etc/hosts."""
+"""Separate hosts on one machine: each is a network namespace with a name, addresses and an /etc/hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ETC = Path("/etc/netns")
 
 
 def need_separate_hosts() -> None:
-    """Skip where they cannot be had; with CI=true that is a failure."""
+    """Skip if they are unavailable; with CI=true, fail."""
     problem = None
     if os.geteuid() != 0:
         problem = "needs root, for it makes network namespaces"
@@ -37,7 +37,7 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 class SeparateHosts:
-    """Hosts n1, n2, … on one network, which nothing else is on. A context manager."""
+    """Hosts n1, n2, … on an isolated network. Use as a context manager."""
 
     def __init__(self, count: int) -> None:
         self._prefix = f"hpctrain-test-{os.getpid()}"
@@ -69,7 +69,7 @@ class SeparateHosts:
             shutil.rmtree(_ETC / self._space(name), ignore_errors=True)
 
     def set_hosts(self, host: str, lines: Mapping[str, str]) -> None:
-        """Let `host` know these names, each with its address, and no others: nobody answers it otherwise."""
+        """Make `host` resolve these names to these addresses, and no others."""
         folder = _ETC / self._space(host)
         folder.mkdir(parents=True, exist_ok=True)
         text = "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **lines}.items())
@@ -90,12 +90,12 @@ class SeparateHosts:
         )
 
     def words(self, host: str, argv: Sequence[str | Path]) -> list[str]:
-        """The command that runs a command on `host`."""
+        """Return the command that runs a command on `host`."""
         renamed = ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
         return ["ip", "netns", "exec", self._space(host), *renamed, *map(str, argv)]
 
     def plug(self, host: str, *, plugged: bool) -> None:
-        """Pull the cable of `host`, or put it back."""
+        """Connect or disconnect the network of `host`."""
         self._ip("-n", self._space("hub"), "link", "set", host, "up" if plugged else "down")
 
     def _add(self, name: str) -> None:
@@ -114,5 +114,5 @@ class SeparateHosts:
     def _space(self, name: str) -> str:
         return f"{self._prefix}-{name}"
 
-    def _ip(self, *words: str, check: bool = True) -> None:
-        run_command(["ip", *words], {"PATH": _PATH}, check=check)
+    def _ip(self, *args: str, check: bool = True) -> None:
+        run_command(["ip", *args], {"PATH": _PATH}, check=check)

@@ -1,4 +1,4 @@
-"""A real Slurm whose nodes are hosts of their own, in network namespaces, so that one can be cut off."""
+"""A real Slurm whose nodes are separate hosts, so that one can be isolated."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _START_LIMIT_S = 60.0
 
 
 class SeparateSlurm:
-    """Host n1 has the controller, and each of the others is a node. A context manager."""
+    """Host n1 runs the controller, and each other host is a node. Use as a context manager."""
 
     def __init__(self, nodes: int, settings: Sequence[str] = ()) -> None:
-        """Describe it.
+        """Describe the cluster.
 
         Args:
-            nodes: how many nodes it has.
-            settings: lines of slurm.conf for the place of the sandbox's.
+            nodes: number of nodes.
+            settings: lines of slurm.conf that replace the sandbox's.
         """
         self._hosts = SeparateHosts(1 + nodes)
         self._shape = SandboxSize(nodes=nodes, gpus_per_node=0, cpus_per_node=4, settings=tuple(settings))
-        # The name by which a later session takes it down, should this one be killed.
+        # The name by which a later session removes it if this one is killed.
         self._folder = folder_of(f"pytest-n{os.getpid()}")
 
     def __enter__(self) -> Self:
@@ -66,19 +66,21 @@ class SeparateSlurm:
     def run(
         self, argv: Sequence[str | Path], timeout: float = 60.0, *, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the controller's host. See `helpers.run_command`."""
+        """Run a command on the controller's host. See `helpers.commands.run_command`."""
         return run_command(self._hosts.words("n1", argv), self.env, timeout=timeout, check=check)
 
     def states(self) -> dict[str, str]:
-        """The state of each node in Slurm's words; none while the controller does not answer."""
-        done = self.run(["sinfo", "--noheader", "--Node", "--partition=preemptible", "-o%N %T"], check=False)
-        return dict(line.split() for line in done.stdout.splitlines())
+        """Return Slurm's state of each node; an empty dict while the controller does not answer."""
+        result = self.run(
+            ["sinfo", "--noheader", "--Node", "--partition=preemptible", "-o%N %T"], check=False
+        )
+        return dict(line.split() for line in result.stdout.splitlines())
 
-    def cut_off(self, node: str) -> None:
-        """Nothing reaches the node any more, nor comes from it: as if its cable were pulled."""
+    def isolate(self, node: str) -> None:
+        """Cut all network traffic to and from the node."""
         self._hosts.plug(self._host(node), plugged=False)
 
-    def join_again(self, node: str) -> None:
+    def reconnect(self, node: str) -> None:
         self._hosts.plug(self._host(node), plugged=True)
 
     def _host(self, node: str) -> str:
@@ -91,12 +93,12 @@ class SeparateSlurm:
         assert process.returncode == 0, f"{daemon.label}: {out}{err}{daemon.log_tail()}"
 
     def _write_conf(self) -> None:
-        """The sandbox's configuration, with hosts in the place of this one's addresses."""
+        """Write the sandbox's configuration with separate hosts instead of this one."""
         hosts = {self._host(node): node for node in self.nodes}
         addresses = {name: self._hosts.address(name) for name in self._hosts.names}
         for name in self._hosts.names:
-            of_nodes = {node: addresses[host] for host, node in hosts.items()}
-            self._hosts.set_hosts(name, {**addresses, **of_nodes})
+            node_addresses = {node: addresses[host] for host, node in hosts.items()}
+            self._hosts.set_hosts(name, {**addresses, **node_addresses})
         text = self._plan.conf.read_text()
         common = re.search(r"^NodeName=.*? (CPUs=.*)$", text, re.MULTILINE)
         assert common is not None
@@ -107,16 +109,16 @@ class SeparateSlurm:
         text = re.sub(r"^NodeName=.*$", "\n".join(lines), text, flags=re.MULTILINE)
         text = re.sub(r"^SlurmctldHost=.*$", f"SlurmctldHost=n1({addresses['n1']})", text, flags=re.MULTILINE)
         self._plan.conf.write_text(text)
-        # It would look for a file system that is not mounted there, and that nothing here needs.
+        # It would need a mounted file system that nothing here uses.
         self._plan.conf.with_name("cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
 
-class RunThere(Run):
-    """A run on such a cluster, looked at from its controller's host."""
+class RemoteRun(Run):
+    """A run on such a cluster, seen from its controller's host."""
 
     def __init__(self, path: Path, cluster: SeparateSlurm) -> None:
         super().__init__(path, cluster.env)
         object.__setattr__(self, "_cluster", cluster)
 
-    def hpctrain(self, *words: str, timeout: float = 60.0, check: bool = True) -> Any:
-        return self._cluster.run([sys.executable, "-m", "hpctrain", *words], timeout, check=check)
+    def hpctrain(self, *args: str, timeout: float = 60.0, check: bool = True) -> Any:
+        return self._cluster.run([sys.executable, "-m", "hpctrain", *args], timeout, check=check)

@@ -1,4 +1,4 @@
-"""Ranks without processes: threads that do with a feed what the training loop does."""
+"""Ranks as threads that use a step source like the training loop does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hpctrain.training.data.step_source import StepSource
 _LIMIT_S = 30.0
 
 
-class SimulatedTeam:
-    """The exchange between the threads of a leg."""
+class SimulatedGroup:
+    """The exchange between the threads of a group."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -36,7 +36,7 @@ class SimulatedTeam:
 
 @dataclass
 class _Member:
-    team: SimulatedTeam
+    team: SimulatedGroup
     rank: int
     collectives: int = 0
 
@@ -52,16 +52,16 @@ class _Member:
         return self.all_gather(value)[src]
 
 
-#: A team of one, for a rank that is tested by itself.
-ALONE = SimulatedTeam(1).of(0)
+#: A group of one, for tests of a single rank.
+ALONE = SimulatedGroup(1).of(0)
 
 
 @dataclass
-class Leg:
-    """What some ranks trained from one start to the stop."""
+class TrainedSteps:
+    """The steps that some ranks trained from one start to the stop."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """One dict a step: numbers of step, epoch and batch; what each rank trained; how often ranks waited."""
+    """One dict per step: step, epoch and batch index, each rank's samples, and the number of collectives."""
     state: dict[str, Any] | None = None
     finished: bool = False
     remarks: list[str] = field(default_factory=list)
@@ -70,64 +70,64 @@ class Leg:
 MakeFeed = Callable[[DataRank, Any], StepSource]
 
 
-def train_leg(
-    make_feed: MakeFeed,
+def train_steps(
+    make_source: MakeFeed,
     world_size: int,
     num_steps: int,
     *,
     after: int = 0,
     state: dict[str, Any] | None = None,
     micro_batch_size: int | None = None,
-) -> Leg:
+) -> TrainedSteps:
     """Train `num_steps` steps on `world_size` ranks, or to the end."""
-    team = SimulatedTeam(world_size)
+    group = SimulatedGroup(world_size)
 
     def train(rank: int) -> tuple[list[dict[str, Any]], dict[str, Any], bool, list[str]]:
-        member = team.of(rank)
-        feed = make_feed(DataRank(rank, world_size), member)
-        feed.micro_batch_size = micro_batch_size
-        remarks = feed.load_state_dict(state) if state is not None else []
-        feed.begin(after)
-        told: list[dict[str, Any]] = []
+        member = group.of(rank)
+        source = make_source(DataRank(rank, world_size), member)
+        source.micro_batch_size = micro_batch_size
+        remarks = source.load_state_dict(state) if state is not None else []
+        source.begin(after)
+        steps: list[dict[str, Any]] = []
         pending: float | None = None
-        finished = feed.finished
+        finished = source.finished
         try:
-            for step in feed.steps() if num_steps else ():
+            for step in source.steps() if num_steps else ():
                 micro = [(m.num_samples, m.batch) for m in step.micro_batches]
                 assert len(micro) == step.num_micro_batches
-                told.append({"share": step.rank_batch, "micro": micro})
+                steps.append({"share": step.rank_batch, "micro": micro})
                 before = member.collectives
                 if pending is not None:
-                    feed.receive_ends(sum(team.gather(rank, pending)))
-                told[-1]["collectives"] = member.collectives - before
-                told[-1]["ends_epoch"] = feed.at_epoch_end
-                finished = feed.finished
-                pending = feed.local_ends()
-                if len(told) == num_steps or finished:
-                    feed.receive_ends(sum(team.gather(rank, pending)))
+                    source.receive_ends(sum(group.gather(rank, pending)))
+                steps[-1]["collectives"] = member.collectives - before
+                steps[-1]["ends_epoch"] = source.at_epoch_end
+                finished = source.finished
+                pending = source.local_ends()
+                if len(steps) == num_steps or finished:
+                    source.receive_ends(sum(group.gather(rank, pending)))
                     break
-            return told, feed.state_dict(), finished, remarks
+            return steps, source.state_dict(), finished, remarks
         finally:
-            feed.close()
+            source.close()
 
     with ThreadPoolExecutor(world_size) as pool:
         results = [future.result() for future in [pool.submit(train, r) for r in range(world_size)]]
-    leg = Leg(state=results[0][1], finished=results[0][2], remarks=results[0][3])
-    for of_ranks in zip(*(told for told, *_ in results), strict=True):
-        shares = [one["share"] for one in of_ranks]
+    trained = TrainedSteps(state=results[0][1], finished=results[0][2], remarks=results[0][3])
+    for rank_steps in zip(*(told for told, *_ in results), strict=True):
+        shares = [entry["share"] for entry in rank_steps]
         assert len({(s.step, s.epoch, s.batch_idx, s.batch_size, s.largest) for s in shares}) == 1
-        assert len({len(one["micro"]) for one in of_ranks}) == 1
+        assert len({len(entry["micro"]) for entry in rank_steps}) == 1
         assert shares[0].batch_size == sum(len(s.indices) for s in shares)
         assert shares[0].largest == max(len(s.indices) for s in shares)
-        leg.steps.append(
+        trained.steps.append(
             {
                 "step": shares[0].step,
                 "epoch": shares[0].epoch,
                 "batch_idx": shares[0].batch_idx,
-                "ends_epoch": of_ranks[0]["ends_epoch"],
+                "ends_epoch": rank_steps[0]["ends_epoch"],
                 "indices": [s.indices.tolist() for s in shares],
-                "micro": [one["micro"] for one in of_ranks],
-                "collectives": of_ranks[0]["collectives"],
+                "micro": [entry["micro"] for entry in rank_steps],
+                "collectives": rank_steps[0]["collectives"],
             }
         )
-    return leg
+    return trained

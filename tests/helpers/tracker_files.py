@@ -1,4 +1,4 @@
-"""What the clients of trackers wrote to this machine, read back: metrics as (name, step, value)."""
+"""Metrics from the local files of trackers, as (name, step, value)."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def wandb_points(folder: Path) -> Points:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records of a log as LevelDB has it: blocks of 32 KiB, the first of which begins with 7 bytes."""
-    place, whole = 7, b""
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
+    """Yield the records of a LevelDB log: blocks of 32 KiB, the first after a header of 7 bytes."""
+    offset, record = 7, b""
+    while offset + 7 <= len(data):
+        remaining = 32768 - offset % 32768
+        if remaining < 7:
+            offset += remaining
             continue
-        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield whole
-            whole = b""
+        _, length, kind = struct.unpack("<IHB", data[offset : offset + 7])
+        record += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            yield record
+            record = b""
 
 
 def neptune_points(folder: Path) -> Points:

@@ -28,7 +28,7 @@ NUM_EPOCHS, GLOBAL_BATCH_SIZE = 4, 16
 NUM_SAMPLES = len(dataset())
 STEPS_PER_EPOCH = -(-NUM_SAMPLES // GLOBAL_BATCH_SIZE)
 LAST_STEP = NUM_EPOCHS * STEPS_PER_EPOCH
-#: An attempt on two busy cores starts within half a minute; a run has at most three here.
+#: On two busy cores, an attempt starts within half a minute; a run has at most three here.
 RUN_LIMIT_S = 200.0
 
 
@@ -43,15 +43,15 @@ class Run:
     def dir(self) -> RunDir:
         return RunDir(self.path)
 
-    def hpctrain(self, *words: str, timeout: float = 60.0, check: bool = True, **options: Any) -> Any:
-        command = [sys.executable, "-m", "hpctrain", *words]
+    def hpctrain(self, *args: str, timeout: float = 60.0, check: bool = True, **options: Any) -> Any:
+        command = [sys.executable, "-m", "hpctrain", *args]
         return run_command(command, self.env, timeout=timeout, check=check, **options)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.dir.read_events() if event["kind"] == kind]
 
     def losses(self) -> dict[int, float]:
-        """The loss of each step; of a step trained twice, the later one."""
+        """Return the loss of each step, the later one if it was trained twice."""
         return {record["step"]: record["loss"] for record in read_json_lines(self.dir.metrics)}
 
     def status(self) -> dict[str, Any]:
@@ -61,28 +61,28 @@ class Run:
         wait_for(lambda: max(self.losses(), default=0) >= step, RUN_LIMIT_S, f"step {step} of {self.path}")
 
     def wait(self) -> int:
-        """Wait for the end of the run; returns the exit code."""
+        """Wait for the end of the run; return the exit code."""
         try:
-            done = self.hpctrain("wait", str(self.path), timeout=RUN_LIMIT_S, check=False)
+            result = self.hpctrain("wait", str(self.path), timeout=RUN_LIMIT_S, check=False)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.story()}") from None
-        return done.returncode
+            raise AssertionError(f"{error}\n{self.describe()}") from None
+        return result.returncode
 
-    def story(self) -> str:
-        """What is known of the run, for whoever wants to know why it does not end."""
+    def describe(self) -> str:
+        """Return all records and processes of the run, to explain why it does not end."""
         parts = [f"{event}" for event in self.dir.read_events()]
         for log in (self.dir.supervisor_log, self.dir.slurm_log):
             if log.exists():
                 parts += [f"== {log.name}", *log.read_text(errors="replace").splitlines()[-30:]]
         if "SLURM_CONF" in self.env:
             for command in (["squeue", "--states=all"], ["squeue", "--steps"], ["sinfo", "--Node", "--long"]):
-                done = run_command(command, self.env, check=False)
-                parts += [f"== {' '.join(command)}", done.stdout + done.stderr]
+                result = run_command(command, self.env, check=False)
+                parts += [f"== {' '.join(command)}", result.stdout + result.stderr]
         parts += [f"{process.pid} {' '.join(process.argv)[:200]}" for process in run_processes(self.path)]
         return "\n".join(parts)
 
     def ranks(self) -> dict[int, ProcessInfo]:
-        """The processes of the ranks that are training now."""
+        """Return the processes of the ranks that are training now."""
         attempt = str(max(self.dir.attempts()))
         return {
             int(process.environ["SLURM_PROCID"]): process
@@ -95,7 +95,7 @@ class Run:
         }
 
     def kill_rank(self, rank: int) -> None:
-        """Kill -9 of one rank."""
+        """Send SIGKILL to one rank."""
         os.kill(self.ranks()[rank].pid, 9)
 
 
@@ -110,7 +110,7 @@ def submit(
     slow_attempts: int = 1,
     further: Sequence[str] = (),
 ) -> Run:
-    """Submit `train_classifier.py`, with `further` arguments; does not wait."""
+    """Submit `train_classifier.py` with `further` arguments. Does not wait."""
     run = Run(path, env)
     arguments = ["--step-s", str(step_s), "--checkpoint-every", str(checkpoint_every)]
     arguments += ["--slow-attempts", str(slow_attempts), *further]
@@ -119,13 +119,13 @@ def submit(
 
 
 def preempt(env: Mapping[str, str], *, nodes: int = 4, seconds: int = 2) -> None:
-    """Have an urgent job take so many nodes of the cluster from whoever has them."""
+    """Submit an urgent job that preempts that many nodes of the cluster."""
     options = ["--partition=urgent", f"--nodes={nodes}", "--exclusive", "--output=/dev/null"]
     run_command(["sbatch", *options, f"--wrap=sleep {seconds}"], env)
 
 
 def assert_undisturbed(run: Run, reference: Run, num_epochs: int = NUM_EPOCHS) -> None:
-    """Losses are bitwise the reference's, and every sample was trained exactly once an epoch."""
+    """Fail unless losses are bitwise the reference's and every sample was trained once per epoch."""
     assert run.dir.metrics.exists()
     assert run.losses() == reference.losses()
     assert sorted(run.losses()) == list(range(1, num_epochs * STEPS_PER_EPOCH + 1))
@@ -133,7 +133,7 @@ def assert_undisturbed(run: Run, reference: Run, num_epochs: int = NUM_EPOCHS) -
 
 
 def assert_same_training(run: Run, reference: Run) -> None:
-    """Losses agree up to rounding, and every sample was trained exactly once an epoch."""
+    """Fail unless losses agree up to rounding and every sample was trained once per epoch."""
     assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
     assert run.losses() == pytest.approx(reference.losses(), rel=1e-4)
     for indices in samples_by_epoch(run).values():
@@ -141,7 +141,7 @@ def assert_same_training(run: Run, reference: Run) -> None:
 
 
 def assert_every_sample_once(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
-    """Every sample was trained exactly once an epoch."""
+    """Fail unless every sample was trained once per epoch."""
     for epoch, indices in samples_by_epoch(run).items():
         counts = Counter(indices)
         assert len(counts) == NUM_SAMPLES, (
@@ -152,7 +152,7 @@ def assert_every_sample_once(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
 
 
 def samples_by_epoch(run: Run) -> dict[int, list[int]]:
-    """Indices of each epoch that made the result: of a step trained again, those of its last attempt."""
+    """Return each epoch's sample indices; a repeated step counts with its last attempt."""
     by_step: dict[int, dict[int, list[dict[str, Any]]]] = {}
     for attempt, record in _sample_records(run):
         by_step.setdefault(record["step"], {}).setdefault(attempt, []).append(record)
@@ -170,7 +170,7 @@ def _sample_records(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
             yield attempt, record
 
 
-WORDS = [
+HOSTILE_ARGUMENTS = [
     *(":", "--", "--nodes=3", "-J", "", " ", "two  words", "'", '"', "\\", "%j %%", "é ü 漢 🏖", "{{ x }}"),
     *("$(touch executed)", "`touch executed`", "; touch executed", "&& touch executed"),
     *("a\nb", "\n#SBATCH --job-name=executed\n"),
@@ -184,24 +184,35 @@ Path(os.environ["HPCTRAIN_RUN_DIR"], f"dump-{os.environ['RANK']}.json").write_te
 """
 
 
-def check_words(shape: list[str], env: Mapping[str, str], tmp_path: Path) -> None:
-    """Pass hostile words in every place that takes any, and compare what the ranks got."""
+def check_arguments(shape: list[str], env: Mapping[str, str], tmp_path: Path) -> None:
+    """Pass hostile arguments everywhere and compare what the ranks received."""
     folder = tmp_path / "a 'b' \"c\" $(touch executed) ; #SBATCH %j"
     folder.mkdir()
     script = folder / "train '$(touch executed)';\n.py"
     script.write_text(DUMP)
     run = Run(folder / "run", env)
-    variables = {f"WORD_{i}": word for i, word in enumerate(WORDS)}
-    options = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-    done = run_command(
-        [sys.executable, "-m", "hpctrain", "submit", *shape, *options, "--run-dir", run.path, script, *WORDS],
+    variables = {f"WORD_{i}": argument for i, argument in enumerate(HOSTILE_ARGUMENTS)}
+    options = [argument for name, value in variables.items() for argument in ("--env", f"{name}={value}")]
+    result = run_command(
+        [
+            sys.executable,
+            "-m",
+            "hpctrain",
+            "submit",
+            *shape,
+            *options,
+            "--run-dir",
+            run.path,
+            script,
+            *HOSTILE_ARGUMENTS,
+        ],
         env,
         cwd=folder,
     )
-    assert done.returncode == 0
+    assert result.returncode == 0
     assert run.wait() == 0
     for rank in range(2):
-        assert json.loads((run.path / f"dump-{rank}.json").read_text()) == [WORDS, variables]
+        assert json.loads((run.path / f"dump-{rank}.json").read_text()) == [HOSTILE_ARGUMENTS, variables]
     assert list(tmp_path.rglob("executed*")) == []
 
 

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def wait_for(predicate: Callable[[], T], timeout: float, what: str, interval: float = 0.05) -> T:
-    """The first true value of `predicate()`; the test fails after `timeout` seconds, saying `what`."""
+    """Return the first true value of `predicate()`; fail after `timeout` seconds with `what`."""
     deadline = time.monotonic() + timeout
     while not (value := predicate()):
         if time.monotonic() > deadline:

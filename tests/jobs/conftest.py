@@ -1,4 +1,4 @@
-"""A supervisor that only pretends, so that submission and its ends can be tested by themselves."""
+"""A fake supervisor, to test submission and its ends separately."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fake_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path) -> FakeSlurm:
-    """Commands of Slurm's that only pretend."""
+    """Fake Slurm commands."""
     folder = tmp_path / "bin"
     folder.mkdir()
     return FakeSlurm(folder)
@@ -94,12 +94,12 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def prepared(tmp_path: Path, script: Path, fake_python: str) -> Callable[..., PreparedSubmission]:
-    """`prepare` with defaults for what a test does not care for; on the local backend."""
+    """`prepare_submission` with the local backend and other defaults."""
 
     def call(*args: str, environ: Mapping[str, str] | None = None, **options: Any) -> PreparedSubmission:
         options.setdefault("backend", "local")
         if "script" not in options:
-            # The usual one lies in no repository, which would be said each time.
+            # The usual script lies in no repository, which would add a note each time.
             options.setdefault("snapshot", False)
         return prepare_submission(
             options.pop("script", script),
@@ -115,7 +115,7 @@ def prepared(tmp_path: Path, script: Path, fake_python: str) -> Callable[..., Pr
 
 @pytest.fixture
 def make_spec() -> Callable[..., JobSpec]:
-    """A `JobSpec` with defaults for what a test does not care for."""
+    """`JobSpec` with defaults."""
 
     def call(**fields: Any) -> JobSpec:
         defaults: dict[str, Any] = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.batch_jobs import Slurm
+from helpers.batch_jobs import SlurmJobs
 from helpers.commands import environment
 from helpers.waiting import wait_for
 
@@ -26,7 +26,7 @@ RANK_1_EATS = f"import os, time\ntime.sleep(60 if os.environ['RANK'] != '1' else
 
 
 @pytest.fixture
-def limited() -> Iterator[Slurm]:
+def limited() -> Iterator[SlurmJobs]:
     """A cluster of one node, on which a job that takes more memory than it asked for is killed."""
     if not (GROUPS / "tasks").exists() or not os.access(GROUPS, os.W_OK):
         pytest.skip(f"needs control groups of the first version for memory, and {GROUPS} is none to write to")
@@ -37,7 +37,7 @@ def limited() -> Iterator[Slurm]:
         box.conf.with_name("cgroup.conf").write_text(CGROUP_CONF)
         box.kill_node(box.nodes[0])
         box.start_node(box.nodes[0])
-        yield Slurm(box, environment(box.env))
+        yield SlurmJobs(box, environment(box.env))
     finally:
         sandbox.down(name)
         # slurmd leaves the group of its node.

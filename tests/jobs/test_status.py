@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.fake_slurm import NO_ACCOUNTING, NOT_THERE, OUT_OF_REACH, FakeSlurm, queued, recorded, shown
+from helpers.fake_slurm import INVALID_JOB_ID, NO_ACCOUNTING, UNREACHABLE, FakeSlurm, queued, recorded, shown
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
@@ -138,7 +138,7 @@ def test_only_the_delay_of_a_requeue_is_a_hold(fake_slurm, restarts, in_s, held)
     assert look(fake_slurm, "17")[0].held is held
 
 
-@pytest.mark.parametrize("trouble", [OUT_OF_REACH, "slurm_load_jobs error: Socket timed out on send/recv\n"])
+@pytest.mark.parametrize("trouble", [UNREACHABLE, "slurm_load_jobs error: Socket timed out on send/recv\n"])
 def test_a_controller_out_of_reach_means_unknown_never_dead(fake_slurm, trouble):
     """SkyPilot deletes a live cluster over one failed squeue."""
     fake_slurm.answer("squeue", stderr=trouble, code=1)
@@ -148,7 +148,7 @@ def test_a_controller_out_of_reach_means_unknown_never_dead(fake_slurm, trouble)
 
 
 def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fake_slurm):
-    fake_slurm.answer("squeue", stderr=OUT_OF_REACH, code=1)
+    fake_slurm.answer("squeue", stderr=UNREACHABLE, code=1)
     lines = [
         recorded("17", "COMPLETED"),
         recorded("18", "CANCELLED by 0"),
@@ -210,7 +210,7 @@ def test_of_several_records_of_a_job_the_newest_submission_counts(fake_slurm):
 
 
 def test_a_job_that_left_the_queue_is_in_accounting(fake_slurm):
-    fake_slurm.answer("squeue", stderr=NOT_THERE, code=1)
+    fake_slurm.answer("squeue", stderr=INVALID_JOB_ID, code=1)
     fake_slurm.answer("sacct", recorded("17", "TIMEOUT"))
     assert look(fake_slurm, "17") == [
         JobStateView(RunState.FAILED, "Slurm reports TIMEOUT", job_state="TIMEOUT")
@@ -263,7 +263,7 @@ def test_a_number_that_is_anothers_by_now_says_nothing_of_this_run(run, fake_slu
 
 def test_a_first_record_without_a_folder_is_known_by_its_time(fake_slurm):
     """Accounting learns of the folder some seconds later, of a job that ended at once too."""
-    fake_slurm.answer("squeue", stderr=OUT_OF_REACH, code=1)
+    fake_slurm.answer("squeue", stderr=UNREACHABLE, code=1)
     for age_s, state in ((1, RunState.FAILED), (3600, UNKNOWN)):
         submit = time.strftime("%FT%T", time.localtime(time.time() - age_s))
         fake_slurm.answer("sacct", recorded("17", "FAILED", submit=submit, workdir=""))
@@ -299,7 +299,7 @@ def test_the_memory_of_a_sure_answer_in_one_watch(run, fake_slurm):
     fake_slurm.answer("squeue", queued("17", "RUNNING"))
     looks = run.watch()
     assert next(looks).state is RUNNING
-    fake_slurm.answer("squeue", stderr=OUT_OF_REACH, code=1)
+    fake_slurm.answer("squeue", stderr=UNREACHABLE, code=1)
     status = next(looks)
     assert status.state is UNKNOWN
     assert status.unknown_s is not None

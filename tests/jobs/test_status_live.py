@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers.batch_jobs import Slurm
+from helpers.batch_jobs import SlurmJobs
 from helpers.commands import environment
-from helpers.slurm_truth import Truth, assert_true
+from helpers.slurm_states import JobStates, check_status
 from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
@@ -29,10 +29,10 @@ Steps = Iterator[str | Callable[[], bool]]
 
 
 @pytest.fixture(params=["slurm", "accounting"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Slurm]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
     """A cluster without accounting, and one with it; a test that fails leaves no jobs to the next one."""
     box = request.getfixturevalue(request.param)
-    cluster = Slurm(box, environment(box.env))
+    cluster = SlurmJobs(box, environment(box.env))
     yield cluster
     cluster.command("scancel", "--user=root", "--quiet")
 
@@ -41,7 +41,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Slurm]:
 class Scenario:
     """One run, what happens to it, and what may be said of it meanwhile."""
 
-    steps: Callable[[Slurm, Run], Steps]
+    steps: Callable[[SlurmJobs, Run], Steps]
     #: States in the order in which they may be seen; none else may be.
     path: str
     #: Slurm's own word at the end, and what stands in the words or the cause.
@@ -51,15 +51,15 @@ class Scenario:
     options: tuple[str, ...] = ()
 
 
-def completed(slurm: Slurm, run: Run) -> Steps:
+def completed(slurm: SlurmJobs, run: Run) -> Steps:
     yield "COMPLETED"
 
 
-def failed(slurm: Slurm, run: Run) -> Steps:
+def failed(slurm: SlurmJobs, run: Run) -> Steps:
     yield "FAILED"
 
 
-def held_and_released(slurm: Slurm, run: Run) -> Steps:
+def held_and_released(slurm: SlurmJobs, run: Run) -> Steps:
     yield "PENDING"
     assert run.status().words.startswith("JobHeldUser: held by its user; use `scontrol release")
     assert run.status().held is False
@@ -67,19 +67,19 @@ def held_and_released(slurm: Slurm, run: Run) -> Steps:
     yield "COMPLETED"
 
 
-def held_and_cancelled(slurm: Slurm, run: Run) -> Steps:
+def held_and_cancelled(slurm: SlurmJobs, run: Run) -> Steps:
     yield "PENDING"
     run.cancel()
     yield "CANCELLED"
 
 
-def cancelled_by_scancel(slurm: Slurm, run: Run) -> Steps:
+def cancelled_by_scancel(slurm: SlurmJobs, run: Run) -> Steps:
     yield "RUNNING"
     slurm.command("scancel", run.job_id)
     yield "CANCELLED"
 
 
-def requeued(slurm: Slurm, run: Run) -> Steps:
+def requeued(slurm: SlurmJobs, run: Run) -> Steps:
     log = run.dir.path / "slurm.log"
     yield lambda: log.exists() and "start 0" in log.read_text()
     slurm.command("scontrol", "requeue", run.job_id)
@@ -93,7 +93,7 @@ def requeued(slurm: Slurm, run: Run) -> Steps:
     yield "COMPLETED"
 
 
-def waits_for_another(slurm: Slurm, run: Run) -> Steps:
+def waits_for_another(slurm: SlurmJobs, run: Run) -> Steps:
     first = slurm.submit(run.dir.path.parent / "first", "finish COMPLETED", "--hold")
     first.dir.spec.touch()
     wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ)
@@ -105,7 +105,7 @@ def waits_for_another(slurm: Slurm, run: Run) -> Steps:
     assert first.status().state is RunState.COMPLETED
 
 
-def waits_in_vain(slurm: Slurm, run: Run) -> Steps:
+def waits_in_vain(slurm: SlurmJobs, run: Run) -> Steps:
     first = slurm.submit(run.dir.path.parent / "vain", "exit 1", "--hold")
     slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency=afterok:{first.job_id}")
     slurm.command("scontrol", "release", run.job_id)
@@ -116,13 +116,13 @@ def waits_in_vain(slurm: Slurm, run: Run) -> Steps:
     yield "CANCELLED"
 
 
-def timed_out(slurm: Slurm, run: Run) -> Steps:
+def timed_out(slurm: SlurmJobs, run: Run) -> Steps:
     yield "RUNNING"
     slurm.command("scontrol", "update", f"JobId={run.job_id}", "EndTime=now+1")
     yield "FAILED"
 
 
-def node_dies_and_slurm_requeues(slurm: Slurm, run: Run) -> Steps:
+def node_dies_and_slurm_requeues(slurm: SlurmJobs, run: Run) -> Steps:
     yield "RUNNING"
     slurm.box.kill_node(slurm.box.nodes[3])
     yield "PENDING"
@@ -133,7 +133,7 @@ def node_dies_and_slurm_requeues(slurm: Slurm, run: Run) -> Steps:
     yield "COMPLETED"
 
 
-def node_dies_and_the_job_with_it(slurm: Slurm, run: Run) -> Steps:
+def node_dies_and_the_job_with_it(slurm: SlurmJobs, run: Run) -> Steps:
     yield "FAILED"
 
 
@@ -187,7 +187,7 @@ SLOW = {
 }
 
 
-def play(slurm: Slurm, scenarios: dict[str, Scenario], folder: Path, limit_s: float) -> None:
+def play(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path, limit_s: float) -> None:
     """Let all scenarios happen at once, and look at all of their runs all the while, at one go."""
     runs, waiting, awaited, seen = {}, {}, {}, {name: [] for name in scenarios}
     for name, scenario in scenarios.items():
@@ -198,13 +198,13 @@ def play(slurm: Slurm, scenarios: dict[str, Scenario], folder: Path, limit_s: fl
     deadline = time.monotonic() + limit_s
     last: dict[str, RunStatus] = {}
     checked: Counter[str] = Counter()
-    truth = Truth(slurm.environ)
+    truth = JobStates(slurm.environ)
     while waiting:
         assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}"
         before, last = truth, dict(zip(runs, query_statuses(list(runs.values())), strict=True))
-        truth = Truth(slurm.environ)
+        truth = JobStates(slurm.environ)
         for name, status in last.items():
-            checked[name] += assert_true(status, before, truth, runs[name])
+            checked[name] += check_status(status, before, truth, runs[name])
             if seen[name][-1:] != [status.state]:
                 seen[name].append(status.state)
             assert_on_path(seen[name], scenarios[name].path, f"{name}: {status}")
@@ -241,7 +241,7 @@ def test_time_limits_and_lost_nodes_are_told_apart(cluster, tmp_path):
         cluster.box.start_node(cluster.box.nodes[3])
 
 
-def array(slurm: Slurm, folder: Path, script: str, tasks: int, *options: str, at_once: int = 20) -> Run:
+def array(slurm: SlurmJobs, folder: Path, script: str, tasks: int, *options: str, at_once: int = 20) -> Run:
     """Submit a job array, each task a run in a folder of its own, in which the script runs."""
     begin = "cd task-$SLURM_ARRAY_TASK_ID\n"
     for index in range(tasks):
@@ -257,13 +257,13 @@ def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) 
     seen: dict[str, list[str]] = {task.run_id: [] for task in run.tasks()}
     allowed = {run.tasks()[index].run_id: path for index, path in (paths or {}).items()}
     deadline = time.monotonic() + limit_s
-    truth, checked = Truth(run.environ), 0
+    truth, checked = JobStates(run.environ), 0
     while True:
         assert time.monotonic() < deadline, f"no end after {limit_s} s: {seen}"
         before, (whole, *parts) = truth, query_statuses([run, *run.tasks()])
-        truth = Truth(run.environ)
+        truth = JobStates(run.environ)
         for part, task in zip(parts, run.tasks(), strict=True):
-            checked += assert_true(part, before, truth, task)
+            checked += check_status(part, before, truth, task)
             if seen[part.run_id][-1:] != [part.state]:
                 seen[part.run_id].append(part.state)
             path = allowed.get(part.run_id, "PENDING RUNNING COMPLETED")
@@ -359,7 +359,7 @@ def test_an_array_that_is_cancelled_by_scancel_while_it_waits(cluster, tmp_path)
 
 def test_a_task_is_requeued_alone_while_others_wait(slurm, tmp_path):
     """Of the signal that such a task gets by its own name, Slurm 22.05 sends another every few seconds."""
-    cluster = Slurm(slurm, environment(slurm.env))
+    cluster = SlurmJobs(slurm, environment(slurm.env))
     rank = (
         "trap 'echo TERM >>../$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch ready; while :; do sleep 0.1; done"
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from helpers.batch_jobs import Slurm
+from helpers.batch_jobs import SlurmJobs
 from helpers.commands import environment
 from helpers.waiting import wait_for
 
@@ -20,18 +20,18 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module", params=["slurm", "accounting"])
-def own(request: pytest.FixtureRequest) -> Iterator[Slurm]:
+def own(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
     """A cluster of this module's own, whose controller its tests may treat badly."""
     request.getfixturevalue(request.param)  # skips where there can be none
     name = f"lost-{os.getpid()}"
     try:
         box = sandbox.up(name, nodes=1, gpus_per_node=0, accounting=request.param == "accounting")
-        yield Slurm(box, environment(box.env))
+        yield SlurmJobs(box, environment(box.env))
     finally:
         sandbox.down(name)
 
 
-def lose_the_state(slurm: Slurm) -> None:
+def lose_the_state(slurm: SlurmJobs) -> None:
     """Let the controller start again without what it knew of its jobs."""
     box = slurm.box
     pid = box.daemons()["slurmctld"]

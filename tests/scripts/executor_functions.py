@@ -1,4 +1,4 @@
-"""Functions for the tests of the executor, in a module of their own: ranks import it by its name."""
+"""Functions for the tests of the executor, in their own module, which ranks import by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN_DIR = "HPCTRAIN_RUN_DIR"
 
 
 def introduce(base: int) -> tuple[int, int, float]:
-    """Rank, world size, and a sum over all ranks."""
+    """Return rank, world size, and a sum over all ranks."""
     total = torch.tensor([float(base + dist.get_rank())])
     dist.all_reduce(total)
     print(f"rank {dist.get_rank()} says hello")
@@ -34,7 +34,7 @@ def fail_on(rank: int) -> None:
 
 
 def train(step_s: float) -> dict[str, Any]:
-    """A training like `train_classifier.py`, and what is left of it."""
+    """Train like `train_classifier.py`; return metrics and weights."""
     trainer = hpctrain.Trainer(max_epochs=4, global_batch_size=16, checkpoint_every=6, seed=1)
     module, data = Small(step_s), dataset()
     trainer.fit(module, data, data)
@@ -49,7 +49,7 @@ def own_file(name: str) -> Path:
 
 
 def count_with_own_file(last: int) -> tuple[int, int]:
-    """Count steps with the other ranks, and save where all agreed to stop. Returns the first and the last."""
+    """Count steps with the other ranks; save when all agree to stop. Return the first and the last step."""
     path = own_file("count")
     first = int(path.read_text()) if path.exists() else 0
     for step in range(first + 1, last + 1):
@@ -63,7 +63,7 @@ def count_with_own_file(last: int) -> tuple[int, int]:
 
 
 class Count:
-    """The same by submitit's protocol: `checkpoint` says what to call in place of this next time."""
+    """The same with submitit's protocol: `checkpoint` returns the call of the next attempt."""
 
     def __init__(self, *, agreed: bool = True) -> None:
         self.agreed = agreed
@@ -83,7 +83,7 @@ class Count:
     def checkpoint(self, last: int) -> Any:
         import submitit
 
-        # Fails where not all ranks have come here after the same step.
+        # Fails if not all ranks stopped after the same step.
         steps = torch.tensor([self.step, -self.step])
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
         assert steps.tolist() == [self.step, -self.step]

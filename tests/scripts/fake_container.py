@@ -1,11 +1,11 @@
-"""A container that only pretends: no image is unpacked, but mounts and variables are as in a real one.
+"""A fake container: no image is unpacked, but mounts and variables are like those of a real one.
 
-The "image" is a file of JSON: `env`, its variables, and `hidden`, folders of the host that it has not; only
-what is mounted is seen there. Run as
+The "image" is a JSON file: `env`, its variables, and `hidden`, folders of the host that it lacks; only mounts
+are visible there. Run as
 
-    fake_container.py apptainer exec …      what apptainer would be told, with its rules for variables
-    fake_container.py srun …                srun with pyxis: options of --container-… are taken off
-    fake_container.py task JSON COMMAND …   what the latter starts in each task
+    fake_container.py apptainer exec …      apptainer's arguments, with its rules for variables
+    fake_container.py srun …                srun with pyxis, whose --container-… options are removed
+    fake_container.py task JSON COMMAND …   the command that the latter starts in each task
 """
 
 from __future__ import annotations
@@ -35,66 +35,72 @@ exec chroot "$root" "$@"
 def run(image, mounts, workdir, variables, command) -> None:
     with open(image) as file:
         system = json.load(file)
-    words = [word for folder in system["hidden"] for word in ("hide", folder)]
+    args = [word for folder in system["hidden"] for word in ("hide", folder)]
     for mount in mounts:
         source, destination, mode = [*mount.split(":"), "rw"][:3]
-        words += ["show", source, destination, mode]
+        args += ["show", source, destination, mode]
     settings = [f"{name}={value}" for name, value in variables(system["env"]).items()]
     root = tempfile.mkdtemp(dir=os.path.dirname(image))
     inside = ["/usr/bin/env", "-i", "-C", workdir, *settings, *command]
-    words = ["unshare", "--mount", "/bin/sh", "-c", _SHELL, "sh", root, *words, "--", *inside]
-    os.execvp(words[0], words)
+    args = ["unshare", "--mount", "/bin/sh", "-c", _SHELL, "sh", root, *args, "--", *inside]
+    os.execvp(args[0], args)
 
 
-def apptainer(words: list[str]) -> None:
-    assert words.pop(0) == "exec", words
+def apptainer(args: list[str]) -> None:
+    assert args.pop(0) == "exec", args
     mounts, workdir = [], "/"
-    while words[0].startswith("--"):
-        option = words.pop(0)
+    while args[0].startswith("--"):
+        option = args.pop(0)
         if option == "--bind":
-            mounts.append(words.pop(0))
+            mounts.append(args.pop(0))
         elif option == "--pwd":
-            workdir = words.pop(0)
+            workdir = args.pop(0)
         else:
             assert option == "--nv", option
 
-    def variables(of_image):
+    def variables(image_env):
         prefix = "APPTAINERENV_"
         host = {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
         forced = {name[len(prefix) :]: value for name, value in os.environ.items() if name.startswith(prefix)}
-        return {**host, **of_image, **forced}
+        return {**host, **image_env, **forced}
 
-    run(words[0], mounts, workdir, variables, words[1:])
+    run(args[0], mounts, workdir, variables, args[1:])
 
 
-def srun(words: list[str]) -> None:
-    own = os.path.dirname(os.path.realpath(shutil.which("srun")))
-    rest = os.pathsep.join(
-        path for path in os.environ["PATH"].split(os.pathsep) if os.path.realpath(path) != own
+def srun(args: list[str]) -> None:
+    own_folder = os.path.dirname(os.path.realpath(shutil.which("srun")))
+    search_path = os.pathsep.join(
+        path for path in os.environ["PATH"].split(os.pathsep) if os.path.realpath(path) != own_folder
     )
-    real = shutil.which("srun", path=rest)
-    if words == ["--help"]:
+    real = shutil.which("srun", path=search_path)
+    if args == ["--help"]:
         print("      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH")
         sys.exit()
-    count = next(i for i, word in enumerate(words) if not word.startswith("--"))
-    options, command = words[:count], words[count:]
-    asked = dict(option.split("=", 1) for option in options if option.startswith("--container-"))
+    count = next(i for i, word in enumerate(args) if not word.startswith("--"))
+    options, command = args[:count], args[count:]
+    container_options = dict(option.split("=", 1) for option in options if option.startswith("--container-"))
     options = [option for option in options if not option.startswith("--container-")]
-    if asked:
-        command = [sys.executable, os.path.realpath(__file__), "task", json.dumps(asked), *command]
+    if container_options:
+        command = [
+            sys.executable,
+            os.path.realpath(__file__),
+            "task",
+            json.dumps(container_options),
+            *command,
+        ]
     os.execv(real, [real, *options, *command])
 
 
-def task(words: list[str]) -> None:
-    asked = json.loads(words[0])
+def task(args: list[str]) -> None:
+    options = json.loads(args[0])
 
-    def variables(of_image):
-        names = asked["--container-env"].split(",")
+    def variables(image_env):
+        names = options["--container-env"].split(",")
         kept = {name: os.environ[name] for name in names if name in os.environ}
-        return {**os.environ, **of_image, **kept}
+        return {**os.environ, **image_env, **kept}
 
-    mounts = asked["--container-mounts"].split(",")
-    run(asked["--container-image"], mounts, asked["--container-workdir"], variables, words[1:])
+    mounts = options["--container-mounts"].split(",")
+    run(options["--container-image"], mounts, options["--container-workdir"], variables, args[1:])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ways for a rank not to come back from a step."""
+"""Ways for a rank to hang in a step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 import time
 
 
-def never_return(how: str) -> None:
-    if how == "loop":
+def never_return(mode: str) -> None:
+    if mode == "loop":
         while True:
             pass
-    if how == "frozen":
-        # Native code that holds Python's lock: nothing of this process can answer.
+    if mode == "frozen":
+        # Native code that holds Python's lock: no thread of this process can respond.
         re.match("(a+)+b", "a" * 60)
-    if how == "stopped":
+    if mode == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""One rank for test_join.py: joins, adds up the ranks' numbers, and tells what it saw, as a line of JSON."""
+"""One rank for test_init_distributed.py: join, sum the ranks' numbers, and print the results as JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A short training that stays in one phase of its first attempt for a while, and says when it is there."""
+"""A short training that pauses in one phase of its first attempt and reports this by a file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 NUM_EPOCHS, NUM_SAMPLES, GLOBAL_BATCH_SIZE = 2, 48, 8
 
 
-def arrive(phase: str, seconds: float = 2.0) -> None:
-    """Where this is the phase to be disturbed in, tell so, and stay for a while."""
+def pause(phase: str, seconds: float = 2.0) -> None:
+    """In the chosen phase, create a file and sleep."""
     mark = Path(sys.argv[2], f"{phase}-{os.environ['RANK']}")
     if phase == sys.argv[1] and os.environ["HPCTRAIN_ATTEMPT"] == "0" and not mark.exists():
         mark.touch()
@@ -31,11 +31,11 @@ class Small(hpctrain.Module):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 3:
-            arrive("step", 0.2)
+            pause("step", 0.2)
         return self.net(batch[0]).square().mean()
 
     def validation_step(self, batch, batch_idx):
-        arrive("validation")
+        pause("validation")
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self):
@@ -46,14 +46,14 @@ commit = CheckpointDir.commit
 
 
 def commit_slowly(self, *args, **kwargs):
-    """As on a slow disk."""
-    arrive("save")
+    """Pause, like a slow disk."""
+    pause("save")
     return commit(self, *args, **kwargs)
 
 
 if __name__ == "__main__":
     CheckpointDir.commit = commit_slowly
-    arrive("start")
+    pause("start")
     data = torch.utils.data.TensorDataset(
         torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(1))
     )

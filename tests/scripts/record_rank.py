@@ -1,7 +1,7 @@
-"""What every rank of a launch runs: `record_rank.py FOLDER [LIBRARY]`.
+"""The program of every rank of a launch: `record_rank.py FOLDER [LIBRARY]`.
 
-It writes its variables into FOLDER, and prints its pid. With a LIBRARY (`libmpi.so.40`, `libmpich.so.12` or
-`horovod`) it also writes which rank that says it has: the truth about what that launcher started.
+It writes its variables into FOLDER and prints its pid. With a LIBRARY (`libmpi.so.40`, `libmpich.so.12` or
+`horovod`), it also writes the rank that the library reports: the true rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def mpi_ranks(library: str) -> dict[str, int]:
-    """Rank and number of processes as the MPI library itself tells them."""
+    """Return rank and number of processes from the MPI library."""
     mpi = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     # mpi.h: MPICH's handles are numbers, Open MPI's are addresses.
     world = (
@@ -48,11 +48,11 @@ def horovod_ranks() -> dict[str, int]:
 
 
 def main(argv: list[str]) -> None:
-    """Write the file, then print the pid: whoever labels the output labels the process."""
+    """Write the file, then print the pid: a label on the output identifies the process."""
     variables = dict(os.environ)
     library = argv[1] if len(argv) > 1 else None
-    told = horovod_ranks() if library == "horovod" else mpi_ranks(library) if library else {}
-    record = {"pid": os.getpid(), "parent": os.getppid(), "told": told, "variables": variables}
+    reported = horovod_ranks() if library == "horovod" else mpi_ranks(library) if library else {}
+    record = {"pid": os.getpid(), "parent": os.getppid(), "told": reported, "variables": variables}
     Path(argv[0], f"{os.getpid()}.json").write_text(json.dumps(record), encoding="utf-8")
     print(os.getpid(), flush=True)
 

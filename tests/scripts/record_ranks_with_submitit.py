@@ -1,6 +1,6 @@
-"""Starts probes with submitit: `record_ranks_with_submitit.py local|slurm FOLDER`.
+"""Start probes with submitit: `record_ranks_with_submitit.py local|slurm FOLDER`.
 
-Prints `RANK: PID` for each task, as submitit counts them.
+Print `RANK: PID` for each task, in submitit's order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROBE = str(Path(__file__).with_name("record_rank.py").resolve())
 
 
 def task(folder: str) -> int:
-    """What each task runs. It is unpickled where no module of ours can be imported."""
+    """Run the probe. This function is unpickled in a process that cannot import our modules."""
     runpy.run_path(PROBE)["main"]([folder])
     return os.getpid()
 

@@ -1,6 +1,6 @@
-"""A training that saves after each step, on the ranks of a test that kills one of them in a save.
+"""Train with a save after each step, on the ranks of a test that kills one of them in a save.
 
-    saving_ranks.py LAST_STEP RANK STEP
+    save_every_step.py LAST_STEP RANK STEP
 
 In the STEP-th step after its start, the rank writes its process ID to the file `traced` in the run folder and
 waits for the file `go`. Each rank prints a digest of the final weights.

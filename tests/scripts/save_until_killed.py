@@ -1,10 +1,10 @@
-"""Saves until it is killed. A server forks such processes, so that each costs no import.
+"""Save until killed. A server forks such processes, so that each starts without imports.
 
     save_until_killed.py        then one line on stdin for each process: MODE FOLDER
 
-Says "ready", and answers each line with the process's id. That one makes two checkpoints, says "ready" in
-FOLDER/said, waits for FOLDER/go, and saves on. After each save that is known to have ended it appends the
-step to FOLDER/said. In the mode "for-long" see `save_for_long`.
+It prints "ready" and answers each line with the process's id. That process makes two checkpoints, writes
+"ready" to FOLDER/said, waits for FOLDER/go, and continues to save. After each completed save, it appends the
+step to FOLDER/said. For the mode "for-long", see `save_for_long`.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ def store(mode: str, folder: Path) -> CheckpointStore:
 
 
 def save(mode: str, folder: Path) -> None:
-    said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     stored = store(mode, folder)
     for step in range(1, LAST_STEP + 1):
         if step == 3:
-            os.write(said, b"ready\n")
+            os.write(output, b"ready\n")
             while not (folder / "go").exists():
                 time.sleep(0.001)
         if mode == "sync":
             stored.save(step, state(step), {})
-            os.write(said, b"%d\n" % step)
+            os.write(output, b"%d\n" % step)
         else:
             stored.async_save(step, state(step), {})
             stored.wait(60)
-            for ended in stored.collect_outcomes():
-                assert isinstance(ended, CommittedSave), ended
-                os.write(said, b"%d\n" % ended.step)
+            for outcome in stored.collect_outcomes():
+                assert isinstance(outcome, CommittedSave), outcome
+                os.write(output, b"%d\n" % outcome.step)
     stored.close()
-    os.write(said, b"end\n")
+    os.write(output, b"end\n")
 
 
 def save_for_long(folder: Path) -> None:
-    """Save one step after the other, until told to stop; says of each what became of it."""
-    said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """Save one step after the other until the file `stop` exists; append each outcome."""
+    output = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     stored = CheckpointStore(folder / "checkpoints", patience_s=0.3)
     step = 0
     while not (folder / "stop").exists():
         step += 1
         stored.async_save(step, state(step), {})
         assert stored.wait(60)
-        (ended,) = stored.collect_outcomes()
-        outcome = "saved" if isinstance(ended, CommittedSave) else str(ended)
-        os.write(said, f"{step} {outcome}\n".encode())
+        (save,) = stored.collect_outcomes()
+        outcome = "saved" if isinstance(save, CommittedSave) else str(save)
+        os.write(output, f"{step} {outcome}\n".encode())
         time.sleep(0.05)
     stored.close()
 

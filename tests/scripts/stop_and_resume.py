@@ -1,6 +1,6 @@
 """Train on any number of ranks: `stop_and_resume.py OUT LAST_STEP [STOP_AT RANK]`, in float32, no dropout.
 
-Where it is told to, one rank gets SIGTERM in that step, and all leave. What rank 0 trained is written to OUT.
+Optionally, one rank gets SIGTERM in a step, and all exit. Rank 0 writes its weights to OUT.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A short training for fault tests: four epochs of uneven batches, dropout, a checkpoint every six steps.
 
-Only the first attempts can be slowed down: those that wait to be disturbed.
+Only the first attempts can be slow: those that are to be disturbed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train in float64: `train_in_float64.py LAST_STEP BATCH [SETTING=VALUE…]`; prints all ranks' parameters."""
+"""Train in float64: `train_in_float64.py LAST_STEP BATCH [SETTING=VALUE…]`; print all ranks' parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Exact(hpctrain.Module):
-    """Takes samples, or the numbers of samples that a stream gives."""
+    """Takes samples, or the numbers of samples from a stream."""
 
     def __init__(self, overflow_at: int | None = None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Exact(hpctrain.Module):
         self.overflow_at = overflow_at
 
     def training_step(self, batch, batch_idx):
-        if isinstance(batch, torch.Tensor):  # shard and number in it
+        if isinstance(batch, torch.Tensor):  # shard and index in it
             numbers = (batch[:, 0] * 7 + batch[:, 1]) % NUM_SAMPLES
             batch = tuple(column[numbers] for column in samples())
         x, y = batch
@@ -49,14 +49,14 @@ class Exact(hpctrain.Module):
 
 DATA = {
     "tensors": lambda: samples(),
-    "shards": lambda: iterable_datasets.Sharded([7, 0, 4, 12]),
-    "stream": lambda: iterable_datasets.Stateful(NUM_SAMPLES),
-    "no-state": lambda: iterable_datasets.Whole(NUM_SAMPLES),
+    "shards": lambda: iterable_datasets.ShardedDataset([7, 0, 4, 12]),
+    "stream": lambda: iterable_datasets.StatefulDataset(NUM_SAMPLES),
+    "no-state": lambda: iterable_datasets.PlainDataset(NUM_SAMPLES),
     "older copy on rank 1": lambda: [x[: NUM_SAMPLES - int(os.environ.get("RANK", 0))] for x in samples()],
 }
 
 if __name__ == "__main__":
-    # As in a script that is started as usual; a process of a fork server would start its own from another.
+    # As in a normally started script; a process of a fork server would fork its own from another server.
     multiprocessing.set_start_method("fork", force=True)
     options = dict(word.split("=", 1) for word in sys.argv[3:])
     data = DATA[options.pop("data", "tensors")]()
@@ -71,8 +71,8 @@ if __name__ == "__main__":
     )
     trainer.fit(module, tuple(data) if isinstance(data, list) else data)
     parameters = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-    everyone = [parameters] * trainer.ranks.world_size
+    all_parameters = [parameters] * trainer.ranks.world_size
     if dist.is_initialized():
-        dist.all_gather_object(everyone, parameters)
+        dist.all_gather_object(all_parameters, parameters)
     if trainer.is_main:
-        print(json.dumps(everyone))
+        print(json.dumps(all_parameters))

@@ -14,7 +14,7 @@ from train_in_float64 import Exact, samples
 import hpctrain
 
 if __name__ == "__main__":
-    told = tuple(map(int, sys.argv[2].split(":"))) if len(sys.argv) > 2 else None
+    stop_at = tuple(map(int, sys.argv[2].split(":"))) if len(sys.argv) > 2 else None
     seen = []
     with hpctrain.session(seed=3, checkpoint_every=4, record_samples=True) as s:
         module = Exact()
@@ -28,7 +28,7 @@ if __name__ == "__main__":
             scheduler.step()
             optimizer.zero_grad()
             seen.append(len(x))
-            if told == (s.ranks.rank, s.step + 1):
+            if stop_at == (s.ranks.rank, s.step + 1):
                 os.kill(os.getpid(), signal.SIGTERM)
         assert s.step == int(sys.argv[1])
     parameters = torch.cat([p.detach().flatten() for p in module.net.parameters()]).tolist()

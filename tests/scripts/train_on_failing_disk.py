@@ -1,9 +1,9 @@
 """Train while the disk fails: `train_on_failing_disk.py LAST_STEP '{"10": "fill", "30": "free"}'`.
 
-fill: the run's file system takes no byte more; free: it does again. hide: the checkpoints are gone. wreck: a
-file is in their place; repair: it is gone. protect: what is opened from now on is on a read-only mount;
-unprotect: it is not. crash: the first attempt ends, by kill -9 of rank 0. stop: rank 0 gets SIGTERM, and the
-disk is free a second later.
+fill: the run's file system is full; free: it has space again. hide: the checkpoints are gone. wreck: a file
+is in their place; repair: it is gone. protect: new files are on a read-only mount; unprotect: they are not.
+crash: the first attempt ends by SIGKILL of rank 0. stop: rank 0 gets SIGTERM, and the disk has space a second
+later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.training.saving import checkpoint_schedule, disk_space_wait
 checkpoint_schedule._MIN_BACKOFF_S = 0.2  # a test has no time for more
 disk_space_wait._POLL_INTERVAL_S = 0.1
 disk_space_wait.LIMIT_S = float(os.environ.get("ROOM_LIMIT_S", disk_space_wait.LIMIT_S))
-#: By it the size of a checkpoint is chosen.
+#: Determines the size of a checkpoint.
 WIDTH = int(os.environ.get("WIDTH", "64"))
 
 
@@ -46,7 +46,7 @@ class Line(hpctrain.Module):
             if action := self.actions.get(str(self.calls)):
                 getattr(self, action)()
             if self.filler.exists():
-                self.fill()  # with what a save that was given up has left
+                self.fill()  # with the space that a failed save has released
         # Long lines: a file of a tmpfs grows by whole pages.
         return {"loss": self.layer(batch).pow(2).mean(), **{f"a metric {i}": 0.0 for i in range(50)}}
 
@@ -79,7 +79,7 @@ class Line(hpctrain.Module):
         self.filler.unlink()
 
     def hide(self) -> None:
-        deadline = time.monotonic() + 30  # A slow disk may still be at the first checkpoint.
+        deadline = time.monotonic() + 30  # a slow disk may still write the first checkpoint
         while not any(self.run.checkpoints.glob("step-*/manifest.json")) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.run.checkpoints.rename(self.run.path / "elsewhere")

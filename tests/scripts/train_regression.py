@@ -18,20 +18,20 @@ def samples(count: int = 23) -> tuple[torch.Tensor, ...]:
     return x, x.sum(1, keepdim=True).sin(), torch.arange(count) % 5
 
 
-def filled(net: nn.Module) -> nn.Module:
+def initialized(net: nn.Module) -> nn.Module:
     for i, parameter in enumerate(net.parameters()):
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
     return net.double()
 
 
 class Regression(hpctrain.Module):
-    """A batch norm and a dropout among its layers where it is to be `noisy`."""
+    """A linear model; with `noisy`, also a batch norm and a dropout."""
 
     def __init__(self, noisy: bool = False) -> None:
         super().__init__()
         middle = [nn.BatchNorm1d(5, dtype=torch.float64), nn.Dropout(0.3)] if noisy else []
-        self.body = filled(nn.Sequential(nn.Linear(3, 5), *middle, nn.Tanh()))
-        self.head = filled(nn.Linear(5, 1))
+        self.body = initialized(nn.Sequential(nn.Linear(3, 5), *middle, nn.Tanh()))
+        self.head = initialized(nn.Linear(5, 1))
 
     def forward(self, x):
         return self.head(self.body(x))
@@ -69,12 +69,12 @@ class Tokens(Regression):
 
 
 class Gan(hpctrain.Module):
-    """A critic and a generator that take turns; the critic sits out every third step."""
+    """A critic and a generator with alternating optimizers; the critic skips every third step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.critic = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
-        self.generator = filled(nn.Linear(3, 3))
+        self.critic = initialized(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        self.generator = initialized(nn.Linear(3, 3))
 
     def training_step(self, batch, batch_idx, optimizer_idx):
         x, _, _ = batch
@@ -96,29 +96,29 @@ class Gan(hpctrain.Module):
 
 
 class Named(Regression):
-    """Returns metrics under names that differ between ranks or steps, in the way that is asked for."""
+    """Returns metrics under names that differ between ranks or steps, as configured."""
 
     names = "order"
 
     def training_step(self, batch, batch_idx):
-        own = {"loss": super().training_step(batch, batch_idx), "a": 10.0, "b": 20.0}
+        metrics = {"loss": super().training_step(batch, batch_idx), "a": 10.0, "b": 20.0}
         self.steps = getattr(self, "steps", 0) + 1
         if self.names == "turns":
-            own["a" if self.steps % 3 else "c"] = own.pop("a")
+            metrics["a" if self.steps % 3 else "c"] = metrics.pop("a")
         elif self.names == "time":
-            own["time"] = 1.0
+            metrics["time"] = 1.0
         elif dist.get_rank() == 1:
             if self.names == "order":
-                return dict(reversed(own.items()))
-            own["c"] = own.pop("b") if self.names == "other" else 30.0
-        return own
+                return dict(reversed(metrics.items()))
+            metrics["c"] = metrics.pop("b") if self.names == "other" else 30.0
+        return metrics
 
 
 KINDS = {kind.__name__.lower(): kind for kind in (Regression, Noisy, Tokens, Gan, Named)}
 
 
-class Rising(hpctrain.Callback):
-    """Ends the training on one rank only, after a step."""
+class EndOnOneRank(hpctrain.Callback):
+    """End the training on one rank only, after a step."""
 
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step
@@ -137,7 +137,7 @@ if __name__ == "__main__":
     if patience:
         callbacks.append(hpctrain.EarlyStopping(patience=patience, min_delta=0.001))
     if ends_at:
-        callbacks.append(Rising(ends_at))
+        callbacks.append(EndOnOneRank(ends_at))
     trainer = hpctrain.Trainer(
         max_steps=int(sys.argv[2]), seed=3, callbacks=callbacks, **{"global_batch_size": 10, **settings}
     )
@@ -148,9 +148,9 @@ if __name__ == "__main__":
     everyone = [state] * trainer.ranks.world_size
     if dist.is_initialized():
         dist.all_gather_object(everyone, state)
-    told = {"state": everyone, "step": trainer.step, "metrics": trainer.metrics, "ending": trainer.ending}
+    result = {"state": everyone, "step": trainer.step, "metrics": trainer.metrics, "ending": trainer.ending}
     if sys.argv[1] == "regression":
-        told["test"] = trainer.test(module, data)
-        told["predictions"] = torch.cat(trainer.predict(module, data)).flatten().tolist()
+        result["test"] = trainer.test(module, data)
+        result["predictions"] = torch.cat(trainer.predict(module, data)).flatten().tolist()
     if trainer.is_main:
-        print(json.dumps(told))
+        print(json.dumps(result))

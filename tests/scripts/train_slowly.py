@@ -1,4 +1,4 @@
-"""`train_classifier.py`, slow in every attempt: one that can be disturbed again and again."""
+"""`train_classifier.py`, slow in every attempt, for tests that disturb several."""
 
 from __future__ import annotations
 

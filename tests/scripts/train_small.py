@@ -42,7 +42,7 @@ def dataset(num_samples: int = 77) -> torch.utils.data.TensorDataset:
 
 
 if __name__ == "__main__":
-    # As in a script that is started as usual; a process of a fork server would start its own from another.
+    # As in a normally started script; a process of a fork server would fork its own from another server.
     multiprocessing.set_start_method("fork", force=True)
     options = dict(word.split("=", 1) for word in sys.argv[2:])
     norm = json.loads(options.pop("norm", "true"))

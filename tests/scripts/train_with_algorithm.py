@@ -47,7 +47,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def small_gpt(num_steps: int) -> tuple[hpctrain.Module, Any, Any]:
-    """The example, small: on 200,000 bytes it comes from 5.5 to 2.9 nats a byte in 200 steps."""
+    """The example, small: on 200,000 bytes, it gets from 5.5 to 2.9 nats per byte in 200 steps."""
     sys.path.insert(0, str(REPOSITORY / "examples"))
     from gpt import GPT, Windows, standard_library
 
@@ -56,7 +56,7 @@ def small_gpt(num_steps: int) -> tuple[hpctrain.Module, Any, Any]:
     return GPT(32, width=32, depth=1, heads=2, max_steps=num_steps, lr=4e-3), *parts
 
 
-MADE = {
+CONFIGURED = {
     "local_sgd": LocalSGD,
     "local_sgd, every 8": partial(LocalSGD, 8),
     "powersgd": PowerSGD,
@@ -67,7 +67,7 @@ if __name__ == "__main__":
     options = dict(word.split("=", 1) for word in sys.argv[3:])
     settings = {"checkpoint_every": None, **{name: json.loads(value) for name, value in options.items()}}
     name, task = sys.argv[1], settings.pop("task", "digits")
-    algorithm = MADE[name]() if name in MADE else find_algorithm(name)
+    algorithm = CONFIGURED[name]() if name in CONFIGURED else find_algorithm(name)
     trainer = hpctrain.Trainer(
         max_steps=int(sys.argv[2]),
         global_batch_size=64,
@@ -88,5 +88,5 @@ if __name__ == "__main__":
         dist.all_gather_object(everyone, weights.tolist())
     if trainer.is_main:
         same = all(weights == everyone[0] for weights in everyone)
-        told = {**trainer.metrics, "same": same, "weights": everyone[0]}
-        print(json.dumps({**told, "sent_bytes": algorithm.sent_bytes}))
+        result = {**trainer.metrics, "same": same, "weights": everyone[0]}
+        print(json.dumps({**result, "sent_bytes": algorithm.sent_bytes}))

@@ -1,6 +1,6 @@
-"""Trainings in float64, one after the other: `train_with_strategies.py OUT '[{SETTING: VALUE, …}, …]'`.
+"""Train in float64, one training after the other: `train_with_strategies.py OUT '[{SETTING: VALUE, …}, …]'`.
 
-Rank 0 writes to OUT for each training either what came of it or the error that refused it.
+For each training, rank 0 writes to OUT the result or the error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 class Blocks(hpctrain.Module):
     """Blocks whose rows no number of ranks divides, a parameter outside of them, and one without rows.
 
-    Every rank begins with other weights: those of rank 0 count.
+    Every rank starts with different weights: those of rank 0 count.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Blocks(hpctrain.Module):
 
 
 class Turns(Blocks):
-    """Its optimizers take turns."""
+    """The optimizers alternate."""
 
     def training_step(self, batch, batch_idx, optimizer_idx):
         return super().training_step(batch, batch_idx)
@@ -105,8 +105,8 @@ class Stream(torch.utils.data.IterableDataset):
         return zip(*samples(), strict=True)
 
 
-def by_hand(num_steps: int, **kind: bool) -> dict[str, torch.Tensor]:
-    """The weights that a loop without hpctrain gives, on one process, a whole batch at a time."""
+def train_manually(num_steps: int, **kind: bool) -> dict[str, torch.Tensor]:
+    """Return the weights from a loop without hpctrain, on one process, with whole batches."""
     module = Blocks(**kind)
     optimizer, scheduler = module.configure_optimizers()
     x, y = samples()
@@ -126,8 +126,8 @@ def by_hand(num_steps: int, **kind: bool) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
-def in_turns(num_steps: int) -> dict[str, torch.Tensor]:
-    """The same with two optimizers, the second of which sees what the first has changed."""
+def train_alternately(num_steps: int) -> dict[str, torch.Tensor]:
+    """The same with two optimizers; the second one sees the first one's changes."""
     module = Blocks(optimizers=2)
     optimizers, schedulers = module.configure_optimizers()
     x, y = samples()
@@ -164,14 +164,19 @@ def train(settings: dict) -> dict:
     except hpctrain.UserError as error:
         return {"error": str(error)}
     weights = module.state_dict()
-    result = {"weights": weights, "alike": alike(weights), "metrics": trainer.metrics, "step": trainer.step}
+    result = {
+        "weights": weights,
+        "alike": equal_on_all_ranks(weights),
+        "metrics": trainer.metrics,
+        "step": trainer.step,
+    }
     if predicts:
         result["predictions"] = torch.cat(trainer.predict(module, samples()))
     return result
 
 
 def register_late() -> None:
-    """zero3 whose ranks keep gradients whole until the last micro-batch."""
+    """zero3 whose ranks keep whole gradients until the last micro-batch."""
     from hpctrain.training.strategies.fully_sharded import ZeRO3
 
     @hpctrain.register_strategy("late")
@@ -179,13 +184,13 @@ def register_late() -> None:
         averages_every_micro_batch = False
 
 
-def alike(weights: dict[str, torch.Tensor]) -> bool:
-    """Whether all ranks have the very same."""
+def equal_on_all_ranks(weights: dict[str, torch.Tensor]) -> bool:
+    """Return True if all ranks have equal weights."""
     if not dist.is_initialized():
         return True
-    of_all: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, weights)
-    return all(torch.equal(other[name], value) for other in of_all for name, value in weights.items())
+    all_weights: list = [None] * dist.get_world_size()
+    dist.all_gather_object(all_weights, weights)
+    return all(torch.equal(other[name], value) for other in all_weights for name, value in weights.items())
 
 
 if __name__ == "__main__":

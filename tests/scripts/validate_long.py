@@ -1,4 +1,4 @@
-"""Trainings that validate for long: `validate_long.py LAST_STEP [rank:batch that tells it to stop]`."""
+"""Train with long validations: `validate_long.py LAST_STEP [rank:batch at which it stops]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hpctrain
 
 
 class Long(Noisy):
-    """Draws a random number in each batch that it validates, and keeps the largest mean in a buffer."""
+    """Draws a random number in each validated batch, and keeps the largest one in a buffer."""
 
     def __init__(self, stop_at: int | None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Long(Noisy):
 
 if __name__ == "__main__":
     rank, _, stop_at = sys.argv[2].partition(":") if len(sys.argv) > 2 else ("", "", "")
-    own = os.environ.get("RANK", "0") == rank
+    is_stopped_rank = os.environ.get("RANK", "0") == rank
     trainer = hpctrain.Trainer(
         max_steps=int(sys.argv[1]),
         global_batch_size=8,
@@ -43,7 +43,7 @@ if __name__ == "__main__":
         checkpoint_every=None,
         callbacks=[hpctrain.EarlyStopping(patience=9)],
     )
-    module = Long(int(stop_at) if own else None)
+    module = Long(int(stop_at) if is_stopped_rank else None)
     try:
         trainer.fit(module, samples(), samples(400))
     finally:

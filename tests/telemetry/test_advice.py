@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers.run_stories import START, STRAGGLER, Story, submitted, write_run
+from helpers.run_histories import START, STRAGGLER, RunHistory, started_run, write_run
 from test_report_page import facts_of
 
 from hpctrain.rundir import RunDir
@@ -47,16 +47,16 @@ def told(run: RunDir) -> list[Advice]:
 @pytest.fixture
 def waiting(tmp_path: Path) -> RunDir:
     """A run that waits for data in 40 % of its time."""
-    return write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.4}))
+    return write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.4}))
 
 
 def test_a_run_of_which_nothing_is_known_gets_none(tmp_path):
-    assert told(write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))) == []
-    assert told(write_run(tmp_path / "empty", Story())) == []
+    assert told(write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))) == []
+    assert told(write_run(tmp_path / "empty", RunHistory())) == []
 
 
 def test_a_run_without_trouble_gets_none(tmp_path):
-    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.01}))
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.01}))
     environment(run, num_workers=2, micro_batch_size=None, checkpoint_every="auto")
     for node, host in enumerate(("n1", "n2")):
         node_lines(run, node, host, gpu_util=[95, 96], gpu_clock_mhz=[1600, 1610 - node], cpu=20.0)
@@ -92,7 +92,7 @@ def test_waiting_for_data_is_advised_by_what_there_is(waiting, cpus, workers, us
 
 
 def test_a_loss_that_is_no_number_any_more(tmp_path):
-    story = submitted(0).steps(1, 9, every=1).steps(10, 30, every=1, loss=math.nan)
+    story = started_run(0).steps(1, 9, every=1).steps(10, 30, every=1, loss=math.nan)
     facts = facts_of(run := write_run(tmp_path / "run", story))
     (advice,) = told(run)
     assert "learning rate" in advice.what
@@ -103,7 +103,7 @@ def test_a_loss_that_is_no_number_any_more(tmp_path):
 
 
 def test_a_short_run_says_little(tmp_path):
-    run = write_run(tmp_path / "run", submitted(0).steps(1, 19, every=1, spent={"all": 1.0, "data": 0.9}))
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 19, every=1, spent={"all": 1.0, "data": 0.9}))
     assert told(run) == []
 
 
@@ -111,7 +111,7 @@ def test_a_short_run_says_little(tmp_path):
 def communicating(tmp_path: Path) -> RunDir:
     """A run whose ranks wait for each other in 30 % of their time."""
     spent = {"all": 1.0, "data": 0.0, "communication": 0.3}
-    return write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1, spent=spent))
+    return write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent=spent))
 
 
 def gradients(run: RunDir, buckets: int, num_bytes: int, **settings: object) -> None:
@@ -137,13 +137,13 @@ def test_few_parts_and_large_ones_are_none_to_blame(communicating, buckets, num_
 
 def test_small_parts_for_which_nobody_waits_are_well(tmp_path):
     for number, spent in enumerate(({"all": 1.0, "communication": 0.05}, {"all": 1.0})):
-        run = write_run(tmp_path / str(number), submitted(0).steps(1, 100, every=1, spent=spent))
+        run = write_run(tmp_path / str(number), started_run(0).steps(1, 100, every=1, spent=spent))
         gradients(run, 100, 100 * 2**20)
         assert told(run) == []
 
 
 def test_a_node_with_lower_clocks(tmp_path):
-    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
     for node in range(3):
         slow = {"gpu_clock_mhz": [1230, 1230], "gpu_throttled": [["temperature"], []]}
         fast = {"gpu_clock_mhz": [1600, 1600], "gpu_throttled": [["power cap"], ["power cap"]]}
@@ -155,14 +155,14 @@ def test_a_node_with_lower_clocks(tmp_path):
 
 
 def test_clocks_of_gpus_that_do_nothing_say_nothing(tmp_path):
-    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
     node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_clock_mhz=[1600, 1600])
     node_lines(run, 1, "n2", gpu_util=[0, 0], gpu_clock_mhz=[300, 300])
     assert told(run) == []
 
 
 def test_a_straggler_that_the_supervisor_noticed(tmp_path):
-    story = submitted(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER)
+    story = started_run(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER)
     (advice,) = told(write_run(tmp_path / "run", story))
     assert advice.what == "n7 is slow and delays all other nodes. Exclude it with --exclude n7."
     assert advice.evidence == (
@@ -171,12 +171,12 @@ def test_a_straggler_that_the_supervisor_noticed(tmp_path):
 
 
 def test_a_rank_that_was_slow_once_is_no_slow_node(tmp_path):
-    story = submitted(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER | {"lasting": False})
+    story = started_run(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER | {"lasting": False})
     assert told(write_run(tmp_path / "run", story)) == []
 
 
 def test_errors_of_the_driver_and_of_memory(tmp_path):
-    run = write_run(tmp_path / "run", submitted(0).steps(1, 5, every=1))
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 5, every=1))
     node_lines(run, 0, "n1", seconds=5, gpu_xids=[[79], [31]], gpu_ecc_errors=[0, 3])
     (advice,) = told(run)
     assert "--exclude n1" in advice.what
@@ -192,7 +192,7 @@ def test_errors_of_the_driver_and_of_memory(tmp_path):
     ],
 )
 def test_saves_that_hold_up_the_training(tmp_path, settings, words):
-    story = submitted(0)
+    story = started_run(0)
     for first in (1, 11, 21):
         story.steps(first, first + 9, every=1).after(
             2, "checkpoint", step=first + 9, seconds=2.0, stall_s=2.0
@@ -205,7 +205,7 @@ def test_saves_that_hold_up_the_training(tmp_path, settings, words):
 
 
 def test_much_work_that_was_lost(tmp_path):
-    story = submitted(0).steps(1, 40, every=1).after(0, "failure", rank=0, cause="SIGKILL")
+    story = started_run(0).steps(1, 40, every=1).after(0, "failure", rank=0, cause="SIGKILL")
     story.after(0, "restart").after(1, "started").steps(1, 60, every=1)
     run = write_run(tmp_path / "run", story)
     environment(run, checkpoint_every=100)
@@ -219,7 +219,7 @@ def test_much_work_that_was_lost(tmp_path):
 
 
 def test_memory_that_is_left(tmp_path):
-    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
     environment(run, micro_batch_size=4)
     node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_memory=[21 * 10**9, 9 * 10**9])
     (advice,) = told(run)
@@ -231,7 +231,7 @@ def test_memory_that_is_left(tmp_path):
 
 def test_nodes_are_told_apart_by_their_names_wherever_they_ran(tmp_path):
     """A run that was requeued goes on elsewhere: the same file then has lines of another node."""
-    run = write_run(tmp_path / "run", submitted(0).steps(1, 300, every=1))
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 300, every=1))
     node_lines(run, 0, "n1", gpu_util=[10, 20], cpu=5.0)
     node_lines(run, 0, "n2", gpu_util=[30, 40], cpu=7.0)
     node_lines(run, 1, "n1", gpu_util=[10, 20], cpu=5.0)
@@ -247,7 +247,7 @@ def test_what_opens_doors_is_not_shown(tmp_path):
     env = {"WANDB_API_KEY": "sesame1", "HF_TOKEN": "sesame2", "NCCL_DEBUG": "INFO"}
     notify = {"targets": ["https://me:sesame3@hooks.example.org/services/sesame4?k=sesame5"]}
     run = write_run(
-        tmp_path / "run", submitted(0).steps(1, 5, every=1), script="t.py", env=env, notify=notify
+        tmp_path / "run", started_run(0).steps(1, 5, every=1), script="t.py", env=env, notify=notify
     )
     facts = facts_of(run)
     for text in (render_run_page(facts), markdown_report(facts), json.dumps(json_report(facts))):

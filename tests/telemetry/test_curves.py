@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from helpers.run_stories import submitted
+from helpers.run_histories import started_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +37,7 @@ def test_every_spike_of_a_long_curve_is_seen():
 
 
 def test_of_a_step_trained_twice_the_later_line_counts():
-    story = submitted(0).steps(1, 5, every=1).after(0, "failure", rank=0).after(0, "started")
+    story = started_run(0).steps(1, 5, every=1).after(0, "failure", rank=0).after(0, "started")
     story.steps(4, 6, every=1, loss=9.0)
     curves = MetricCurves.from_records(story.metrics)
     assert curves.points("loss")[-3:] == [(4, 9.0), (5, 9.0), (6, 9.0)]
@@ -61,7 +61,7 @@ def test_what_is_no_number_is_a_gap(value):
 
 
 def test_rates_are_those_of_each_attempt():
-    story = submitted(0).steps(1, 9, every=0.5).after(0, "failure", rank=0).after(100, "started")
+    story = started_run(0).steps(1, 9, every=0.5).after(0, "failure", rank=0).after(100, "started")
     story.steps(5, 13, every=0.25)
     told = step_rates(story.metrics, story.events[0]["time"])
     assert [rate for _, rate in told] == [2.0, 2.0, None, 4.0, 4.0]

@@ -6,7 +6,7 @@ import sys
 
 import pynvml
 import pytest
-from helpers.fake_gpu_driver import PretendDriver, TalkativeDriver, pretend
+from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake_driver
 
 from hpctrain.files import read_json_lines
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus
@@ -27,7 +27,7 @@ from hpctrain.telemetry.sampling.sampler import TelemetrySampler
     ],
 )
 def test_parts_of_a_gpu_are_read_by_a_pretended_driver(monkeypatch, listed, memory):
-    pretend(monkeypatch, PretendDriver())
+    install_fake_driver(monkeypatch, FakeDriver())
     with GpuReader(listed) as gpus:
         readings = gpus.read(traffic=True)
         assert [reading.memory for reading in readings] == memory
@@ -40,7 +40,7 @@ def test_parts_of_a_gpu_are_read_by_a_pretended_driver(monkeypatch, listed, memo
 
 
 def test_all_that_a_pretended_driver_tells_is_read(monkeypatch):
-    pretend(monkeypatch, TalkativeDriver())
+    install_fake_driver(monkeypatch, DetailedFakeDriver())
     with GpuReader() as gpus:
         assert gpus.names == ["H100"]
         (reading,) = gpus.read(traffic=True)
@@ -65,8 +65,8 @@ def test_all_that_a_pretended_driver_tells_is_read(monkeypatch):
 
 def test_a_pretended_gpu_that_is_lost_while_the_run_goes_on(monkeypatch, tmp_path):
     """Its driver then answers every question with an error; the node is measured on."""
-    driver = TalkativeDriver()
-    pretend(monkeypatch, driver)
+    driver = DetailedFakeDriver()
+    install_fake_driver(monkeypatch, driver)
     path, now = tmp_path / "node-000.jsonl", [0.0]
     with GpuReader() as gpus:
         sampler = TelemetrySampler(
@@ -90,11 +90,11 @@ def test_a_pretended_gpu_that_is_lost_while_the_run_goes_on(monkeypatch, tmp_pat
     "number", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 999]
 )
 def test_without_a_driver_that_answers_there_is_no_gpu(monkeypatch, number):
-    class NoDriver(PretendDriver):
+    class NoDriver(FakeDriver):
         def nvmlInit(self) -> None:  # noqa: N802
             raise pynvml.NVMLError(number)
 
-    pretend(monkeypatch, NoDriver())
+    install_fake_driver(monkeypatch, NoDriver())
     with GpuReader() as gpus:
         assert (gpus.names, gpus.memory_bytes, gpus.read(traffic=True)) == ([], [], [])
     assert count_gpus({}) == 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.run_stories import START, Story, submitted
+from helpers.run_histories import START, RunHistory, started_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,11 +13,11 @@ from hpctrain.telemetry.accounting.time_breakdown import NO_STEPS_NOTE, TimeBrea
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 
 
-def ledger_of(story: Story, **options: Any) -> TimeBreakdown:
+def ledger_of(story: RunHistory, **options: Any) -> TimeBreakdown:
     return TimeBreakdown.from_records(story.events, story.metrics, **options)
 
 
-def seconds(story: Story, **options: Any) -> dict[str, float]:
+def seconds(story: RunHistory, **options: Any) -> dict[str, float]:
     """Where the time went, in whole seconds; checked to add up."""
     ledger = ledger_of(story, **options)
     assert sum(ledger.totals_us.values()) == ledger.wall_us
@@ -25,18 +25,20 @@ def seconds(story: Story, **options: Any) -> dict[str, float]:
 
 
 def test_a_run_that_nobody_disturbs():
-    story = submitted(60).steps(1, 1, every=20).steps(2, 100, every=1).after(5, "finished", state="COMPLETED")
+    story = (
+        started_run(60).steps(1, 1, every=20).steps(2, 100, every=1).after(5, "finished", state="COMPLETED")
+    )
     # When the first step began is not told: what comes before its end counts as start.
     assert seconds(story) == {"queued": 60, "starting": 20, "training": 99, "idle": 5}
 
 
 def test_when_the_first_step_began_may_be_told():
-    story = submitted(60).steps(1, 1, every=20, spent={"all": 3.0}).steps(2, 100, every=1)
+    story = started_run(60).steps(1, 1, every=20, spent={"all": 3.0}).steps(2, 100, every=1)
     assert seconds(story) == {"queued": 60, "starting": 17, "training": 102}
 
 
 def test_steps_after_the_checkpoint_are_lost_where_a_rank_crashes():
-    story = submitted(1).steps(1, 1, every=10).steps(2, 50, every=1)
+    story = started_run(1).steps(1, 1, every=10).steps(2, 50, every=1)
     story.after(0.5, "failure", rank=3, cause="…").after(2, "restart", cause="…").after(1, "started")
     story.after(7, "resumed", step=40).steps(41, 60, every=1).after(1, "finished", state="COMPLETED")
     ledger = ledger_of(story)
@@ -57,7 +59,7 @@ def test_steps_after_the_checkpoint_are_lost_where_a_rank_crashes():
 
 
 def test_steps_lost_twice_are_counted_twice():
-    story = submitted(0).steps(1, 1, every=1)
+    story = started_run(0).steps(1, 1, every=1)
     for _ in range(2):
         story.steps(2, 11, every=1).after(0, "failure", rank=0).after(0, "restart").after(0, "started")
         story.after(0, "resumed", step=1)
@@ -67,14 +69,14 @@ def test_steps_lost_twice_are_counted_twice():
 
 
 def test_ranks_without_a_checkpoint_begin_anew():
-    story = submitted(0).steps(1, 10, every=1).after(0, "failure", rank=0).after(1, "restart")
+    story = started_run(0).steps(1, 10, every=1).after(0, "failure", rank=0).after(1, "restart")
     story.after(0, "started").steps(1, 1, every=5).steps(2, 20, every=1)
     assert seconds(story) == {"starting": 1 + 5, "lost work": 9, "restarting": 1, "training": 19}
     assert ledger_of(story).lost_steps == 10
 
 
 def test_of_steps_logged_together_the_part_after_the_checkpoint_is_lost():
-    story = submitted(0).steps(10, 10, every=30)
+    story = started_run(0).steps(10, 10, every=30)
     story.metrics += [{"step": 20, "time": story.now + 10, "attempt": 0, "loss": 1.0}]
     story.now += 10
     story.after(0, "failure", rank=0).after(0, "restart").after(0, "started").after(0, "resumed", step=13)
@@ -82,21 +84,21 @@ def test_of_steps_logged_together_the_part_after_the_checkpoint_is_lost():
 
 
 def test_steps_that_nobody_logged_but_a_checkpoint_holds_are_not_lost():
-    story = submitted(0).after(2, "resumed", step=0).steps(100, 100, every=100)
+    story = started_run(0).after(2, "resumed", step=0).steps(100, 100, every=100)
     story.after(50, "checkpoint", step=150, seconds=0.0, stall_s=0.0)
     story.after(25, "failure", rank=0).after(0, "restart").after(0, "started").after(0, "resumed", step=150)
     assert seconds(story) == {"starting": 2, "training": 150, "lost work": 25}
 
 
 def test_a_script_that_logs_no_step_but_saves():
-    story = submitted(1).after(29, "checkpoint", step=None).after(1, "failure", rank=0, cause="…")
+    story = started_run(1).after(29, "checkpoint", step=None).after(1, "failure", rank=0, cause="…")
     story.after(0, "finished", state="FAILED")
     assert seconds(story) == {"queued": 1, "training": 30}
     assert ledger_of(story).lost_steps is None
 
 
 def test_a_run_that_was_preempted_waits_in_the_queue():
-    story = submitted(5).steps(1, 1, every=1).steps(2, 20, every=1)
+    story = started_run(5).steps(1, 1, every=1).steps(2, 20, every=1)
     story.after(2, "signal", signal="SIGTERM", step=20, saved=True).after(3, "requeue", by="requeue")
     story.after(100, "started").after(4, "resumed", step=20).steps(21, 30, every=1)
     assert seconds(story) == {
@@ -109,13 +111,13 @@ def test_a_run_that_was_preempted_waits_in_the_queue():
 
 
 def test_a_node_that_is_lost_says_no_word():
-    story = submitted(0).steps(1, 1, every=1).steps(2, 20, every=1)
+    story = started_run(0).steps(1, 1, every=1).steps(2, 20, every=1)
     story.after(300, "started").after(4, "resumed", step=15).steps(16, 30, every=1)
     assert seconds(story) == {"starting": 1 + 4, "training": 14 + 15, "lost work": 5, "queued": 300}
 
 
 def test_saves_hold_up_the_training_for_their_copy_only():
-    story = submitted(0).steps(1, 1, every=1).steps(2, 11, every=1)
+    story = started_run(0).steps(1, 1, every=1).steps(2, 11, every=1)
     begun = START + 6  # after step 6
     story.events += [
         {"time": begun + 3, "attempt": 0, "kind": "checkpoint", "step": 6, "seconds": 3.0, "stall_s": 0.25},
@@ -126,18 +128,20 @@ def test_saves_hold_up_the_training_for_their_copy_only():
 
 
 def test_the_last_save_is_waited_for():
-    story = submitted(0).steps(1, 1, every=1).steps(2, 11, every=1)
+    story = started_run(0).steps(1, 1, every=1).steps(2, 11, every=1)
     story.after(4, "checkpoint", step=11, seconds=4.0).after(1, "finished", state="COMPLETED")
     assert seconds(story) == {"starting": 1, "training": 10, "saving": 4, "idle": 1}
 
 
 def test_a_save_that_failed_is_no_end():
-    story = submitted(0).steps(1, 5, every=1).after(0.5, "failure", cause="disk full").steps(6, 6, every=0.5)
+    story = (
+        started_run(0).steps(1, 5, every=1).after(0.5, "failure", cause="disk full").steps(6, 6, every=0.5)
+    )
     assert seconds(story) == {"starting": 1, "training": 5}
 
 
 def test_what_the_ranks_tell_apart_is_told_apart():
-    story = submitted(0).steps(1, 1, every=1).steps(2, 11, every=2, spent={"data": 0.5, "validation": 0.25})
+    story = started_run(0).steps(1, 1, every=1).steps(2, 11, every=2, spent={"data": 0.5, "validation": 0.25})
     ledger = ledger_of(story)
     assert seconds(story) == {
         "starting": 1,
@@ -150,18 +154,18 @@ def test_what_the_ranks_tell_apart_is_told_apart():
 
 
 def test_no_more_is_told_apart_than_there_was():
-    story = submitted(0).steps(1, 1, every=1).steps(2, 2, every=2, spent={"data": 5.0, "validation": 1.0})
+    story = started_run(0).steps(1, 1, every=1).steps(2, 2, every=2, spent={"data": 5.0, "validation": 1.0})
     assert seconds(story) == {"starting": 1, "waiting for data": 2}
 
 
 def test_loading_is_told_where_it_was_measured():
-    story = submitted(0).steps(1, 1, every=1).after(0, "requeue").after(0, "started")
+    story = started_run(0).steps(1, 1, every=1).after(0, "requeue").after(0, "started")
     story.after(9, "resumed", step=1, seconds=2.0)
     assert seconds(story) == {"starting": 1 + 7, "loading": 2}
 
 
 def test_a_script_that_logs_no_step():
-    story = submitted(3).after(20, "failure", rank=0).after(1, "restart").after(0, "started")
+    story = started_run(3).after(20, "failure", rank=0).after(1, "restart").after(0, "started")
     story.after(30, "finished", state="COMPLETED")
     assert seconds(story) == {"queued": 3, "training": 20 + 30, "restarting": 1}
     ledger = ledger_of(story)
@@ -171,13 +175,13 @@ def test_a_script_that_logs_no_step():
 
 
 def test_an_ended_run_that_is_submitted_again():
-    story = submitted(0).steps(1, 1, every=1).steps(2, 5, every=1).after(1, "finished", state="FAILED")
+    story = started_run(0).steps(1, 1, every=1).steps(2, 5, every=1).after(1, "finished", state="FAILED")
     story.after(1000, "submitted").after(2, "started").after(3, "resumed", step=5).steps(6, 6, every=1)
     assert seconds(story) == {"starting": 1 + 3, "training": 4 + 1, "idle": 1 + 1000, "queued": 2}
 
 
 def test_a_cancelled_run():
-    story = submitted(0).steps(1, 5, every=1).after(1, "signal", step=5, saved=True)
+    story = started_run(0).steps(1, 5, every=1).after(1, "signal", step=5, saved=True)
     story.after(2, "finished", state="CANCELLED")
     assert seconds(story) == {"starting": 1, "training": 4, "saving": 1, "idle": 2}
 
@@ -185,13 +189,13 @@ def test_a_cancelled_run():
 @pytest.mark.parametrize(
     ("story", "waits", "what"),
     [
-        (Story().after(0, "submitted"), True, "queued"),
-        (Story().after(0, "submitted"), False, "queued"),
-        (submitted(0).steps(1, 1, every=0), False, "training"),
-        (submitted(0).after(0, "resumed", step=3), False, "training"),
+        (RunHistory().after(0, "submitted"), True, "queued"),
+        (RunHistory().after(0, "submitted"), False, "queued"),
+        (started_run(0).steps(1, 1, every=0), False, "training"),
+        (started_run(0).after(0, "resumed", step=3), False, "training"),
         # Slurm took the nodes away, and nobody was left to write that down.
-        (submitted(0).steps(1, 1, every=0), True, "queued"),
-        (submitted(0).after(0, "resumed", step=3).after(0, "failure", rank=1), False, "idle"),
+        (started_run(0).steps(1, 1, every=0), True, "queued"),
+        (started_run(0).after(0, "resumed", step=3).after(0, "failure", rank=1), False, "idle"),
     ],
 )
 def test_a_run_that_goes_on_is_told_of_up_to_now(story, waits, what):
@@ -199,7 +203,7 @@ def test_a_run_that_goes_on_is_told_of_up_to_now(story, waits, what):
 
 
 def test_a_training_that_nobody_supervises():
-    story = Story()
+    story = RunHistory()
     story.attempt = 0
     story.steps(1, 1, every=1, spent={"all": 1.0}).steps(2, 10, every=1)
     story.attempt, story.now = 1, story.now + 100
@@ -215,7 +219,7 @@ def test_a_folder_without_a_record():
 
 
 def test_a_clock_that_goes_backward_takes_no_time():
-    story = submitted(10)
+    story = started_run(10)
     story.now -= 5  # Rank 0 runs on a host whose clock is late.
     story.steps(1, 1, every=1).steps(2, 10, every=1)
     assert seconds(story)["queued"] + seconds(story)["training"] == 10 + 5
@@ -283,7 +287,7 @@ def test_whatever_is_on_record_every_microsecond_is_counted_once(events, metrics
 
 
 def test_goodput():
-    story = submitted(100).steps(1, 1, every=50, spent={"all": 2.0}).steps(2, 50, every=2)
+    story = started_run(100).steps(1, 1, every=50, spent={"all": 2.0}).steps(2, 50, every=2)
     story.after(10, "checkpoint", step=50, seconds=10.0).after(0, "finished", state="COMPLETED")
     story.after(500, "submitted").after(0, "started")
     goodput = compute_goodput(ledger_of(story), story.metrics)
@@ -294,7 +298,7 @@ def test_goodput():
 
 def test_model_flops_utilisation_is_told_where_the_run_tells_its_flops():
     flops = {"model_flops": 4e15, "peak_flops": 4e15}
-    story = submitted(0).steps(1, 1, every=9, spent={"all": 2.0}, **flops).steps(2, 50, every=2, **flops)
+    story = started_run(0).steps(1, 1, every=9, spent={"all": 2.0}, **flops).steps(2, 50, every=2, **flops)
     # 4·10^15 operations in two seconds, of 4·10^15 that were possible in each.
     assert compute_goodput(ledger_of(story), story.metrics).mfu == pytest.approx(0.5)
     # Every tenth step is logged: it stands for ten.

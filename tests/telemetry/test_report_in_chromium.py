@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.chromium import Chromium, find
-from helpers.run_stories import disturbed, write_run
+from helpers.run_histories import disturbed_run, write_run
 from test_report_page import SPEC, facts_of, hostile_page, losing
 
 from hpctrain.telemetry.report.comparison_page import render_comparison
@@ -28,17 +28,17 @@ def browser(tmp_path_factory) -> Iterator[Chromium]:
 @pytest.fixture
 def quiet(browser) -> Iterator[Chromium]:
     """The browser; the page may neither complain nor ask for anything but itself."""
-    browser.said.clear()
+    browser.console.clear()
     browser.requests.clear()
     yield browser
-    assert browser.said == []
+    assert browser.console == []
     assert {url.split(":")[0] for url in browser.requests} <= {"file"}
     assert len(set(browser.requests)) == 1
 
 
 @pytest.fixture
 def page(tmp_path):
-    run = write_run(tmp_path / "digits", disturbed(), **SPEC)
+    run = write_run(tmp_path / "digits", disturbed_run(), **SPEC)
     run.telemetry(0).parent.mkdir()
     lines = [
         {"time": 1_764_000_100.0 + second, "host": "n1", "gpu_util": [90.0, 10.0]} for second in range(60)
@@ -175,14 +175,14 @@ def test_the_policy_refuses_scripts_that_are_not_ours(browser, tmp_path):
     path = tmp_path / "page.html"
     page = hostile_page(tmp_path / "run")
     path.write_text(page.replace("<footer>", "<script>document.title = 'executed'</script><footer>"))
-    browser.said.clear()
+    browser.console.clear()
     browser.open(path)
     assert browser.evaluate("document.title") != "executed"
-    assert any("Content Security Policy" in text for text in browser.said)
+    assert any("Content Security Policy" in text for text in browser.console)
 
 
 def test_a_comparison_is_drawn(quiet, tmp_path):
-    runs = [facts_of(write_run(tmp_path / str(last), disturbed(last_step=last))) for last in (230, 300)]
+    runs = [facts_of(write_run(tmp_path / str(last), disturbed_run(last_step=last))) for last in (230, 300)]
     path = tmp_path / "comparison.html"
     path.write_text(render_comparison(runs))
     quiet.open(path)

@@ -8,7 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from helpers.run_stories import START, Story, disturbed, submitted, write_run
+from helpers.run_histories import START, RunHistory, disturbed_run, started_run, write_run
 
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.comparison_page import render_comparison
@@ -28,7 +28,7 @@ def facts_of(run: RunDir, state: str | None = None, **options) -> RunData:
 
 @pytest.fixture
 def run(tmp_path) -> RunDir:
-    return write_run(tmp_path / "digits", disturbed(), **SPEC)
+    return write_run(tmp_path / "digits", disturbed_run(), **SPEC)
 
 
 def data_of(page: str) -> dict:
@@ -54,7 +54,7 @@ def test_a_newcomer_can_say_what_happened_and_what_it_cost(run):
 
 
 def test_a_stop_for_more_nodes_says_so(tmp_path):
-    story = submitted(0).steps(1, 5, every=1).after(0, "grow", nodes_before=1, nodes=2)
+    story = started_run(0).steps(1, 5, every=1).after(0, "grow", nodes_before=1, nodes=2)
     story.after(1, "signal", signal="SIGUSR2", step=5, saved=True).after(0, "requeue", by="requeue")
     (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
     assert attempt.cause == "stopped by SIGUSR2 after step 5, to continue on 2 nodes"
@@ -62,7 +62,7 @@ def test_a_stop_for_more_nodes_says_so(tmp_path):
 
 @pytest.mark.parametrize("signalled", [True, False])
 def test_a_preemption_is_shown_as_one(tmp_path, signalled):
-    story = submitted(0).steps(1, 5, every=1)
+    story = started_run(0).steps(1, 5, every=1)
     if signalled:
         story.after(1, "signal", signal="SIGTERM", step=5, saved=True)
     story.after(0, "requeue", by="requeue", **{"class": "preempted"})
@@ -73,13 +73,13 @@ def test_a_preemption_is_shown_as_one(tmp_path, signalled):
 
 
 def test_an_active_attempt_is_still_running(tmp_path):
-    facts = facts_of(write_run(tmp_path / "run", submitted(0).steps(1, 5, every=1)), "RUNNING")
+    facts = facts_of(write_run(tmp_path / "run", started_run(0).steps(1, 5, every=1)), "RUNNING")
     (attempt,) = facts.attempts
     assert describe_attempt_end(attempt) == describe_follow_up(attempt) == "still running"
 
 
 def test_what_was_done_on_purpose_is_told_as_such(tmp_path):
-    story = submitted(0).steps(1, 5, every=1).after(0, "chaos", fault="kill-rank", ranks=[3], host="n1")
+    story = started_run(0).steps(1, 5, every=1).after(0, "chaos", fault="kill-rank", ranks=[3], host="n1")
     story.after(1, "failure", rank=3, host="n1", cause="SIGKILL").after(0, "restart")
     (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
     assert attempt.cause == "SIGKILL, by hpctrain chaos (kill-rank)"
@@ -130,7 +130,7 @@ def test_code_records_that_are_nested_too_deeply_are_left_out(run):
 
 def hostile_run(folder: Path) -> RunDir:
     """Every text that a run's files can hold is one that wants to be executed."""
-    story = Story()
+    story = RunHistory()
     for place, text in enumerate(HOSTILE):
         story.after(1, "submitted", job_id=text, backend=text)
         story.after(1, "started", hosts=[text], nodes=1, world_size=1)
@@ -201,7 +201,9 @@ def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
 @pytest.mark.parametrize("damage", range(40))
 def test_a_damaged_folder_is_told_of(tmp_path, damage):
     generator = random.Random(damage)
-    run = hostile_run(tmp_path / "run") if damage % 2 else write_run(tmp_path / "run", disturbed(), **SPEC)
+    run = (
+        hostile_run(tmp_path / "run") if damage % 2 else write_run(tmp_path / "run", disturbed_run(), **SPEC)
+    )
     for path in [path for path in run.path.rglob("*") if path.is_file()]:
         content = bytearray(path.read_bytes())
         match generator.randrange(4):
@@ -232,7 +234,7 @@ def test_a_damaged_folder_is_told_of(tmp_path, damage):
     ],
 )
 def test_values_of_another_type_are_told_of(tmp_path, line):
-    story = submitted(1).steps(1, 5, every=1)
+    story = started_run(1).steps(1, 5, every=1)
     story.events.append({"time": story.now, "attempt": 0, **line})
     run = write_run(tmp_path / "run", story)
     with run.metrics.open("a") as file:
@@ -250,7 +252,7 @@ def test_a_folder_with_nothing_in_it(tmp_path):
 
 
 def test_a_run_that_goes_on_is_told_of_up_to_now(tmp_path):
-    run = write_run(tmp_path / "run", submitted(60).steps(1, 10, every=1))
+    run = write_run(tmp_path / "run", started_run(60).steps(1, 10, every=1))
     facts = facts_of(run, "RUNNING")
     assert facts.end == START + 5000
     assert "so far" in " ".join(summarize(facts))
@@ -258,14 +260,14 @@ def test_a_run_that_goes_on_is_told_of_up_to_now(tmp_path):
 
 
 def test_a_run_without_metrics(tmp_path):
-    run = write_run(tmp_path / "run", submitted(60).after(100, "finished", state="COMPLETED"))
+    run = write_run(tmp_path / "run", started_run(60).after(100, "finished", state="COMPLETED"))
     page = render_run_page(facts_of(run))
     assert data_of(page)["charts"] == []
     assert "Lost work and productive time are unknown: this script reports no steps." in page
 
 
 def test_what_follows_from_steps_is_not_known_without_them(tmp_path):
-    story_ = submitted(5).after(20, "signal", signal="SIGTERM", step=None, saved=False)
+    story_ = started_run(5).after(20, "signal", signal="SIGTERM", step=None, saved=False)
     story_.after(1, "requeue", by="requeue").after(60, "started", nodes=2)
     run = write_run(tmp_path / "run", story_.after(30, "finished", state="COMPLETED"))
     facts = facts_of(run)
@@ -288,7 +290,7 @@ def test_what_follows_from_steps_is_not_known_without_them(tmp_path):
 
 
 def test_a_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
-    run = write_run(tmp_path / "run", submitted(60))
+    run = write_run(tmp_path / "run", started_run(60))
     assert facts_of(run, "RUNNING").reports_steps is None
     assert "unknown: no steps reported." in " ".join(summarize(facts_of(run, "RUNNING")))
     assert facts_of(run, "FAILED").reports_steps is None
@@ -296,9 +298,9 @@ def test_a_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
     assert facts_of(run, "FAILED").reports_steps is True
 
 
-def cancelled(job_id: str = "7") -> Story:
+def cancelled(job_id: str = "7") -> RunHistory:
     """A run that was cancelled, and whose supervisor was killed before it recorded that."""
-    return submitted(5).steps(1, 5, every=1).after(10, "seen", job_id=job_id, job_state="CANCELLED by 1000")
+    return started_run(5).steps(1, 5, every=1).after(10, "seen", job_id=job_id, job_state="CANCELLED by 1000")
 
 
 def test_a_cancelled_run_is_no_lost_job_though_its_supervisor_wrote_nothing(tmp_path):
@@ -325,7 +327,7 @@ def test_what_slurm_said_of_an_earlier_job_does_not_end_an_attempt(tmp_path):
 
 
 def test_a_run_that_was_cancelled_and_submitted_again_was_not_left_alone(tmp_path):
-    story_ = submitted(1)
+    story_ = started_run(1)
     for first in (1, 6):
         story_.steps(first, first + 4, every=1).after(
             1, "signal", signal="SIGTERM", step=first + 4, saved=True
@@ -340,9 +342,9 @@ def test_a_run_that_was_cancelled_and_submitted_again_was_not_left_alone(tmp_pat
         assert "There were no interruptions" not in view
 
 
-def losing(values: list[float]) -> Story:
+def losing(values: list[float]) -> RunHistory:
     """A run with these losses, one a step."""
-    told = submitted(0)
+    told = started_run(0)
     for step, value in enumerate(values, 1):
         told.steps(step, step, every=1, loss=value, val_loss=value)
     return told
@@ -363,7 +365,7 @@ def test_nan_is_shown_as_nan_with_its_step(tmp_path):
 
 
 def test_gpus_are_drawn_row_by_row(tmp_path):
-    run = write_run(tmp_path / "run", submitted(0).steps(1, 100, every=1))
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
     for node, host in enumerate(("n1", "n2")):
         file = run.telemetry(node)
         file.parent.mkdir(exist_ok=True)
@@ -390,7 +392,7 @@ def test_gpus_are_drawn_row_by_row(tmp_path):
 
 def test_runs_are_compared_by_what_differs(tmp_path):
     runs = [
-        facts_of(write_run(tmp_path / name, disturbed(last_step=last), **SPEC, max_failures=number))
+        facts_of(write_run(tmp_path / name, disturbed_run(last_step=last), **SPEC, max_failures=number))
         for name, last, number in (("one", 240, 3), ("two", 300, 5))
     ]
     text = markdown_comparison(runs)
@@ -404,7 +406,7 @@ def test_runs_are_compared_by_what_differs(tmp_path):
 
 def test_of_many_nodes_those_in_trouble_are_in_sight(tmp_path):
     hosts = [f"n{number:03d}" for number in range(200)]
-    story = submitted(0).after(0, "started", nodes=200, world_size=200, hosts=hosts).steps(1, 5, every=1)
+    story = started_run(0).after(0, "started", nodes=200, world_size=200, hosts=hosts).steps(1, 5, every=1)
     story.after(0, "failure", rank=150, host="n150", cause="SIGKILL")
     timeline = build_timeline(facts_of(write_run(tmp_path / "run", story)))
     assert timeline.hosts[0].name == "n150"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers.run_stories import disturbed, write_run
+from helpers.run_histories import disturbed_run, write_run
 from test_report_page import facts_of
 
 from hpctrain.cli.resubmit_command import resubmit_command
@@ -39,7 +39,7 @@ SPEC = {
 
 
 def test_secrets_are_in_no_form_of_a_report(tmp_path):
-    run = write_run(tmp_path / "run", disturbed(), **SPEC)
+    run = write_run(tmp_path / "run", disturbed_run(), **SPEC)
     run.environment.write_text(
         json.dumps({"args": "--lr 0.1 --hf-token s3kret11 --password=s3kret12"}) + "\n"
     )

@@ -4,13 +4,13 @@ import json
 import math
 
 import pytest
-from helpers.run_stories import START, STRAGGLER, Story, submitted
+from helpers.run_histories import START, STRAGGLER, RunHistory, started_run
 from rich.cells import cell_len
 
 from hpctrain.telemetry.live.top_view import TopSnapshot, TopView, format_view
 
 
-def look(story: Story, state: str = "RUNNING", lines: list[dict] | None = None) -> TopSnapshot:
+def look(story: RunHistory, state: str = "RUNNING", lines: list[dict] | None = None) -> TopSnapshot:
     live = TopView()
     # In two parts, as a run writes them.
     for part in (slice(None, 5), slice(5, None)):
@@ -23,7 +23,7 @@ def text_of(snapshot: TopSnapshot, width: int = 100, height: int = 30) -> str:
 
 
 def test_time_left_goes_by_the_speed_of_the_last_minute():
-    story = submitted(0).steps(1, 100, every=5, last_step=400).steps(101, 200, every=2)
+    story = started_run(0).steps(1, 100, every=5, last_step=400).steps(101, 200, every=2)
     told = look(story)
     assert (told.step, told.last_step, told.loss) == (200, 400, 1 / 200)
     assert told.steps_per_s == pytest.approx(0.5)
@@ -33,7 +33,7 @@ def test_time_left_goes_by_the_speed_of_the_last_minute():
 
 
 def test_a_loss_that_is_no_number_is_not_passed_over():
-    story = submitted(0).steps(1, 9, every=1).steps(10, 12, every=1, loss=math.nan)
+    story = started_run(0).steps(1, 9, every=1).steps(10, 12, every=1, loss=math.nan)
     told = look(story)
     assert "loss   NaN since step 10; before that 0.11111" in text_of(told)
     assert look(story.steps(13, 13, every=1)).no_number_since is None
@@ -50,22 +50,22 @@ def test_a_million_lines_are_taken_in_and_the_newest_losses_kept():
 
 
 def test_large_numbers_are_in_groups_of_three_digits():
-    told = text_of(look(submitted(0).steps(12344, 12345, every=1, last_step=1234567)))
+    told = text_of(look(started_run(0).steps(12344, 12345, every=1, last_step=1234567)))
     assert "step   12\u202f345 of 1\u202f234\u202f567" in told
 
 
 def test_a_run_that_ended_has_no_speed():
-    told = look(submitted(0).steps(1, 100, every=1, last_step=100), "COMPLETED")
+    told = look(started_run(0).steps(1, 100, every=1, last_step=100), "COMPLETED")
     assert (told.steps_per_s, told.left_s) == (None, None)
 
 
 def test_the_speed_is_that_of_the_attempt():
-    story = submitted(0).steps(1, 50, every=1).after(0, "failure", rank=0).after(30, "started")
+    story = started_run(0).steps(1, 50, every=1).after(0, "failure", rank=0).after(30, "started")
     assert look(story.steps(41, 60, every=0.1)).steps_per_s == pytest.approx(10)
 
 
 def test_failures_and_stops_are_counted_but_not_saves_that_failed():
-    story = submitted(0).after(0, "failure", cause="disk full").after(0, "failure", rank=1, cause="SIGKILL")
+    story = started_run(0).after(0, "failure", cause="disk full").after(0, "failure", rank=1, cause="SIGKILL")
     story.after(0, "started").after(0, "signal", signal="SIGTERM", step=3)
     told = look(story)
     assert (told.failures, told.stops, told.attempt) == (1, 1, 1)
@@ -73,7 +73,7 @@ def test_failures_and_stops_are_counted_but_not_saves_that_failed():
 
 
 def test_waiting_for_data():
-    story = submitted(0).steps(1, 20, every=1, spent={"all": 1.0, "data": 0.25})
+    story = started_run(0).steps(1, 20, every=1, spent={"all": 1.0, "data": 0.25})
     assert look(story).waiting_for_data == pytest.approx(0.25)
     assert "data wait  25.0 %" in text_of(look(story))
 
@@ -84,7 +84,7 @@ def test_gpus_are_bars_of_their_nodes():
         {"host": "n2", "gpu_util": [None], "time": "soon"},
         {"host": "n3"},
     ]
-    text = text_of(look(submitted(0).steps(1, 2, every=1), lines=lines))
+    text = text_of(look(started_run(0).steps(1, 2, every=1), lines=lines))
     assert "n1  █▁    50 %  3 GiB" in text
     assert "n2       – %" in text
     assert "n3" not in text
@@ -93,7 +93,7 @@ def test_gpus_are_bars_of_their_nodes():
 @pytest.mark.parametrize("width", [10, 20, 40, 80, 200])
 @pytest.mark.parametrize("height", [5, 24])
 def test_no_line_is_wider_than_the_terminal(width, height):
-    story = submitted(0).after(0, "failure", rank=0, cause="because " * 50).after(0, "started")
+    story = started_run(0).after(0, "failure", rank=0, cause="because " * 50).after(0, "started")
     story.steps(1, 500, every=1, last_step=123456)
     # Some characters are two columns wide.
     story.after(0, "failure", rank=1, cause="訓練中斷了" * 30)
@@ -104,7 +104,7 @@ def test_no_line_is_wider_than_the_terminal(width, height):
 
 
 def test_the_terminal_obeys_no_name():
-    story = submitted(0).after(0, "failure", rank=0, cause="\x1b]0;title\x07\x1b[2J\n\rnew line")
+    story = started_run(0).after(0, "failure", rank=0, cause="\x1b]0;title\x07\x1b[2J\n\rnew line")
     text = text_of(look(story, lines=[{"host": "\x1b[31m", "gpu_util": [1]}]))
     assert "\x1b" not in text
     assert "\r" not in text
@@ -112,7 +112,7 @@ def test_the_terminal_obeys_no_name():
 
 @pytest.mark.parametrize("value", [None, "x", [], True, float("nan"), 10**400])
 def test_values_of_another_type(value):
-    story = Story().after(0, "failure", rank=value, step=value, cause=value)
+    story = RunHistory().after(0, "failure", rank=value, step=value, cause=value)
     story.metrics += [
         {"step": value, "time": START, "loss": 1.0},
         {"step": 1, "time": value, "loss": 1.0},
@@ -125,7 +125,7 @@ def test_values_of_another_type(value):
 
 
 def test_checkpoints_in_a_row_are_one_line():
-    story = submitted(0).steps(1, 5, every=1)
+    story = started_run(0).steps(1, 5, every=1)
     for step in range(10, 610, 10):
         story.after(1, "checkpoint", step=step, tier="local")
         story.after(1, "checkpoint", step=step, tier="shared")
@@ -169,12 +169,12 @@ def test_checkpoints_in_a_row_are_one_line():
     ],
 )
 def test_an_event_is_shown_with_its_details(kind, fields, line):
-    assert line in [one[17:] for one in text_of(look(submitted(0).after(0, kind, **fields))).splitlines()]
+    assert line in [one[17:] for one in text_of(look(started_run(0).after(0, kind, **fields))).splitlines()]
 
 
 def test_a_run_without_steps_says_so():
     live = TopView()
-    live.add_records(submitted(0).events, [])
+    live.add_records(started_run(0).events, [])
     for reports, words in (
         (False, "unknown: this script reports no steps"),
         (None, "unknown: no steps reported"),
@@ -186,7 +186,7 @@ def test_a_run_without_steps_says_so():
 
 
 def test_who_holds_up_the_others():
-    story = submitted(0).steps(1, 20, every=1)
+    story = started_run(0).steps(1, 20, every=1)
     story.after(0, "straggler", **STRAGGLER)
     text = text_of(look(story))
     assert (
@@ -197,4 +197,4 @@ def test_who_holds_up_the_others():
 
 
 def test_a_run_that_has_written_nothing():
-    assert "no events yet" in text_of(look(Story()))
+    assert "no events yet" in text_of(look(RunHistory()))

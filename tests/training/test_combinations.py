@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import REPOSITORY, SCRIPTS
 from helpers.fork_server import run_forked
-from train_with_strategies import by_hand, in_turns
+from train_with_strategies import train_alternately, train_manually
 
 SCRIPT = SCRIPTS / "train_with_strategies.py"
 
@@ -84,7 +84,9 @@ def test_it_trains_or_says_why_not(strategy, wish):
         for name, value in outcomes("ddp")[wish]["weights"].items():
             assert torch.allclose(outcome["weights"][name], value, rtol=1e-6, atol=1e-9), name
     elif wish not in ("a stream", "batch norm"):  # another order of samples; statistics of a rank's share
-        for name, value in (in_turns(2) if wish == "optimizers in turns" else by_hand(2)).items():
+        for name, value in (
+            train_alternately(2) if wish == "optimizers in turns" else train_manually(2)
+        ).items():
             got = outcome["weights"][name].double()
             assert torch.allclose(
                 got, value, rtol=0.02 if coarse else 1e-9, atol=0.02 if coarse else 1e-12

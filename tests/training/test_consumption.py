@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.iterable_datasets import OwnIterator, Sharded, Stateful, Whole
-from helpers.simulated_ranks import Leg, train_leg
+from helpers.iterable_datasets import PlainDataset, ShardedDataset, StatefulDataset, StatefulIteratorDataset
+from helpers.simulated_ranks import TrainedSteps, train_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
@@ -52,12 +52,12 @@ def maker(make_dataset: Any, batch: int, until: StopCondition, num_workers: int 
     return make
 
 
-def train_legs(make: Any, legs: list[tuple[int, int]], micro: int | None = None) -> list[Leg]:
+def train_legs(make: Any, legs: list[tuple[int, int]], micro: int | None = None) -> list[TrainedSteps]:
     """One leg after the other, each from the state of the one before, and one to the end."""
-    done: list[Leg] = []
+    done: list[TrainedSteps] = []
     step, state = 0, None
     for num_steps, world_size in [*legs, (10**6, 1)]:
-        leg = train_leg(make, world_size, num_steps, after=step, state=state, micro_batch_size=micro)
+        leg = train_steps(make, world_size, num_steps, after=step, state=state, micro_batch_size=micro)
         done.append(leg)
         step, state = step + len(leg.steps), leg.state
         if leg.finished:
@@ -65,7 +65,7 @@ def train_legs(make: Any, legs: list[tuple[int, int]], micro: int | None = None)
     return done
 
 
-def consumed(legs: list[Leg]) -> list[tuple[Any, ...]]:
+def consumed(legs: list[TrainedSteps]) -> list[tuple[Any, ...]]:
     """Of each step: its number, epoch, batch, whether it ends the epoch, and its samples without order."""
     return [
         (
@@ -92,7 +92,7 @@ def assert_every_epoch_is_whole(steps: list[tuple[Any, ...]], sizes: dict[int, i
 def test_of_a_data_set_every_sample_is_trained_once_an_epoch_through_all_stops(size, batch, legs, micro):
     make = maker(lambda: Numbers(size), batch, StopCondition(None, 3))
     steps = consumed(train_legs(make, legs, micro))
-    assert steps == consumed([train_leg(make, 1, 10**6)])
+    assert steps == consumed([train_steps(make, 1, 10**6)])
     assert_every_epoch_is_whole(steps, dict.fromkeys(range(3), size), batch)
 
 
@@ -105,9 +105,9 @@ def test_of_a_data_set_every_sample_is_trained_once_an_epoch_through_all_stops(s
 )
 @settings(max_examples=60, deadline=None)
 def test_of_a_stream_every_sample_is_trained_once_an_epoch_through_all_stops(lengths, batch, legs, per_epoch):
-    make = maker(lambda: Sharded(lengths, per_epoch=per_epoch), batch, StopCondition(None, 3))
+    make = maker(lambda: ShardedDataset(lengths, per_epoch=per_epoch), batch, StopCondition(None, 3))
     steps = consumed(train_legs(make, legs))
-    assert steps == consumed([train_leg(make, 1, 10**6)])
+    assert steps == consumed([train_steps(make, 1, 10**6)])
     sizes = {e: sum(lengths) + e * per_epoch * len(lengths) for e in range(3)}
     assert_every_epoch_is_whole(steps, sizes, batch)
 
@@ -123,13 +123,16 @@ def test_of_a_stream_every_sample_is_trained_once_an_epoch_through_all_stops(len
 @settings(max_examples=30, deadline=None)
 def test_with_any_number_of_workers_in_each_leg_the_samples_are_the_same(lengths, size, batch, legs):
     """Legs with workers have one rank here, for ranks are threads, which had better not fork at once."""
-    for make_dataset, sizes in ((lambda: Sharded(lengths), sum(lengths)), (lambda: Numbers(size), size)):
-        whole = consumed([train_leg(maker(make_dataset, batch, StopCondition(None, 2)), 1, 10**6)])
-        done: list[Leg] = []
+    for make_dataset, sizes in (
+        (lambda: ShardedDataset(lengths), sum(lengths)),
+        (lambda: Numbers(size), size),
+    ):
+        whole = consumed([train_steps(maker(make_dataset, batch, StopCondition(None, 2)), 1, 10**6)])
+        done: list[TrainedSteps] = []
         step, state = 0, None
         for num_steps, world_size, num_workers in [*legs, (10**6, 1, 1)]:
             make = maker(make_dataset, batch, StopCondition(None, 2), num_workers)
-            leg = train_leg(make, world_size if num_workers == 0 else 1, num_steps, after=step, state=state)
+            leg = train_steps(make, world_size if num_workers == 0 else 1, num_steps, after=step, state=state)
             done.append(leg)
             step, state = step + len(leg.steps), leg.state
             if leg.finished:
@@ -138,18 +141,18 @@ def test_with_any_number_of_workers_in_each_leg_the_samples_are_the_same(lengths
         assert_every_epoch_is_whole(consumed(done), dict.fromkeys(range(2), sizes), batch)
 
 
-@pytest.mark.parametrize("dataset", [lambda: Stateful(37), lambda: OwnIterator(37)])
+@pytest.mark.parametrize("dataset", [lambda: StatefulDataset(37), lambda: StatefulIteratorDataset(37)])
 def test_a_stream_without_shards_is_shared_by_all_ranks(dataset):
     make = maker(dataset, 8, StopCondition(12))
-    whole = consumed([train_leg(make, 1, 100)])
+    whole = consumed([train_steps(make, 1, 100)])
     assert consumed(train_legs(make, [(3, 3), (4, 2), (1, 5)])) == whole
     assert [len(samples) for *_, samples in whole] == [8, 8, 8, 8, 5, 8, 8, 8, 8, 5, 8, 8]
 
 
 def test_a_stream_without_a_state_says_how_many_samples_are_trained_again():
-    make = maker(lambda: Whole(37), 8, StopCondition(12))
-    first = train_leg(make, 2, 7)
-    second = train_leg(make, 3, 100, after=7, state=first.state)
+    make = maker(lambda: PlainDataset(37), 8, StopCondition(12))
+    first = train_steps(make, 2, 7)
+    second = train_steps(make, 3, 100, after=7, state=first.state)
     (remark,) = second.remarks
     assert remark.startswith("train_dataset has no state_dict and load_state_dict")
     assert remark.endswith("epoch 1 starts over and repeats 16 samples.")
@@ -157,12 +160,12 @@ def test_a_stream_without_a_state_says_how_many_samples_are_trained_again():
         (8, 1, 0), (9, 1, 1), (10, 1, 2), (11, 1, 3), (12, 1, 4),
     ]  # fmt: skip
     # At an epoch's end there is nothing to say.
-    assert train_leg(make, 1, 1, after=5, state=train_leg(make, 2, 5).state).remarks == []
+    assert train_steps(make, 1, 1, after=5, state=train_steps(make, 2, 5).state).remarks == []
 
 
 def test_ranks_stop_to_exchange_ends_only_where_a_shard_ends():
-    make = maker(lambda: Sharded([200, 200, 200]), 12, StopCondition(None, 1))
-    leg = train_leg(make, 4, 10**6)
+    make = maker(lambda: ShardedDataset([200, 200, 200]), 12, StopCondition(None, 1))
+    leg = train_steps(make, 4, 10**6)
     assert len(leg.steps) == 50
     assert sum(step["collectives"] > 0 for step in leg.steps) == 1
 
@@ -171,20 +174,22 @@ def test_ranks_stop_to_exchange_ends_only_where_a_shard_ends():
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_read_the_same_stream(num_workers):
     lengths = [9, 2, 0, 14, 5]
-    whole = consumed([train_leg(maker(lambda: Sharded(lengths), 4, StopCondition(None, 2)), 1, 10**6)])
-    make = maker(lambda: Sharded(lengths), 4, StopCondition(None, 2), num_workers)
+    whole = consumed(
+        [train_steps(maker(lambda: ShardedDataset(lengths), 4, StopCondition(None, 2)), 1, 10**6)]
+    )
+    make = maker(lambda: ShardedDataset(lengths), 4, StopCondition(None, 2), num_workers)
     assert consumed(train_legs(make, [(4, 1)])) == whole
 
 
 def test_workers_do_not_split_a_stream_that_would_split_itself():
-    make = maker(lambda: Whole(20), 4, StopCondition(None, 1), num_workers=2)
-    alone = maker(lambda: Whole(20), 4, StopCondition(None, 1))
-    assert consumed([train_leg(make, 1, 100)]) == consumed([train_leg(alone, 1, 100)])
+    make = maker(lambda: PlainDataset(20), 4, StopCondition(None, 1), num_workers=2)
+    alone = maker(lambda: PlainDataset(20), 4, StopCondition(None, 1))
+    assert consumed([train_steps(make, 1, 100)]) == consumed([train_steps(alone, 1, 100)])
 
 
 def test_parts_of_micro_batches_are_as_many_on_every_rank_and_small_enough():
     make = maker(lambda: Numbers(23), 10, StopCondition(None, 1))
-    leg = train_leg(make, 3, 100, micro_batch_size=2)
+    leg = train_steps(make, 3, 100, micro_batch_size=2)
     for step in leg.steps:
         for micro, indices in zip(step["micro"], step["indices"], strict=True):
             assert sum(count for count, _ in micro) == len(indices)
@@ -192,9 +197,11 @@ def test_parts_of_micro_batches_are_as_many_on_every_rank_and_small_enough():
     assert {len(step["micro"][0]) for step in leg.steps} == {2, 1}
 
 
-@pytest.mark.parametrize("dataset", [lambda: Numbers(3), lambda: Stateful(3), lambda: Sharded([1, 0, 0, 2])])
+@pytest.mark.parametrize(
+    "dataset", [lambda: Numbers(3), lambda: StatefulDataset(3), lambda: ShardedDataset([1, 0, 0, 2])]
+)
 def test_a_rank_without_samples_goes_through_the_motions(dataset):
-    leg = train_leg(maker(dataset, 8, StopCondition(2)), 5, 10)
+    leg = train_steps(maker(dataset, 8, StopCondition(2)), 5, 10)
     assert len(leg.steps) == 2
     for step in leg.steps:
         assert sum(len(indices) for indices in step["indices"]) == 3
@@ -203,7 +210,7 @@ def test_a_rank_without_samples_goes_through_the_motions(dataset):
 
 def test_a_stream_without_samples_is_an_error_and_not_an_endless_loop():
     with pytest.raises(hpctrain.UserError, match="no samples in epoch 0"):
-        train_leg(maker(lambda: Sharded([0, 0]), 4, StopCondition(None, 2)), 2, 10)
+        train_steps(maker(lambda: ShardedDataset([0, 0]), 4, StopCondition(None, 2)), 2, 10)
 
 
 # The pure functions.

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers.iterable_datasets import Sharded
+from helpers.iterable_datasets import ShardedDataset
 from helpers.simulated_ranks import ALONE
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
@@ -124,7 +124,7 @@ def test_what_is_no_data_set_is_refused_in_words(dataset, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dataset", [torch.arange(11), Sharded([4, 0, 7]), Sharded([11])])
+@pytest.mark.parametrize("dataset", [torch.arange(11), ShardedDataset([4, 0, 7]), ShardedDataset([11])])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
     for world_size in (1, 3, 5):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.commands import run_command
-from train_with_strategies import by_hand
+from train_with_strategies import train_manually
 
 import hpctrain
 from hpctrain.training.strategies import horovod
@@ -34,7 +34,7 @@ def test_under_horovodrun(tmp_path):
         timeout=110,
     )
     (result,) = torch.load(tmp_path / "out", weights_only=True)
-    for name, value in by_hand(5).items():
+    for name, value in train_manually(5).items():
         assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.iterable_datasets import Sharded
-from helpers.simulated_ranks import ALONE, train_leg
+from helpers.iterable_datasets import ShardedDataset
+from helpers.simulated_ranks import ALONE, train_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset
@@ -52,7 +52,7 @@ class NoisyItems(Noisy):
         return [(i, float(hpctrain.sample_generator("numpy", index=i).random())) for i in indices]
 
 
-class NoisyStream(Sharded):
+class NoisyStream(ShardedDataset):
     draw: Any = None
 
     def __iter__(self):
@@ -80,7 +80,7 @@ def samples_of(dataset: Any, legs: list[tuple[int, int, int]], seed: int = 1) ->
             seen += [sample for piece in pieces for sample in piece]
             step += num_steps
             continue
-        leg = train_leg(make, 1, num_steps, after=step, state=state)
+        leg = train_steps(make, 1, num_steps, after=step, state=state)
         seen += [
             (one["epoch"], sample) for one in leg.steps for _, batch in one["micro"][0] for sample in batch
         ]

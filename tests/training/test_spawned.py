@@ -16,7 +16,7 @@ import torch
 from helpers import SCRIPTS
 from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
-from train_with_strategies import by_hand
+from train_with_strategies import train_manually
 
 pytestmark = pytest.mark.ranks
 
@@ -77,7 +77,7 @@ def test_the_callers_module_has_the_weights(tmp_path):
     weights, step, metrics, losses = torch.load(tmp_path / "out")
     assert step == len(losses) == 5
     assert metrics["val_loss"] > 0
-    for name, value in by_hand(5).items():
+    for name, value in train_manually(5).items():
         assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
 
 
@@ -92,7 +92,7 @@ def test_fifty_steps_are_those_of_one_process(tmp_path, settings):
     training = {**settings, "max_steps": 50}
     run_command([sys.executable, SCRIPT, tmp_path / "out", json.dumps([training])], VARIABLES, timeout=110)
     (result,) = torch.load(tmp_path / "out")
-    for name, value in by_hand(50).items():
+    for name, value in train_manually(50).items():
         assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
 
 
@@ -203,7 +203,7 @@ def test_a_stop_is_passed_on_and_the_run_goes_on(tmp_path):
     run_command([*words, json.dumps([{**training, "max_steps": step + 3, "sleep": 0}])], VARIABLES)
     (result,) = torch.load(tmp_path / "out")
     assert result["step"] == step + 3
-    for name, value in by_hand(step + 3).items():
+    for name, value in train_manually(step + 3).items():
         assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
 
 

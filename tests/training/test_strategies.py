@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from helpers import SCRIPTS
 from helpers.commands import run_command
-from helpers.fake_gpu_driver import PretendDriver, pretend
+from helpers.fake_gpu_driver import FakeDriver, install_fake_driver
 from helpers.fork_server import run_forked
 from helpers.ranks import run_on_ranks
 from test_exact import trained
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from train_with_strategies import Blocks, by_hand, register_late, samples
+from train_with_strategies import Blocks, register_late, samples, train_manually
 
 import hpctrain
 from hpctrain.errors import UserError
@@ -94,10 +94,10 @@ def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
         {"strategy": strategy, "max_steps": 5, "sometimes": True, "find_unused_parameters": True},
         ranks=ranks,
     )
-    assert_same(one["weights"], by_hand(1))
-    assert_same(fifty["weights"], by_hand(50))
-    assert_same(in_parts["weights"], by_hand(5))
-    assert_same(sometimes["weights"], by_hand(5, sometimes=True))
+    assert_same(one["weights"], train_manually(1))
+    assert_same(fifty["weights"], train_manually(50))
+    assert_same(in_parts["weights"], train_manually(5))
+    assert_same(sometimes["weights"], train_manually(5, sometimes=True))
     assert all(result["alike"] for result in (one, fifty, in_parts, sometimes))
     loss, predictions = evaluated(one["weights"])
     assert one["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12)
@@ -112,7 +112,7 @@ def test_each_strategy_trains_on_one_process_too(tmp_path, others):
         names.append("horovod")
     trainings = [{"strategy": name, "max_steps": 5, **others} for name in names]
     for result in train(tmp_path, *trainings, ranks=1):
-        assert_same(result["weights"], by_hand(5))
+        assert_same(result["weights"], train_manually(5))
 
 
 @pytest.mark.ranks
@@ -167,7 +167,7 @@ def test_gradients_are_exchanged_once_a_step_or_with_zero3_once_a_micro_batch():
 @pytest.mark.ranks
 def test_gradients_that_stay_whole_until_the_last_micro_batch_are_the_same(tmp_path):
     (late,) = train(tmp_path, {"strategy": "late", "max_steps": 5, "micro_batch_size": 2}, ranks=2)
-    assert_same(late["weights"], by_hand(5))
+    assert_same(late["weights"], train_manually(5))
 
 
 def train_with_unused_parameters() -> None:
@@ -333,7 +333,7 @@ def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
     for part, (strategy, ranks) in enumerate(chain, 1):
         (result,) = train(tmp_path, {"strategy": strategy, "max_steps": 6 * part}, ranks=ranks, run=run)
         assert result["step"] == 6 * part
-    assert_same(result["weights"], by_hand(6 * len(chain)))
+    assert_same(result["weights"], train_manually(6 * len(chain)))
     undisturbed = tmp_path / "undisturbed"
     train(tmp_path, {"max_steps": 6 * len(chain)}, ranks=1, run=undisturbed)
     assert trained(run) == trained(undisturbed)
@@ -541,7 +541,7 @@ def test_devices_that_cannot_be_had_are_refused(devices, num_gpus, busy, message
         choose_devices(devices, num_gpus, busy)
 
 
-class TwoGpus(PretendDriver):
+class TwoGpus(FakeDriver):
     """Two whole GPUs: this process computes on the first, and another one, too, on the second."""
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
@@ -557,7 +557,7 @@ class TwoGpus(PretendDriver):
 
 @pytest.mark.parametrize("devices", [1, "auto"])
 def test_what_this_process_computes_does_not_make_a_gpu_busy(devices, monkeypatch):
-    pretend(monkeypatch, TwoGpus())
+    install_fake_driver(monkeypatch, TwoGpus())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert find_devices(devices, {}) == [0]

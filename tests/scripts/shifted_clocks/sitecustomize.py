@@ -1,7 +1,7 @@
-"""Clocks that differ from those of the machine, for each Python process that has this folder on its path.
+"""Shift the clocks of each Python process that has this folder on its path.
 
-The file that TEST_CLOCK names holds seconds by which the wall clock is off; it may change at any time. The
-monotonic clock of each process is off by a number of its own, as if each ran on a host of its own.
+The file named by TEST_CLOCK holds the seconds by which the wall clock is off; it may change at any time. The
+monotonic clock of each process is off by its own number, as if each ran on its own host.
 """
 
 import os

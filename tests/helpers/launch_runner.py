@@ -1,8 +1,8 @@
-"""Runs a launch of `launches.py`, and finds out which rank each of its processes truly was.
+"""Run a launch of `launches.py` and determine the true rank of each process.
 
-The truth never comes from the variables that `detect` reads. For a step of srun it is the label that srun
-puts before a task's output, with the parent of the process (one slurmstepd a node) and the nodes of the job
-as `scontrol` lists them; for MPI it is what the MPI library says, for torchrun the label of its log.
+The truth never comes from the variables that `detect` reads. For a step of srun, it is srun's label before a
+task's output, with the parent of the process (one slurmstepd per node) and the nodes of the job that
+`scontrol` lists. For MPI, it comes from the MPI library; for torchrun, from the label of its log.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hpctrain.errors import EnvironmentMismatch
 PROBE = SCRIPTS / "record_rank.py"
 RECORDINGS = REPOSITORY / "tests" / "cluster" / "recordings"
 
-# A terminal writes ^@ before the first line, and \r at the end of each.
+# A terminal writes ^@ before the first line, and \\r at the end of each.
 _LABELLED = re.compile(r"^(?:\^@)? *(\d+): +(\d+)\r?$", re.MULTILINE)
 _SUBMITTED = re.compile(r"^Submitted batch job (\d+)$", re.MULTILINE)
 _NODE_LIST = re.compile(r" NodeList=(\S+)")
 _OFFSET = re.compile(r" HetJobOffset=(\d+)")
 
-#: Words that stand for something else in a command.
+#: Placeholders in a command and their replacements.
 _PYTHON = f"{shlex.quote(sys.executable)} -I -S"
-_WORDS = {
+_PLACEHOLDERS = {
     "PROBE": f"{_PYTHON} {PROBE} FOLDER",
     "TORCHRUN": f"{shlex.quote(sys.executable)} -m torch.distributed.run --tee 3 --no-python",
     "SUBMITIT": f"{shlex.quote(sys.executable)} {SCRIPTS / 'record_ranks_with_submitit.py'}",
@@ -50,13 +50,13 @@ class Process:
 
     variables: dict[str, str]
     truth: dict[str, Any] | None
-    """Which rank it was: fields of `Ranks`, and `host`, its own, and `main_host`, that of rank 0. None for a
-    process that was started alone."""
+    """Its true rank: fields of `Ranks`, its own `host`, and rank 0's `main_host`. None for a process that
+    was started alone."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a process wrote about itself."""
+    """The record that a process wrote."""
 
     pid: int
     parent: int
@@ -69,10 +69,10 @@ class Record:
 
     @property
     def node(self) -> object:
-        """The same for all processes of a node.
+        """An id that all processes of a node share.
 
-        One process starts the ranks of a node: slurmstepd, a daemon of MPI, torchrun's agent. Only horovodrun
-        gives each rank a shell of its own; it names the host.
+        One process starts the ranks of a node: slurmstepd, an MPI daemon, torchrun's agent. Only horovodrun
+        starts a shell per rank; it sets the host name.
         """
         return self.variables.get("HOROVOD_HOSTNAME", self.parent)
 
@@ -87,16 +87,19 @@ class Launch:
 
     name: str
     command: str
-    """For the shell. PROBE is each rank's program, node0 … are the cluster's nodes, FOLDER is empty."""
+    """A shell command. PROBE is each rank's program, node0 … are the cluster's nodes, FOLDER is empty."""
     truth: str = "label"
-    """Who knows the ranks: `label`, `mpi`, `torchrun`, `horovod`; `alone` where there are none."""
+    """The source of the ranks: `label`, `mpi`, `torchrun`, `horovod`; `alone` if there are none."""
     refused: str = ""
-    """What `detect` says of it, where it refuses."""
+    """Part of the error message, if `detect` refuses it."""
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def needs_slurm(self) -> bool:
-        return any(word in self.command for word in ("srun", "salloc", "sbatch", "node0", "SUBMITIT slurm"))
+        return any(
+            placeholder in self.command
+            for placeholder in ("srun", "salloc", "sbatch", "node0", "SUBMITIT slurm")
+        )
 
 
 def run(
@@ -104,46 +107,46 @@ def run(
     folder: Path,
     env: Mapping[str, str],
     nodes: list[str],
-    words: Mapping[str, str] | None = None,
+    placeholders: Mapping[str, str] | None = None,
 ) -> list[Process]:
-    """Run it in the empty `folder`, on a cluster that `env` leads to, and return its processes by rank.
+    """Run a launch in the empty `folder` on the cluster of `env`; return its processes by rank.
 
-    Further `words` of the command stand for what this mapping says.
+    `words` maps further placeholders to their replacements.
     """
     command = launch.command
-    for word, text in {
-        **(words or {}),
-        **_WORDS,
+    for placeholder, text in {
+        **(placeholders or {}),
+        **_PLACEHOLDERS,
         "FOLDER": str(folder),
         "PORT": str(_free_port(folder)),
         **{f"node{i}": node for i, node in enumerate(nodes)},
     }.items():
-        command = re.sub(rf"\b{word}\b", lambda _, text=text: text, command)
-    done = run_command(["bash", "-c", command], {**env, **launch.env}, cwd=folder, timeout=100)
-    for job in _SUBMITTED.findall(done.stdout):
+        command = re.sub(rf"\b{placeholder}\b", lambda _, text=text: text, command)
+    result = run_command(["bash", "-c", command], {**env, **launch.env}, cwd=folder, timeout=100)
+    for job in _SUBMITTED.findall(result.stdout):
         _wait_for_end(job, env)
     logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
-    output = done.stdout + logs
+    output = result.stdout + logs
     records = [Record(**json.loads(path.read_text())) for path in folder.glob("*.json")]
-    assert records, f"{command}\nstarted nothing:\n{output}\n{done.stderr}"
+    assert records, f"{command}\nstarted nothing:\n{output}\n{result.stderr}"
     ranks = _RANKS[launch.truth](records, output)
     if launch.truth == "alone":
         return [Process(record.variables, None) for record in records]
     processes = []
     for step in sorted({record.step for record in records}) if launch.truth == "label" else [None]:
         of_step = [record for record in records if step in (None, record.step)]
-        processes += _seated(of_step, ranks, _hosts(records[0].step[0], env) if records[0].host else [])
+        processes += _with_truth(of_step, ranks, _hosts(records[0].step[0], env) if records[0].host else [])
     return processes
 
 
-def recorded(name: str) -> list[Process]:
-    """The processes of a launch as `scripts/record_launches.py` found them."""
+def load_recording(name: str) -> list[Process]:
+    """Return the recorded processes of a launch, from `scripts/record_launches.py`."""
     document = json.loads((RECORDINGS / f"{name}.json").read_text(encoding="utf-8"))
     return [Process({**document["common"], **each["own"]}, each["truth"]) for each in document["processes"]]
 
 
-def check(launch: Launch, processes: list[Process]) -> None:
-    """Fail unless `detect` says of each process who it truly is, or refuses where it should."""
+def check_detection(launch: Launch, processes: list[Process]) -> None:
+    """Fail unless `detect` returns each process's true rank, or refuses when it should."""
     refusals, sets = [], []
     for process in processes:
         try:
@@ -154,8 +157,8 @@ def check(launch: Launch, processes: list[Process]) -> None:
         if process.truth is None:
             assert (ranks.environment, ranks.rank, ranks.world_size) == ("local", 0, 1)
             continue
-        told = {name: getattr(ranks, name) for name in process.truth if hasattr(ranks, name)}
-        assert told == {name: process.truth[name] for name in told}
+        detected = {name: getattr(ranks, name) for name in process.truth if hasattr(ranks, name)}
+        assert detected == {name: process.truth[name] for name in detected}
         main_host = process.truth["main_host"]
         if ranks.num_nodes > 1 and main_host and "MASTER_ADDR" not in process.variables:
             assert ranks.master_addr == main_host
@@ -163,18 +166,18 @@ def check(launch: Launch, processes: list[Process]) -> None:
             sets.append(set())
         if not launch.refused:
             sets[-1].add((ranks.master_addr, ranks.master_port, ranks.rendezvous_id))
-        assert ranks.sources.keys() >= told.keys() | {"master_addr", "master_port"}
+        assert ranks.sources.keys() >= detected.keys() | {"master_addr", "master_port"}
     if launch.refused:
         assert refusals
         assert all(launch.refused in text for text in refusals), refusals
     else:
         assert not refusals
-        assert all(len(places) == 1 for places in sets), f"ranks of one set would meet at {sets}"
+        assert all(len(endpoints) == 1 for endpoints in sets), f"ranks of one set would meet at {sets}"
         assert len(set.union(*sets)) == len(sets) if sets else True, f"two sets would meet at {sets}"
 
 
-def _seated(records: list[Record], ranks: Mapping[int, int], hosts: list[str]) -> list[Process]:
-    """Processes of one set with the truth about each, in the order of their ranks."""
+def _with_truth(records: list[Record], ranks: Mapping[int, int], hosts: list[str]) -> list[Process]:
+    """Return the processes of one set with their true ranks, sorted by rank."""
     records = sorted(records, key=lambda record: ranks[record.pid])
     assert [ranks[record.pid] for record in records] == list(range(len(records)))
     nodes = list(dict.fromkeys(record.node for record in records))
@@ -208,8 +211,8 @@ def _wait_for_end(job: str, env: Mapping[str, str]) -> None:
 
 
 def _hosts(job: str, env: Mapping[str, str]) -> list[str]:
-    """The nodes of a job as Slurm counts them: component by component of a heterogeneous one."""
-    # While it completes, Slurm lists only those nodes that are not done with it.
+    """Return the nodes of a job in Slurm's order, component by component of a heterogeneous job."""
+    # While it completes, Slurm lists only the nodes that are still busy with it.
     _wait_for_end(job, env)
     lines = run_command(["scontrol", "show", "job", "--oneliner", job], env).stdout.splitlines()
     lines.sort(key=lambda line: int(match[1]) if (match := _OFFSET.search(line)) else 0)
@@ -227,21 +230,21 @@ def _by_label(records: list[Record], output: str) -> dict[int, int]:
     return labels
 
 
-def _by_what_they_were_told(records: list[Record], output: str) -> dict[int, int]:
+def _by_reported_rank(records: list[Record], output: str) -> dict[int, int]:
     return {record.pid: record.told["rank"] for record in records}
 
 
 _RANKS: dict[str, Callable[[list[Record], str], dict[int, int]]] = {
     "label": _by_label,
     "torchrun": _by_label,
-    "mpi": _by_what_they_were_told,
-    "horovod": _by_what_they_were_told,
+    "mpi": _by_reported_rank,
+    "horovod": _by_reported_rank,
     "alone": lambda records, output: {},
 }
 
 
 def _free_port(folder: Path) -> int:
-    """A port that the kernel gives to nobody by itself before the launch takes it."""
+    """Return a port outside the kernel's ephemeral range, free until the launch binds it."""
     for port in port_candidates(str(folder)):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

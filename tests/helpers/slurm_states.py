@@ -1,4 +1,4 @@
-"""What Slurm's controller itself says of jobs, read in another way: the truth that a status is held to."""
+"""Job states from Slurm's controller, read independently, to check a run's status against."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.slurm.states import RunState
 
-#: What a run may be, by the state of its job. A run that is complete or was cancelled says so itself.
+#: The expected run state by job state. A run that is complete or was cancelled records it itself.
 _MEANING = {
     "PENDING": "PENDING",
     "CONFIGURING": "RUNNING",
@@ -23,32 +23,32 @@ _MEANING = {
     "OUT_OF_MEMORY": "FAILED",
     "TIMEOUT": "FAILED",
 }
-#: The task of an array's record that has no task any more.
+#: The task id of an array's record without remaining tasks.
 _NO_TASK = "4294967294"
 
 
-class Truth:
-    """Where jobs stand at one moment."""
+class JobStates:
+    """The states of all jobs at one moment."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        shown = run_command(["scontrol", "--all", "--oneliner", "show", "job"], environ).stdout
+        output = run_command(["scontrol", "--all", "--oneliner", "show", "job"], environ).stdout
         self._jobs: dict[str, set[tuple[str, str]]] = {}
         self._arrays: set[str] = set()
-        for line in shown.split("\n"):  # a name may hold what else ends a line
-            words = dict(re.findall(r"(\w+)=(\S*)", line.partition(" UserId=")[0]))
+        for line in output.split("\n"):  # a name may contain other line separators
+            fields = dict(re.findall(r"(\w+)=(\S*)", line.partition(" UserId=")[0]))
             state = re.search(r" JobState=(\w+) ", line)
             restarts = re.search(r" Restarts=(\d+) ", line)
             if state is None or restarts is None:
                 continue  # "No jobs in the system"
-            for name in self._names(words):
+            for name in self._names(fields):
                 self._jobs.setdefault(name, set()).add((state[1], restarts[1]))
 
-    def _names(self, words: Mapping[str, str]) -> Iterable[str]:
-        array = words.get("ArrayJobId")
+    def _names(self, fields: Mapping[str, str]) -> Iterable[str]:
+        array = fields.get("ArrayJobId")
         if array is None:
-            return [words.get("HetJobId", words["JobId"])]
+            return [fields.get("HetJobId", fields["JobId"])]
         self._arrays.add(array)
-        tasks = words["ArrayTaskId"].partition("%")[0]
+        tasks = fields["ArrayTaskId"].partition("%")[0]
         if tasks == _NO_TASK:
             return []
         assert "..." not in tasks, f"scontrol has shortened the list {tasks}"
@@ -60,17 +60,17 @@ class Truth:
         return names
 
     def of(self, job_id: str) -> set[tuple[str, str]]:
-        """State and number of restarts of the job, or of its components."""
+        """Return state and number of restarts of the job, or of its components."""
         array, _, task = job_id.partition("_")
         if task and array in self._arrays and job_id not in self._jobs:
-            return {("CANCELLED", "0")}  # It has been struck from those that wait.
+            return {("CANCELLED", "0")}  # It was removed from the pending tasks.
         return self._jobs.get(job_id, set())
 
 
-def assert_true(status: RunStatus, before: Truth, after: Truth, run: Run) -> bool:
-    """Hold a status to what the controller said before and after it; returns whether that could be done.
+def check_status(status: RunStatus, before: JobStates, after: JobStates, run: Run) -> bool:
+    """Check a status against the controller's states before and after it; return True if that was possible.
 
-    It cannot while the job is changing, nor once the run has written down its end.
+    It is impossible while the job is changing, and after the run has recorded its end.
     """
     assert status.job_id is not None
     states = before.of(status.job_id)

@@ -1,0 +1,83 @@
+"""Run histories: events and metrics with known times, from which tests can compute sums."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpctrain.rundir import RunDir
+
+START = 1_764_000_000.0
+
+#: The fields of a `straggler` event.
+STRAGGLER = {
+    "rank": 3,
+    "host": "n7",
+    "ratio": 1.43,
+    "part": "compute",
+    "lasting": True,
+    "seconds": {"data": 0.001, "compute": 0.21, "exchange": 0.0},
+    "typical": {"data": 0.001, "compute": 0.15, "exchange": 0.06},
+}
+
+
+class RunHistory:
+    """The records of a run, second by second."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.metrics: list[dict[str, Any]] = []
+        self.now, self.attempt = START, -1
+
+    def after(self, seconds: float, kind: str, /, **fields: Any) -> RunHistory:
+        """Add an event, that many seconds after the previous record."""
+        self.now += seconds
+        self.attempt += kind == "started"
+        self.events.append(
+            {"time": self.now, "attempt": max(0, self.attempt), "kind": kind, **fields},
+        )
+        return self
+
+    def steps(self, first: int, last: int, *, every: float, **fields: Any) -> RunHistory:
+        """Add steps `first` to `last`, each taking `every` seconds."""
+        for step in range(first, last + 1):
+            self.now += every
+            record = {"loss": 1 / step, "step": step, "epoch": 0, "time": self.now, "attempt": self.attempt}
+            self.metrics.append({**record, **fields})
+        return self
+
+
+def started_run(seconds: float = 0.0) -> RunHistory:
+    """Return a run that started after that many seconds in the queue."""
+    return RunHistory().after(0, "submitted", job_id="7", backend="slurm").after(seconds, "started", nodes=2)
+
+
+def disturbed_run(*, last_step: int = 300) -> RunHistory:
+    """Return a completed run on two nodes with a crash, a preemption and a lost node."""
+    hosts = {"nodes": 2, "world_size": 4, "hosts": ["n1", "n2"]}
+    history = RunHistory().after(0, "submitted", job_id="7", backend="slurm").after(40, "started", **hosts)
+    history.steps(1, 1, every=8, spent={"all": 2.0, "data": 0.25}).steps(
+        2, 100, every=0.5, spent={"data": 0.1}
+    )
+    history.after(1, "checkpoint", step=100, seconds=1.0, stall_s=0.2, bytes=12_000_000, tier="shared")
+    history.steps(101, 120, every=0.5)
+    history.after(0.4, "failure", rank=3, host="n2", cause="rank 3 on n2: SIGKILL", log="/r/logs/a.log")
+    history.after(0.1, "restart", cause="rank 3 on n2: SIGKILL").after(0.5, "started", **hosts)
+    history.after(6, "resumed", step=100, seconds=1.5).steps(101, 200, every=0.5)
+    history.after(2, "signal", signal="SIGTERM", step=200, saved=True).after(1, "requeue", by="requeue")
+    history.after(120, "started", **hosts).after(6, "resumed", step=200, seconds=1.5)
+    history.steps(201, 220, every=0.5).after(90, "started", nodes=2, world_size=4, hosts=["n1", "n3"])
+    history.after(6, "resumed", step=200, seconds=1.5).steps(201, last_step, every=0.5, val_accuracy=0.5)
+    return history.after(1, "finished", state="COMPLETED", exit_code=0, cause=None)
+
+
+def write_run(folder: Path, history: RunHistory, **spec: Any) -> RunDir:
+    """Write a run folder from a history."""
+    run = RunDir(folder)
+    run.path.mkdir(parents=True, exist_ok=True)
+    for path, records in ((run.events, history.events), (run.metrics, history.metrics)):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    if spec:
+        run.spec.write_text(json.dumps(spec))  # which is YAML
+    return run
