@@ -44,7 +44,7 @@ def test_wheel_carries_type_marker_and_licence(wheel: list[str]) -> None:
 
 def test_wheel_carries_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
-    assert tops == {"hpctrain", "hpctrain-0.1.0.dist-info"}
+    assert tops == {"hpctrain", "hydra_plugins", "hpctrain-0.1.0.dist-info"}
 
 
 def test_console_script_starts() -> None:

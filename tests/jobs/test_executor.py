@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
-import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +13,8 @@ from pathlib import Path
 
 import pytest
 import submitit
-from helpers import REPOSITORY
 from helpers.commands import environment
 from helpers.waiting import wait_for
-from submitit.slurm.slurm import _make_sbatch_string
 
 from hpctrain import Executor
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, UserError
@@ -147,18 +143,6 @@ def test_an_unknown_parameter_is_named_with_the_nearest_one(executor, name, hint
         executor.update_parameters(**{name: 1})
     with pytest.raises(SpecError):
         Executor(**{name: 1})
-
-
-def test_the_documentation_lists_the_parameters_of_submitit_that_are_refused(executor):
-    refused = set()
-    for name in inspect.signature(_make_sbatch_string).parameters.keys() - {"command", "folder", "map_count"}:
-        try:
-            executor.update_parameters(**{f"slurm_{name}": None})
-        except SpecError:
-            refused.add(name)
-    text = (REPOSITORY / "docs/python.md").read_text()
-    listed = text.partition("<!-- the refused parameters -->\n")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == refused
 
 
 def test_errors_name_the_parameters_as_in_python(executor, tmp_path):

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Unpack, cast
+from typing import Any, Literal, Unpack
 
 import submitit
-from submitit.core.utils import DelayedSubmission
+from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.local.debug import DebugJob
 
-from hpctrain.errors import SpecError, UserError
+from hpctrain.errors import UserError
 from hpctrain.jobs.executor.function_runs import submit_calls
 from hpctrain.jobs.executor.job import Job
-from hpctrain.jobs.options.spec_builder import validate_option
-from hpctrain.jobs.options.table import SubmitOptions, all_options, option_aliases
+from hpctrain.jobs.executor.parameters import plugin_parameters, to_options, translate_parameter
+from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import find_run
 from hpctrain.serialization import FunctionCall
-from hpctrain.slurm.duration import format_time_limit
-from hpctrain.text import suggest
-
-#: Hints for options that an executor sets itself, and for parameters specific to submitit.
-_HINTS = {
-    "run_dir": "Every job of an executor has a separate run folder. Pass the parent folder as `folder`.",
-    "runs_dir": "Use `folder`.",
-    "array": "Use map_array(), submit_array() or batch().",
-    "num_gpus": "Use gpus_per_node.",
-    "gpus_per_task": "Every rank has one GPU. Use gpus_per_node.",
-    "cpus_per_gpu": "Use cpus_per_task.",
-    "signal_delay_s": "Use stop_before_limit.",
-    "additional_parameters": "Use sbatch, such as sbatch={'wckey': 'x'}.",
-    "wckey": "Use sbatch={'wckey': …}.",
-    "teardown": "Clean up in the function itself: the ranks exit when it returns.",
-    "srun_args": "The supervisor starts the ranks with its own options.",
-    "use_srun": "The supervisor starts the ranks.",
-    "stderr_to_stdout": "Both streams of a rank are written to one log.",
-}
-#: Submitit's name for the number of concurrent tasks of an array.
-_ARRAY_PARALLELISM = "array_parallelism"
 
 
 class Executor(submitit.Executor):
     """Executor for functions. Every rank calls the function after the process group is initialized.
 
+    It is also the plugin `hpctrain` of `submitit.AutoExecutor`.
+
     Args:
         folder: parent of the jobs' run folders.
+        cluster: submitit's name of `backend`. "debug" calls the function in this process.
         **options: see `SubmitOptions`; the names are those of the command line.
 
     Raises:
@@ -51,10 +34,19 @@ class Executor(submitit.Executor):
 
     job_class = Job
 
-    def __init__(self, folder: str | os.PathLike[str] = "runs", **options: Unpack[SubmitOptions]) -> None:
-        super().__init__(os.fspath(folder))
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] = "runs",
+        *,
+        cluster: Literal["auto", "slurm", "local", "debug"] | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> None:
+        # submitit replaces %j by the job id. Here, every job has its own folder below.
+        super().__init__(JobPaths.get_first_id_independent_folder(os.fspath(folder)))
         self._shown_notes: set[str] = set()
         self.update_parameters(**options)
+        if cluster is not None:
+            self.update_parameters(backend=cluster)
 
     @classmethod
     def name(cls) -> str:
@@ -75,8 +67,12 @@ class Executor(submitit.Executor):
         return Job.from_run(run)
 
     @classmethod
+    def affinity(cls) -> int:
+        return 0  # AutoExecutor uses it only on request.
+
+    @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return {*all_options(), _ARRAY_PARALLELISM} - _HINTS.keys()
+        return plugin_parameters()
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Set options; None removes an option.
@@ -85,7 +81,7 @@ class Executor(submitit.Executor):
             SpecError: there is no such option.
         """
         for name, value in kwargs.items():
-            known, meant = _translated(name, value)
+            known, meant = translate_parameter(name, value)
             if meant is None:
                 self.parameters.pop(known, None)
             else:
@@ -94,37 +90,18 @@ class Executor(submitit.Executor):
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[submitit.Job[Any]]:
+        if self.parameters.get("backend") == "debug":
+            return [DebugJob(self.folder, delayed) for delayed in delayed_submissions]
         calls = [
             FunctionCall(delayed.function, delayed.args, delayed.kwargs) for delayed in delayed_submissions
         ]
-        asked = dict(self.parameters)
-        at_once = asked.pop(_ARRAY_PARALLELISM, 0)
+        options, at_once = to_options(self.parameters)
         runs, world_size = submit_calls(
             calls,
-            cast(SubmitOptions, asked),
+            options,
             folder=self.folder,
             at_once=at_once,
             environ=dict(os.environ),
             shown_notes=self._shown_notes,
         )
         return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
-
-
-def _translated(name: str, value: Any) -> tuple[str, Any]:
-    """Convert the name and value of an option; submitit's names are accepted.
-
-    Raises:
-        SpecError: there is no such option.
-    """
-    plain, known = name.removeprefix("slurm_"), Executor._valid_parameters()
-    plain = option_aliases().get(plain, plain)
-    if plain == "timeout_min":
-        return "time", None if value is None else format_time_limit(60 * value)
-    if plain == "mem_gb":
-        return "mem", None if value is None else f"{round(1024 * value)}M"
-    if plain in known:
-        if value is not None:
-            validate_option(plain, value)
-        return plain, value
-    hint = _HINTS.get(name.removeprefix("slurm_")) or suggest(plain, sorted(known))
-    raise SpecError(f"Executor has no parameter {name!r}. {hint}")

@@ -66,7 +66,9 @@ def submit_calls(
         SchedulerError: the scheduler refused or cannot be reached.
     """
     # A function that raised an exception is called again only on request.
-    again = "max_failures" in options or "restart" in options
+    again = "max_failures" in options or any(
+        kind.startswith("python") for kind in options.get("restart_policy", ())
+    )
     parcels = [CallPayload.serialize(call, retry_on_exception=again).to_bytes() for call in calls]
     names = {call.name for call in calls}
     name = options.get("name") or (names.pop() if len(names) == 1 else "functions")

@@ -1,0 +1,104 @@
+"""Parameters of an executor: the options of `hpctrain submit`, and submitit's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import submitit
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.spec_builder import validate_option
+from hpctrain.jobs.options.table import SubmitOptions, all_options, option_aliases
+from hpctrain.slurm.duration import format_time_limit
+from hpctrain.text import suggest
+
+#: Hints for options that an executor sets itself, and for parameters specific to submitit.
+_HINTS = {
+    "run_dir": "Every job of an executor has a separate run folder. Pass the parent folder as `folder`.",
+    "runs_dir": "Use `folder`.",
+    "array": "Use map_array(), submit_array() or batch().",
+    "max_pickle_size_gb": "The size of a function and its arguments is not limited.",
+    "python": "The ranks use this program's Python. Choose another with venv, conda or container_image.",
+    "srun_args": "The supervisor starts the ranks with its own options.",
+    "teardown": "A killed or requeued job would not run it. Clean up in the function itself.",
+    "use_srun": "The supervisor starts the ranks with srun. Choose another program with launcher.",
+    "visible_gpus": "Set CUDA_VISIBLE_DEVICES for the program that submits.",
+}
+#: submitit's names of options.
+_RENAMED = {
+    "cpus_per_gpu": "cpus_per_task",  # One rank per GPU.
+    "num_gpus": "gpus_per_node",
+    "signal_delay_s": "stop_before_limit",
+}
+#: submitit's parameters that `to_options` converts, because they are a part of an option.
+_CONVERTED = {"additional_parameters", "array_parallelism", "gpus_per_task", "max_num_timeout", "wckey"}
+#: submitit's parameters that ask for what is always the case.
+_WITHOUT_EFFECT = {"stderr_to_stdout", "use_srun"}
+
+
+class _PluginParameters(set[str]):
+    """All parameters. Iteration omits those that submitit's Slurm executor has, too.
+
+    `submitit.AutoExecutor` gives a parameter without a prefix to the last plugin that lists it.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        shared = submitit.SlurmExecutor._valid_parameters()
+        return (name for name in sorted(super().__iter__()) if name not in shared)
+
+
+def plugin_parameters() -> set[str]:
+    """Return the parameters that `submitit.AutoExecutor` accepts with the prefix `hpctrain_`."""
+    submitits = {*_HINTS, *_RENAMED, *_CONVERTED, *_WITHOUT_EFFECT}
+    return _PluginParameters({*all_options(), *option_aliases(), *submitits})
+
+
+def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
+    """Return the option's name and value for a parameter of submitit or hpctrain.
+
+    Raises:
+        SpecError: there is no such option, or it does not take this value.
+    """
+    plain = name.removeprefix("slurm_")
+    plain = _RENAMED.get(plain, option_aliases().get(plain, plain))
+    match plain, value:
+        case "timeout_min", _:
+            return "time", None if value is None else format_time_limit(60 * value)
+        case "mem_gb", _:
+            return "mem", None if value is None else f"{round(1024 * value)}M"
+        case ("backend", "debug") | ("gpus_per_task", 1 | None):
+            return plain, value
+        case ("stderr_to_stdout", _) | ("use_srun", True | None):
+            return plain, None
+        case "gpus_per_task", _:
+            raise SpecError(
+                f"gpus_per_task is {value!r}, but every rank has one GPU. Use gpus_per_node, without it."
+            )
+    known = ({*all_options()} | _CONVERTED) - _HINTS.keys()
+    if plain not in known:
+        hint = _HINTS.get(plain) or suggest(plain, sorted(known))
+        raise SpecError(f"Executor has no parameter {name!r}. {hint}")
+    if value is not None:
+        validate_option(plain, value)
+    return plain, value
+
+
+def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
+    """Return the options of a submission, and the number of concurrent tasks of an array; 0 if not given."""
+    options = {name: value for name, value in parameters.items() if name not in _CONVERTED}
+    extra = dict(parameters.get("additional_parameters", {}))
+    if "wckey" in parameters:
+        extra.setdefault("wckey", parameters["wckey"])
+    for key, value in extra.items():
+        name = key.replace("-", "_")
+        if option_aliases().get(name, name) in all_options():
+            options.update([translate_parameter(name, value)])
+        else:
+            text = "" if value is True else str(value)
+            options["sbatch"] = {**options.get("sbatch", {}), name.replace("_", "-"): text}
+    if "gpus_per_task" in parameters:
+        options.setdefault("gpus_per_node", options.get("ntasks_per_node", 1))
+    if (retries := parameters.get("max_num_timeout")) is not None:
+        options["restart_policy"] = {"time-limit.retries": retries, **options.get("restart_policy", {})}
+    return cast(SubmitOptions, options), parameters.get("array_parallelism", 0)

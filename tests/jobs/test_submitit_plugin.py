@@ -1,0 +1,192 @@
+"""hpctrain as a plugin of submitit and of Hydra's submitit launcher."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+import tomllib
+
+import pytest
+import submitit
+from helpers import REPOSITORY
+from helpers.commands import environment, run_command
+from submitit.core import plugins
+from submitit.slurm.slurm import _make_sbatch_string
+
+from hpctrain import Executor
+from hpctrain.errors import SpecError
+from hpctrain.jobs.executor.parameters import to_options
+from hpctrain.serialization import CallPayload
+from hpctrain.spec.load_spec import load_spec
+from hpctrain.spec.restart_policy import parse_rule_changes
+
+SUBMITITS = {*inspect.signature(_make_sbatch_string).parameters, *submitit.AutoExecutor._typed_parameters()}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Folder with the entry points of pyproject.toml, as an installation has them."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    entries = project["entry-points"]["submitit"]
+    folder = tmp_path / "site" / "hpctrain-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hpctrain\nVersion: 0\n")
+    lines = [f"{name} = {value}" for name, value in entries.items()]
+    (folder / "entry_points.txt").write_text("\n".join(["[submitit]", *lines, ""]))
+    monkeypatch.syspath_prepend(folder.parent)
+    importlib.invalidate_caches()
+    for cached in (plugins._get_plugins, plugins.get_executors, plugins.get_job_environments):
+        cached.cache_clear()
+    yield folder.parent
+    for cached in (plugins._get_plugins, plugins.get_executors, plugins.get_job_environments):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def auto(installed, tmp_path, monkeypatch, fake_python):
+    monkeypatch.setattr(sys, "executable", fake_python)
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+    return submitit.AutoExecutor(
+        tmp_path / "runs" / "%j",
+        cluster="hpctrain",
+        hpctrain_cluster="local",
+        hpctrain_code_snapshot=False,
+        hpctrain_max_num_timeout=5,
+    )
+
+
+def add(a: int, b: int = 0) -> int:
+    return a + b
+
+
+def test_auto_executor_submits_runs(auto, tmp_path):
+    auto.update_parameters(
+        timeout_min=90, tasks_per_node=2, mem_gb=1.5, stderr_to_stdout=False, slurm_partition="ignored"
+    )
+    auto.update_parameters(hpctrain_signal_delay_s=100, hpctrain_timeout_min=60)
+    job = auto.submit(add, 1, b=2)
+    job.wait()
+    assert job.run.dir.path.parent == tmp_path / "runs"
+    assert (job.state, job.num_tasks) == ("COMPLETED", 2)
+    spec = load_spec(job.run.dir.spec)
+    assert (spec.time_limit_s, spec.stop_before_limit_s, spec.directives) == (3600, 100, {"mem": "1536M"})
+    assert spec.restart_policy == parse_rule_changes({"time-limit.retries": "5"})
+
+
+def test_auto_executor_names_an_unknown_parameter_and_the_reason_of_a_refusal(auto):
+    with pytest.raises(NameError, match="Unknown argument 'node' for executor 'hpctrain'"):
+        auto.update_parameters(hpctrain_node=1)
+    with pytest.raises(SpecError, match=r"no parameter 'teardown'\. A killed"):
+        auto.update_parameters(hpctrain_teardown=["rm x"])
+
+
+def test_the_plugin_leaves_other_clusters_alone(installed, tmp_path, monkeypatch):
+    assert submitit.AutoExecutor(tmp_path).cluster in ("slurm", "local")
+    monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda _: 1))
+    slurm = submitit.AutoExecutor(tmp_path, cluster="slurm")
+    with pytest.warns(UserWarning, match="Use 'slurm_partition'"):
+        slurm.update_parameters(partition="gpu")
+    assert slurm._executor.parameters == {"partition": "gpu"}
+
+
+def test_debug_calls_the_function_in_this_process(tmp_path):
+    job = Executor(tmp_path, cluster="debug").submit(os.getpid)
+    assert job.results() == [os.getpid()]
+
+
+def test_parameters_of_submitit_become_options(tmp_path):
+    executor = Executor(
+        tmp_path, sbatch={"hint": "nomultithread"}, restart_policy={"oom": {"retries": 0}}, ntasks_per_node=4
+    )
+    executor.update_parameters(
+        slurm_wckey="w",
+        slurm_gpus_per_task=1,
+        slurm_cpus_per_gpu=3,
+        slurm_use_srun=True,
+        slurm_array_parallelism=7,
+        slurm_additional_parameters={"mail-user": "me", "job-name": "n", "contiguous": True, "prefer": 1},
+    )
+    executor.update_parameters(max_num_timeout=1)
+    assert to_options(executor.parameters) == (
+        {
+            "ntasks_per_node": 4,
+            "gpus_per_node": 4,
+            "cpus_per_task": 3,
+            "mail_user": "me",
+            "name": "n",
+            "sbatch": {"hint": "nomultithread", "wckey": "w", "contiguous": "", "prefer": "1"},
+            "restart_policy": {"time-limit.retries": 1, "oom": {"retries": 0}},
+        },
+        7,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, False),
+        ({"max_num_timeout": 1}, False),
+        ({"restart_policy": {"python.retries": 1}}, True),
+        ({"max_failures": 1}, True),
+    ],
+)
+def test_a_function_that_raises_is_called_again_on_request(auto, options, again):
+    auto.update_parameters(**{f"hpctrain_{name}": value for name, value in options.items()})
+    job = auto.submit(add, 1)
+    assert CallPayload.read(job.run.dir.function).retry_on_exception is again
+    job.wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("gpus_per_task", 2, "every rank has one GPU"),
+        ("use_srun", False, "The supervisor starts the ranks with srun"),
+        ("srun_args", ["-vv"], "with its own options"),
+        ("python", "python3", "venv, conda or container_image"),
+    ],
+)
+def test_a_refusal_has_a_reason(tmp_path, name, value, reason):
+    with pytest.raises(SpecError, match=f"{name}.*{reason}"):
+        Executor(tmp_path).update_parameters(**{name: value})
+
+
+def test_the_documentation_lists_all_parameters_of_submitit(tmp_path):
+    table = (REPOSITORY / "docs/submitit.md").read_text().partition("| submitit | hpctrain |")[2]
+    rows = [row.split(" | ", 1) for row in table.partition("\n\n")[0].splitlines()[2:]]
+    effects = {name: effect for names, effect in rows for name in re.findall(r"`(\w+)`", names)}
+    internal = {"command", "folder", "map_count"}
+    assert effects.keys() == SUBMITITS - internal | {"max_num_timeout", "max_pickle_size_gb", "python"}
+    for name, effect in effects.items():
+        if effect.startswith("refused:"):
+            with pytest.raises(SpecError):
+                Executor(tmp_path).update_parameters(**{name: None})
+        else:
+            Executor(tmp_path).update_parameters(**{name: None})
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_hydra_submits_a_multirun(installed, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    app = REPOSITORY / "tests/scripts/hydra_app.py"
+    done = run_command(
+        [
+            *(sys.executable, app, "--multirun", "+lr=1,2", "hydra.sweep.dir=sweep"),
+            *("hydra/launcher=hpctrain", "hydra.launcher.tasks_per_node=2"),
+            *("+hydra.launcher.backend=local", "+hydra.launcher.code_snapshot=false"),
+        ],
+        cwd=tmp_path,
+        env={**environment(), "PYTHONPATH": os.pathsep.join([str(installed), str(REPOSITORY)])},
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    (array,) = (tmp_path / "sweep" / "runs").iterdir()
+    for task, total in enumerate((2.0, 4.0)):
+        logs = [log.read_text() for log in (array / f"task-{task}").glob("logs/attempt-000/rank-*.log")]
+        assert [f"total {total}" in log for log in logs] == [True, True]
+    assert "lr=2" in (tmp_path / "sweep/1/.hydra/overrides.yaml").read_text()
