@@ -10,7 +10,8 @@ measures whole processes from their start to their end, the interpreter and its 
   are copied into the run folder,
 - `torchx run` of the same script, where there is torchx.
 
-None of them imports torch. They are run in turn, so that a busy machine slows all; the ratios are those of
+None of them imports torch. The first uses submitit's SlurmExecutor, because AutoExecutor imports all plugins,
+and hpctrain is one. They are run in turn, so that a busy machine slows all; the ratios are those of
 the medians, to submitit. All find their modules compiled, whatever PYTHONDONTWRITEBYTECODE says here. The
 processor time has that of the programs called in it. Each job is cancelled before the next is submitted.
 Exits with 1 where a ratio of `hpctrain submit` is above the limit.
@@ -42,8 +43,8 @@ def add(a, b):
     return a + b
 
 if __name__ == "__main__":
-    executor = submitit.AutoExecutor(folder="logs")
-    executor.update_parameters(nodes=1, ntasks_per_node=1, timeout_min=5)
+    executor = submitit.SlurmExecutor(folder="logs")
+    executor.update_parameters(nodes=1, ntasks_per_node=1, time=5)
     print("job", executor.submit(add, 1, 2).job_id)
 """
 
