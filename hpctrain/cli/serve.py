@@ -35,7 +35,7 @@ _CACHE_FACTOR, _MAX_CACHED_PAGES = 4.0, 8
     "--port",
     type=click.IntRange(0, 65535),
     default=0,
-    help="Port to listen on. 0 chooses a free one.  [default: 0]",
+    help="Port to listen on. 0 chooses a free port.  [default: 0]",
 )
 def command(runs_dir: Path, port: int) -> None:
     """Show all runs in the browser, with live updates, until Ctrl-C.

@@ -56,9 +56,9 @@ def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None
             f"SLURM_JOB_NODELIST are not both set).{going} To start the run manually: sbatch {script}"
         )
     raise NotInJob(
-        f"{script} is the script of job array {spec.array}, but this job is not one of its tasks "
-        f"(SLURM_ARRAY_TASK_ID is {environ.get('SLURM_ARRAY_TASK_ID', 'not set')}).{going} "
-        f"To start the run manually: sbatch {script}"
+        f"{script} is the script of job array {spec.array}, but this job is not a task of the array "
+        f"(SLURM_ARRAY_TASK_ID is {environ.get('SLURM_ARRAY_TASK_ID', 'not set')}).{going} To start the run "
+        f"manually: sbatch {script}"
     )
 
 
@@ -254,7 +254,7 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
         return True
     raise NotInJob(
         f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this job "
-        "is cancelled, too. Submit it again to continue the run."
+        "is also cancelled. Submit the script again to continue the run."
     )
 
 

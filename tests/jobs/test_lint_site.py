@@ -397,7 +397,7 @@ def test_partitions_for_others_unless_one_is_root(request_of, monkeypatch):
     (root_only,) = partition_limits.limit_problems(asked, closed[0], site)
     assert "is for root only (RootOnly)" in root_only.message
     (group,) = partition_limits.limit_problems(asked, closed[1], site)
-    assert "is for members of nobodys (AllowGroups), but you are in none of these groups" in group.message
+    assert "is for members of nobodys (AllowGroups), but you are not in these groups" in group.message
 
 
 def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):

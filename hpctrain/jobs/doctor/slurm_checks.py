@@ -208,6 +208,8 @@ def _trouble(partition: Partition, site: Site) -> Iterator[str]:
     if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
         yield "A preempted run saves if possible within KillWait, and continues in a successor job."
     elif "SUSPEND" in partition.preempt_mode:
-        yield "A preempted run is suspended until its nodes are free again, and keeps its GPU memory."
+        yield (
+            "A preempted run is suspended until its nodes are free again, and continues to occupy GPU memory."
+        )
     elif partition.grace_time_s + kill_wait_s < _LITTLE_GRACE_S:
         yield f"A preempted run has {partition.grace_time_s + kill_wait_s:g} s to save (GraceTime, KillWait)."

@@ -29,7 +29,7 @@ _HINTS = {
     "signal_delay_s": "Use stop_before_limit.",
     "additional_parameters": "Use sbatch, such as sbatch={'wckey': 'x'}.",
     "wckey": "Use sbatch={'wckey': …}.",
-    "teardown": "Clean up in the function itself: the ranks exit when it returns.",
+    "teardown": "Clean up in the function itself: the ranks exit when the function returns.",
     "srun_args": "The supervisor starts the ranks with its own options.",
     "use_srun": "The supervisor starts the ranks.",
     "stderr_to_stdout": "Both streams of a rank are written to one log.",
@@ -70,7 +70,7 @@ class Executor(submitit.Executor):
         run = find_run(run_id, self.folder, os.environ)
         if tasks := run.tasks():
             raise UserError(
-                f"{run_id!r} is an array of {len(tasks)} jobs. Choose a task, such as {tasks[0].run_id!r}."
+                f"{run_id!r} is an array of {len(tasks)} jobs. Choose one job, such as {tasks[0].run_id!r}."
             )
         return Job.from_run(run)
 

@@ -46,7 +46,7 @@ def _lost(run: RunDir | None) -> str:
         return "No training is in progress. Its checkpoints are intact; work outside of it is not saved."
     if "hpctrain.training" in sys.modules:
         return "Training has not started; checkpoints of earlier attempts are intact."
-    unused = "This script does not use hpctrain's Trainer, so hpctrain saved nothing."
+    unused = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state."
     if run is None:
         return unused
     if (found := newest_file(run.checkpoints)) is None:
