@@ -56,7 +56,7 @@ def command(runs_dir: Path, port: int) -> None:
         click.echo(f"Runs in {runs_dir}: {server.address}")
         click.echo(
             f"From your own machine: run ssh -L {server.port}:127.0.0.1:{server.port} {os.uname().nodename} "
-            "and open the same address there. Press Ctrl-C to stop."
+            "and open the same address on your machine. Press Ctrl-C to stop."
         )
         with suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -31,7 +31,7 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         yield Finding(
             _TOPIC,
             "requeue",
-            "only jobs that request it are requeued (JobRequeue=0)",
+            "only jobs with --requeue are requeued (JobRequeue=0)",
             "note",
             "An interrupted run continues in a successor job. With --resume-mode requeue, the run requests "
             "a requeue. If a plugin prevents requeues, set `requeue: false` under `habits:` in the profile.",

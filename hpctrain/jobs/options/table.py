@@ -273,7 +273,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="NAME|PATH",
             example="torch",
-            help="Conda environment to activate. hpctrain must be installed in it.",
+            help="Conda environment to activate. Requires hpctrain in this environment.",
             is_path=is_conda_prefix,
         ),
     ]
@@ -282,7 +282,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="PATH",
             example="~/envs/torch",
-            help="Virtual environment to activate. hpctrain must be installed in it.",
+            help="Virtual environment to activate. Requires hpctrain in this environment.",
             is_path=lambda _: True,
         ),
     ]
@@ -386,7 +386,7 @@ class _Time(TypedDict, total=False):
             aliases=("--signal-lead",),
             metavar="SECONDS",
             default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the limit",
-            help="Send the stop signal this long before the time limit, so that the ranks can save.",
+            help="Time between the stop signal and the time limit, for saving.",
         ),
     ]
     begin: Annotated[
