@@ -233,7 +233,7 @@ def test_requeues_of_the_site_are_explained(submission):
 
 def test_requeues_of_the_site_are_explained_to_whoever_wants_no_successors(submission):
     requeue, preempted = submission(resume_mode="requeue").notes
-    assert "only jobs with --requeue (JobRequeue=0). Runs use --requeue)" in requeue
+    assert "only jobs with --requeue (JobRequeue=0). Runs use --requeue, " in requeue
     assert preempted.endswith(
         "within 30 s (KillWait), and ends as FAILED. Submit the run again with the same --run-dir to "
         "continue."
