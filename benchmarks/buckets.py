@@ -1,10 +1,10 @@
-"""What a step of DDP takes with buckets of other sizes, and without their views, on two ranks.
+"""Time of a DDP step with different bucket sizes, with and without bucket views, on two ranks.
 
     python benchmarks/buckets.py [--rounds N] [--steps N] [--limit RATIO]
 
-Twelve linear layers of 4 MB each, gloo. All run in turn, over and over, in the same two processes; the time
-of a step is the median over all steps. Exits with 1 where hpctrain's own choice (25 MB, gradients as views of
-the buckets) takes longer than `--limit` times the fastest.
+Twelve linear layers of 4 MB each, with gloo. All variants run alternately in the same two processes. The time
+of a step is the median over all steps. Exits with 1 if hpctrain's setting (25 MB, gradients as views of the
+buckets) is slower than `--limit` times the fastest variant.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def measure(rounds: int, steps: int) -> None:
-    """What a rank does; rank 0 prints the median time of a step, in milliseconds, by name."""
+    """Run a rank; rank 0 prints the median time of a step, in milliseconds, by variant."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     x = torch.randn(BATCH, WIDTH)

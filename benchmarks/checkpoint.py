@@ -1,18 +1,20 @@
-"""How long saving keeps ranks from training, and how long it takes.
+"""Stall of the training by a save, and total duration of a save.
 
     python benchmarks/checkpoint.py [--megabytes N ...] [--tensor-kilobytes N] [--rounds N] [--folder PATH]
                                     [--only compare|disk|links ...] [--ranks N ...]
 
-On some ranks over gloo, all measured in turn in each round, for a state of so many megabytes on every rank:
+All variants are measured alternately in each round, on several ranks with gloo, for states of several sizes
+per rank:
 
-- copy: the state into memory that was allocated before, which is the least that any background save can do
-- begin: `CheckpointStore.async_save`, after which training may go on
-- dcp.async_save: torch's own, which must have finished before it is called again here, as ours
-- in each case until it is on disk; and the same saved by one, two and four ranks, and for growing states: on
-  one disk, and with each rank held to --link megabytes a second, as by a network of its own
+- copy: copy of the state to preallocated memory, the lower bound for any background save
+- begin: `CheckpointStore.async_save`, after which training may continue
+- dcp.async_save: torch's function; each call must finish before the next call, as in hpctrain
+- the time until the state is on disk in each case
+- the same save by one, two and four ranks and for growing states, on one disk, and with the rate of each rank
+  limited to --link MB/s, as with a separate network link
 
-The slowest rank's time counts, and of the rounds the median. The first round is shown by itself: what is
-allocated then is not allocated again. Exits with 1 where the stall is above its limits (see --help).
+The time of the slowest rank is used, and the median of the rounds. The first round is shown separately,
+because it includes allocations. Exits with 1 if the stall exceeds the limits (see --help).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 
 def state_of(megabytes: int, tensor_kilobytes: int) -> dict[str, torch.Tensor]:
-    """As an optimizer has it: tensors of one size, or of what is less than that."""
+    """Create a state like an optimizer's: tensors of one size, and a smaller rest."""
     count = max(1, (megabytes << 10) // tensor_kilobytes)
     numbers = (megabytes << 20) // count // 4
     return {f"layer-{i}": torch.randn(numbers) for i in range(count)}
@@ -54,7 +56,7 @@ def slowest(seconds: float) -> float:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that the slowest rank took for it, all having begun together."""
+    """Return the seconds of the slowest rank, after a common start."""
     dist.barrier()
     begun = time.perf_counter()
     action()
@@ -62,13 +64,13 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class Measurement:
-    """All ways of saving one state, on these ranks."""
+    """All variants of saving a state, on these ranks."""
 
     def __init__(self, megabytes: int, folder: Path, options: argparse.Namespace) -> None:
         self.state, self.folder = state_of(megabytes, options.tensor_kilobytes), folder
         self.kept = {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
         self.store = CheckpointStore(folder / "ours", dist.group.WORLD, retention=Retention(last=1))
-        # Its background thread and our messages in one group would be taken for each other.
+        # Messages of its background thread and of hpctrain would mix in a common group.
         self.group = dist.new_group(backend="gloo")
         self.step = 0
 
@@ -80,7 +82,7 @@ class Measurement:
         return timed(copy)
 
     def ours(self, *, prepare: bool = False) -> tuple[float, float]:
-        """Seconds until training may go on, and until it is on disk."""
+        """Return the seconds until training may continue, and until the state is on disk."""
         self.step += 1
         if prepare:
             self.store.prepare(self.state, {})
@@ -115,7 +117,7 @@ class Measurement:
 
 
 def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
-    """Whether the stalls are within their limits, for all sizes."""
+    """Return true if the stalls are within their limits for all sizes."""
     fine = True
     for megabytes in options.megabytes:
         measurement = Measurement(megabytes, folder / str(megabytes), options)
@@ -146,7 +148,7 @@ def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
 
 
 def hold_to(megabytes_a_second: float) -> None:
-    """Have this process write no faster than that."""
+    """Limit the write rate of this process."""
     unlimited = saver.write_of_bytes
 
     def held(name: str, content: memoryview) -> file_writer.FileWrite:
@@ -170,7 +172,7 @@ def scale_with_links(rank: int, folder: Path, options: argparse.Namespace) -> bo
 
 
 def scale(rank: int, folder: Path, options: argparse.Namespace) -> bool:
-    """Print how long a save takes, for growing states."""
+    """Print the duration of a save for growing states."""
     for megabytes in sorted({*options.megabytes, *(2 * m for m in options.megabytes)}):
         measurement = Measurement(megabytes, folder / f"{megabytes}-{dist.get_world_size()}", options)
         measurement.ours()
@@ -219,14 +221,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for compare")
     parser.add_argument("--link", type=float, default=100.0)
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="what to measure")
-    parser.add_argument("--folder", type=Path, help="where to save; a folder of its own is made in it")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts to measure")
+    parser.add_argument("--folder", type=Path, help="parent of a new folder for the checkpoints")
     parser.add_argument("--limit-copy", type=float, default=1.3)
     parser.add_argument("--limit-dcp", type=float, default=0.3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         compared = options.ranks if "compare" in options.only else []
-        # Each is measured, also after one that is above a limit.
+        # All parts are measured, even if one exceeds a limit.
         fine = False not in [on_ranks(world_size, "compare", Path(name), options) for world_size in compared]
         for what, where in (("disk", "one disk"), ("links", f"{options.link:g} MB/s a rank")):
             if what in options.only:

@@ -1,10 +1,10 @@
-"""How long `hpctrain submit --dry-run` takes, as a multiple of importing what it is made of.
+"""Time of `hpctrain submit --dry-run`, as a multiple of the import time of its dependencies.
 
     python benchmarks/cli_startup.py [--rounds N] [--limit RATIO]
 
-Both are run in turn, so that a busy machine slows both; the ratio is that of the fastest runs, which
-noise can only raise. Both find their modules compiled, whatever PYTHONDONTWRITEBYTECODE says here. Exits with
-1 where the ratio is above the limit.
+Both run alternately, to share the effects of other load. The ratio is that of the fastest runs, because noise
+can only increase times. All modules are compiled in advance, regardless of PYTHONDONTWRITEBYTECODE. Exits
+with 1 if the ratio exceeds the limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast in-memory training data is fetched, as a multiple of a DataLoader with per-sample access.
+"""Speed of fetching in-memory training data, as a multiple of a DataLoader with per-sample access.
 
     python benchmarks/data_fetch.py [--batch N] [--limit RATIO]
 
-Both give shuffled batches of the same TensorDataset, in this process, over and over, in turns. Exits with 1
-where the ratio of the fastest rounds is below the limit.
+Both produce shuffled batches of the same TensorDataset, alternately in this process. Exits with 1 if the
+ratio of the fastest rounds is below the limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_SAMPLES, WIDTH = 60_000, 64
 
 
 class PerSample(Dataset):
-    """The tensors, for a loader that asks for one sample after the other."""
+    """The tensors, for a loader that fetches samples one by one."""
 
     def __init__(self, tensors: TensorDataset) -> None:
         self._tensors = tensors

@@ -1,10 +1,10 @@
-"""What it takes until the first batch of an epoch is known: hpctrain's order against DistributedSampler.
+"""Time and memory until the first batch of an epoch is available: hpctrain's order and DistributedSampler.
 
     python benchmarks/data_order.py [--samples N] [--limit RATIO]
 
-DistributedSampler makes a list of all samples first; its time and memory are measured at some sizes that
-fit and extended by a straight line, which flatters it: memory that does not fit is no memory. Each
-measurement has a process of its own, and both take turns. Exits with 1 where either ratio is above the limit.
+DistributedSampler first creates a list of all samples. Its time and memory are measured at several smaller
+sizes and extrapolated linearly, which is favourable for DistributedSampler. Each measurement runs in a
+separate process, alternately. Exits with 1 if a ratio exceeds the limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def theirs(num_samples: int) -> None:
 
 
 def measure(which: str, num_samples: int) -> tuple[float, float]:
-    """Seconds, and bytes by which the process grew."""
+    """Return seconds, and the growth of the process in bytes."""
     command = [sys.executable, __file__, "--measure", which, str(num_samples)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -48,7 +48,7 @@ def measure(which: str, num_samples: int) -> tuple[float, float]:
 
 def measure_here(which: str, num_samples: int) -> None:
     actions: dict[str, Callable[[int], None]] = {"ours": ours, "theirs": theirs}
-    actions[which](10_000)  # what is loaded at the first use is no part of it
+    actions[which](10_000)  # excludes modules loaded on first use
     before, begun = peak_bytes(), time.perf_counter()
     actions[which](num_samples)
     seconds = time.perf_counter() - begun
@@ -80,7 +80,7 @@ def main() -> None:
         extended({size: min(value[i] for value in other[size]) for size in FITS}, options.samples)
         for i in (0, 1)
     )
-    print(f"until the first {BATCH} of {options.samples:,} samples are known:")
+    print(f"until the first {BATCH} of {options.samples:,} samples are available:")
     print(f"hpctrain             {seconds * 1000:12.2f} ms  {num_bytes / 1e6:12.2f} MB")
     print(f"DistributedSampler   {their_seconds * 1000:12.2f} ms  {their_bytes / 1e6:12.2f} MB  (extended)")
     ratios = seconds / their_seconds, num_bytes / their_bytes
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def extended(measured: dict[int, float], size: int) -> float:
-    """The straight line through the smallest and the largest measurement, at `size`."""
+    """Extrapolate linearly from the smallest and the largest measurement to `size`."""
     low, high = min(measured), max(measured)
     slope = (measured[high] - measured[low]) / (high - low)
     return measured[high] + slope * (size - high)

@@ -1,10 +1,10 @@
-"""How long `hpctrain.detect` takes in a job of 16,384 ranks.
+"""Time of `hpctrain.detect` in a job of 16,384 ranks.
 
     python benchmarks/detect.py [--rounds N] [--limit MS]
 
-The variables are those that srun sets for a task: 2,048 nodes here and there on a busy cluster, eight tasks
-on most and one more or less on some. The time is that of the median call; the first is shown besides. Exits
-with 1 where the median is above the limit.
+The variables are those that srun sets for a task, for 2,048 scattered nodes of a busy cluster with about
+eight tasks each. The result is the median call; the first call is shown separately. Exits with 1 if the
+median exceeds the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_TASKS = NUM_NODES * TASKS_PER_NODE
 
 
 def variables() -> tuple[dict[str, str], dict[str, int]]:
-    """What srun sets for one task, and the ranks that it means."""
+    """Return the variables that srun sets for a task, and the expected ranks."""
     chance = random.Random(1)
     nodes = [f"n{node:05}" for node in sorted(chance.sample(range(1, 2 * NUM_NODES), NUM_NODES))]
     tasks = [TASKS_PER_NODE] * NUM_NODES

@@ -1,12 +1,12 @@
-"""What telling the supervisor where a rank is costs the training: microseconds a step, and a second.
+"""Cost of heartbeats for the training: microseconds per step and per second.
 
     python benchmarks/heartbeat.py [--steps N] [--rounds N] [--limit MICROSECONDS]
 
-In each round a loop that sets what the training sets in every step (waits for data, in the step, done) takes
-turns with an empty one, and with one that times the step as the Trainer does to find slow ranks; the
-differences of the fastest rounds are the cost, which noise can only raise. The last figure is what the thread
-beside the training does once a second: that takes Python's lock. Exits with 1 where telling costs more than
-the limit.
+Each round runs three loops alternately. The first sets the attributes that the training sets in every step.
+The second is empty. The third also times the step, as the Trainer does to find slow ranks. The costs are the
+differences of the fastest rounds, because noise can only increase times. The last figure is the work of the
+heartbeat thread once per second, which holds Python's lock. Exits with 1 if the cost per step exceeds the
+limit.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def main() -> None:
     ]
     nothing, ours, with_clock = (min(times) for times in zip(*rounds, strict=True))
     cost = ours - nothing
-    print(f"in the training, a step        {cost:6.2f} µs    (limit {options.limit:g} µs)")
-    print(f"with the times of the step     {with_clock - nothing:6.2f} µs")
+    print(f"in the training, per step        {cost:6.2f} µs    (limit {options.limit:g} µs)")
+    print(f"with step times     {with_clock - nothing:6.2f} µs")
     once = min(microseconds(beats, _BEATS) for _ in range(options.rounds))
-    print(f"beside it, once a second       {once:6.1f} µs")
+    print(f"heartbeat thread, per second       {once:6.1f} µs")
     sys.exit(cost > options.limit)
 
 

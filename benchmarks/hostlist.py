@@ -1,14 +1,13 @@
-"""How long `expand_hostlist` takes for 10,000 names, as a part of what `scontrol show hostnames` takes.
+"""Time of `expand_hostlist` for 10,000 names, as a fraction of the time of `scontrol show hostnames`.
 
     python benchmarks/hostlist.py [--rounds N] [--limit RATIO]
 
-Both answer the same list in turn and have to give the same names. scontrol's time is that of the whole call,
-as a program makes it: start the process, read its output, split it into names. Its configuration is two lines
-long, and it asks no daemon. The ratio is that of the fastest calls, which noise can only raise.
+Both expand the same list alternately and must return the same names. The time of scontrol includes the
+complete call: start of the process, reading of the output, and splitting. Its configuration has two lines,
+and no daemon is contacted. The ratio is that of the fastest calls, because noise can only increase times.
 
-The promise is for lists of single names, and of few ranges, which are long then. Lists of many short ranges
-are measured too: there the time goes into reading the ranges. Exits with 1 where a ratio that is promised is
-above the limit.
+The limit applies to lists of single names and of a few long ranges. Lists of many short ranges are also
+measured, but most of their time is parsing. Exits with 1 if a limited ratio exceeds the limit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NUM_NAMES = 10_000
 
 
 def scattered(num_nodes: int) -> str:
-    """A list of NUM_NAMES nodes that are free here and there on a cluster of `num_nodes`."""
+    """Return a list of NUM_NAMES scattered nodes of a cluster of `num_nodes`."""
     chosen = sorted(random.Random(1).sample(range(1, num_nodes + 1), NUM_NAMES))
     return compress_hostlist(f"n{node:05}" for node in chosen)
 
@@ -51,7 +50,7 @@ OTHERS = {
 
 
 def compare(hostlist: str, rounds: int, environ: dict[str, str]) -> tuple[float, float]:
-    """Seconds of the fastest call of scontrol, and of ours."""
+    """Return the seconds of the fastest calls of scontrol and of hpctrain."""
     theirs, ours = [], []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -68,8 +67,8 @@ def compare(hostlist: str, rounds: int, environ: dict[str, str]) -> tuple[float,
         names = expand_hostlist(hostlist)
         ours.append(time.perf_counter() - start)
         if names != expected or len(names) != NUM_NAMES:
-            sys.exit(f"{hostlist[:80]!r} is expanded in another way than by scontrol")
-        # Else the next call's time would have the end of these names in it.
+            sys.exit(f"{hostlist[:80]!r} is expanded differently by scontrol")
+        # Otherwise, the next call would include the deallocation of these names.
         del names
     return min(theirs), min(ours)
 
@@ -80,7 +79,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=0.1)
     options = parser.parse_args()
     if not shutil.which("scontrol"):
-        sys.exit("scontrol is not here to compare with")
+        sys.exit("scontrol not found; it is required for the comparison")
     above = False
     with tempfile.TemporaryDirectory() as folder:
         conf = Path(folder, "slurm.conf")

@@ -1,11 +1,11 @@
-"""Time from a preemption to the next trained step, on a real Slurm on this machine.
+"""Time from a preemption to the next trained step, with a real Slurm on this machine.
 
     python benchmarks/preemption.py [--rounds N] [--limit SECONDS]
 
-Needs root and the Slurm packages, as `hpctrain sandbox up`. Two ranks train; they get the SIGTERM of a
-preemption while their nodes stay free, so that Slurm's own pause is all there is to wait for. The two ways to
-another allocation take turns: a requeue, whose delay of 120 s the supervisor shortens, and a successor job,
-which has none. Exits with 1 where a median is above the limit.
+Requires root and the Slurm packages, as `hpctrain sandbox up`. Two ranks train and receive the SIGTERM of a
+preemption while their nodes remain free, so only Slurm's own delay matters. The two methods for a new
+allocation alternate: a requeue, whose delay of 120 s the supervisor shortens, and a successor job, which has
+no delay. Exits with 1 if a median exceeds the limit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def measure(script: Path, path: Path, way: str, env: dict[str, str]) -> dict[str, float]:
-    """Seconds from the signal until this and that was done."""
+    """Return the seconds from the signal to each event."""
     run, environ = RunDir(path), {**os.environ, **env}
     hpctrain = [sys.executable, "-m", "hpctrain"]
     shape = ["--nodes", "2", "--gpus-per-node", "1", "--no-code-snapshot", "--resume-mode", way]
@@ -95,7 +95,7 @@ def measure(script: Path, path: Path, way: str, env: dict[str, str]) -> dict[str
     events = list(run.read_events())
     at = {
         "state saved": next(event["time"] for event in events if event["kind"] == "signal"),
-        "allocation given back": next(event["time"] for event in events if event["kind"] == "requeue"),
+        "allocation released": next(event["time"] for event in events if event["kind"] == "requeue"),
         "ranks started": [event["time"] for event in events if event["kind"] == "started"][1],
         "first step": min(line["time"] for line in read_json_lines(run.metrics) if line["attempt"] == 1),
     }

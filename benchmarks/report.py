@@ -1,10 +1,11 @@
-"""How long `hpctrain report` takes over a large run, and how large its page is.
+"""Time of `hpctrain report` for a large run, and size of the page.
 
     python benchmarks/report.py [--steps N] [--nodes N] [--limit SECONDS] [--limit-mb MEGABYTES]
 
-Makes the folder of a run of 100,000 logged steps in six attempts, and of a day's telemetry of 64 nodes with
-8 GPUs each, and reads it with `hpctrain report`, next to what only parses the same files as JSON, in turn.
-Exits with 1 where the fastest report takes longer than the limit, or the page is larger.
+Creates the folder of a run with 100,000 logged steps in six attempts, and a day of telemetry from 64 nodes
+with 8 GPUs each. `hpctrain report` reads this folder, alternately with a program that only parses the same
+files as JSON. Exits with 1 if the fastest report is slower than the limit, or the page is larger than its
+limit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ for path in Path(sys.argv[1]).rglob("*.jsonl"):
 
 
 def make_run(folder: Path, num_steps: int, num_nodes: int) -> RunDir:
-    """A day of training that was preempted a few times."""
+    """A day of training with several preemptions."""
     run, draw = RunDir(folder), random.Random(1)
     run.path.mkdir()
     hosts = [f"n{node:03d}" for node in range(num_nodes)]

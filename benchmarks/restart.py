@@ -1,13 +1,12 @@
-"""Time from `kill -9` of a rank to the next trained step: hpctrain against torchrun, on the same script.
+"""Time from `kill -9` of a rank to the next trained step: hpctrain and torchrun, with the same script.
 
     python benchmarks/restart.py [--ranks N] [--rounds N] [--limit RATIO] [--warm-limit RATIO]
 
-In each round every side is started anew, trains, loses its last rank to SIGKILL, and trains again from the
-script's own checkpoint: `torchrun --standalone --max-restarts`, hpctrain with workers that start from
-nothing, and hpctrain with workers that wait. The sides take turns; the ratios are those of the medians of the
-restarts that came to a step: torchrun's ranks sometimes do not meet again, and a minute later it is counted
-so. Exits with 1 where a ratio is above its limit, or hpctrain did not come back. `--phases` tells where the
-time goes.
+Three variants alternate: `torchrun --standalone --max-restarts`, hpctrain with new workers, and hpctrain with
+standby workers. In each round, each variant is started, trains, loses its last rank to SIGKILL, and resumes
+from the script's own checkpoint. The ratios are those of the medians of successful restarts: torchrun's ranks
+sometimes fail to rendezvous, which is counted as a failure after a minute. Exits with 1 if a ratio exceeds
+its limit, or if hpctrain did not resume. `--phases` shows a time breakdown.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ for step in range(first + 1, 1_000_000):
             print(json.dumps({"step": step, "time": time.time(), "pid": os.getpid(), **times}), file=lines)
     time.sleep(0.02)
 """
-#: A start on a busy machine takes less.
+#: Time limit of a start, even on a busy machine.
 LIMIT_S = 60.0
 
 
@@ -77,12 +76,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=1.0)
     parser.add_argument("--warm-limit", type=float, default=0.5)
-    parser.add_argument("--phases", action="store_true", help="say where the time goes")
+    parser.add_argument("--phases", action="store_true", help="show a time breakdown")
     options = parser.parse_args()
     sides: dict[str, Callable[[Path, Path], Side]] = {
         "torchrun": lambda script, folder: Torchrun(script, folder, options.ranks),
         "hpctrain": lambda script, folder: Hpctrain(script, folder, options.ranks, warm=False),
-        "hpctrain, workers that wait": lambda script, folder: Hpctrain(
+        "hpctrain, standby workers": lambda script, folder: Hpctrain(
             script, folder, options.ranks, warm=True
         ),
     }
@@ -120,18 +119,18 @@ def main() -> None:
 
 
 class Side:
-    """One way to start the script."""
+    """A variant of starting the script."""
 
     def ready(self) -> bool:
-        """Whether the rank may be killed now."""
+        """Return true if the rank may be killed now."""
         return True
 
     def moments(self) -> dict[str, float]:
-        """When this or that was done, in seconds since the epoch."""
+        """Return the times of events, in seconds since the epoch."""
         return {}
 
     def stop(self) -> None:
-        """End it, and all that it started."""
+        """End the variant and all its processes."""
 
 
 class Torchrun(Side):
@@ -173,7 +172,7 @@ class Hpctrain(Side):
 
     def stop(self) -> None:
         self._hpctrain("cancel", str(self._run.path))
-        # Of a run that was cancelled it says that it has not succeeded.
+        # For a cancelled run, the exit code reports a failure.
         self._hpctrain("wait", str(self._run.path), succeeds=False)
 
     def _hpctrain(self, *words: str, succeeds: bool = True) -> None:
@@ -184,10 +183,10 @@ class Hpctrain(Side):
 
 
 def measure(side: Side, folder: Path, victim: int) -> dict[str, float]:
-    """Kill a rank when it trains; seconds until this and that was done, the first step of rank 0 at last."""
+    """Kill a training rank; return the seconds to each event, with the first step of rank 0 as the last."""
     steps = folder / "steps.jsonl"
     if not wait_for(lambda: count(steps) > 25 and side.ready()):
-        sys.exit(f"no steps, or no workers that wait, after {LIMIT_S:.0f} s")
+        sys.exit(f"no steps, or no standby workers, after {LIMIT_S:.0f} s")
     pid = json.loads(steps.read_text().splitlines()[0])["pid"]
     killed = time.time()
     os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
@@ -208,7 +207,7 @@ def last_pid(path: Path) -> int:
 
 
 def wait_for(done: Callable[[], bool]) -> bool:
-    """Whether it came true within the limit."""
+    """Return true if the condition became true within the limit."""
     deadline = time.monotonic() + LIMIT_S
     while not done():
         if time.monotonic() > deadline:

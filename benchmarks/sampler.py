@@ -1,9 +1,9 @@
-"""How much of a core the process takes that measures a node.
+"""CPU use of the process that measures a node.
 
     python benchmarks/sampler.py [--seconds S] [--limit PER_CENT]
 
-Starts `hpctrain.telemetry.sampling.sampler` as a run does, and reads its processor time from /proc,
-next to a process that only sleeps and wakes as often. Exits with 1 where it took more than the limit.
+Starts `hpctrain.telemetry.sampling.sampler` as in a run, and reads its CPU time from /proc, next to a process
+that only sleeps and wakes at the same interval. Exits with 1 if the CPU use exceeds the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLEEPS = "import select, sys\nwhile not select.select([sys.stdin], [], [], 1.0)[
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of processor time of a process so far (proc(5): fields 14 and 15 of stat)."""
+    """Return the CPU time of a process in seconds (proc(5): fields 14 and 15 of stat)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -41,7 +41,7 @@ def main() -> None:
         deadline = time.monotonic() + 60
         while not run.telemetry(0).exists():
             if time.monotonic() > deadline:
-                sys.exit("the sampler has written nothing within 60 s")
+                sys.exit("the sampler has not written anything within 60 s")
             time.sleep(0.05)
         time.sleep(1)
         before = [cpu_s(process.pid) for process in processes]
@@ -52,7 +52,7 @@ def main() -> None:
         (begin, *_) = read_json_lines(run.telemetry(0))
     ours, sleeping = (100 * (b - a) / options.seconds for a, b in zip(before, after, strict=True))
     print(f"GPUs                     {len(begin['gpu_names']):6d}")
-    print(f"a process that sleeps    {sleeping:6.2f} % of a core")
+    print(f"a sleeping process    {sleeping:6.2f} % of a core")
     print(f"the sampler              {ours:6.2f} % of a core    (limit {options.limit:g})")
     sys.exit(ours > options.limit)
 

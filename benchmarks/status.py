@@ -1,11 +1,11 @@
-"""How long `hpctrain list` takes over 1,000 runs whose jobs are in the queue, next to squeue alone.
+"""Time of `hpctrain list` for 1,000 runs with pending jobs, compared with squeue alone.
 
     python benchmarks/status.py [--rounds N] [--limit SECONDS]
 
-Starts a sandbox (Linux, root, Slurm's packages) and 1,000 jobs that wait, and makes a run folder for each,
-with the events, metrics and checkpoints of a run that has been going for a while. Both are run in turn; the
-times are those of the fastest runs, which noise can only raise. Exits with 1 where the list takes longer than
-the limit, or asks squeue more than once.
+Starts a sandbox (requires Linux, root and Slurm's packages) with 1,000 pending jobs. Each has a run folder
+with the events, metrics and checkpoints of a longer run. Both commands run alternately. The times are those
+of the fastest runs, because noise can only increase times. Exits with 1 if the list is slower than the limit,
+or calls squeue more than once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS, CHECKPOINT_EVERY, KEPT_CHECKPOINTS, ATTEMPTS = 500, 20, 3, 3
 
 
 def make_run(folder: Path, job_id: str) -> None:
-    """The folder of a run that was preempted twice and trains on."""
+    """Create the folder of an active run that was preempted twice."""
     run = RunDir(folder)
     run.path.mkdir(parents=True)
     run.spec.touch()
@@ -69,12 +69,12 @@ def seconds(command: list[str], folder: Path, environ: dict[str, str]) -> float:
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
     if (lines := done.stdout.count("PENDING")) < NUM_RUNS:
-        sys.exit(f"{' '.join(command)} knows of {lines} jobs that wait; there are {NUM_RUNS}")
+        sys.exit(f"{' '.join(command)} lists {lines} pending jobs, but {NUM_RUNS} were submitted")
     return time.perf_counter() - start
 
 
 def measure(box: sandbox.Sandbox, rounds: int) -> tuple[float, float, float]:
-    """The fastest squeue and the fastest list in seconds, and how often a list called squeue."""
+    """Return the seconds of the fastest squeue and list, and the number of squeue calls per list."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wrapper = folder / "bin" / "squeue"
@@ -106,7 +106,7 @@ def main() -> None:
     print(f"squeue, {NUM_RUNS} jobs           {bare * 1000:7.1f} ms")
     print(f"hpctrain list, {NUM_RUNS} runs    {ours * 1000:7.1f} ms    (limit {options.limit * 1000:.0f})")
     print(f"ratio                       {ours / bare:7.1f}")
-    print(f"calls of squeue in a list   {calls:7.1f}")
+    print(f"calls of squeue per list   {calls:7.1f}")
     sys.exit(ours > options.limit or calls != 1)
 
 

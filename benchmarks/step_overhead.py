@@ -1,14 +1,14 @@
-"""What a step costs in the Trainer, a hand-written loop, Lightning and Accelerate, on one rank and on two.
+"""Cost of a step in the Trainer, a hand-written loop, Lightning and Accelerate, on one and two ranks.
 
     python benchmarks/step_overhead.py [--rounds N] [--steps N] [--limit RATIO] [--limit-us MICROSECONDS]
 
-The work is the same and small, so that what is around it shows: three linear layers, batches of 32 from a
-TensorDataset in memory, Adam. All run in turn, over and over, in the same processes; the time of a step is
-the median over all steps, which other work on the machine moves least. What is done for many steps at once
-does not show there: so the median over stretches of 32 steps stands beside it. `bare` is forward, backward,
-the optimizer's step and its zero_grad over one batch that is there already. Exits with 1 where the Trainer
-takes longer than `--limit` times the hand-written loop, by either, or its median step `--limit-us` more than
-`bare`.
+The work is identical and small, to make the overhead visible: three linear layers, batches of 32 from a
+TensorDataset in memory, Adam. All variants run alternately in the same processes. The time of a step is the
+median over all steps, which is least affected by other load. Work done once for many steps is not included in
+this median, so the median over stretches of 32 steps is also shown. `bare` consists of the forward and
+backward passes, the optimizer's step and its zero_grad on one existing batch. Exits with 1 if the Trainer is
+slower than `--limit` times the hand-written loop, by either median, or if its median step exceeds `bare` by
+more than `--limit-us`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 NUM_SAMPLES, BATCH, WIDTH, CLASSES = 60_000, 32, 64, 10
-#: Steps at the beginning of a round that do not count.
+#: Number of warm-up steps at the beginning of a round.
 WARM_UP = 20
-#: Steps of a stretch.
+#: Number of steps in a stretch.
 STRETCH = 32
 
 
 class Clock:
-    """Notes when each step begins."""
+    """Records the start time of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -55,7 +55,7 @@ class Clock:
         return [after - before for before, after in itertools.pairwise(counted)]
 
     def stretches(self) -> list[float]:
-        """The time of a step, over stretches of them."""
+        """Return the time of a step, averaged over stretches."""
         steps = self.steps()
         return [
             statistics.fmean(steps[begin : begin + STRETCH])
@@ -91,7 +91,7 @@ def bare(dataset: TensorDataset, steps: int, clock: Clock) -> None:
 
 
 def by_hand(dataset: TensorDataset, steps: int, clock: Clock) -> None:
-    """The loop of PyTorch's tutorials."""
+    """Training loop as in PyTorch's tutorials."""
     model = network()
     optimizer = adam(model)
     parallel = DistributedDataParallel(model) if world_size() > 1 else model
@@ -210,7 +210,7 @@ def world_size() -> int:
 
 
 def measure(rounds: int, steps: int) -> None:
-    """What a rank does; rank 0 prints by name, in microseconds, the median step and that of stretches."""
+    """Run a rank; rank 0 prints the median step and the median over stretches, in µs, by variant."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

@@ -1,20 +1,20 @@
-"""How long `hpctrain submit` takes, next to a program that submits a function with submitit.
+"""Time of `hpctrain submit`, compared with a program that submits a function with submitit.
 
     python benchmarks/submit.py [--rounds N] [--limit RATIO] [--torchx PATH]
 
-Starts a sandbox (Linux, root, Slurm's packages) whose nodes are taken, so that what is submitted waits, and
-measures whole processes from their start to their end, the interpreter and its imports with them:
+Starts a sandbox (requires Linux, root and Slurm's packages) with busy nodes, so that all jobs remain pending.
+Complete processes are measured, including the interpreter and its imports:
 
-- a program that submits one function with submitit, and one with `hpctrain.Executor`,
-- `hpctrain submit` of a script that lies in no git repository, and of one in a repository of 50 files, which
-  are copied into the run folder,
-- `torchx run` of the same script, where there is torchx.
+- a program that submits one function with submitit, and one with `hpctrain.Executor`
+- `hpctrain submit` of a script outside of any git repository, and of a script in a repository of 50 files,
+  which are copied into the run folder
+- `torchx run` of the same script, if torchx is available
 
-None of them imports torch. The first uses submitit's SlurmExecutor, because AutoExecutor imports all plugins,
-and hpctrain is one. They are run in turn, so that a busy machine slows all; the ratios are those of
-the medians, to submitit. All find their modules compiled, whatever PYTHONDONTWRITEBYTECODE says here. The
-processor time has that of the programs called in it. Each job is cancelled before the next is submitted.
-Exits with 1 where a ratio of `hpctrain submit` is above the limit.
+No variant imports torch. The first uses submitit's SlurmExecutor, because AutoExecutor imports all plugins,
+and hpctrain is one. All variants run alternately, to share the effects of other load. The ratios are those of
+the medians, relative to submitit. All modules are compiled in advance, regardless of PYTHONDONTWRITEBYTECODE.
+The CPU time includes child processes. Each job is cancelled before the next submission. Exits with 1 if a
+ratio of `hpctrain submit` exceeds the limit.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ if __name__ == "__main__":
     print("job", executor.submit(add, 1, 2).job_id)
 """
 
-#: How each names the job that it has submitted.
+#: Pattern of the id of the submitted job in the output.
 JOB = re.compile(r"\bjob (\d+)|slurm://\w+/(\d+)")
 
 
 class Submission(NamedTuple):
-    """A way to submit a job."""
+    """A variant of submitting a job."""
 
     words: str
     command: list[str]
@@ -72,22 +72,22 @@ class Submission(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a process took, in seconds."""
+    """Cost of a process, in seconds."""
 
     wall: float
     cpu: float
 
 
 def measure(submission: Submission, environ: dict[str, str]) -> Cost:
-    """Run the submission once, and cancel its job."""
+    """Run the submission once, and cancel the job."""
     before, start = _cpu_of_children(), time.perf_counter()
     done = subprocess.run(
         submission.command, cwd=submission.folder, env=environ, capture_output=True, text=True
     )
     cost = Cost(time.perf_counter() - start, _cpu_of_children() - before)
-    # After it has submitted torchx asks for the job's state, and fails where there is no accounting.
+    # After the submission, torchx queries the state of the job, and fails without accounting.
     if (match := JOB.search(done.stdout)) is None:
-        sys.exit(f"{' '.join(submission.command)} names no job:\n{done.stdout}{done.stderr}")
+        sys.exit(f"{' '.join(submission.command)} printed no job id:\n{done.stdout}{done.stderr}")
     subprocess.run(["scancel", match[1] or match[2]], env=environ, check=True)
     return cost
 
@@ -98,7 +98,7 @@ def _cpu_of_children() -> float:
 
 
 def submissions(folder: Path, torchx: str | None) -> list[Submission]:
-    """All of them, submitit's first, with the files that they need."""
+    """Return all variants, submitit first, and create the required files."""
     plain, repository = folder / "plain", folder / "repository"
     for place in (plain, repository):
         place.mkdir()
@@ -124,7 +124,7 @@ def submissions(folder: Path, torchx: str | None) -> list[Submission]:
 
 
 def costs(box: sandbox.Sandbox, rounds: int, torchx: str | None) -> dict[str, list[Cost]]:
-    """What each submission took in each round; a first round is not counted."""
+    """Return the cost of each submission in each round; a warm-up round is not counted."""
     with tempfile.TemporaryDirectory(dir=Path.home()) as name:
         folder = Path(name)
         environ = {
@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--limit", type=float, default=1.3)
-    parser.add_argument("--torchx", help="the program, where it is not on the PATH", default="torchx")
+    parser.add_argument("--torchx", help="path of torchx, if not on PATH", default="torchx")
     options = parser.parse_args()
     torchx = shutil.which(options.torchx)
     box = sandbox.up(f"bench-{os.getpid()}", nodes=1, gpus_per_node=0)

@@ -1,11 +1,10 @@
-"""How much of a core the supervisor takes: over 16 real ranks, and over 10,000 that only pretend.
+"""CPU use of the supervisor, with 16 real ranks and with 10,000 simulated ranks.
 
     python benchmarks/supervisor_cpu.py [--seconds S] [--limit SHARE] [--pretend-limit SHARE]
 
-The real ranks are processes of this machine under the local backend; they train nothing, but are there. The
-others are a launcher's, that reports what srun would: a tenth of them fails in each minute, so that what the
-supervisor does about failures is a part of it. What starting takes is left out. Exits with 1 where a share
-is above its limit.
+The real ranks are idle processes on this machine, started by the local backend. The simulated ranks belong to
+a launcher that reports the same events as srun. A tenth of them fails each minute, so the handling of
+failures is included. The launch is excluded. Exits with 1 if a CPU use exceeds its limit.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
 from hpctrain.supervisor.supervise import Supervisor
 
-#: The ranks are there when they have slept for so long after the last one began its log.
+#: Seconds to wait after the start of the last log, until all ranks are idle.
 _SETTLE_S = 2.0
 _START_LIMIT_S = 120.0
-#: A rank that is there, joins nothing, and goes when it is told.
+#: Script of an idle rank.
 _SCRIPT = "import time\ntime.sleep(600)\n"
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has taken so far, its children that have ended included; see proc(5)."""
+    """Return the CPU time of a process, including its exited children; see proc(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def over_real_ranks(count: int, seconds: float, folder: Path) -> float:
-    """The share of a core that the supervisor of so many real ranks takes."""
+    """Return the CPU use of the supervisor with this number of real ranks, as a fraction of a core."""
     script, run = folder / "sleep.py", RunDir(folder / "run")
     script.write_text(_SCRIPT)
     shape = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", str(count // 2), "--no-code-snapshot"]
@@ -54,7 +53,7 @@ def over_real_ranks(count: int, seconds: float, folder: Path) -> float:
         deadline = time.monotonic() + _START_LIMIT_S
         while len(run.ranks(0)) < count:
             if time.monotonic() > deadline:
-                sys.exit(f"waited {_START_LIMIT_S:.0f} s for {count} ranks; {len(run.ranks(0))} are there")
+                sys.exit(f"waited {_START_LIMIT_S:.0f} s for {count} ranks; {len(run.ranks(0))} have started")
             time.sleep(0.1)
         time.sleep(_SETTLE_S)
         before, begun = cpu_seconds(pid), time.monotonic()
@@ -68,7 +67,7 @@ def over_real_ranks(count: int, seconds: float, folder: Path) -> float:
 
 
 class PretendStep:
-    """Many ranks, of which some fail when the time has come, and the rest when they are ended."""
+    """A step of many simulated ranks, of which some fail at a given time; the others end with the step."""
 
     def __init__(self, emit: EmitEvent, failing: list[int], after_s: float) -> None:
         self._emit = emit
@@ -105,7 +104,7 @@ class PretendLauncher:
 
 
 def over_pretended_ranks(count: int, seconds: float, folder: Path) -> float:
-    """The share of a core that the supervisor of so many ranks takes, of which a tenth fails each minute."""
+    """Return the CPU use of the supervisor if a tenth of this number of ranks fails each minute."""
     run = RunDir(folder / "pretended")
     run.logs.mkdir(parents=True)
     spec = JobSpec(

@@ -1,12 +1,11 @@
-"""What it costs a training step that the run is measured and logged: everything on, against nothing of it.
+"""Cost of measurements and logging for a training step: all enabled, compared with none.
 
     python benchmarks/telemetry.py [--steps-ms MS ...] [--pairs N] [--stretch S] [--limit RATIO]
 
-Trains with the process that measures the node and with all loggers whose packages are installed (trackers
-offline), which work in processes of their own. In turn, for a stretch each, these are halted and let go on,
-and the mean times of a step are compared. `metrics.jsonl` is written meanwhile, so that what goes on has the
-lines of two stretches to bring. Exits with 1 where the median of the ratios is above the limit, for steps
-that take `FAIR_MS` or more: on a cluster few take less.
+Trains with the sampler process and with all installed loggers (trackers offline), which run in separate
+processes. These processes are stopped and resumed alternately, and the mean times of a step are compared.
+`metrics.jsonl` is always written, so the resumed processes have to deliver the lines of two stretches. Exits
+with 1 if the median of the ratios exceeds the limit, for steps of `FAIR_MS` or more.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ OFFLINE = {
 }
 FAIR_MS = 20.0
 WIDTH = 512
-#: After a change so many seconds are not counted.
+#: Seconds to exclude after each change.
 SETTLING_S = 0.05
 
 
 class Net(hpctrain.Module):
-    """Takes about `step_s` a step, by as many passes as that needs."""
+    """Module with steps of about `step_s`, by repeated passes."""
 
     def __init__(self, step_s: float, awaited: list[Path]) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class Net(hpctrain.Module):
         return {"loss": loss, "mean": loss.detach() / 2, "lr": 0.1}
 
     def begin(self, samples: torch.Tensor) -> None:
-        # That clients of trackers are imported and have started is not counted.
+        # The import and start of tracker clients are excluded.
         while not all(path.exists() for path in self.awaited):
             time.sleep(0.1)
         begun = time.perf_counter()
@@ -79,7 +78,7 @@ class Net(hpctrain.Module):
 
 
 class InTurn(hpctrain.Callback):
-    """Halts all processes that this one has started, and lets them go on, a stretch each."""
+    """Stops and resumes all child processes, for a stretch each."""
 
     def __init__(self, stretch_s: float, pairs: int) -> None:
         self.stretch_s, self.num_changes = stretch_s, 2 * pairs + 1
@@ -99,7 +98,7 @@ class InTurn(hpctrain.Callback):
         return len(self.changes) % 2 == 0
 
     def ratios(self, records: list[dict]) -> list[tuple[float, float]]:
-        """Of each pair of stretches, the mean time of a step without and with, in seconds."""
+        """Return the mean step times in seconds, without and with the processes, per pair of stretches."""
         means = [
             statistics.mean(
                 record["spent"]["all"]
@@ -112,7 +111,7 @@ class InTurn(hpctrain.Callback):
 
 
 def signal_all(number: int) -> None:
-    """Send a signal to all processes that this one, or one of these, has started."""
+    """Send a signal to all descendants of this process."""
     own = os.getpid()
     for process in with_descendants(lambda each: each.pid == own, processes()):
         if process.pid != own:
@@ -143,7 +142,7 @@ def measure(folder: Path, step_s: float, loggers: list[str], in_turn: InTurn) ->
 
 
 def installed() -> list[str]:
-    """Loggers whose packages are there."""
+    """Return the loggers with installed packages."""
     found = []
     for name in LOGGERS:
         try:
@@ -162,7 +161,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1.01)
     options = parser.parse_args()
     os.environ.update(OFFLINE)
-    # The other core is for what measures and logs, as on a node with more cores than ranks.
+    # The other core is for sampler and loggers, as on a node with more cores than ranks.
     torch.set_num_threads(1)
     loggers = installed()
     print(f"loggers: {', '.join(loggers)}")

@@ -127,8 +127,9 @@ def _proven(group: dist.ProcessGroup) -> _Session:
         ]
         if foreign:
             raise Unauthenticated(
-                f"{format_ranks(foreign)} of {dist.get_world_size()} did not prove the secret of this run: "
-                "another program connected instead, or the processes have different values of HPCTRAIN_SECRET"
+                f"{format_ranks(foreign)} of {dist.get_world_size()} did not authenticate with the secret "
+                "of this run: another program connected instead, or the processes have different values of "
+                "HPCTRAIN_SECRET"
             )
         key = key or code(agreed, "messages")
     return _Session(key)

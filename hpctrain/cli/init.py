@@ -24,7 +24,7 @@ def command(file: Path) -> None:
             f"{str(file)!r} already exists and was not changed. Choose another file name."
         ) from None
     except OSError as error:
-        raise SpecError(f"Cannot write {str(file)!r}: {error.strerror}. Name another file.") from error
+        raise SpecError(f"Cannot write {str(file)!r}: {error.strerror}. Choose another file name.") from error
     click.echo(
         f"Wrote {file}. Edit it; `{program_name()} submit --explain SCRIPT` shows the effective values."
     )

@@ -81,7 +81,7 @@ def up(
         how += f" (restarted: {', '.join(dead)})"
     click.echo(f"Sandbox {name} {how}: {box.shape}.")
     click.echo(f"  nodes        {', '.join(box.nodes)}")
-    click.echo("  partitions   preemptible (default); urgent, whose jobs preempt preemptible ones")
+    click.echo("  partitions   preemptible (default); urgent, whose jobs preempt those in preemptible")
     if box.shape.accounting:
         click.echo(f"  accounting   sacct and sacctmgr work; records are in {box.plan.accounting}")
     click.echo(f"  files, logs  {box.plan.folder}")

@@ -35,7 +35,7 @@ _CACHE_FACTOR, _MAX_CACHED_PAGES = 4.0, 8
     "--port",
     type=click.IntRange(0, 65535),
     default=0,
-    help="Port to listen on. 0 chooses a free one.  [default: 0]",
+    help="Port to listen on. 0 chooses a free port.  [default: 0]",
 )
 def command(runs_dir: Path, port: int) -> None:
     """Show all runs in the browser, with live updates, until Ctrl-C.
@@ -56,7 +56,7 @@ def command(runs_dir: Path, port: int) -> None:
         click.echo(f"Runs in {runs_dir}: {server.address}")
         click.echo(
             f"From your own machine: run ssh -L {server.port}:127.0.0.1:{server.port} {os.uname().nodename} "
-            "and open the same address there. Press Ctrl-C to stop."
+            "and open the same address on your machine. Press Ctrl-C to stop."
         )
         with suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -122,7 +122,8 @@ def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]
     if missing := [name for name, value in given.items() if value is None]:
         name = missing[0]
         raise click.BadParameter(
-            f"{name!r} is not set in the environment of this shell. Export it, or give --env NAME=VALUE."
+            f"{name!r} is not set in the environment of this shell. Export this variable, or use --env "
+            "NAME=VALUE."
         )
     return _pairs(ctx, param, [f"{text}={given[text]}" if text in given else text for text in values])
 

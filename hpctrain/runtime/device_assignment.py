@@ -91,7 +91,7 @@ def _publish_placement(placement: RankPlacement, store: Store) -> None:
     if there["pid"] != mine["pid"] or there["host"] != mine["host"]:
         raise HpctrainError(
             f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
-            f"claim rank {placement.rank}. Start one process per rank; Run `hpctrain env` to show the rank "
+            f"claim rank {placement.rank}. Start one process per rank. Run `hpctrain env` to show the rank "
             "of each process."
         )
 

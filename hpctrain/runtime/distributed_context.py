@@ -122,9 +122,9 @@ def _describe_store(environ: Mapping[str, str]) -> str:
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     users = foreign_users(int(port)) if port.isdecimal() else []
     seen = (
-        f"users connected to it from this node: {', '.join(users)}"
+        f"users with a connection from this node: {', '.join(users)}"
         if users
-        else "no other user of this node is connected to it"
+        else "no connections of other users from this node"
     )
     return f"store at {address}:{port}; {seen}"
 

@@ -68,8 +68,8 @@ def up(
         if plan is not None:
             if plan.shape != shape:
                 raise SpecError(
-                    f"Sandbox {name} already exists with {plan.shape}, but {shape} was requested. Remove it "
-                    f"(`hpctrain sandbox down --name {name}`), or use another --name."
+                    f"Sandbox {name} already exists with {plan.shape}, but {shape} was requested. Remove "
+                    f"the existing sandbox (`hpctrain sandbox down --name {name}`), or use another --name."
                 )
             return _start(plan, limit_s)
         remove(folder)

@@ -13,7 +13,7 @@ MAX_TASKS = 10_000
 _MAX_INDEX = 4_000_000
 
 _PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
-_FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 to run at most 4 tasks at once"
+_FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 to run at most 4 concurrent tasks"
 
 
 class JobArray(NamedTuple):

@@ -74,7 +74,7 @@ class Container:
             if match := re.search("[:,]", path):
                 raise SpecError(
                     f"The {what} {path!r} contains {match[0]!r}, so it cannot be mounted in a container. "
-                    "Rename it."
+                    "Rename this path."
                 )
 
     def _check_image(self) -> None:

@@ -48,7 +48,7 @@ class NotifyConfig:
             if not is_address(target) and _NO_COMMAND.fullmatch(target):
                 raise SpecError(
                     f"{target!r} (--notify) is neither a URL (https:// or http://) nor a shell command. "
-                    "To run a command of that name, prepend ./ to it."
+                    "To run a command of that name, prepend ./ to the name."
                 )
 
 

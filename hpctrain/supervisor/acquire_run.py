@@ -56,9 +56,9 @@ def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None
             f"SLURM_JOB_NODELIST are not both set).{going} To start the run manually: sbatch {script}"
         )
     raise NotInJob(
-        f"{script} is the script of job array {spec.array}, but this job is not one of its tasks "
-        f"(SLURM_ARRAY_TASK_ID is {environ.get('SLURM_ARRAY_TASK_ID', 'not set')}).{going} "
-        f"To start the run manually: sbatch {script}"
+        f"{script} is the script of job array {spec.array}, but this job is not a task of the array "
+        f"(SLURM_ARRAY_TASK_ID is {environ.get('SLURM_ARRAY_TASK_ID', 'not set')}).{going} To start the run "
+        f"manually: sbatch {script}"
     )
 
 
@@ -125,7 +125,7 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
         it = taken.holder
         raise RunActive(
             f"The run in {str(run.path)!r} is still active, as job {it.job_id}: its supervisor on {it.host}, "
-            f"process {it.pid}, holds the lease. Wait for it, or cancel it."
+            f"process {it.pid}, holds the lease. Wait for the run, or cancel it."
         ) from None
     except OSError as error:
         # A full disk must not prevent training.
@@ -231,7 +231,8 @@ def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
             f"{error}. Start the script again when Slurm responds."
         ) from error
     raise RunActive(
-        f"The run in {str(run.path)!r} is still active, as job {record.job_id}. Wait for it, or cancel it."
+        f"The run in {str(run.path)!r} is still active, as job {record.job_id}. Wait for the run, or cancel "
+        "it."
     )
 
 
@@ -254,7 +255,7 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
         return True
     raise NotInJob(
         f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this job "
-        "is cancelled, too. Submit it again to continue the run."
+        "is also cancelled. Submit the script again to continue the run."
     )
 
 
@@ -270,7 +271,7 @@ def _take_lock(run: RunDir) -> None:
     """Hold the run's lock until this process exits. Submitted supervisors inherit the lock."""
     lock = try_lock(run.lock)
     if lock is None:
-        raise RunActive(f"The run in {str(run.path)!r} is still active. Wait for it, or cancel it.")
+        raise RunActive(f"The run in {str(run.path)!r} is still active. Wait for the run, or cancel it.")
     with suppress(OSError):  # On a full disk, the lock file lacks only the owner's pid.
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

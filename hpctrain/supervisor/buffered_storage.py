@@ -150,8 +150,8 @@ class BufferedStorage(RunStorage):
         while not _is_there(self._run.spec):
             if time.monotonic() > deadline:
                 raise HpctrainError(
-                    f"The run folder {str(self._run)!r}, or {self._run.spec.name} in it, has vanished. "
-                    "Its disk may be unavailable. Restore it, then submit the run again."
+                    f"The run folder {str(self._run)!r}, or {self._run.spec.name} in it, has vanished. The "
+                    "disk may be unavailable. Restore the folder, then submit the run again."
                 )
             time.sleep(min(_RETRY_INTERVAL_S, _VANISHED_LIMIT_S))
 

@@ -113,7 +113,7 @@ class Notifier:
         """Report a full disk once. The run cannot record an event for this."""
         if not self._disk_reported and (full := full_disk(self._run)) is not None:
             self._disk_reported = True
-            self._send("stall", {"cause": f"{full}: nothing can be saved until space is freed"})
+            self._send("stall", {"cause": f"{full}: the run cannot save until space is freed"})
 
     def _newest_attempt(self) -> object:
         """Return the attempt that logged the last step."""

@@ -51,7 +51,7 @@ def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
         return None
     return (
         f"none of the {result.world_size} ranks created a process group. "
-        "If they were supposed to train together, each rank trained alone."
+        "If the ranks were supposed to train together, each rank trained alone."
     )
 
 

@@ -93,8 +93,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     devices: Devices | None = None
     """Devices for training without a launcher; ignored if Slurm or another launcher assigned them.
 
-    A number, -1 for all, indices such as `[1, 3]` or `"1,3"`, or `auto` for all free devices. Each of several
-    devices has a process, except with `dp`. None means one device, or `auto` with `ddp_spawn` and `dp`.
+    A number, -1 for all, indices such as `[1, 3]` or `"1,3"`, or `auto` for all free devices. With several
+    devices, each device has a process, except with `dp`. None means one device, or `auto` with `ddp_spawn`
+    and `dp`.
     """
     precision: str = "32"
     """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
@@ -161,7 +162,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     run_dir: str | os.PathLike[str] | None = None
     """Output folder; the run folder by default. Without a folder, nothing is written."""
     num_workers: int = 0
-    """Data workers per rank; 0 loads in the rank itself."""
+    """Data workers per rank; 0 loads batches in the rank itself."""
     prefetch_factor: int = 2
     """Batches that each data worker prefetches."""
     dataloader_timeout_s: float = 900.0

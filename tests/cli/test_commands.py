@@ -43,7 +43,7 @@ def test_help_names_every_command(hpctrain):
         (["submit", "--env", "=A", "train.py"], "KEY=VALUE"),
         (
             ["submit", "--env", "NOT_SET", "train.py"],
-            "'NOT_SET' is not set in the environment of this shell. Export it",
+            "'NOT_SET' is not set in the environment of this shell. Export this variable",
         ),
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),

@@ -333,7 +333,7 @@ def test_a_real_srun_has_no_pyxis_here(slurm):
     ("addresses", "standing", "words"),
     [
         (["10.0.0.5"], "ok", "resolves to 10.0.0.5"),
-        (["127.0.1.1"], "note", "on itself"),
+        (["127.0.1.1"], "note", "on this machine"),
         (OSError("Name or service not known"), "note", "does not resolve: Name or service not known"),
     ],
 )
@@ -361,7 +361,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
 @pytest.mark.parametrize(
     ("facts", "gpus_here", "gpus_of_site", "standing", "words"),
     [
-        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, uses 4 GPUs here"),
+        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, uses 4 GPUs on this machine"),
         (_TORCH | {"usable": False}, 0, 8, "ok", "2.13, built for CUDA 13.0"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 0, "ok", "built for CPUs"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 8, "note", "built for CPUs"),
@@ -370,7 +370,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
             1,
             0,
             "problem",
-            "GPUs here: driver too old",
+            "GPUs of this machine: driver too old",
         ),
         (ProbeFailed("no module"), 0, 0, "problem", "cannot be imported: no module"),
     ],

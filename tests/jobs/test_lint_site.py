@@ -233,7 +233,7 @@ def test_requeues_of_the_site_are_explained(submission):
 
 def test_requeues_of_the_site_are_explained_to_whoever_wants_no_successors(submission):
     requeue, preempted = submission(resume_mode="requeue").notes
-    assert "only jobs that request it (JobRequeue=0). Runs do (--requeue)" in requeue
+    assert "only jobs with --requeue (JobRequeue=0). Runs use --requeue, " in requeue
     assert preempted.endswith(
         "within 30 s (KillWait), and ends as FAILED. Submit the run again with the same --run-dir to "
         "continue."
@@ -397,7 +397,7 @@ def test_partitions_for_others_unless_one_is_root(request_of, monkeypatch):
     (root_only,) = partition_limits.limit_problems(asked, closed[0], site)
     assert "is for root only (RootOnly)" in root_only.message
     (group,) = partition_limits.limit_problems(asked, closed[1], site)
-    assert "is for members of nobodys (AllowGroups), but you are in none of these groups" in group.message
+    assert "is for members of nobodys (AllowGroups), but you are not in these groups" in group.message
 
 
 def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):

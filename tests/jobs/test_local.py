@@ -260,7 +260,7 @@ def test_the_lock_names_the_supervisor(prepared):
     ("saved", "words"),
     [
         (True, "after step 9; state saved"),
-        (False, "after step 9; no new checkpoint; the previous one is used"),
+        (False, "after step 9; no new checkpoint; the previous checkpoint is used"),
     ],
 )
 def test_a_stop_claims_no_more_than_was_saved(saved, words):

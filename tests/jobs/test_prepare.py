@@ -198,14 +198,14 @@ def test_of_an_option_that_changes_something_nothing_is_said(prepared, options):
             [
                 "time limit of 60 s (--time, submit()), minus 20 s to save (--stop-before-limit, default: ",
                 " may leave only 40 s to start and train. The run fails after three attempts without a new ",
-                "Give --time 00:07:00 or more.",
+                "Use --time 00:07:00 or more.",
             ],
         ),
         (
             {"time": "8", "stop_before_limit": 400},
             [
                 "minus 400 s to save (--stop-before-limit, submit()), may leave only 80 s",
-                "Give --time 00:12:00 or more.",
+                "Use --time 00:12:00 or more.",
             ],
         ),
     ],

@@ -231,12 +231,16 @@ def test_a_job_that_is_denied_ends_only_after_the_controllers_memory_and_the_run
     """Parsl hangs, others take it for dead at once: a job that vanishes between two looks."""
     status = run.status()
     assert status.state is UNKNOWN
-    assert status.words.startswith("Slurm has no record of job 17, although it keeps finished jobs for 300 s")
+    assert status.words.startswith(
+        "Slurm has no record of job 17, although Slurm keeps finished jobs for 300 s"
+    )
     assert status.unknown_s is not None
     assert status.unknown_s < 60
     silence(run, 400)
     assert run.status().state is RunState.FAILED
-    assert run.status().cause == "Slurm has no record of job 17, and the run has written nothing for 400 s"
+    assert (
+        run.status().cause == "Slurm has no record of job 17, and the run has not written anything for 400 s"
+    )
     run.dir.metrics.write_text('{"step": 3}\n')
     assert run.status().state is UNKNOWN
 

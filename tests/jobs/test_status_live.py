@@ -85,7 +85,7 @@ def requeued(slurm: SlurmJobs, run: Run) -> Steps:
     slurm.command("scontrol", "requeue", run.job_id)
     yield "PENDING"
     yield lambda: run.status().held
-    command = "`hpctrain requeue requeued` ends the wait"
+    command = "use `hpctrain requeue requeued` to end the delay"
     assert run.status().words == (
         f"BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes; {command}"
     )

@@ -111,7 +111,7 @@ def test_a_stop_signal_while_nobody_listens_leaves_with_75(run, number):
 
 
 RANK_0 = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-UNUSED = "This script does not use hpctrain's Trainer, so hpctrain saved nothing. "
+UNUSED = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state. "
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def stop():
 def test_a_script_that_was_told_to_stop_is_complete_only_if_it_ignores_that(run, rest, code):
     """Exit code 0 does not tell whether it came to its end; continued, a complete one ends at once."""
     assert start(run, HEAD + rest).wait(30) == code
-    assert ("the run continues in a new attempt" in log(run)) is (code == 75)
+    assert ("the run will continue in a new attempt" in log(run)) is (code == 75)
     assert ("it went on" in log(run)) is ("it went on" in rest)
     assert run.failure(4, 1).exists() is (code == 3)
 

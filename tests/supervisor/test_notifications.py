@@ -292,5 +292,5 @@ def test_a_full_disk_is_told_of_once_though_it_takes_no_event(tmp_path):
     (message,) = [json.loads(line) for line in told.read_text().splitlines() if line]
     assert (message["occasion"], message["cause"]) == (
         "stall",
-        f"disk full at {run.path}: nothing can be saved until space is freed",
+        f"disk full at {run.path}: the run cannot save until space is freed",
     )

@@ -111,5 +111,5 @@ def test_the_script_of_a_slurm_job_wants_to_be_in_one(run, spec, array):
     if array is None:
         check_in_job(run, spec, inside)
     else:
-        with pytest.raises(NotInJob, match="not one of its tasks"):
+        with pytest.raises(NotInJob, match="not a task of the array"):
             check_in_job(run, spec, inside)

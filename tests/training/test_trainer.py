@@ -243,8 +243,8 @@ def test_wrong_settings_are_refused_at_once(settings, words):
         (Tiny(output=lambda w: {"los": w.sum()}), "must include 'loss'"),
         (Tiny(output=lambda w: None), "training_step returned None as 'loss'"),
         (Tiny(output=lambda w: {"loss": w.sum(), "names": ["a"]}), "returned ['a'] as 'names'"),
-        (Tiny(output=lambda w: w.item()), "depends on no trainable parameter"),
-        (Tiny(output=lambda w: w.sum().detach()), "depends on no trainable parameter"),
+        (Tiny(output=lambda w: w.item()), "does not depend on trainable parameters"),
+        (Tiny(output=lambda w: w.sum().detach()), "does not depend on trainable parameters"),
         (Tiny(optimizer="adam"), "configure_optimizers() returned 'adam'"),
     ],
 )

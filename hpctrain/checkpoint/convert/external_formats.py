@@ -72,7 +72,7 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
     if name is None:
         raise UserError(
             f"{origin} contains {', '.join(map(repr, content)) or 'nothing'}, but no state_dict. The file "
-            f"must be a state_dict, or contain one as {', '.join(map(repr, _WEIGHTS))}."
+            f"must be a state_dict, or contain a state_dict as {', '.join(map(repr, _WEIGHTS))}."
         )
     version = content.get("pytorch-lightning_version")
     weights, remarks = _unwrapped(content[name])

@@ -236,7 +236,7 @@ class RendezvousServer:
         if other is not None and other.nonce != handshake.nonce:
             text = (
                 f"two processes claim rank {handshake.rank} of {handshake.world_size}: {other} and "
-                f"{handshake}. Start one process per rank; Run `hpctrain env` to show the settings of each "
+                f"{handshake}. Start one process per rank. Run `hpctrain env` to show the settings of each "
                 "process."
             )
             peer.send(failed=text)

@@ -78,7 +78,7 @@ class SlurmBackend:
             if is_answer_lost(str(error)):
                 raise SubmissionUnconfirmed(
                     f"Cannot determine whether the job was submitted: {error}. Check with `squeue --me "
-                    f"--name={shlex.quote(spec.name)}`. If the job is queued, keep it: the run will use "
+                    f"--name={shlex.quote(spec.name)}`. If the job is queued, it runs in "
                     f"{str(run.path)!r}. Otherwise, submit again with the same --run-dir."
                 ) from error
             raise SchedulerError(

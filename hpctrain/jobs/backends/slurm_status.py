@@ -173,10 +173,12 @@ def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
     words = f"Slurm has no record of job {job.job_id}"
     silent_s = time.time() - max(job.submitted, last_activity(job.run))
     if silent_s > remembered_s:
-        return JobStateView(RunState.FAILED, f"{words}, and the run has written nothing for {silent_s:.0f} s")
+        return JobStateView(
+            RunState.FAILED, f"{words}, and the run has not written anything for {silent_s:.0f} s"
+        )
     return JobStateView(
         RunState.UNKNOWN,
-        f"{words}, although it keeps finished jobs for {remembered_s:.0f} s. "
+        f"{words}, although Slurm keeps finished jobs for {remembered_s:.0f} s. "
         "Check that the run was submitted to this cluster.",
     )
 

@@ -64,8 +64,8 @@ def _place(facts: dict[str, Any], other_machines: bool) -> Iterator[Finding]:
             "file system",
             where,
             "note",
-            "This looks like a local disk. Unless the nodes mount it under the same path, set --run-dir to a "
-            "folder that all nodes share.",
+            "This folder appears to be on a local disk. Unless the nodes mount this disk under the same "
+            "path, set --run-dir to a folder that all nodes share.",
         )
     free = facts["free_bytes"]
     yield Finding(

@@ -160,5 +160,5 @@ def _backends(facts: Mapping[str, Any]) -> Iterator[Finding]:
             "gloo",
             "not in this torch build",
             "problem",
-            "CPU ranks require it. Install another torch build.",
+            "CPU ranks require gloo. Install another torch build.",
         )

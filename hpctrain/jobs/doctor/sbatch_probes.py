@@ -130,7 +130,9 @@ def _memory(refusals: Mapping[str, str], refuses: bool, needs: bool, site: Site)
     if slurm is None:
         return Finding(_TOPIC, "memory", "--mem is accepted")
     whose = "node" if slurm.def_mem_per_node_mib else "CPU"
-    return Finding(_TOPIC, "memory", f"a job without --mem gets {slurm.default_memory_mib} MiB per {whose}")
+    return Finding(
+        _TOPIC, "memory", f"a job without --mem receives {slurm.default_memory_mib} MiB per {whose}"
+    )
 
 
 def _gpus(

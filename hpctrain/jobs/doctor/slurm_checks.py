@@ -31,7 +31,7 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         yield Finding(
             _TOPIC,
             "requeue",
-            "only jobs that request it are requeued (JobRequeue=0)",
+            "only jobs with --requeue are requeued (JobRequeue=0)",
             "note",
             "An interrupted run continues in a successor job. With --resume-mode requeue, the run requests "
             "a requeue. If a plugin prevents requeues, set `requeue: false` under `habits:` in the profile.",
@@ -208,6 +208,8 @@ def _trouble(partition: Partition, site: Site) -> Iterator[str]:
     if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
         yield "A preempted run saves if possible within KillWait, and continues in a successor job."
     elif "SUSPEND" in partition.preempt_mode:
-        yield "A preempted run is suspended until its nodes are free again, and keeps its GPU memory."
+        yield (
+            "A preempted run is suspended until its nodes are free again, and continues to occupy GPU memory."
+        )
     elif partition.grace_time_s + kill_wait_s < _LITTLE_GRACE_S:
         yield f"A preempted run has {partition.grace_time_s + kill_wait_s:g} s to save (GraceTime, KillWait)."

@@ -62,7 +62,7 @@ class Executor(submitit.Executor):
         run = find_run(run_id, self.folder, os.environ)
         if tasks := run.tasks():
             raise UserError(
-                f"{run_id!r} is an array of {len(tasks)} jobs. Choose a task, such as {tasks[0].run_id!r}."
+                f"{run_id!r} is an array of {len(tasks)} jobs. Choose one job, such as {tasks[0].run_id!r}."
             )
         return Job.from_run(run)
 

@@ -13,7 +13,7 @@ _OURS = {
     "array": "Use --array",
     "chdir": "A job runs in its run folder. Choose it with --run-dir",
     "clusters": "Choose the cluster with the environment variable SLURM_CLUSTERS",
-    "cpus-per-gpu": "Use --cpus-per-task: each rank has one GPU, so both are the same",
+    "cpus-per-gpu": "Use --cpus-per-task: each rank has one GPU, so both options are equivalent",
     "cpus-per-task": "Use --cpus-per-task",
     "error": "Logs are in the run folder. Choose it with --run-dir",
     "export": "Use --env",

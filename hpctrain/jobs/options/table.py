@@ -118,9 +118,8 @@ class _Size(TypedDict, total=False):
             aliases=("-a",),
             metavar="TASKS[%LIMIT]",
             example="0-19%4",
-            help="Submit a job array: one run per task number, each in its own folder, at most LIMIT at "
-            "once. "
-            "The script reads its number from HPCTRAIN_ARRAY_TASK_ID.",
+            help="Submit a job array: one run per task number, each in a separate folder, with at most "
+            "LIMIT concurrent tasks. The script reads the number from HPCTRAIN_ARRAY_TASK_ID.",
         ),
     ]
 
@@ -200,7 +199,7 @@ class _Run(TypedDict, total=False):
             metavar="SECONDS|never",
             default=JobSpec.standby_workers_s,
             help="After SECONDS of training, keep standby workers with heavy imports preloaded on each node, "
-            "for fast restarts. Each uses about 250 MB of memory.",
+            "for fast restarts. Each worker uses about 250 MB of memory.",
         ),
     ]
     hang_timeout: Annotated[
@@ -209,8 +208,8 @@ class _Run(TypedDict, total=False):
             aliases=("--hang-limit",),
             metavar="SECONDS|never",
             default=JobSpec.hang_timeout_s,
-            help="Restart the run if no rank makes progress for this time, and for ten times the longest "
-            "step so far.",
+            help="Restart the run if no rank makes progress for SECONDS, and for ten times the longest step "
+            "so far.",
         ),
     ]
     mpi: Annotated[
@@ -274,7 +273,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="NAME|PATH",
             example="torch",
-            help="Conda environment to activate. hpctrain must be installed in it.",
+            help="Conda environment to activate. Requires hpctrain in this environment.",
             is_path=is_conda_prefix,
         ),
     ]
@@ -283,7 +282,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="PATH",
             example="~/envs/torch",
-            help="Virtual environment to activate. hpctrain must be installed in it.",
+            help="Virtual environment to activate. Requires hpctrain in this environment.",
             is_path=lambda _: True,
         ),
     ]
@@ -387,7 +386,7 @@ class _Time(TypedDict, total=False):
             aliases=("--signal-lead",),
             metavar="SECONDS",
             default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the limit",
-            help="Send the stop signal this long before the time limit, so that the ranks can save.",
+            help="Time between the stop signal and the time limit, for saving.",
         ),
     ]
     begin: Annotated[

@@ -233,7 +233,7 @@ def _batch_host(job_id: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """
     words = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
     if len(words) != 2:
-        raise SchedulerError(f"squeue does not show where job {job_id} runs.")
+        raise SchedulerError(f"squeue does not show the host of job {job_id}.")
     return words[0], words[1]
 
 

@@ -210,7 +210,9 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
         if found:
             return Run(RunDir(folder.absolute()), environ)
     known = [known.run_id for known in list_runs(runs_dir, environ)]
-    hint = suggest(run, known, otherwise="`hpctrain list` shows all runs; --runs-dir selects another folder.")
+    hint = suggest(
+        run, known, otherwise="Use `hpctrain list` to list all runs, or --runs-dir to select another folder."
+    )
     for folder in (runs_dir / run, Path(run)):
         if (path := RunDir(folder).checkpoints).is_dir():
             raise RunNotFound(

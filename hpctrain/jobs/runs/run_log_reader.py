@@ -141,7 +141,9 @@ def describe_event(event: dict[str, Any]) -> str | None:
             damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
             return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"
         case "signal":
-            saved = "state saved" if event.get("saved") else "no new checkpoint; the previous one is used"
+            saved = (
+                "state saved" if event.get("saved") else "no new checkpoint; the previous checkpoint is used"
+            )
             stop = f"stopped by {event.get('signal')} after step {event.get('step')}"
             return f"attempt {attempt}: {stop}; {saved}"
         case "failure":

@@ -102,7 +102,7 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
         cause, log = _cause(record, _describe_end(record, view))
     held = view is not None and view.held and state is RunState.PENDING
     if held:
-        words += f"; `hpctrain requeue {run.run_id}` ends the wait"
+        words += f"; use `hpctrain requeue {run.run_id}` to end the delay"
     metrics = _last_metrics(run.metrics)
     attempt = max(run.attempts(), default=None)
     return RunStatus(

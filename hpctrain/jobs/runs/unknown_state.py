@@ -55,8 +55,8 @@ class UnknownStateTracker:
         if status.never_starts:
             raise SchedulerError(
                 f"Stopped waiting: run {status.run_id} will never start "
-                f"({status.words or 'its dependency can no longer be satisfied'}). Cancel it, and submit it "
-                "again with another --dependency."
+                f"({status.words or 'its dependency can no longer be satisfied'}). Cancel the run, and "
+                "submit it again with another --dependency."
             )
         now = time.monotonic()
         if status.state is not RunState.UNKNOWN:
@@ -68,8 +68,8 @@ class UnknownStateTracker:
         if self.left_s == 0 and (status.unknown_s is None or status.unknown_s >= self._limit_s):
             raise SchedulerError(
                 f"Stopped waiting after {self._limit_s:g} s: the state of run {status.run_id} is "
-                f"{describe_unknown(status)}, and the run has written nothing. The run may still be active. "
-                "Check again when the scheduler responds."
+                f"{describe_unknown(status)}, and the run has not written anything. The run may still be "
+                "active. Check again when the scheduler responds."
             )
         if now < self._next:
             return None

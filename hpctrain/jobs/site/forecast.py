@@ -87,7 +87,7 @@ def expected_start(request: JobRequest, forecast: SlurmCall | StartForecast) -> 
     when = _when(time)
     if request.is_given("dependency"):
         allowed = "its dependency is satisfied (--dependency)"
-        when = f"as soon as {allowed}" if when == _NOW else f"{when}, once {allowed}"
+        when = f"when {allowed}" if when == _NOW else f"{when}, after {allowed}"
     if request.is_given("hold"):
         return "The job is held (--hold) and will start only after `scontrol release`."
     return f"Estimated start: {when}, {where}."

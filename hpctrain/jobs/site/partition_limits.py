@@ -104,7 +104,7 @@ def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProbl
             )
         # If there is an allow list, Slurm ignores the deny list.
         elif allowed is None and asked in denied:
-            yield SiteProblem(f"{said} denies this value (Deny{name}). Choose another.")
+            yield SiteProblem(f"{said} denies this value (Deny{name}). Choose another value.")
     # Root is exempt.
     if os.geteuid() != 0:
         yield from _personal(partition)
@@ -122,8 +122,8 @@ def _personal(partition: Partition) -> Iterator[SiteProblem]:
     groups = partition.allow_groups
     if groups is not None and not _own_groups().intersection(groups):
         yield SiteProblem(
-            f"Partition {partition.name} is for members of {', '.join(groups)} (AllowGroups), but you are in "
-            "none of these groups. Choose another --partition, or ask for membership."
+            f"Partition {partition.name} is for members of {', '.join(groups)} (AllowGroups), but you are "
+            "not in these groups. Choose another --partition, or ask for membership."
         )
 
 

@@ -50,8 +50,8 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
         )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "requeue":
         notes.append(
-            "This site requeues only jobs that request it (JobRequeue=0). Runs do (--requeue), so they "
-            "continue after preemptions, lost nodes and time limits as elsewhere."
+            "This site requeues only jobs with --requeue (JobRequeue=0). Runs use --requeue, so they "
+            "continue after preemptions, lost nodes and time limits."
         )
     if (
         is_partition_preemptible(partition, site)

@@ -69,8 +69,8 @@ def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     option, habits = request.memory_option, site.habits
     if option is not None and habits.memory_option == "refused":
         yield SiteProblem(
-            f"Memory was requested ({request.origin(option)}), but this site rejects jobs that do so "
-            "(memory_option: refused in its profile). Remove the option: a job receives memory in "
+            f"Memory was requested ({request.origin(option)}), but this site rejects jobs with a memory "
+            "request (memory_option: refused in its profile). Remove the option: a job receives memory in "
             "proportion to its GPUs or CPUs."
         )
     refusals = {

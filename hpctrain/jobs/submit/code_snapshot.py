@@ -31,7 +31,7 @@ class CodeSnapshot:
     script: Path | None
     """The script's path in the working tree; None if it is elsewhere."""
     files: Mapping[str, bool]
-    """Paths of the files; True for new ones, which git does not track."""
+    """Paths of the files; True for new files, which git does not track."""
     size_bytes: int
 
     @classmethod
@@ -119,8 +119,8 @@ class CodeSnapshot:
                 if str(error.filename) != source:
                     raise
                 raise SpecError(
-                    f"Cannot copy {source!r} into the run folder: {error.strerror}. Fix this, make git "
-                    "ignore the file, or submit without a copy of the code: --no-code-snapshot."
+                    f"Cannot copy {source!r} into the run folder: {error.strerror}. Fix this problem, make "
+                    "git ignore the file, or submit without a copy of the code: --no-code-snapshot."
                 ) from error
 
     def _target_of(self, link: str) -> str:

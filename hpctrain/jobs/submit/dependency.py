@@ -102,7 +102,7 @@ def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tup
         raise SpecError(f"--dependency {where}: this run has never been submitted.")
     if status.backend != "slurm":
         raise SpecError(
-            f"--dependency {where}: this run uses the local backend, so no Slurm job can wait for it. "
-            "Wait for it with `hpctrain wait`, then submit."
+            f"--dependency {where}: this run uses the local backend, so Slurm jobs cannot depend on the "
+            "run. Wait for the run with `hpctrain wait`, then submit."
         )
     return status, match[2] or ""

@@ -202,8 +202,8 @@ def _refuse_active(runs: Sequence[Run]) -> None:
 
 def _active_job_error(run: Run, job: str = "") -> SpecError:
     return SpecError(
-        f"The run in {str(run.dir.path)!r} (--run-dir) is still active{job}. "
-        "Wait for it, cancel it, or choose another folder."
+        f"The run in {str(run.dir.path)!r} (--run-dir) is still active{job}. Wait for the run, cancel it, "
+        "or choose another folder."
     )
 
 

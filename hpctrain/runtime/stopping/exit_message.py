@@ -43,10 +43,13 @@ def _cause(number: signal.Signals, run: RunDir | None, attempt: int) -> str:
 
 def _lost(run: RunDir | None) -> str:
     if has_started():
-        return "No training is in progress. Its checkpoints are intact; work outside of it is not saved."
+        return (
+            "No training is in progress. Checkpoints of completed trainings are intact. Work outside of a "
+            "training is not saved."
+        )
     if "hpctrain.training" in sys.modules:
         return "Training has not started; checkpoints of earlier attempts are intact."
-    unused = "This script does not use hpctrain's Trainer, so hpctrain saved nothing."
+    unused = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state."
     if run is None:
         return unused
     if (found := newest_file(run.checkpoints)) is None:

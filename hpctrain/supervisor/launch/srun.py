@@ -157,7 +157,7 @@ class SrunStep:
         try:
             self.signal(signal.SIGKILL)
         except SchedulerError as error:
-            print(f"hpctrain: {error} Killing srun itself.", flush=True)
+            print(f"hpctrain: {error} Killing srun instead.", flush=True)
             self._srun.terminate()
 
     def _kill_until_gone(self) -> None:

@@ -13,7 +13,7 @@ class JobDisposition(Enum):
 
     STAYS = "stays"
     REQUEUED = "requeued"
-    """The job is being ended, and will start again."""
+    """The job is being requeued."""
     EVICTED = "evicted"
     """The job is being ended permanently, but not by request: preemption, or a lost node."""
     ENDS = "ends"

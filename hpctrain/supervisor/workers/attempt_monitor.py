@@ -129,7 +129,7 @@ class AttemptMonitor:
             self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")
         elif task.result is TaskResult.CONTINUE:
             follow_s = min(_EXIT_GRACE_S, self._left_to_requeue_s())
-            self._limit(follow_s, f"the other ranks to exit after {name} did")
+            self._limit(follow_s, f"the other ranks to exit after {name} exited")
 
     def _left_to_requeue_s(self) -> float:
         """Return the maximum time to wait for ranks that leaves enough time to requeue the job."""

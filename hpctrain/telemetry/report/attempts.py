@@ -103,7 +103,7 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
         last.stopped_for = f"by hpctrain chaos ({event.get('fault')})"
     elif kind == "signal":
         reason = f", {last.stopped_for}" if last.stopped_for else ""
-        saved = "" if event.get("saved") is True else "; nothing new was saved"
+        saved = "" if event.get("saved") is True else "; no new state was saved"
         signal, step = event.get("signal"), event.get("step")
         last.ended, last.end = time, "stop"
         last.cause = f"stopped{f' by {signal}' if signal else ''} after step {step}{reason}{saved}"

@@ -31,7 +31,7 @@ _FOLLOWED = {
     "shrink": "restarted on fewer nodes",
     "replace": "restarted with a replacement node",
     "requeue": "requeued",
-    "successor": "continued by another job",
+    "successor": "continued in another job",
     "submission": "resubmitted",
 }
 

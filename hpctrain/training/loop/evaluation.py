@@ -169,8 +169,8 @@ class _SampleMeans:
         sums = self._sums
         if sums and sums.keys() != scalars.keys():
             raise UserError(
-                f"{self.origin} returned {sorted(scalars)} for a batch, but {sorted(sums)} for earlier ones. "
-                "Return the same names every time."
+                f"{self.origin} returned {sorted(scalars)} for a batch, but {sorted(sums)} for earlier "
+                "batches. Return the same names every time."
             )
         for name, mean in scalars.items():
             sums[name] = sums.get(name, 0.0) + mean.to(self._context.device).double() * num_samples

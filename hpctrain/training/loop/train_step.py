@@ -130,8 +130,8 @@ class TrainStep:
             raise UserError(f"{self._origin} returned {sorted(scalars)}; it must include 'loss'.")
         if not (scalars["loss"].requires_grad or self._runs_backward):
             raise UserError(
-                f"{self._origin} returned a loss that depends on no trainable parameter. Return the loss "
-                "tensor itself, without item() or detach(), and leave at least one parameter unfrozen."
+                f"{self._origin} returned a loss that does not depend on trainable parameters. Return the "
+                "loss tensor without item() or detach(), with at least one unfrozen parameter."
             )
         return scalars
 

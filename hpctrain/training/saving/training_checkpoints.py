@@ -202,7 +202,7 @@ class TrainingCheckpoints:
         step, signal_name = self._state.step, next(filter(None, gathered), None)
         if self._manager is None:
             self._progress.print_message(
-                f"stopping after step {step}; nothing is saved because there is no run folder"
+                f"stopping after step {step}; the state is not saved because there is no run folder"
             )
         else:
             saved = self._save_within_deadline(self._manager, signal_name)

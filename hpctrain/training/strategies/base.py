@@ -125,7 +125,7 @@ class Strategy:
         """
         if self.context.is_distributed and not self.supports_toggling:
             raise UserError(
-                f"training_step takes optimizer_idx, but strategy {self.settings.strategy!r} updates all "
+                f"training_step accepts optimizer_idx, but strategy {self.settings.strategy!r} updates all "
                 "parameters together, so optimizers cannot alternate. Use 'ddp' or 'zero1', or return one "
                 "loss for all optimizers."
             )

@@ -148,7 +148,7 @@ class FullyShardedBase(Strategy):
         if self.context.all_reduce_min(float(fits_unsharded(self.module, self.context.device))) < 1:
             return (
                 "the complete module does not fit into the memory of a device, so it remains sharded after "
-                "training. `hpctrain checkpoints export` writes the weights of a checkpoint into one file."
+                "training. Use `hpctrain checkpoints export` to write the weights of a checkpoint to a file."
             )
         unshard_module(self.module)
         return None
@@ -194,7 +194,7 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
-                "hpctrain: a parameter was used while it was sharded. Blocks of a Sequential, ModuleList or "
+                "hpctrain: a sharded parameter was used. Blocks of a Sequential, ModuleList or "
                 "ModuleDict have their full parameters only during their own forward call: call the block "
                 "itself, not its submodules."
             )

@@ -92,8 +92,8 @@ class PipelineStages:
             if calls > 1:
                 raise UserError(
                     f"{type(self._module).__name__}.training_step calls the Sequential that strategy "
-                    "'pipeline' splits into stages more than once, but it can run only once per "
-                    "micro-batch. Concatenate its inputs (torch.cat) and call it once, or use 'zero3'."
+                    "'pipeline' splits into stages more than once, but the Sequential can run only once "
+                    "per micro-batch. Concatenate its inputs (torch.cat) and call it once, or use 'zero3'."
                 )
             return output
 
