@@ -1,10 +1,12 @@
-"""How long `hpctrain report` takes over a large run, and how large its page is.
+"""How long `hpctrain report` takes over a large run, how much memory it needs, and how large its page is.
 
-    python benchmarks/report.py [--steps N] [--nodes N] [--limit SECONDS] [--limit-mb MEGABYTES]
+    python benchmarks/report.py [--steps N] [--nodes N] [--limit SECONDS] [--limit-gb GIGABYTES]
+                                [--limit-mb MEGABYTES]
+    python benchmarks/report.py --steps 1000000 --limit 50 --limit-gb 2
 
 Makes the folder of a run of 100,000 logged steps in six attempts, and of a day's telemetry of 64 nodes with
 8 GPUs each, and reads it with `hpctrain report`, next to what only parses the same files as JSON, in turn.
-Exits with 1 where the fastest report takes longer than the limit, or the page is larger.
+Exits with 1 where the fastest report takes longer than the limit, needs more memory, or the page is larger.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -89,12 +92,18 @@ def seconds(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
+def most_memory() -> int:
+    """The memory in bytes of the largest process so far, which is the report."""
+    return 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=5.0)
+    parser.add_argument("--limit-gb", type=float, default=0.6)
     parser.add_argument("--limit-mb", type=float, default=5.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,13 +113,15 @@ def main() -> None:
         parse = [sys.executable, "-c", PARSE, str(run.path)]
         pairs = [(seconds(parse), seconds(report)) for _ in range(options.rounds)]
         parsing, ours = (min(times) for times in zip(*pairs, strict=True))
+        gigabytes = most_memory() / 1e9
         megabytes = run.report.stat().st_size / 1e6
     print(f"files of the run        {bytes_read / 1e6:7.1f} MB")
     print(f"parsing them as JSON    {parsing:7.2f} s")
     print(f"hpctrain report         {ours:7.2f} s     (limit {options.limit:g})")
     print(f"ratio                   {ours / parsing:7.2f}")
+    print(f"its memory              {gigabytes:7.2f} GB    (limit {options.limit_gb:g})")
     print(f"the page                {megabytes:7.2f} MB    (limit {options.limit_mb:g})")
-    sys.exit(ours > options.limit or megabytes > options.limit_mb)
+    sys.exit(ours > options.limit or gigabytes > options.limit_gb or megabytes > options.limit_mb)
 
 
 if __name__ == "__main__":
