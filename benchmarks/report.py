@@ -1,11 +1,13 @@
-"""Time of `hpctrain report` for a large run, and size of the page.
+"""Time and memory of `hpctrain report` for a large run, and size of the page.
 
-    python benchmarks/report.py [--steps N] [--nodes N] [--limit SECONDS] [--limit-mb MEGABYTES]
+    python benchmarks/report.py [--steps N] [--nodes N] [--limit SECONDS] [--limit-gb GIGABYTES]
+                                [--limit-mb MEGABYTES]
+    python benchmarks/report.py --steps 1000000 --limit 50 --limit-gb 2
 
 Creates the folder of a run with 100,000 logged steps in six attempts, and a day of telemetry from 64 nodes
 with 8 GPUs each. `hpctrain report` reads this folder, alternately with a program that only parses the same
-files as JSON. Exits with 1 if the fastest report is slower than the limit, or the page is larger than its
-limit.
+files as JSON. Exits with 1 if the fastest report is slower than the limit, needs more memory, or the page is
+larger than its limit.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -90,12 +93,18 @@ def seconds(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
+def most_memory() -> int:
+    """The memory in bytes of the largest process so far, which is the report."""
+    return 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=5.0)
+    parser.add_argument("--limit-gb", type=float, default=0.6)
     parser.add_argument("--limit-mb", type=float, default=5.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -105,13 +114,15 @@ def main() -> None:
         parse = [sys.executable, "-c", PARSE, str(run.path)]
         pairs = [(seconds(parse), seconds(report)) for _ in range(options.rounds)]
         parsing, ours = (min(times) for times in zip(*pairs, strict=True))
+        gigabytes = most_memory() / 1e9
         megabytes = run.report.stat().st_size / 1e6
     print(f"files of the run        {bytes_read / 1e6:7.1f} MB")
     print(f"parsing them as JSON    {parsing:7.2f} s")
     print(f"hpctrain report         {ours:7.2f} s     (limit {options.limit:g})")
     print(f"ratio                   {ours / parsing:7.2f}")
+    print(f"its memory              {gigabytes:7.2f} GB    (limit {options.limit_gb:g})")
     print(f"the page                {megabytes:7.2f} MB    (limit {options.limit_mb:g})")
-    sys.exit(ours > options.limit or megabytes > options.limit_mb)
+    sys.exit(ours > options.limit or gigabytes > options.limit_gb or megabytes > options.limit_mb)
 
 
 if __name__ == "__main__":

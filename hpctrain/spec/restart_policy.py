@@ -75,7 +75,7 @@ DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
     EndKind.KILLED: RestartRule(exclude=2),
     EndKind.SIGNAL: RestartRule(exclude=2),
     EndKind.NCCL: RestartRule(exclude=2),
-    EndKind.UNAUTHENTICATED: RestartRule(),
+    EndKind.UNAUTHENTICATED: RestartRule(exclude=2),
     EndKind.GPU: RestartRule(retries=_MACHINES, exclude=1),
     EndKind.HANG: RestartRule(exclude=2),
     EndKind.STRAGGLER: RestartRule(retries=_MACHINES, exclude=2),

@@ -154,7 +154,10 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     log_every: int = 1
     """Steps between lines in `metrics.jsonl`."""
     loggers: Sequence[str | Logger] = ()
-    """Additional metric loggers: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or your own."""
+    """Additional metric loggers: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or your own.
+
+    Neptune's hosted service has ended, so `neptune` is useful only offline.
+    """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
     record_samples: bool = False

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cli.main import cli
+from hpctrain.cli.resubmit_command import resubmit_command
 from hpctrain.rundir import RunDir
 
 EVENTS = [
@@ -181,6 +184,17 @@ def test_metrics_that_cannot_be_read_leave_the_state_known(tmp_path, caplog):
     status = json.loads(call(tmp_path, "status", "r", "--json").stdout)
     assert (status["state"], status["step"], status["loss"]) == ("FAILED", None, None)
     assert f"Cannot read {run.metrics}: Not a regular file." in caplog.text
+
+
+@pytest.mark.parametrize("limit", ["null x", "60", [60], {"60": 1}, True, math.nan, -math.inf, 10**400])
+def test_a_time_limit_that_is_no_number_is_left_out_of_the_command_that_repeats_the_run(tmp_path, limit):
+    spec = {**SPEC, "time_limit_s": limit}
+    write_run(tmp_path).spec.write_text(yaml.safe_dump(spec))
+    _, command = resubmit_command(spec)
+    assert "--time" not in command
+    reported = call(tmp_path, "report", "r", "--format", "md")
+    assert reported.exit_code == 0
+    assert command in reported.stdout
 
 
 values = st.recursive(

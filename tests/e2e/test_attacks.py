@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,7 @@ from helpers.processes import assert_no_process_left, run_processes
 from helpers.training_runs import JOB, Run
 from helpers.waiting import wait_for
 
-from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
+from hpctrain.rundir import ATTEMPT_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE
 
 ATTACKER = SCRIPTS / "attack_ranks.py"
 SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
@@ -42,11 +46,13 @@ def attacker(how: str, file: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def of_a_rank(run: Run, variable: str) -> str:
+def of_a_rank(run: Run, variable: str, attempt: int = 0) -> str:
     """A variable of the ranks' environment, as soon as one of them has been started."""
 
     def find() -> str | None:
-        return next((p.environ[variable] for p in run_processes(run.path) if variable in p.environ), None)
+        environs = [process.environ for process in run_processes(run.path)]
+        of_attempt = [environ for environ in environs if environ.get(ATTEMPT_VARIABLE) == str(attempt)]
+        return next((environ[variable] for environ in of_attempt if variable in environ), None)
 
     return wait_for(find, 60, f"a rank with {variable}", 0.01)
 
@@ -81,6 +87,93 @@ def test_a_stranger_in_the_place_of_a_rank_runs_no_code_and_the_run_goes_on(tmp_
         assert "the store's entry 'hpctrain/0/0//cpu//0/" in failure["cause"]
     # Either process may win the race for the place in the group.
     assert {failure["class"] for failure in failures} <= {"unauthenticated", "nccl", "signal", "hang"}
+    assert_no_process_left(run.path)
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports at which a process listens, such as those of gloo."""
+    with suppress(OSError):
+        sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+        fields = [line.split() for line in lines.splitlines()]
+        return {
+            int(its[1].rpartition(":")[2], 16)
+            for its in fields
+            if its[3] == "0A" and f"socket:[{its[9]}]" in sockets
+        }
+    return set()
+
+
+@contextmanager
+def junk_sender(run: Run, number: int) -> Iterator[dict[str, int]]:
+    """Send bytes that mean nothing to the store and to the ranks, as soon as they listen."""
+    noise = random.Random(14)
+    junk = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        *map(noise.randbytes, (64, 100_000)),
+        bytes(100_000),
+        b"\xff" * 100_000,
+    ]
+    sent, over = {"store": 0, "gloo": 0}, threading.Event()
+
+    def send() -> None:
+        connections: deque[socket.socket] = deque()
+        while not over.wait(0.02) and min(sent.values()) < number:
+            ranks = [process for process in run_processes(run.path) if "MASTER_PORT" in process.environ]
+            ports = [("store", int(rank.environ["MASTER_PORT"])) for rank in ranks]
+            ports += [("gloo", port) for rank in ranks for port in listening_ports(rank.pid)]
+            for (kind, port), data in product(ports, junk):
+                with suppress(OSError):
+                    connections.append(socket.create_connection(("127.0.0.1", port), timeout=2))
+                    connections[-1].sendall(data)
+                    sent[kind] += 1
+            while len(connections) > 200:
+                connections.popleft().close()
+        while connections:
+            connections.popleft().close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_bytes_that_mean_nothing_end_no_run(tmp_path):
+    run = Run(tmp_path / "run", {})
+    with junk_sender(run, 200) as sent:
+        options = ["--run-dir", str(run.path), "--standby-workers", "never"]
+        run.hpctrain("submit", *SHAPE, *options, str(JOB), "--epochs", "1", "--step-s", "0.2")
+        assert run.wait() == 0
+    assert min(sent.values()) >= 20
+    assert run.events("finished")[0]["state"] == "COMPLETED"
+    # A library may give up a connection; that is no failure of the script.
+    assert {failure["class"] for failure in run.events("failure")} <= {"nccl", "signal", "hang"}
+    assert_no_process_left(run.path)
+
+
+def test_an_attack_on_each_attempt_ends_the_run_after_max_failures(tmp_path):
+    run = Run(tmp_path / "run", {})
+    options = ["--run-dir", str(run.path), "--standby-workers", "never", "--max-failures", "2"]
+    with attacker("store", tmp_path / "evil") as first, attacker("store", tmp_path / "evil") as second:
+        run.hpctrain("submit", *SHAPE, *options, str(JOB), "--epochs", "1")
+        for attempt, process in enumerate((first, second)):
+            wait_for(lambda n=attempt: len(run.events("started")) > n, 60, f"attempt {attempt}")
+            assert process.stdin is not None
+            process.stdin.write(f"{of_a_rank(run, 'MASTER_PORT', attempt)}\n")
+            process.stdin.flush()
+        assert run.wait() == 4
+    assert [failure["class"] for failure in run.events("failure")] == ["unauthenticated"] * 2
+    (finished,) = run.events("finished")
+    assert finished["state"] == "FAILED"
+    assert "was written by a process that does not have the secret of this run" in finished["cause"]
+    assert (
+        "2 consecutive failures without a new checkpoint (--max-failures)"
+        in run.dir.supervisor_log.read_text()
+    )
+    assert not (tmp_path / "evil").exists()
     assert_no_process_left(run.path)
 
 

@@ -67,7 +67,6 @@ def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
         # Where Slurm takes the batch host too, it requeues by itself, and no event says so.
         wait_for(lambda n=attempt: len(run.events("signal")) == n, LIMIT_S, f"stop {attempt}")
         wait_for(lambda: run.status()["state"] != "COMPLETING", LIMIT_S, "the job to leave")
-        run.hpctrain("status", str(run.path))  # which lifts the hold
         wait_for(
             lambda n=attempt: run.status() and len(run.events("started")) == n + 2, LIMIT_S, "another start"
         )

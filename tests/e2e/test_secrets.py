@@ -1,4 +1,7 @@
-"""Values of `--env` stay in the environment of the ranks and in files that only the owner can read."""
+"""Values of `--env` stay in the environment of the ranks and in files that only the owner can read.
+
+The run's own secrets stay in the environment of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,12 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_command
-from helpers.processes import assert_no_process_left
+from helpers.processes import assert_no_process_left, run_processes
 from helpers.training_runs import Run
 from helpers.waiting import wait_for
+
+from hpctrain.authentication import SECRET_VARIABLE
+from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
 
 SCRIPT = """
 import os, time
@@ -31,19 +37,16 @@ assert os.environ["UID"] == "4711 $HOME"
 
 
 @contextmanager
-def command_lines_with(text: str) -> Iterator[set[str]]:
-    """Command lines of this machine that hold `text`, read again and again while the block lasts."""
+def recorded_command_lines() -> Iterator[set[str]]:
+    """Command lines of this machine, read again and again while the block lasts."""
     found: set[str] = set()
     over = threading.Event()
-    wanted = text.encode()
 
     def look() -> None:
         while not over.is_set():
             for name in filter(str.isdigit, os.listdir("/proc")):
                 with suppress(OSError):
-                    line = Path("/proc", name, "cmdline").read_bytes()
-                    if wanted in line:
-                        found.add(line.decode(errors="replace"))
+                    found.add(Path("/proc", name, "cmdline").read_bytes().decode(errors="replace"))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -58,29 +61,50 @@ def holds(path: Path, text: str) -> bool:
     return text.encode() in path.read_bytes()
 
 
-def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int) -> None:
+def secrets_of(run: Run) -> set[str]:
+    """The run's own secrets, from the environment of its ranks and standby workers."""
+    names = (SECRET_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE)
+    found = [process.environ.get(name, "") for process in run_processes(run.path) for name in names]
+    return {value.rpartition(":")[2] for value in found if value}
+
+
+def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int, standby: str = "never") -> None:
     """Train with a secret; nothing shows it while the run is active, nor afterwards."""
     # Its parts, so that no command line of this test holds it.
     token = "sekrit-" + secrets.token_hex(8)
     folder.chmod(0o755)
     (folder / "token").write_text(token)
-    (folder / "job.py").write_text(SCRIPT)
+    # Standby workers are kept only for scripts that import torch.
+    (folder / "job.py").write_text(SCRIPT if standby == "never" else f"import torch\n{SCRIPT}")
     run = Run(folder / "run", env)
-    words = ["submit", *shape, "--no-code-snapshot", "--standby-workers", "never", "--run-dir", str(run.path)]
+    words = ["submit", *shape, "--no-code-snapshot", "--standby-workers", standby, "--run-dir", str(run.path)]
     variables = ["--env", "API_TOKEN", "--env", "UID=4711 $HOME"]
     hpctrain = [sys.executable, "-m", "hpctrain"]
     before = os.umask(umask)
     try:
-        with command_lines_with(token) as found:
+        with recorded_command_lines() as command_lines:
             run_command([*hpctrain, *words, *variables, folder / "job.py"], {**env, "API_TOKEN": token})
             wait_for(lambda: len(list(run.path.glob("saw-*"))) == 2, 60, "both ranks")
+            own = secrets_of(run)
+            if standby != "never":
+                log = run.dir.supervisor_log
+                wait_for(lambda: "ready for attempt 1" in log.read_text(), 60, "standby workers")
+                own |= secrets_of(run)
+                run.kill_rank(1)
+                wait_for(lambda: len(run.events("started")) == 2, 60, "the second attempt")
+                own |= secrets_of(run)
             ps = run_command(["ps", "axww", "-o", "args"]).stdout
             (run.path / "leave").touch()
             assert run.wait() == 0, run.describe()
     finally:
         os.umask(before)
-    assert token not in ps
-    assert not found
+    # One of the connections to the supervisor, one for each step.
+    assert len(own) == (2 if standby == "never" else 3)
+    for secret in (token, *own):
+        assert secret not in ps
+        assert [line for line in command_lines if secret in line] == []
+    for secret in own:
+        assert [path for path in folder.rglob("*") if path.is_file() and holds(path, secret)] == []
     with_token = [path for path in run.path.rglob("*") if path.is_file() and holds(path, token)]
     assert [path.name for path in with_token] == ["spec.yaml"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in with_token)
@@ -100,3 +124,7 @@ def test_a_variable_of_a_local_run_is_on_no_command_line(tmp_path, umask):
 
 def test_a_variable_of_a_run_on_slurm_is_on_no_command_line(slurm, tmp_path):
     check(slurm.env, ["--nodes", "2"], tmp_path, 0o002)
+
+
+def test_the_variables_and_secrets_of_standby_workers_are_on_no_command_line(tmp_path):
+    check({}, ["--backend", "local", "--nodes", "2"], tmp_path, 0o022, standby="1")

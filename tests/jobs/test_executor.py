@@ -150,6 +150,13 @@ def test_errors_name_the_parameters_as_in_python(executor, tmp_path):
         Executor(tmp_path / "runs", backend="local", snapshot=False, mem="1", mem_per_cpu="2").submit(add, 1)
 
 
+def test_notes_name_the_parameters_as_in_python(executor, caplog):
+    executor.update_parameters(partition="p")
+    executor.submit(add, 1, 2).wait()
+    assert "partition has no effect" in caplog.text
+    assert "--partition" not in caplog.text
+
+
 def test_the_folder_of_a_jobs_run_is_a_path(executor):
     job = executor.submit(add, 1, 2)
     job.wait()

@@ -139,6 +139,10 @@ def test_settings_take_the_place_of_lines_or_are_added(tmp_path: Path) -> None:
     assert SandboxLayout.load(plan.folder) == plan
 
 
+def test_processes_have_the_default_time_of_slurm_between_sigterm_and_sigkill(tmp_path: Path) -> None:
+    assert "\nKillWait=30\n" in slurm_conf(_plan(tmp_path / "box"), "here", 4096)
+
+
 def test_config_of_one_node_with_one_gpu_and_of_none(tmp_path: Path) -> None:
     plan = _plan(tmp_path / "box", nodes=1, gpus_per_node=1)
     assert "NodeName=box-[1] " in slurm_conf(plan, "here", 4096)

@@ -242,6 +242,14 @@ def test_nodes_at_fault(kind, nodes, action, hosts, excluded):
     assert (fewer.action, fewer.exclude) == (Action.RESTART, {})
 
 
+def test_a_run_leaves_the_node_on_which_a_place_was_taken_twice():
+    nodes = Allocation(("n1", "n2"), min_nodes=2, can_reallocate=True)
+    once = after(EndKind.UNAUTHENTICATED, 1, nodes=nodes, host="n2")
+    assert (once.action, once.hosts) == (Action.RESTART, ("n1", "n2"))
+    twice = after(EndKind.UNAUTHENTICATED, 2, nodes=nodes, host="n2")
+    assert (twice.action, list(twice.exclude)) == (Action.REQUEUE, ["n2"])
+
+
 def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
     history = replace(failed(EndKind.KILLED, 1), slow_nodes=("n4", "n4"))
     decision = decide(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import pytest
 from helpers import tracker_files
@@ -18,7 +19,7 @@ from hpctrain.errors import UserError
 from hpctrain.files import append_json_line
 from hpctrain.rundir import RunDir
 from hpctrain.serialization import dumps
-from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, TensorBoard, find_loggers
+from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, Neptune, TensorBoard, find_loggers
 from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher
 from hpctrain.telemetry.loggers.logger_state import LoggerState
 from hpctrain.telemetry.loggers.process import LoggerConfig
@@ -269,6 +270,15 @@ def test_a_package_that_is_missing_is_named_with_the_way_to_install_it(monkeypat
         find_loggers(["wandb"])
     with pytest.raises(UserError, match=r"pip install 'hpctrain\[tensorboard\]'"):
         find_loggers([TensorBoard(folder="x")])
+
+
+def test_it_is_said_that_the_service_of_neptune_has_ended(monkeypatch, run, capsys):
+    monkeypatch.setitem(sys.modules, "neptune_scale", Mock())
+    Neptune().start(LoggedRun("r", run.path))
+    assert "Neptune's hosted service has ended." in capsys.readouterr().err
+    monkeypatch.setattr("hpctrain.telemetry.loggers.logger_registry.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'hpctrain\[neptune\]'.* hosted service has ended\."):
+        find_loggers(["neptune"])
 
 
 CLIENTS = {

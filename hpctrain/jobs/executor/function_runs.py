@@ -17,7 +17,7 @@ from typing import Any, cast
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.files import read_json, read_regular
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
-from hpctrain.jobs.options.resolved_options import named_as_in_python
+from hpctrain.jobs.options.resolved_options import name_as_in_python, named_as_in_python
 from hpctrain.jobs.options.spec_builder import new_run_id
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run
@@ -94,10 +94,10 @@ def submit_calls(
         for note in submission.notes:
             if note not in shown_notes:
                 shown_notes.add(note)
-                log.warning(note)
+                log.warning(name_as_in_python(note))
         run = submit_prepared(submission, parcels)
         for prospect in submission.forecast:
-            log.info(prospect)
+            log.info(name_as_in_python(prospect))
     return run.tasks() or [run], submission.spec.world_size
 
 

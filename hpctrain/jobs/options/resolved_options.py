@@ -83,14 +83,19 @@ class ResolvedOptions:
         return "; ".join(places)
 
 
+def name_as_in_python(text: str) -> str:
+    """Replace flags by Python parameter names, such as `gpus_per_node`."""
+    names = {option.flag: name for name, option in all_options().items()}
+    return _FLAG.sub(lambda match: names.get(match[0], match[0]), text)
+
+
 @contextmanager
 def named_as_in_python() -> Iterator[None]:
-    """Replace flags by Python parameter names, such as `gpus_per_node`, in error messages."""
+    """Replace flags by Python parameter names in error messages."""
     try:
         yield
     except HpctrainError as error:
-        names = {option.flag: name for name, option in all_options().items()}
-        error.args = (_FLAG.sub(lambda match: names.get(match[0], match[0]), str(error)),)
+        error.args = (name_as_in_python(str(error)),)
         raise
 
 

@@ -14,7 +14,7 @@ from typing import Unpack
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
-from hpctrain.jobs.options.resolved_options import named_as_in_python
+from hpctrain.jobs.options.resolved_options import name_as_in_python, named_as_in_python
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.submit.preflight import PreparedSubmission
@@ -104,10 +104,10 @@ def submit(
     )
     log = logging.getLogger("hpctrain")
     for note in submission.notes:
-        log.warning(note)
+        log.warning(name_as_in_python(note))
     run = submit_prepared(submission)
     for prospect in submission.forecast:
-        log.info(prospect)
+        log.info(name_as_in_python(prospect))
     return run
 
 

@@ -184,8 +184,8 @@ class TimeAccountant:
         left = sum(end - start for start, end, save in segments if save is None)
         before: list[tuple[TimeCategory, int]] = []
         after: list[tuple[TimeCategory, int]] = []
-        for what in CATEGORY_OF_FIELD.values():
-            us = min(left, spent.get(what, 0))
+        for what, its_us in spent.items():
+            us = min(left, its_us)
             (after if what is TimeCategory.VALIDATING else before).append((what, us))
             left -= us
         portions = deque([*before, (TimeCategory.TRAINING, left), *after])

@@ -62,8 +62,10 @@ class TimeBreakdown:
         if not reports_steps:
             reports_steps = any(event.kind in ("step", "resumed") for event in timeline)
         book = TimeAccountant(timeline[0], end_us, saves, logs_steps=reports_steps)
-        for event in timeline:
-            book.add_event(event)
+        # Each event is freed here: a long run has millions, and intervals take as much memory.
+        timeline.reverse()
+        while timeline:
+            book.add_event(timeline.pop())
         book.close(waits=waits)
         spans = tuple(_joined(book.intervals))
         if not reports_steps:

@@ -1,5 +1,7 @@
 """Loggers that receive the metrics: CSV, TensorBoard, Weights & Biases, MLflow, Neptune.
 
+Neptune's hosted service has ended, so its logger is useful only offline.
+
 Imports none of their clients, and no torch.
 """
 

@@ -40,7 +40,7 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
             raise UserError(f"{count} loggers are named {name!r}. Use a different name for each: name=…")
     for kind, package in _PACKAGES.items():
         if any(isinstance(logger, LOGGERS.find(kind)) for logger in loggers) and find_spec(package) is None:
-            ended = " Neptune's hosted service has been discontinued." * (kind == "neptune")
+            ended = " Neptune's hosted service has ended." * (kind == "neptune")
             raise UserError(
                 f"The logger {kind!r} needs the package {package.replace('_', '-')}, which is not installed. "
                 f"Install it: pip install 'hpctrain[{kind}]'.{ended}"

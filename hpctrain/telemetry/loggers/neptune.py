@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,6 +30,12 @@ class Neptune:
     def start(self, run: LoggedRun) -> str:
         from neptune_scale import Run
 
+        print(
+            "hpctrain: Neptune's hosted service has ended. Choose another logger for new runs; this one "
+            "still writes files with NEPTUNE_MODE=offline.",
+            file=sys.stderr,
+            flush=True,
+        )
         name = run.known or f"{run.run_id[:80]}-{uuid4().hex[:8]}"
         # Resumes the run with that id, if it exists.
         self._run: Any = Run(
