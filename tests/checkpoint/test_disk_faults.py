@@ -1,4 +1,4 @@
-"""Disks that are full, gone or read-only: a save fails in one sentence, and what is there stays."""
+"""Full, missing and read-only disks: the save fails with one message, and earlier checkpoints stay."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MEGABYTE = {"x": torch.zeros(1 << 18)}
 SMALL = {"x": torch.ones(16)}
 
 
-def mounted(*words: str | Path) -> None:
-    done = subprocess.run(["mount", *map(str, words)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+def mount(*arguments: str | Path) -> None:
+    result = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip(f"nothing can be mounted here: {result.stderr.strip()}")
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted("-t", "tmpfs", "-o", "size=2m", "none", disk)
+    mount("-t", "tmpfs", "-o", "size=2m", "none", disk)
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk(small_disk, background):
+def test_save_on_full_disk_fails_and_leaves_no_files(small_disk, background):
     store = CheckpointStore(small_disk / "checkpoints")
     store.save(1, SMALL, {})
     filler = small_disk / "filler"
@@ -54,7 +54,7 @@ def test_a_full_disk(small_disk, background):
         error = str(raised.value)
     assert "checkpoint of step 2 was not written to" in error
     assert "No space left on device" in error
-    # What was written of it is gone: it would be in the way of the next one.
+    # The partial files are gone; they would leave no space for the next save.
     assert names(small_disk / "checkpoints") == ["step-00000001"]
     read_verified(small_disk / "checkpoints" / "step-00000001")
     filler.unlink()
@@ -62,7 +62,7 @@ def test_a_full_disk(small_disk, background):
     assert store.load_newest()[0].step == 3
 
 
-def test_a_disk_that_is_full_at_the_last_moment(small_disk):
+def test_disk_that_fills_during_manifest_write_fails_the_save(small_disk):
     """The tensors fit, the tables do not."""
     store = CheckpointStore(small_disk / "checkpoints")
     store.save(1, SMALL, {})
@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_at_the_last_moment(small_disk):
     assert store.load_newest()[0].step == 1
 
 
-def test_a_quota_that_is_used_up_by_a_fake(tmp_path, monkeypatch):
+def test_exhausted_quota_at_fsync_fails_the_save(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     store.save(1, SMALL, {})
 
@@ -82,20 +82,20 @@ def test_a_quota_that_is_used_up_by_a_fake(tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with monkeypatch.context() as patched:
-        patched.setattr(file_writer.os, "fsync", refuse)  # where network file systems tell
+        patched.setattr(file_writer.os, "fsync", refuse)  # network file systems report it here
         with pytest.raises(CheckpointError, match="Disk quota exceeded"):
             store.save(2, SMALL, {})
     assert names(tmp_path) == ["step-00000001"]
     assert store.save(3, SMALL, {}).step == 3
 
 
-def test_a_folder_that_became_read_only(tmp_path):
+def test_read_only_folder_fails_the_save(tmp_path):
     folder = tmp_path / "checkpoints"
     store = CheckpointStore(folder)
     store.save(1, SMALL, {})
-    mounted("--bind", folder, folder)
+    mount("--bind", folder, folder)
     try:
-        mounted("-o", "remount,ro,bind", folder)
+        mount("-o", "remount,ro,bind", folder)
         with pytest.raises(CheckpointError, match="Read-only file system"):
             store.save(2, SMALL, {})
         assert store.load_newest()[0].step == 1
@@ -105,21 +105,21 @@ def test_a_folder_that_became_read_only(tmp_path):
     assert steps(folder) == [1, 3]
 
 
-def test_a_broken_checkpoint_in_a_read_only_folder_is_an_error_that_names_both(tmp_path):
+def test_corrupt_checkpoint_in_read_only_folder_is_an_error(tmp_path):
     folder = tmp_path / "checkpoints"
     store = CheckpointStore(folder)
     store.save(1, SMALL, {})
     (store.save(2, SMALL, {}).path / "state.json").write_text("{}")
-    mounted("--bind", folder, folder)
+    mount("--bind", folder, folder)
     try:
-        mounted("-o", "remount,ro,bind", folder)
+        mount("-o", "remount,ro,bind", folder)
         with pytest.raises(CheckpointError, match=r"state\.json has 2 bytes.*cannot be set aside.*Read-only"):
             store.load_newest()
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_folder_that_vanished_between_two_saves(tmp_path):
+def test_folder_missing_between_saves_is_created_again(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     store.save(1, SMALL, {})
     (tmp_path / "checkpoints").rename(tmp_path / "away")
@@ -128,19 +128,19 @@ def test_a_folder_that_vanished_between_two_saves(tmp_path):
     assert steps(tmp_path / "away") == [1]
 
 
-def test_a_folder_that_vanishes_during_a_save(tmp_path, monkeypatch):
+def test_folder_missing_during_save_fails_the_save(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     store = CheckpointStore(folder)
     store.save(1, SMALL, {})
     write = file_writer.FileWriter._write
 
-    def write_and_lose(writing, part):
+    def write_and_move_folder(writing, part):
         entry = write(writing, part)
         folder.rename(tmp_path / "away")
         return entry
 
     with monkeypatch.context() as patched:
-        patched.setattr(file_writer.FileWriter, "_write", write_and_lose)
+        patched.setattr(file_writer.FileWriter, "_write", write_and_move_folder)
         with pytest.raises(CheckpointError, match="No such file or directory"):
             store.save(2, SMALL, {})
     assert steps(tmp_path / "away") == [1]
@@ -149,7 +149,7 @@ def test_a_folder_that_vanishes_during_a_save(tmp_path, monkeypatch):
     assert names(folder) == ["step-00000001", "step-00000003"]
 
 
-def test_a_file_in_place_of_the_folder(tmp_path):
+def test_file_in_place_of_folder_fails_the_save(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"step 1 was not written.*Not a directory"):
         CheckpointStore(tmp_path / "file" / "checkpoints").save(1, SMALL, {})

@@ -1,4 +1,4 @@
-"""Trouble of one rank: all ranks report the same, and none waits for another in vain."""
+"""Errors on one rank: all ranks report the same error, and none waits forever."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def open_on_own_node(folder: Path) -> CheckpointStore:
 
 
 def save_in_background(store: CheckpointStore, step: int) -> list[object]:
-    """Save within the time that a rank may keep the others waiting."""
-    begun = time.monotonic()
+    """Save within the time that a rank may delay the others."""
+    start = time.monotonic()
     rank_checkpoints.begin(store, step)
     assert store.wait(20)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - start < 15
     return list(store.collect_outcomes())
 
 
@@ -90,14 +90,16 @@ def lose_tier_between_saves(folder: Path) -> None:
         make_unreadable(store._tier.target.directory.folder)
     dist.barrier()
     for step in (2, 3):
-        ended = save_in_background(store, step)
-        (saved,) = (each for each in ended if isinstance(each, CommittedSave) and each.step == step)
+        outcomes = save_in_background(store, step)
+        (saved,) = (
+            outcome for outcome in outcomes if isinstance(outcome, CommittedSave) and outcome.step == step
+        )
         assert saved.path.parent.name == "checkpoints"
         assert "symbolic links" in saved.notes[0]
     rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 3)
 
 
-def test_tier_lost_between_two_saves_is_replaced_by_the_shared_folder(tmp_path):
+def test_tier_lost_between_saves_is_replaced_by_shared_folder(tmp_path):
     run_on_ranks(lose_tier_between_saves, tmp_path, timeout=40)
 
 
@@ -110,11 +112,11 @@ def fail_to_copy_on_rank_1(folder: Path) -> None:
     wait_for_copies(store)
     TierCopier._own_large_files = own_large_files
     dist.barrier()
-    ended = save_in_background(store, 2)
+    outcomes = save_in_background(store, 2)
     assert store.close() == []
-    ended += store.collect_outcomes()
-    paths = [each.path for each in ended if isinstance(each, CommittedSave)]
-    assert rank_checkpoints.shared_folder(folder) / "step-00000002" in paths, ended
+    outcomes += store.collect_outcomes()
+    paths = [outcome.path for outcome in outcomes if isinstance(outcome, CommittedSave)]
+    assert rank_checkpoints.shared_folder(folder) / "step-00000002" in paths, outcomes
 
 
 def wait_for_copies(store: CheckpointStore) -> None:
@@ -122,7 +124,7 @@ def wait_for_copies(store: CheckpointStore) -> None:
     assert not store._tier._copier._thread.is_alive()
 
 
-def test_step_after_a_failed_copy_is_copied(tmp_path):
+def test_step_after_failed_copy_is_copied(tmp_path):
     run_on_ranks(fail_to_copy_on_rank_1, tmp_path, timeout=40)
 
 
@@ -139,7 +141,7 @@ def fail_to_prune_after_copy(folder: Path) -> None:
     rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
 
 
-def test_copying_continues_after_old_checkpoints_could_not_be_listed(tmp_path):
+def test_copying_continues_when_old_checkpoints_cannot_be_listed(tmp_path):
     run_on_ranks(fail_to_prune_after_copy, tmp_path, timeout=40)
 
 
@@ -152,12 +154,12 @@ def save_after_copying_has_ended(folder: Path) -> None:
     assert "copying from" in saved.notes[0]
 
 
-def test_saves_go_to_the_shared_folder_once_copying_has_ended(tmp_path):
+def test_save_goes_to_shared_folder_after_copying_stopped(tmp_path):
     run_on_ranks(save_after_copying_has_ended, tmp_path, timeout=40)
 
 
 def lose_manifests_of_tier(folder: Path) -> None:
-    """As after a power cut: nothing in the memory of a node has to survive."""
+    """As after a power cut, which may lose the memory of a node."""
     rank = dist.get_rank()
     store = open_on_own_node(folder)
     rank_checkpoints.save(store, 1)
@@ -181,7 +183,7 @@ def lose_manifests_of_tier(folder: Path) -> None:
     assert "step-00000002.broken-0" in report
 
 
-def test_tier_that_lost_its_manifests_is_skipped(tmp_path):
+def test_tier_without_manifests_is_skipped(tmp_path):
     run_on_ranks(lose_manifests_of_tier, tmp_path, timeout=40)
 
 

@@ -1,4 +1,4 @@
-"""Several ranks save together: each writes its share, and all report the same error."""
+"""Saves by several ranks: each writes its share, and all report the same error."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from hpctrain.errors import CheckpointError
 
 pytestmark = [
     pytest.mark.ranks,
-    # torch warns that it loads without peers, which is intended here.
+    # torch warns that it loads without peers, as intended here.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """The message of the CheckpointError that an action raises."""
+    """Return the message of the CheckpointError that an action raises."""
     with pytest.raises(CheckpointError) as error:
         action()
     return str(error.value)
 
 
-def assert_same(messages: list[str], *words: str) -> None:
-    """Fail unless all ranks got the same message, with these words in it."""
+def assert_same(messages: list[str], *parts: str) -> None:
+    """Fail unless all ranks got the same message with these parts."""
     assert len(set(messages)) == 1, messages
-    assert all(word in messages[0] for word in words), messages[0]
+    assert all(word in messages[0] for word in parts), messages[0]
 
 
-def steps_in(folder: Path) -> list[str]:
+def list_step_folders(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 def hold_writing(*, ignore_stop: bool = False) -> Callable[[], None]:
-    """Have writes wait until they are stopped; with `ignore_stop`, until the returned function is called."""
+    """Block writes until they are stopped; with `ignore_stop`, until the returned function is called."""
     released, write = threading.Event(), file_writer.FileWriter._write
 
     def slow(writing, part):
@@ -70,7 +70,7 @@ def hold_writing(*, ignore_stop: bool = False) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_ranks_write_about_as_much_each_and_together_all(world_size):
+def test_write_plan_balances_bytes_and_covers_all_tensors(world_size):
     tensors = {f"t{i}": torch.zeros(n, 1000) for i, n in enumerate([3, 5000, 1, 400, 0, 2000])}
     tensors |= {"scalar": torch.tensor(1.0), "wide": torch.zeros(1, 1, 3_000_000)}
     loads, covered = [], dict.fromkeys(tensors, 0)
@@ -97,7 +97,7 @@ def load_on_other_ranks(folder: Path, step: int) -> None:
     assert_loads(open_store(folder), step, same_ranks=False)
 
 
-def test_checkpoint_of_three_ranks_loads_on_three_two_and_one_and_with_dcp(tmp_path):
+def test_checkpoint_of_three_ranks_loads_on_other_numbers_and_with_dcp(tmp_path):
     assert len(set(run_on_ranks(save_both_ways, tmp_path, world_size=3))) == 1
     folder = tmp_path / "step-00000006"
     sizes = [path.stat().st_size for path in folder.glob("*.distcp")]
@@ -126,7 +126,7 @@ def load_around_broken_files(folder: Path, victims: list[str]) -> list[list[str]
     return reports
 
 
-def test_all_ranks_skip_a_checkpoint_with_a_broken_file(tmp_path):
+def test_corrupt_file_of_one_rank_is_skipped_by_all(tmp_path):
     """Ranks verify different files."""
     victims = ["__0_0.distcp", "__1_0.distcp", "state.json", "manifest.json"]
     reports, others = run_on_ranks(load_around_broken_files, tmp_path, victims)
@@ -148,13 +148,13 @@ def save_on_full_disk_of_rank_1(folder: Path) -> str:
     error = error_of(lambda: save(store, 2))
     file_writer.FileWriter._write = write
     dist.barrier()
-    assert steps_in(folder) == ["step-00000001"]
+    assert list_step_folders(folder) == ["step-00000001"]
     save(store, 3)
     assert_loads(store, 3)
     return error
 
 
-def test_all_ranks_report_the_full_disk_of_one(tmp_path):
+def test_full_disk_of_one_rank_is_reported_by_all(tmp_path):
     assert_same(run_on_ranks(save_on_full_disk_of_rank_1, tmp_path), "Disk quota exceeded", "(rank 1)")
 
 
@@ -169,7 +169,7 @@ def save_different_states(folder: Path) -> list[str]:
     return errors
 
 
-def test_all_ranks_report_that_their_states_differ(tmp_path):
+def test_differing_states_are_reported_by_all_ranks(tmp_path):
     shapes, steps, types = zip(*run_on_ranks(save_different_states, tmp_path), strict=True)
     assert_same(shapes, "shapes of this rank's tensors", "(rank 1)")
     assert all("is saving step 2, but rank 0 is saving step 1" in message for message in steps), steps
@@ -184,13 +184,13 @@ def abandon_on_rank_1(folder: Path) -> str:
     if dist.get_rank() == 1:
         store.abandon()
     assert store.wait(10)
-    (ended,) = store.collect_outcomes()
-    return str(ended)
+    (outcome,) = store.collect_outcomes()
+    return str(outcome)
 
 
-def test_save_that_one_rank_abandons_is_abandoned_by_all(tmp_path):
+def test_save_abandoned_by_one_rank_is_abandoned_by_all(tmp_path):
     assert_same(run_on_ranks(abandon_on_rank_1, tmp_path), "abandoned")
-    assert steps_in(tmp_path) == ["step-00000001"]
+    assert list_step_folders(tmp_path) == ["step-00000001"]
 
 
 def save_while_rank_1_dies(folder: Path) -> tuple[str, str]:
@@ -203,11 +203,11 @@ def save_while_rank_1_dies(folder: Path) -> tuple[str, str]:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     assert store.wait(20)
-    (ended,) = store.collect_outcomes()
-    return str(ended), error_of(lambda: save(store, 3))
+    (outcome,) = store.collect_outcomes()
+    return str(outcome), error_of(lambda: save(store, 3))
 
 
-def test_death_of_a_rank_ends_the_save_of_the_others_without_a_commit(tmp_path):
+def test_death_of_one_rank_fails_the_save_without_commit(tmp_path):
     (during, after), _ = run_on_ranks(save_while_rank_1_dies, tmp_path, killed=[1])
     assert "lost their connection" in during
     assert "checkpoint of step 2" in during
@@ -223,18 +223,18 @@ def save_while_rank_1_is_stopped(folder: Path) -> tuple[str, bool]:
     begin(store, 1)
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
-    begun = time.monotonic()
+    start = time.monotonic()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     assert store.wait(20)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - start < 15
     committed = list(folder.glob("step-*")) != []
-    (ended,) = store.collect_outcomes()
+    (outcome,) = store.collect_outcomes()
     os.kill(pids[1], signal.SIGCONT)
-    return str(ended), committed
+    return str(outcome), committed
 
 
-def test_stopped_rank_delays_a_save_no_longer_than_the_limit(tmp_path):
+def test_stopped_rank_fails_the_save_after_the_limit(tmp_path):
     (error, committed), (error_of_1, _) = run_on_ranks(save_while_rank_1_is_stopped, tmp_path)
     assert "limit 2 s" in error
     assert "limit 2 s" in error_of_1
@@ -255,7 +255,7 @@ def save_while_disk_of_rank_1_hangs(folder: Path) -> list[str]:
     return errors
 
 
-def test_all_ranks_report_the_hanging_disk_of_one_until_it_works_again(tmp_path):
+def test_hanging_disk_of_one_rank_is_reported_by_all_until_it_recovers(tmp_path):
     first, second = zip(*run_on_ranks(save_while_disk_of_rank_1_hangs, tmp_path), strict=True)
     assert_same(first, "has not accepted any data for 1.5 s", "(rank 1)")
     assert_same(second, "the disk is still blocked", "(rank 1)")
@@ -281,10 +281,10 @@ def save_while_commit_hangs(folder: Path) -> list[str]:
     return errors
 
 
-def test_commit_that_hangs_is_waited_for_until_the_limit_and_is_whole_in_the_end(tmp_path):
+def test_hanging_commit_fails_the_save_and_completes_later(tmp_path):
     for errors in zip(*run_on_ranks(save_while_commit_hangs, tmp_path), strict=True):
         assert_same(errors, "not accepted any data for 1 s", "(rank 0)")
-    assert steps_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000004"]
+    assert list_step_folders(tmp_path) == ["step-00000001", "step-00000002", "step-00000004"]
 
 
 PLACEMENTS = {
@@ -300,21 +300,21 @@ def matrix(step: int) -> torch.Tensor:
 
 
 def save_and_load_sharded(folder: Path) -> None:
-    """On a mesh of 2 × 2: sharded, uneven, replicated in one dimension, and cut in both."""
+    """On a 2 × 2 mesh: sharded, uneven, replicated in one dimension, and sharded in both."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-    tree = {name: distribute_tensor(matrix(1), mesh, where) for name, where in PLACEMENTS.items()}
+    tree = {name: distribute_tensor(matrix(1), mesh, placement) for name, placement in PLACEMENTS.items()}
     tree["plain"] = matrix(2)
     store = open_store(folder)
     store.save(1, tree, {})
     loaded = open_store(folder).load_newest(like=tree)[0].state
-    for name, where in PLACEMENTS.items():
-        assert loaded[name].placements == where
+    for name, placement in PLACEMENTS.items():
+        assert loaded[name].placements == placement
         assert torch.equal(loaded[name].to_local(), tree[name].to_local()), name
     assert torch.equal(loaded["plain"], matrix(2))
     other = {name: distribute_tensor(torch.zeros(7, 6).double(), mesh, (Shard(1), Shard(0))) for name in tree}
-    moved = store.load_newest(like=other)[0].state
+    resharded = store.load_newest(like=other)[0].state
     for name in PLACEMENTS:
-        assert torch.equal(moved[name].full_tensor(), matrix(1)), name
+        assert torch.equal(resharded[name].full_tensor(), matrix(1)), name
 
 
 def load_resharded(folder: Path) -> None:
@@ -325,7 +325,7 @@ def load_resharded(folder: Path) -> None:
     assert torch.equal(loaded["both"], matrix(1))
 
 
-def test_distributed_tensors_load_on_the_same_ranks_with_other_placements_and_on_others(tmp_path):
+def test_distributed_tensors_load_with_other_placements_and_ranks(tmp_path):
     run_on_ranks(save_and_load_sharded, tmp_path, world_size=4)
     run_on_ranks(load_resharded, tmp_path, world_size=3)
     target = {"state/both": torch.empty(7, 6, dtype=torch.float64)}

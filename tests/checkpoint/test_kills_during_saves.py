@@ -1,7 +1,7 @@
-"""Killed at a system call of saving: a valid checkpoint is found, and it is the one before, or this one.
+"""Kills at a system call of a save: a valid checkpoint is always found, this one or the one before.
 
-strace kills the process at the n-th call of one kind that a thread makes. So every moment at which what lies
-on disk can differ is reached, by going through all kinds and all n.
+strace kills the process at the n-th system call of one kind in a thread. All kinds and all n together reach
+every moment at which the files on disk can differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from save_until_killed import LAST_STEP, state, store
 
 from hpctrain.checkpoint.store import CheckpointStore
 
-#: The calls by which saving changes what lies on disk, or makes sure of it.
+#: The system calls that change the files of a save on disk, or flush them.
 CALLS = (
     "write",
     "openat",
@@ -47,27 +47,27 @@ def server() -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
         [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
     )
-    # Until it runs, it has no command line by which the watch for leftover processes knows it.
+    # Until it runs, it has no command line by which the leftover-process check recognizes it.
     assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
     process.wait(10)
 
 
-def said(folder: Path) -> list[str]:
+def outcome_lines(folder: Path) -> list[str]:
     return (folder / "said").read_text().split() if (folder / "said").exists() else []
 
 
-def killed_at(server: subprocess.Popen, folder: Path, mode: str, call: str, n: int) -> bool:
-    """Whether a process that saves was killed at the n-th such call of a thread, or ended before it."""
+def kill_at_call(server: subprocess.Popen, folder: Path, mode: str, call: str, n: int) -> bool:
+    """True if the n-th such call of a thread killed the saving process; False if it ended before."""
     folder.mkdir()
     server.stdin.write(f"{mode} {folder}\n")
     server.stdin.flush()
     pid = server.stdout.readline().strip()
-    wait_for(lambda: "ready" in said(folder), 30, "two checkpoints", interval=0.002)
+    wait_for(lambda: "ready" in outcome_lines(folder), 30, "two checkpoints", interval=0.002)
     inject = f"inject={call}:signal=SIGKILL:when={n}"
-    words = ["strace", "-f", "-p", pid, "-o", str(folder / "calls"), "-e", f"trace={call}", "-e", inject]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as strace:
+    command = ["strace", "-f", "-p", pid, "-o", str(folder / "calls"), "-e", f"trace={call}", "-e", inject]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         try:
             line = strace.stderr.readline()
             if "attached" not in line:
@@ -78,22 +78,22 @@ def killed_at(server: subprocess.Popen, folder: Path, mode: str, call: str, n: i
         finally:
             strace.kill()
     assert int(pid) > 1
-    return "end" not in said(folder)
+    return "end" not in outcome_lines(folder)
 
 
 def check_restart(folder: Path, mode: str) -> None:
-    ended = [int(word) for word in said(folder) if word.isdecimal()]
-    again = store(mode, folder)
-    loaded, broken = again.load_newest()
+    saved_steps = [int(word) for word in outcome_lines(folder) if word.isdecimal()]
+    reopened = store(mode, folder)
+    loaded, broken = reopened.load_newest()
     assert loaded is not None, broken
-    # At most one interval old: what was said to be saved is there; at most the one that was under way is not.
-    assert max(ended) <= loaded.step <= max(ended) + 1
+    # At most one interval is lost: reported saves are there, and at most the one in flight is not.
+    assert max(saved_steps) <= loaded.step <= max(saved_steps) + 1
     assert torch.equal(loaded.state["x"], state(loaded.step)["x"])
     assert loaded.state["step"] == loaded.step
     assert broken == [], "a save that was killed looked like a broken checkpoint"
-    again.save(loaded.step + 1, state(loaded.step + 1), {})
-    assert again.load_newest()[0].step == loaded.step + 1
-    again.close(clean=True)
+    reopened.save(loaded.step + 1, state(loaded.step + 1), {})
+    assert reopened.load_newest()[0].step == loaded.step + 1
+    reopened.close(clean=True)
     assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 
@@ -102,20 +102,20 @@ def check_restart(folder: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("call", "n"), [("write", 1), ("rename", 1), ("fsync", 3), ("unlinkat", 1), ("rmdir", 1)]
 )
-def test_killed_at_a_system_call(server, tmp_path, mode, call, n):
-    assert killed_at(server, tmp_path / "run", mode, call, n) or mode != "sync"
+def test_kill_at_system_call_leaves_valid_checkpoint(server, tmp_path, mode, call, n):
+    assert kill_at_call(server, tmp_path / "run", mode, call, n) or mode != "sync"
     check_restart(tmp_path / "run", mode)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_killed_at_every_system_call(server, tmp_path):
-    """More than 200 moments, in the order of the calls."""
+def test_kill_at_every_system_call_leaves_valid_checkpoint(server, tmp_path):
+    """More than 200 kills, in the order of the calls."""
     kills = 0
     for mode, call in itertools.product(MODES, CALLS):
         for n in itertools.count(1):
             folder = tmp_path / f"{mode}-{call}-{n}"
-            killed = killed_at(server, folder, mode, call, n)
+            killed = kill_at_call(server, folder, mode, call, n)
             check_restart(folder, mode)
             shutil.rmtree(folder)
             kills += killed
@@ -127,21 +127,21 @@ def test_killed_at_every_system_call(server, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["mkdir", "fsync", "rename"])
-def test_a_disk_that_hangs_in_a_call_for_a_while(server, tmp_path, call):
-    """Every such call takes four seconds, and a save is told to have failed before that is over."""
+def test_disk_that_hangs_fails_saves_and_recovers(server, tmp_path, call):
+    """Each such call takes four seconds; a save is reported as failed before it returns."""
     server.stdin.write(f"for-long {tmp_path}\n")
     server.stdin.flush()
     pid = server.stdout.readline().strip()
 
     def outcomes(begin: int) -> list[str]:
-        told = (tmp_path / "said").read_text().splitlines()[begin:]
-        return [line.partition(" ")[2] for line in told]
+        lines = (tmp_path / "said").read_text().splitlines()[begin:]
+        return [line.partition(" ")[2] for line in lines]
 
     try:
         wait_for(lambda: (tmp_path / "said").exists() and outcomes(2), 30, "three checkpoints")
-        words = ["strace", "-f", "-p", pid, "-o", str(tmp_path / "calls"), "-e", f"trace={call}"]
-        words += ["-e", f"inject={call}:delay_enter=4000000"]
-        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as strace:
+        command = ["strace", "-f", "-p", pid, "-o", str(tmp_path / "calls"), "-e", f"trace={call}"]
+        command += ["-e", f"inject={call}:delay_enter=4000000"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
             try:
                 if "attached" not in (line := strace.stderr.readline()):
                     pytest.skip(f"strace may not attach here: {line.strip()}")
@@ -150,11 +150,11 @@ def test_a_disk_that_hangs_in_a_call_for_a_while(server, tmp_path, call):
             finally:
                 strace.kill()
         hung = outcomes(before)[:2]
-        words = (
+        command = (
             "the disk has not accepted any data for 0.3 s",
             "the disk is still blocked by an earlier save",
         )
-        assert all(any(some in outcome for some in words) for outcome in hung), hung
+        assert all(any(some in outcome for some in command) for outcome in hung), hung
         wait_for(lambda: outcomes(-1) == ["saved"], 30, "a checkpoint once the disk goes on")
     finally:
         (tmp_path / "stop").touch()
@@ -166,6 +166,8 @@ def test_a_disk_that_hangs_in_a_call_for_a_while(server, tmp_path, call):
 
 
 @pytest.mark.slow
-def test_a_process_that_nobody_kills_saves_all(server, tmp_path):
-    assert not killed_at(server, tmp_path / "run", "async", "reboot", 1)
-    assert re.findall(r"\d+", " ".join(said(tmp_path / "run"))) == [str(s) for s in range(1, LAST_STEP + 1)]
+def test_all_steps_are_saved_without_a_kill(server, tmp_path):
+    assert not kill_at_call(server, tmp_path / "run", "async", "reboot", 1)
+    assert re.findall(r"\d+", " ".join(outcome_lines(tmp_path / "run"))) == [
+        str(s) for s in range(1, LAST_STEP + 1)
+    ]

@@ -1,4 +1,4 @@
-"""Checkpoints saved in a fast folder first, of each node or of all, and copied to the shared one."""
+"""Checkpoints saved to the local tier first and copied to the shared folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_on_node(folder: Path, node: int | str) -> CheckpointStore:
 
 @contextmanager
 def failing_copies(folder: Path) -> Iterator[None]:
-    """Saves stay in the local tier: a file is in the place of the shared folder."""
+    """Keep saves in the local tier: a file is in the place of the shared folder."""
     shared = rank_checkpoints.shared_folder(folder)
     if dist.get_rank() == 0:
         shared.rename(folder / "aside")
@@ -48,9 +48,9 @@ def save_on_own_node(folder: Path) -> None:
     for step in (1, 2):
         rank_checkpoints.begin(store, step)
         assert store.wait(30)
-        ended = store.collect_outcomes()
-        copied += [each for each in ended if "shared" in each.path.parts]
-        (saved,) = (each for each in ended if "shared" not in each.path.parts)
+        outcomes = store.collect_outcomes()
+        copied += [outcome for outcome in outcomes if "shared" in outcome.path.parts]
+        (saved,) = (outcome for outcome in outcomes if "shared" not in outcome.path.parts)
         assert (saved.step, saved.path.parent.parent) == (step, folder / f"node-{rank}")
         assert [path.name for path in saved.path.glob("*.distcp")] == [f"__{rank}_0.distcp"]
     assert store.close(clean=True) == []
@@ -61,7 +61,7 @@ def save_on_own_node(folder: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_each_rank_saves_on_its_node_and_the_parts_are_copied_and_removed(tmp_path):
+def test_each_rank_saves_to_its_node_and_parts_are_copied(tmp_path):
     run_on_ranks(save_on_own_node, tmp_path)
 
 
@@ -71,15 +71,15 @@ def save_on_one_node(folder: Path) -> None:
     with failing_copies(folder):
         rank_checkpoints.begin(store, 2)
         store.close()
-    again = rank_checkpoints.open_store(folder, "node")
-    loaded, _ = again.load_newest()
+    reopened = rank_checkpoints.open_store(folder, "node")
+    loaded, _ = reopened.load_newest()
     assert loaded.path.parent.parent == folder / "node"
     assert torch.equal(loaded.state["big"], rank_checkpoints.state(2)["big"])
-    assert again.close(clean=True) == []
+    assert reopened.close(clean=True) == []
 
 
 @pytest.mark.ranks
-def test_ranks_of_one_node_load_the_newest_from_its_folder_and_it_is_copied(tmp_path):
+def test_newest_checkpoint_of_local_tier_is_loaded_and_copied(tmp_path):
     run_on_ranks(save_on_one_node, tmp_path)
     assert (rank_checkpoints.shared_folder(tmp_path) / "step-00000002" / "manifest.json").exists()
     assert list((tmp_path / "node").iterdir()) == []
@@ -98,7 +98,7 @@ def save_without_folder_on_node_1(folder: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_tier_that_one_node_lacks_is_used_by_none(tmp_path):
+def test_local_tier_is_unused_when_one_node_lacks_it(tmp_path):
     run_on_ranks(save_without_folder_on_node_1, tmp_path)
 
 
@@ -112,7 +112,7 @@ def save_step_2_on_nodes_only(folder: Path) -> None:
         assert store.wait(30)
         assert store.close() == []
     # The copy may fail before the save is reported.
-    failed, saved = sorted(store.collect_outcomes(), key=lambda each: isinstance(each, CommittedSave))
+    failed, saved = sorted(store.collect_outcomes(), key=lambda outcome: isinstance(outcome, CommittedSave))
     assert (saved.step, saved.path.parent.parent) == (2, folder / f"node-{rank}")
     assert "step 2 was not written" in str(failed)
 
@@ -126,7 +126,7 @@ def nodes_with_step_2(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def nodes(nodes_with_step_2, tmp_path) -> Iterator[Path]:
-    """A copy of `nodes_with_step_2` under the same path: the tier names the run's folder after it."""
+    """A copy of `nodes_with_step_2` at the same path, because the tier derives the run's folder from it."""
     original = nodes_with_step_2.rename(nodes_with_step_2.with_name("original"))
     shutil.copytree(original, nodes_with_step_2)
     yield nodes_with_step_2
@@ -144,7 +144,7 @@ def load_and_save_step_3(folder: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_restart_on_the_same_nodes_joins_their_parts(nodes):
+def test_restart_on_same_nodes_joins_their_parts(nodes):
     run_on_ranks(load_and_save_step_3, nodes)
 
 
@@ -156,7 +156,7 @@ def drain_own_node(folder: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_draining_the_nodes_copies_what_only_they_have(nodes):
+def test_drain_copies_checkpoints_from_nodes(nodes):
     run_on_ranks(drain_own_node, nodes)
 
 
@@ -168,7 +168,7 @@ def load_on_the_next_node(folder: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_restart_with_other_ranks_on_the_nodes_joins_their_parts(nodes, world_size):
+def test_restart_with_swapped_nodes_joins_their_parts(nodes, world_size):
     run_on_ranks(load_on_the_next_node, nodes, world_size=world_size)
 
 
@@ -185,7 +185,7 @@ def load_without_node_1(folder: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_restart_without_a_node_loads_the_shared_checkpoint(nodes):
+def test_restart_without_a_node_loads_shared_checkpoint(nodes):
     run_on_ranks(load_without_node_1, nodes)
 
 
@@ -201,7 +201,7 @@ def load_with_broken_part(folder: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_broken_part_of_a_node_is_skipped(nodes):
+def test_corrupt_part_of_a_node_is_skipped(nodes):
     run_on_ranks(load_with_broken_part, nodes)
 
 
@@ -211,7 +211,7 @@ def state(step: int) -> dict:
 
 @pytest.fixture
 def tier(tmp_path) -> Path:
-    """A fast folder, which is there."""
+    """An existing folder for the local tier."""
     folder = tmp_path / "tier"
     folder.mkdir()
     return folder
@@ -219,38 +219,38 @@ def tier(tmp_path) -> Path:
 
 @pytest.fixture
 def slow_copying(monkeypatch) -> threading.Event:
-    """Copying to the shared folder waits until this is set."""
-    let_go = threading.Event()
-    blocks = file_writer.file_copy_write
+    """Make copies to the shared folder wait until this event is set."""
+    released = threading.Event()
+    file_copy_write = file_writer.file_copy_write
 
-    def held(path):
-        part = blocks(path)
+    def delayed_copy(path):
+        part = file_copy_write(path)
 
         def wait_and_read():
-            assert let_go.wait(20)
+            assert released.wait(20)
             yield from part.blocks()
 
         return file_writer.FileWrite(part.name, wait_and_read)
 
-    monkeypatch.setattr("hpctrain.checkpoint.tier.tier_copier.file_copy_write", held)
-    return let_go
+    monkeypatch.setattr("hpctrain.checkpoint.tier.tier_copier.file_copy_write", delayed_copy)
+    return released
 
 
-def test_where_copying_is_slow_the_newest_is_copied_and_the_tier_does_not_grow(tmp_path, tier, slow_copying):
+def test_slow_copies_skip_to_the_newest_and_tier_stays_small(tmp_path, tier, slow_copying):
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     for step in range(1, 9):
         store.async_save(step, state(step), {})
     assert store.wait(20)
     assert [saved.step for saved in store.collect_outcomes()] == list(range(1, 9))
-    (of_the_run,) = tier.iterdir()
-    assert steps(of_the_run) == [1, 8]
+    (run_tier,) = tier.iterdir()
+    assert steps(run_tier) == [1, 8]
     slow_copying.set()
     store.close()
     assert [saved.step for saved in store.collect_outcomes()] == [1, 8]
     assert steps(tmp_path / "run" / "checkpoints") == [1, 8]
 
 
-def test_what_stays_for_good_is_copied_however_slow(tmp_path, tier, slow_copying):
+def test_permanent_checkpoints_are_copied_however_slow(tmp_path, tier, slow_copying):
     store = CheckpointStore(
         tmp_path / "run" / "checkpoints", retention=Retention(last=1, every=3), second_tier=tier
     )
@@ -262,22 +262,22 @@ def test_what_stays_for_good_is_copied_however_slow(tmp_path, tier, slow_copying
     assert steps(tmp_path / "run" / "checkpoints") == [3, 6, 8]
 
 
-def test_a_tier_without_room_is_passed_by_and_that_is_said(tmp_path, tier):
+def test_save_goes_directly_to_shared_folder_when_tier_is_full(tmp_path, tier):
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier, second_tier_bytes=10_000)
     store.async_save(1, state(1), {})
     store.async_save(2, {"x": torch.zeros(3000)}, {})
     store.close()
-    ended = {(saved.step, saved.path.parent.name): saved for saved in store.collect_outcomes()}
-    assert (1, "checkpoints") in ended
-    direct = ended[2, "checkpoints"]
+    outcomes = {(saved.step, saved.path.parent.name): saved for saved in store.collect_outcomes()}
+    assert (1, "checkpoints") in outcomes
+    direct = outcomes[2, "checkpoints"]
     assert "no space for" in direct.notes[0]
     assert "directly" in direct.notes[0]
     assert steps(tmp_path / "run" / "checkpoints") == [1, 2]
 
 
-def planted(folder: Path, how: str) -> None:
+def plant(folder: Path, attack: str) -> None:
     """Put at `folder` what another user may have left there."""
-    match how:
+    match attack:
         case "link":
             (folder.parent / "elsewhere").mkdir(0o700)
             folder.symlink_to("elsewhere")
@@ -296,7 +296,7 @@ def planted(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("attack", "pattern"),
     [
         ("link", "is a symbolic link, not a folder. Remove it"),
         ("file", "is a file, not a folder. Remove it"),
@@ -305,9 +305,7 @@ def planted(folder: Path, how: str) -> None:
         ("replaceable", "can be replaced by any user: .* has mode 0777. Set the sticky bit"),
     ],
 )
-def test_a_tier_that_other_users_can_get_into_is_refused_and_checkpoints_go_to_the_run(
-    tmp_path, tier, how, words
-):
+def test_tier_open_to_other_users_is_refused(tmp_path, tier, attack, pattern):
     checkpoints = tmp_path / "run" / "checkpoints"
     first = CheckpointStore(checkpoints, second_tier=tier)
     first.async_save(1, state(1), {})
@@ -316,26 +314,26 @@ def test_a_tier_that_other_users_can_get_into_is_refused_and_checkpoints_go_to_t
     assert folder.stat().st_mode & 0o777 == 0o700
     first.close()
     shutil.rmtree(folder)
-    planted(folder, how)
+    plant(folder, attack)
     store = CheckpointStore(checkpoints, second_tier=tier)
     store.async_save(2, state(2), {})
     store.close()
     (saved,) = store.collect_outcomes()
     assert saved.path.parent == checkpoints
     assert str(folder) in saved.notes[0]
-    assert re.search(words, saved.notes[0])
+    assert re.search(pattern, saved.notes[0])
     assert "directly" in saved.notes[0]
     assert not folder.is_dir() or list(folder.iterdir()) == []
 
 
-def test_a_blocking_save_is_in_the_shared_folder(tmp_path, tier):
+def test_blocking_save_goes_to_shared_folder(tmp_path, tier):
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     assert store.save(1, state(1), {}).path == tmp_path / "run" / "checkpoints" / "step-00000001"
     store.close(clean=True)
     assert names(tier) == []
 
 
-def test_the_removal_of_a_tier_never_shows_a_part_of_a_checkpoint(tmp_path, tier, monkeypatch):
+def test_tier_cleanup_never_exposes_partial_checkpoints(tmp_path, tier, monkeypatch):
     """A kill at any moment of it leaves whole checkpoints and hidden folders."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     store.async_save(1, state(1), {})
@@ -344,19 +342,19 @@ def test_the_removal_of_a_tier_never_shows_a_part_of_a_checkpoint(tmp_path, tier
     seen = []
     unlink = os.unlink
 
-    def look(*words, **more):
-        unlink(*words, **more)
+    def unlink_and_list(*args, **kwargs):
+        unlink(*args, **kwargs)
         seen.append(steps(folder))
 
-    monkeypatch.setattr(os, "unlink", look)
+    monkeypatch.setattr(os, "unlink", unlink_and_list)
     store.close(clean=True)
     assert seen == [[]] * len(seen)
     assert len(seen) > 3
 
 
-def test_two_runs_do_not_meet_in_one_tier(tmp_path, tier):
+def test_two_runs_share_a_tier_without_collision(tmp_path, tier):
     runs = [
-        CheckpointStore(tmp_path / where / "run" / "checkpoints", second_tier=tier) for where in ("a", "b")
+        CheckpointStore(tmp_path / parent / "run" / "checkpoints", second_tier=tier) for parent in ("a", "b")
     ]
     for number, store in enumerate(runs, 1):
         store.async_save(number, state(number), {})
@@ -366,7 +364,7 @@ def test_two_runs_do_not_meet_in_one_tier(tmp_path, tier):
         assert store.load_newest()[0].step == number
 
 
-def test_a_tier_whose_newest_was_not_copied_is_not_cleaned(tmp_path, tier):
+def test_tier_with_uncopied_checkpoint_is_not_cleaned(tmp_path, tier):
     shared = tmp_path / "run" / "checkpoints"
     shared.parent.mkdir()
     shared.write_text("in the way")
@@ -375,8 +373,8 @@ def test_a_tier_whose_newest_was_not_copied_is_not_cleaned(tmp_path, tier):
     (sentence,) = store.close(clean=True)
     assert "Step 1 exists only in" in sentence
     shared.unlink()
-    again = CheckpointStore(shared, second_tier=tier)
-    assert torch.equal(again.load_newest()[0].state["x"], state(1)["x"])
-    again.close(clean=True)
+    reopened = CheckpointStore(shared, second_tier=tier)
+    assert torch.equal(reopened.load_newest()[0].state["x"], state(1)["x"])
+    reopened.close(clean=True)
     assert steps(shared) == [1]
     assert names(tier) == []

@@ -1,4 +1,4 @@
-"""A byte that changed is noticed, wherever it lies; what is broken is said and set aside."""
+"""Corrupt checkpoints: any changed byte is detected, and the checkpoint is reported and set aside."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "lengthen", "lose a file", "lose the manifest", "empty"])
-def test_broken_newest_is_named_and_set_aside_and_the_one_before_is_used(tmp_path, harm):
+@pytest.mark.parametrize("damage", ["flip", "cut", "lengthen", "lose a file", "lose the manifest", "empty"])
+def test_corrupt_newest_checkpoint_is_set_aside_and_previous_is_loaded(tmp_path, damage):
     store = CheckpointStore(tmp_path)
     save(store, 5)
     folder = save(store, 10).path
     victim = folder / "__0_0.distcp"
     content = victim.read_bytes()
-    match harm:
+    match damage:
         case "flip":
             victim.write_bytes(content[:7] + bytes([content[7] ^ 1]) + content[8:])
         case "cut":
@@ -45,48 +45,48 @@ def test_broken_newest_is_named_and_set_aside_and_the_one_before_is_used(tmp_pat
 
 
 @pytest.mark.slow
-def test_every_flipped_byte_of_every_file_is_noticed(tmp_path):
-    """Each byte in turn, one bit of it; the manifest included."""
+def test_every_flipped_byte_is_detected_when_read(tmp_path):
+    """One bit of each byte in turn, including the manifest."""
     folder = CheckpointStore(tmp_path).save(1, {"x": torch.zeros(3), "lr": 0.1}, {}).path
     for path in sorted(folder.iterdir()):
-        whole = path.read_bytes()
-        for i, byte in enumerate(whole):
-            path.write_bytes(whole[:i] + bytes([byte ^ (1 << i % 8)]) + whole[i + 1 :])
+        content = path.read_bytes()
+        for i, byte in enumerate(content):
+            path.write_bytes(content[:i] + bytes([byte ^ (1 << i % 8)]) + content[i + 1 :])
             with pytest.raises(CorruptCheckpoint, match=path.name):
                 read_verified(folder)
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert read_verified(folder).step == 1
 
 
 @pytest.mark.long
-def test_every_flipped_byte_of_every_file_is_never_loaded(tmp_path):
-    """As above, but on disk and through the whole store."""
+def test_checkpoint_with_any_flipped_byte_is_never_loaded(tmp_path):
+    """As above, on disk and through the whole store."""
     store = CheckpointStore(tmp_path)
     store.save(1, {"x": torch.zeros(3)}, {})
     folder = store.save(2, {"x": torch.ones(3), "lr": 0.1}, {}).path
     for name in names(folder):
-        whole = (folder / name).read_bytes()
-        for i, byte in enumerate(whole):
-            (folder / name).write_bytes(whole[:i] + bytes([byte ^ (1 << i % 8)]) + whole[i + 1 :])
+        content = (folder / name).read_bytes()
+        for i, byte in enumerate(content):
+            (folder / name).write_bytes(content[:i] + bytes([byte ^ (1 << i % 8)]) + content[i + 1 :])
             loaded, broken = store.load_newest()
             assert (loaded.step, len(broken)) == (1, 1), (name, i)
             (tmp_path / "step-00000002.broken-0").rename(folder)
-        (folder / name).write_bytes(whole)
+        (folder / name).write_bytes(content)
     assert store.load_newest()[0].step == 2
 
 
-@pytest.mark.parametrize("trouble", ["another format", "a folder in place of the file"])
-def test_what_cannot_be_judged_is_an_error_and_stays_where_it_is(tmp_path, trouble):
+@pytest.mark.parametrize("problem", ["another format", "a folder in place of the file"])
+def test_unreadable_checkpoint_is_an_error_and_is_not_moved(tmp_path, problem):
     store = CheckpointStore(tmp_path)
     save(store, 5)
     folder = save(store, 10).path
-    if trouble == "another format":
+    if problem == "another format":
         body, seal, _ = (folder / "manifest.json").read_bytes().rpartition(b',\n"xxh3_128": "')
         body = body.replace(b'"format": 1', b'"format": 99')
         digest = xxhash.xxh3_128_hexdigest(body).encode()
         (folder / "manifest.json").write_bytes(body + seal + digest + b'"\n}\n')
         assert json.loads((folder / "manifest.json").read_text())["format"] == 99
-    else:  # any error of reading; permissions do not stop root
+    else:  # any read error; root ignores permissions
         (folder / "state.json").unlink()
         (folder / "state.json").mkdir()
     with pytest.raises(CheckpointError, match=r"format 99|Nothing was changed"):
@@ -94,7 +94,7 @@ def test_what_cannot_be_judged_is_an_error_and_stays_where_it_is(tmp_path, troub
     assert names(tmp_path) == ["step-00000005", "step-00000010"]
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_broken(tmp_path):
+def test_checkpoint_renamed_to_another_step_is_corrupt(tmp_path):
     folder = save(CheckpointStore(tmp_path), 5).path
     with pytest.raises(CorruptCheckpoint, match="manifest of step 5"):
         read_verified(folder.rename(folder.with_name("step-00000006")))

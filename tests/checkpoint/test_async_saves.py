@@ -1,4 +1,4 @@
-"""Saving in the background: what is copied, what is waited for, and how it is ended."""
+"""Saves in the background: staging, waiting, outcomes and abandoning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpctrain.errors import CheckpointError
 
 
 class Gate:
-    """Holds back all writing until it is opened, or it is told to stop."""
+    """Block all writing until it is opened or the save is stopped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
@@ -43,7 +43,7 @@ def gate(monkeypatch):
     return Gate(monkeypatch)
 
 
-def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it_then(tmp_path, gate):
+def test_async_save_stores_state_at_the_call(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     state = {"x": torch.arange(1000.0), "log": [1, 2], "scheduler": {"milestones": {"a": 1}}}
     store.async_save(1, state, {"rng": state["x"]})
@@ -59,7 +59,7 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it_then(tmp_
     assert loaded.state["scheduler"] == {"milestones": {"a": 1}}
 
 
-def test_how_it_ended_is_told_once_and_asking_never_waits(tmp_path, gate):
+def test_outcome_of_async_save_is_collected_once_without_waiting(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": torch.zeros(2)}, {}, score=0.5)
     assert store.collect_outcomes() == []
@@ -73,7 +73,7 @@ def test_how_it_ended_is_told_once_and_asking_never_waits(tmp_path, gate):
     assert store.collect_outcomes() == []
 
 
-def test_one_is_in_flight_and_the_next_waits_for_it(tmp_path, gate):
+def test_second_async_save_waits_for_the_first(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": torch.zeros(2)}, {})
     second = threading.Thread(target=store.async_save, args=(2, {"x": torch.ones(2)}, {}))
@@ -85,12 +85,12 @@ def test_one_is_in_flight_and_the_next_waits_for_it(tmp_path, gate):
     gate.open.set()
     second.join(10)
     assert store.wait(10)
-    first, then = store.collect_outcomes()
-    assert (first.step, then.step) == (1, 2)
+    first, second_outcome = store.collect_outcomes()
+    assert (first.step, second_outcome.step) == (1, 2)
     assert torch.equal(store.load_newest()[0].state["x"], torch.ones(2))
 
 
-def test_memory_is_kept_from_save_to_save_and_changes_with_the_shapes_only(tmp_path):
+def test_staging_memory_is_reused_until_shapes_change(tmp_path):
     store = CheckpointStore(tmp_path)
     images = []
     for step, state in enumerate(({"x": torch.zeros(9)}, {"x": torch.ones(9)}, {"x": torch.ones(8)}), 1):
@@ -100,12 +100,12 @@ def test_memory_is_kept_from_save_to_save_and_changes_with_the_shapes_only(tmp_p
     assert images[0] is images[1] is not images[2]
 
 
-def test_a_state_of_another_length_goes_into_the_same_memory(tmp_path):
-    """The random state is a text whose length varies; new memory would stall the training."""
+def test_staging_memory_is_reused_for_states_of_other_lengths(tmp_path):
+    """The random state is a string whose length varies; new memory would stall training."""
     store = CheckpointStore(tmp_path)
     memories = []
-    for step, (length, own) in enumerate(((9, 70), (1000, 80), (9, 60)), 1):
-        store.async_save(step, {"x": torch.ones(length), "y": torch.ones(3)}, {"rng": torch.ones(own)})
+    for step, (length, rng_length) in enumerate(((9, 70), (1000, 80), (9, 60)), 1):
+        store.async_save(step, {"x": torch.ones(length), "y": torch.ones(3)}, {"rng": torch.ones(rng_length)})
         memories.append(store._stager._memory)
     loaded = store.load_newest()[0]
     store.close()
@@ -115,28 +115,28 @@ def test_a_state_of_another_length_goes_into_the_same_memory(tmp_path):
     assert torch.equal(loaded.rank_state["rng"], torch.ones(60))
 
 
-def test_the_memory_of_a_smaller_state_goes_before_that_of_a_larger_one_comes(tmp_path, monkeypatch):
+def test_smaller_staging_memory_is_freed_before_larger_is_allocated(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
-    left = []
+    still_allocated = []
     allocate = staging.allocate_memory
 
-    def look_and_allocate(num_bytes, gpu):
+    def check_and_allocate(num_bytes, gpu):
         gc.collect()
-        left.append([seen() is not None for seen in known])
+        still_allocated.append([reference() is not None for reference in allocated])
         memory = allocate(num_bytes, gpu)
-        known.append(weakref.ref(memory))
+        allocated.append(weakref.ref(memory))
         return memory
 
-    known: list[weakref.ref] = []
-    monkeypatch.setattr(staging, "allocate_memory", look_and_allocate)
+    allocated: list[weakref.ref] = []
+    monkeypatch.setattr(staging, "allocate_memory", check_and_allocate)
     for step, size in enumerate((1, 1 << 20), 1):
         store.async_save(step, {"x": torch.ones(size)}, {})
         store.wait(10)
     store.close()
-    assert left == [[], [False]]
+    assert still_allocated == [[], [False]]
 
 
-def test_memory_is_prepared_in_the_background(tmp_path):
+def test_prepare_allocates_staging_memory_in_background(tmp_path):
     store = CheckpointStore(tmp_path)
     state = {"x": torch.zeros(1000)}
     store.prepare(state, {})
@@ -148,7 +148,7 @@ def test_memory_is_prepared_in_the_background(tmp_path):
     store.close()
 
 
-def test_a_save_is_given_up(tmp_path, gate):
+def test_abandoned_save_fails_and_leaves_no_files(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": torch.zeros(2)}, {})
     gate.reached.wait(10)
@@ -162,7 +162,7 @@ def test_a_save_is_given_up(tmp_path, gate):
     assert isinstance(store.save(2, {"x": torch.zeros(2)}, {}), CommittedSave)
 
 
-def test_closing_waits_and_with_a_limit_gives_up(tmp_path, gate):
+def test_close_waits_for_save_and_abandons_it_after_timeout(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": torch.zeros(2)}, {})
     assert store.close(timeout_s=0.1) == []
@@ -174,7 +174,7 @@ def test_closing_waits_and_with_a_limit_gives_up(tmp_path, gate):
     assert steps(tmp_path) == [2]
 
 
-def test_a_value_that_cannot_be_saved_is_told_of_as_every_failure(tmp_path):
+def test_unsupported_value_is_reported_as_failed_save(tmp_path):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": object()}, {})
     assert store.wait(10)
@@ -182,8 +182,8 @@ def test_a_value_that_cannot_be_saved_is_told_of_as_every_failure(tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_process_that_ends_without_closing_gives_up_and_leaves_nothing(tmp_path):
-    """By an error of the script, say, while a save is in flight; the exit code stays the script's own."""
+def test_process_exit_without_close_abandons_save_and_keeps_exit_code(tmp_path):
+    """For example, an error of the script while a save is in flight."""
     script = f"""if True:
         import sys, time, torch
         from pathlib import Path
@@ -208,7 +208,7 @@ def test_a_process_that_ends_without_closing_gives_up_and_leaves_nothing(tmp_pat
     assert names(tmp_path) == []
 
 
-def test_threads_end(tmp_path):
+def test_threads_end_after_close(tmp_path):
     before = set(threading.enumerate())
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
@@ -222,16 +222,16 @@ def test_threads_end(tmp_path):
 
 
 @pytest.mark.gpu
-def test_what_lies_on_a_gpu_is_copied_in_the_order_of_its_stream(tmp_path):
+def test_gpu_tensors_are_copied_in_stream_order(tmp_path):
     store = CheckpointStore(tmp_path)
     x = torch.arange(64.0 * 1024 * 1024, device="cuda").reshape(64, 1024, 1024)
     state = {"x": x, "bf16": x[0].bfloat16(), "cpu": torch.ones(3), "view": x[0].t()}
-    wanted = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
     for step in (1, 2):
         store.async_save(step, state, {})
-        x.add_(1.0)  # at once: what is copied must not have it
+        x.add_(1.0)  # at once: the copy must not include it
         assert store.wait(60)
         loaded = store.load_newest()[0].state
-        assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-        wanted = {name: tensor.cpu().clone() for name, tensor in state.items()}
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+        expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
     assert torch.frombuffer(store._stager._staged_file.content.obj, dtype=torch.uint8).is_pinned()
