@@ -1,4 +1,4 @@
-"""Files of options as a user meets them: `init`, `--explain`, and what of `submit` chooses them."""
+"""Configuration files on the command line: `init`, `--explain` and `--profile`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import yaml
 from hpctrain.jobs.options.config_template import config_template
 from hpctrain.jobs.options.table import all_options
 
-#: A line of the starter file that only needs its # removed; prose has one blank after it.
+#: A line of the starter file that only needs its # removed; prose has one space after the #.
 COMMENTED_OUT = re.compile(r"^#(?=\S|  )", re.MULTILINE)
 
 
-def test_init_writes_a_file_that_changes_nothing_and_never_overwrites(hpctrain, tmp_path):
+def test_init_writes_a_file_without_effect_and_never_overwrites(hpctrain, tmp_path):
     before = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py").stdout
     assert hpctrain("init").stdout.startswith("Wrote hpctrain.yaml. ")
     text = (tmp_path / "hpctrain.yaml").read_text()
@@ -22,14 +22,14 @@ def test_init_writes_a_file_that_changes_nothing_and_never_overwrites(hpctrain, 
     assert (
         hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py").stdout == before
     )
-    again = hpctrain("init")
-    assert again.returncode == 2
-    assert "'hpctrain.yaml' already exists and was not changed" in again.stderr
+    repeated = hpctrain("init")
+    assert repeated.returncode == 2
+    assert "'hpctrain.yaml' already exists and was not changed" in repeated.stderr
     assert (tmp_path / "hpctrain.yaml").read_text() == text
     assert hpctrain("init", "other.yaml").returncode == 0
 
 
-def test_the_file_of_init_has_every_option_and_can_be_uncommented_as_it_is(hpctrain, tmp_path):
+def test_init_file_has_every_option_and_can_be_uncommented(hpctrain, tmp_path):
     text = COMMENTED_OUT.sub("", config_template())
     in_files = [name for name, option in all_options().items() if option.about.in_files]
     assert list(yaml.safe_load(text)) == [*in_files, "profiles"]
@@ -44,12 +44,12 @@ def test_the_file_of_init_has_every_option_and_can_be_uncommented_as_it_is(hpctr
     assert "#SBATCH --time=00:10:00\n" in profile.stdout
 
 
-def test_explain_shows_each_value_and_its_place(hpctrain, tmp_path):
+def test_explain_shows_each_value_and_its_source(hpctrain, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("nodes: 2\nprofiles:\n  long:\n    time: 2-0\nenv:\n  A: b c\n")
     command = ["submit", "--explain", "--profile", "long", "--qos", "x", "--set", "comment=a b", "nowhere.py"]
-    done = hpctrain(*command)
-    assert done.returncode == 0, done.stderr
-    rows = [re.split(r"  +", line) for line in done.stdout.splitlines()]
+    result = hpctrain(*command)
+    assert result.returncode == 0, result.stderr
+    rows = [re.split(r"  +", line) for line in result.stdout.splitlines()]
     assert rows[0] == ["option", "value", "source"]
     assert ["nodes", "2", "hpctrain.yaml:1"] in rows
     assert ["time", "2-0", "hpctrain.yaml:4 (profile long)"] in rows
@@ -75,7 +75,7 @@ def test_explain_shows_each_value_and_its_place(hpctrain, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hpctrain.yaml", "train.py"]
 
 
-def test_a_flag_of_a_file_can_be_taken_back_on_the_command_line(hpctrain, tmp_path):
+def test_flag_of_config_file_can_be_negated_on_the_command_line(hpctrain, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("exclusive: true\nsbatch: {hold: true}\n")
     command = ["submit", "--dry-run", "--backend", "local"]
     script = hpctrain(*command, "train.py").stdout
@@ -86,16 +86,16 @@ def test_a_flag_of_a_file_can_be_taken_back_on_the_command_line(hpctrain, tmp_pa
     assert "--hold" not in script
 
 
-def test_a_wrong_file_is_one_sentence_and_the_files_line(hpctrain, tmp_path):
+def test_invalid_config_file_is_a_one_line_error_with_its_line(hpctrain, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("nodes: 2\ngpu_per_node: 8\n")
-    done = hpctrain("submit", "train.py")
-    assert done.returncode == 2
-    assert done.stderr == (
+    result = hpctrain("submit", "train.py")
+    assert result.returncode == 2
+    assert result.stderr == (
         f"Error: {tmp_path}/hpctrain.yaml:2: unknown option 'gpu_per_node'. Did you mean 'gpus_per_node'?\n"
     )
 
 
-def test_help_shows_every_option_under_its_heading(hpctrain):
+def test_submit_help_shows_every_option_in_its_group(hpctrain):
     text = hpctrain("submit", "--help").stdout
     for option in all_options().values():
         assert option.flag in text
@@ -103,7 +103,7 @@ def test_help_shows_every_option_under_its_heading(hpctrain):
     assert "SCRIPT\n" not in text.partition("\n")[2]
 
 
-def test_an_error_names_set_where_that_gave_the_value(hpctrain):
+def test_error_names_set_as_source_of_the_value(hpctrain):
     command = ("submit", "--dry-run", "--backend", "local")
     refused = hpctrain(*command, "--nodes", "2", "--set", "nodes=0", "train.py")
     assert refused.returncode == 2

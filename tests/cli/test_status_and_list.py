@@ -1,4 +1,4 @@
-"""How runs are looked at where Slurm does not answer, and how they are named."""
+"""`hpctrain status`, `wait` and `list`: unreachable Slurm, arrays and run names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hpctrain.rundir import RunDir
 
 
 @pytest.fixture
-def lost(tmp_path) -> RunDir:
-    """A run whose Slurm has vanished."""
+def unknown_run(tmp_path) -> RunDir:
+    """A run whose Slurm has disappeared."""
     run = RunDir(tmp_path / "runs" / "lost")
     run.path.mkdir(parents=True)
     run.spec.touch()
@@ -29,7 +29,7 @@ def lost(tmp_path) -> RunDir:
 GONE = {"SLURM_CONF": "/nowhere/slurm.conf"}
 
 
-def test_slurm_that_is_gone_leaves_a_run_unknown_and_says_since_when(hpctrain, lost):
+def test_run_is_unknown_while_slurm_is_unreachable(hpctrain, unknown_run):
     status = json.loads(hpctrain("status", "lost", "--json", env=GONE).stdout)
     assert (status["state"], status["job_state"]) == ("UNKNOWN", None)
     assert 0 <= status["unknown_s"] < 60
@@ -41,32 +41,34 @@ def test_slurm_that_is_gone_leaves_a_run_unknown_and_says_since_when(hpctrain, l
     assert "unknown for" in listed
 
 
-def test_waiting_for_a_slurm_that_is_gone_says_what_for(hpctrain, lost):
-    done = hpctrain("wait", "lost", "--timeout", "0.5", env=GONE)
-    assert done.returncode == 1
-    words, error = done.stderr.splitlines()
-    assert words.startswith("Waiting for run lost: its state is unknown for ")
-    assert words.endswith("; this does not affect the run")
+def test_wait_timeout_reports_the_unknown_state(hpctrain, unknown_run):
+    result = hpctrain("wait", "lost", "--timeout", "0.5", env=GONE)
+    assert result.returncode == 1
+    message, error = result.stderr.splitlines()
+    assert message.startswith("Waiting for run lost: its state is unknown for ")
+    assert message.endswith("; this does not affect the run")
     assert error.startswith("Error: Run lost did not end within 0.5 s; its state is unknown for ")
     assert "/nowhere/slurm.conf" in error
     assert error.endswith("). Wait again, or cancel the run.")
 
 
-def test_waiting_for_a_slurm_that_never_comes_back_has_an_end(hpctrain, lost):
+def test_wait_stops_after_the_unknown_limit(hpctrain, unknown_run):
     past = time.time() - 100
-    lost.events.write_text(re.sub(r'"time": [\d.]+', f'"time": {past}', lost.events.read_text()))
-    os.utime(lost.events, (past, past))
-    done = hpctrain("wait", "lost", "--unknown-limit", "1", env=GONE)
-    assert done.returncode == 3
-    words, error = done.stderr.splitlines()
-    assert words.startswith("Waiting for run lost: ")
+    unknown_run.events.write_text(
+        re.sub(r'"time": [\d.]+', f'"time": {past}', unknown_run.events.read_text())
+    )
+    os.utime(unknown_run.events, (past, past))
+    result = hpctrain("wait", "lost", "--unknown-limit", "1", env=GONE)
+    assert result.returncode == 3
+    message, error = result.stderr.splitlines()
+    assert message.startswith("Waiting for run lost: ")
     assert error.startswith("Error: Stopped waiting after 1 s: the state of run lost is unknown for 10")
     assert "/nowhere/slurm.conf" in error
 
 
-def test_a_task_of_an_array_is_named_behind_it(hpctrain, lost):
+def test_status_of_an_array_counts_tasks_and_names_the_failed_one(hpctrain, unknown_run):
     for index, state in ((0, "COMPLETED"), (1, "FAILED"), (2, "CANCELLED")):
-        task = lost.task(index)
+        task = unknown_run.task(index)
         task.path.mkdir()
         task.spec.touch()
         task.log_event("submitted", 0, job_id=f"17_{index}", backend="slurm")
@@ -75,34 +77,38 @@ def test_a_task_of_an_array_is_named_behind_it(hpctrain, lost):
     assert status["tasks"] == {"FAILED": 1, "CANCELLED": 1, "COMPLETED": 1}
     assert (status["state"], status["cause"]) == ("FAILED", "lost/task-1: boom")
     assert "3 tasks: 1 FAILED, 1 CANCELLED, 1 COMPLETED" in hpctrain("list", env=GONE).stdout
-    one = json.loads(hpctrain("status", "lost/task-0", "--json", env=GONE).stdout)
-    assert (one["run_id"], one["state"], one["tasks"]) == ("lost/task-0", "COMPLETED", None)
-    done = hpctrain("wait", "lost", env=GONE)
-    assert done.returncode == 4
-    assert "run          lost: FAILED, 3 tasks: 1 FAILED" in done.stdout
-    assert "hpctrain status lost/task-1" in done.stdout
-    assert done.stderr == ""
+    task_status = json.loads(hpctrain("status", "lost/task-0", "--json", env=GONE).stdout)
+    assert (task_status["run_id"], task_status["state"], task_status["tasks"]) == (
+        "lost/task-0",
+        "COMPLETED",
+        None,
+    )
+    result = hpctrain("wait", "lost", env=GONE)
+    assert result.returncode == 4
+    assert "run          lost: FAILED, 3 tasks: 1 FAILED" in result.stdout
+    assert "hpctrain status lost/task-1" in result.stdout
+    assert result.stderr == ""
 
 
 @pytest.mark.ranks
-def test_a_script_that_reports_no_steps_is_said_to(hpctrain, tmp_path):
-    """The script of the fixture prints a line and trains nothing that hpctrain knows of."""
+def test_run_without_reported_steps_is_shown_as_such(hpctrain, tmp_path):
+    """The script of the fixture prints a line and does not use hpctrain."""
     assert hpctrain("submit", "--backend", "local", "--run-dir", "runs/plain", "train.py").returncode == 0
-    done = hpctrain("wait", "plain")
-    words = "unknown: this script reports no steps"
-    assert f"run          plain: COMPLETED, step {words}\n" in done.stdout
-    assert f"step        {words}\n" in hpctrain("status", "plain").stdout
+    result = hpctrain("wait", "plain")
+    message = "unknown: this script reports no steps"
+    assert f"run          plain: COMPLETED, step {message}\n" in result.stdout
+    assert f"step        {message}\n" in hpctrain("status", "plain").stdout
     status = json.loads(hpctrain("status", "plain", "--json").stdout)
     assert (status["step"], status["reports_steps"]) == (None, False)
     assert "  not reported  " in hpctrain("list").stdout
-    assert f"step   {words}" in hpctrain("top", "plain").stdout
+    assert f"step   {message}" in hpctrain("top", "plain").stdout
     assert "this script reports no steps" in hpctrain("report", "plain", "--format", "md").stdout
     pages = RunPages(tmp_path / "runs")
     assert '<td class="n">not reported</td>' in pages.page(None)
     assert "this script reports no steps" in pages.page("plain")
 
 
-def test_the_list_has_a_header_on_a_terminal_only(hpctrain, tmp_path):
+def test_list_prints_a_header_only_on_a_terminal(hpctrain, tmp_path):
     for name, loss in (("one", 2.7978244721005296e-12), ("other", math.nan)):
         run = RunDir(tmp_path / "runs" / name)
         run.path.mkdir(parents=True)
@@ -125,22 +131,22 @@ def test_the_list_has_a_header_on_a_terminal_only(hpctrain, tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_folder_that_looks_like_an_option_can_be_typed_as_it_is_told(hpctrain, tmp_path):
-    done = hpctrain("submit", "--backend", "local", "--run-dir=-r", "--follow", "train.py")
-    assert done.returncode == 0
-    assert "hpctrain status ./-r" in done.stderr
+def test_run_folder_that_looks_like_an_option_is_printed_with_a_prefix(hpctrain, tmp_path):
+    result = hpctrain("submit", "--backend", "local", "--run-dir=-r", "--follow", "train.py")
+    assert result.returncode == 0
+    assert "hpctrain status ./-r" in result.stderr
     assert hpctrain("status", "./-r", "--json").returncode == 0
 
 
 @pytest.mark.ranks
-def test_what_failed_is_said_once(hpctrain, tmp_path):
+def test_failure_is_reported_once(hpctrain, tmp_path):
     (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
     options = ("--backend", "local", "--max-failures", "1", "--run-dir", "r")
-    done = hpctrain("submit", *options, "--follow", "bad.py")
-    assert done.returncode == 4
-    after_the_last_turn = done.stderr.rpartition("== ")[2]
-    assert after_the_last_turn.count("cause        ") == 1
-    assert "\nError: " not in done.stderr
+    result = hpctrain("submit", *options, "--follow", "bad.py")
+    assert result.returncode == 4
+    last_status = result.stderr.rpartition("== ")[2]
+    assert last_status.count("cause        ") == 1
+    assert "\nError: " not in result.stderr
     waited = hpctrain("wait", "r")
     assert (waited.returncode, waited.stderr) == (4, "")
     # The cause, and the last line of its traceback.
