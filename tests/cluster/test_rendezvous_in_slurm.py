@@ -1,4 +1,4 @@
-"""Ranks of real job steps find their own peers, however many steps there are at the same time."""
+"""Rendezvous of real job steps, several at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from helpers.commands import run_command
 from helpers.waiting import wait_for
 
-#: Meets, and tells in one line whom: the numbers that all ranks drew, by way of the port they agreed on.
+#: Joins, and prints the steps of all peers that connect to the agreed port.
 RANK = """
 import json, os, socket, sys
 from hpctrain import detect
@@ -35,14 +35,14 @@ print(json.dumps({"step": mine, "rank": ranks.rank, "port": meeting.port, "heard
 
 
 @pytest.fixture
-def rank(tmp_path) -> str:
-    """The words that run `RANK` in a shell."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    return f"{sys.executable} {script}"
+def rank_command(tmp_path) -> str:
+    """The shell command that runs `RANK`."""
+    path = tmp_path / "rank.py"
+    path.write_text(RANK)
+    return f"{sys.executable} {path}"
 
 
-def assert_every_step_met_itself(text: str, num_steps: int, num_ranks: int) -> None:
+def assert_each_step_joined_itself(text: str, num_steps: int, num_ranks: int) -> None:
     steps = defaultdict(list)
     for line in text.splitlines():
         if line.startswith("{"):
@@ -58,34 +58,38 @@ def assert_every_step_met_itself(text: str, num_steps: int, num_ranks: int) -> N
     assert len({records[0]["port"] for records in steps.values()}) == num_steps
 
 
-def in_folder(path: Path) -> str:
+def read_logs(path: Path) -> str:
     return "".join(file.read_text() for file in path.glob("*.log"))
 
 
-def test_salloc_and_srun(slurm, rank, tmp_path):
-    done = run_command(["salloc", "-Q", "-N2", "-n4", "sh", "-c", f"srun {rank}"], slurm.env, cwd=tmp_path)
-    assert_every_step_met_itself(done.stdout, 1, 4)
-
-
-def test_steps_of_one_job_at_the_same_time(slurm, rank, tmp_path):
-    steps = " & ".join([f"srun --overlap -N2 -n4 {rank}"] * 3)
-    done = run_command(["salloc", "-Q", "-N2", "-n4", "sh", "-c", f"{steps} & wait"], slurm.env, cwd=tmp_path)
-    assert_every_step_met_itself(done.stdout, 3, 4)
-
-
-def test_tasks_of_an_array_at_the_same_time(slurm, rank, tmp_path):
-    words = ["sbatch", "--wait", "--array=0-3", "-N2", "-n2", f"--output={tmp_path}/%A_%a.log"]
-    run_command([*words, f"--wrap=srun {rank}"], slurm.env, cwd=tmp_path)
-    wait_for(lambda: in_folder(tmp_path).count("port") == 8, 30, "the output of all tasks")
-    assert_every_step_met_itself(in_folder(tmp_path), 4, 2)
-
-
-def test_a_task_that_fails_early_is_named_by_the_others(slurm, rank, tmp_path):
-    words = f"test $SLURM_PROCID = 2 && exit 3; exec {rank.replace('rank.py', 'short.py')}"
-    (tmp_path / "short.py").write_text(RANK.replace("os.environ)\nmine", "os.environ, timeout_s=3)\nmine"))
-    done = run_command(
-        ["srun", "-N2", "-n4", "sh", "-c", words], slurm.env, cwd=tmp_path, check=False, timeout=40
+def test_step_in_salloc_joins(slurm, rank_command, tmp_path):
+    result = run_command(
+        ["salloc", "-Q", "-N2", "-n4", "sh", "-c", f"srun {rank_command}"], slurm.env, cwd=tmp_path
     )
-    assert done.returncode != 0
-    assert done.stderr.count("2 of 3 peers have connected to ") == 3
-    assert done.stderr.count("missing: rank 2") == 3
+    assert_each_step_joined_itself(result.stdout, 1, 4)
+
+
+def test_concurrent_steps_of_one_job_do_not_mix(slurm, rank_command, tmp_path):
+    steps = " & ".join([f"srun --overlap -N2 -n4 {rank_command}"] * 3)
+    result = run_command(
+        ["salloc", "-Q", "-N2", "-n4", "sh", "-c", f"{steps} & wait"], slurm.env, cwd=tmp_path
+    )
+    assert_each_step_joined_itself(result.stdout, 3, 4)
+
+
+def test_concurrent_array_tasks_do_not_mix(slurm, rank_command, tmp_path):
+    command = ["sbatch", "--wait", "--array=0-3", "-N2", "-n2", f"--output={tmp_path}/%A_%a.log"]
+    run_command([*command, f"--wrap=srun {rank_command}"], slurm.env, cwd=tmp_path)
+    wait_for(lambda: read_logs(tmp_path).count("port") == 8, 30, "the output of all tasks")
+    assert_each_step_joined_itself(read_logs(tmp_path), 4, 2)
+
+
+def test_task_that_fails_early_is_reported_missing_by_the_others(slurm, rank_command, tmp_path):
+    command = f"test $SLURM_PROCID = 2 && exit 3; exec {rank_command.replace('rank.py', 'short.py')}"
+    (tmp_path / "short.py").write_text(RANK.replace("os.environ)\nmine", "os.environ, timeout_s=3)\nmine"))
+    result = run_command(
+        ["srun", "-N2", "-n4", "sh", "-c", command], slurm.env, cwd=tmp_path, check=False, timeout=40
+    )
+    assert result.returncode != 0
+    assert result.stderr.count("2 of 3 peers have connected to ") == 3
+    assert result.stderr.count("missing: rank 2") == 3

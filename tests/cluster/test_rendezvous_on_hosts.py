@@ -1,4 +1,4 @@
-"""How ranks find each other on hosts of their own, whatever the names of the hosts resolve to there."""
+"""Rendezvous of ranks on separate hosts, with all kinds of name resolution."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from helpers.separate_hosts import SeparateHosts, need_separate_hosts
 
 pytestmark = pytest.mark.ranks
 
-#: Far more than a meeting takes, on a busy machine, too.
+#: Far more than a rendezvous takes, even on a busy machine.
 LIMIT_S = 30.0
-#: For meetings that cannot succeed.
+#: For rendezvous that cannot succeed.
 SHORT_S = 2.5
 
 RANK = """
@@ -48,20 +48,20 @@ def hosts() -> Iterator[SeparateHosts]:
 
 
 @pytest.fixture(autouse=True)
-def _names_are_usual(hosts):
+def _set_usual_names(hosts):
     for host in hosts.names:
         hosts.set_hosts(host, {name: hosts.address(name) for name in hosts.names})
 
 
 @dataclass
 class Ranks:
-    """Two ranks on n1, one on each of the others; each on its host, in a process of its own."""
+    """Two ranks on n1 and one on each other host, each in its own process."""
 
     hosts: SeparateHosts
     master: str
     placed: tuple[str, ...] = ("n1", "n1", "n2", "n3")
 
-    def meet(
+    def join(
         self, *absent: int, timeout_s: float = LIMIT_S, env: dict[str, str] | None = None
     ) -> list[dict[str, object]]:
         key = f"{os.getpid()} {time.monotonic_ns()}"
@@ -98,78 +98,78 @@ def _output(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def assert_met(hosts: SeparateHosts, ends: list[dict[str, object]]) -> None:
+def assert_joined(hosts: SeparateHosts, results: list[dict[str, object]]) -> None:
     """All at one port and at n1's address, and gloo listens on the network."""
-    assert len({end.get("port") for end in ends}) == 1, ends
-    assert [end.get("address") for end in ends] == [hosts.address("n1")] * len(ends), ends
-    own = [hosts.address(name) for name in ("n1", "n1", "n2", "n3")][: len(ends)]
-    assert [end["own_address"] for end in ends] == own
+    assert len({result.get("port") for result in results}) == 1, results
+    assert [result.get("address") for result in results] == [hosts.address("n1")] * len(results), results
+    own_addresses = [hosts.address(name) for name in ("n1", "n1", "n2", "n3")][: len(results)]
+    assert [result["own_address"] for result in results] == own_addresses
 
 
-def test_with_names_as_they_should_be(hosts):
-    ends = Ranks(hosts, "n1").meet()
-    assert_met(hosts, ends)
-    assert all(end["gloo"] == {} for end in ends)
+def test_ranks_join_with_usual_names(hosts):
+    results = Ranks(hosts, "n1").join()
+    assert_joined(hosts, results)
+    assert all(result["gloo"] == {} for result in results)
 
 
-def test_own_name_is_a_loopback_address_on_every_host(hosts):
-    """As Debian's installer leaves it: 127.0.1.1 is each host's own name. Reports: nebius#177, PT#73656."""
+def test_own_name_may_resolve_to_a_loopback_address(hosts):
+    """Debian's installer maps each host's own name to 127.0.1.1. Reports: nebius#177, PT#73656."""
     for host in hosts.names:
         hosts.set_hosts(host, {**{name: hosts.address(name) for name in hosts.names}, host: "127.0.1.1"})
-    ends = Ranks(hosts, "n1").meet()
-    assert_met(hosts, ends)
-    assert all(end["gloo"] == {"GLOO_SOCKET_IFNAME": "eth0"} for end in ends)
+    results = Ranks(hosts, "n1").join()
+    assert_joined(hosts, results)
+    assert all(result["gloo"] == {"GLOO_SOCKET_IFNAME": "eth0"} for result in results)
 
 
-def test_own_name_is_unknown_to_its_host(hosts):
+def test_own_name_may_be_unresolvable(hosts):
     hosts.set_hosts("n1", {})
     hosts.set_hosts("n2", {"n1": hosts.address("n1")})
-    ends = Ranks(hosts, "n1").meet()
-    assert_met(hosts, ends)
-    assert [end["gloo"] for end in ends] == [{"GLOO_SOCKET_IFNAME": "eth0"}] * 3 + [{}]
+    results = Ranks(hosts, "n1").join()
+    assert_joined(hosts, results)
+    assert [result["gloo"] for result in results] == [{"GLOO_SOCKET_IFNAME": "eth0"}] * 3 + [{}]
 
 
-def test_an_interface_that_the_user_chose_stays(hosts):
+def test_interface_chosen_by_the_user_is_kept(hosts):
     hosts.set_hosts("n1", {"n1": "127.0.1.1"})
-    assert all(end["gloo"] == {} for end in Ranks(hosts, "n1").meet(env={"GLOO_SOCKET_IFNAME": "lo"}))
+    assert all(result["gloo"] == {} for result in Ranks(hosts, "n1").join(env={"GLOO_SOCKET_IFNAME": "lo"}))
 
 
-def test_an_alias(hosts):
-    """The others know rank 0's host by another name than it gives itself. Report: PT#73656."""
+def test_master_may_be_an_alias(hosts):
+    """The others know rank 0's host by another name than its own. Report: PT#73656."""
     for host in hosts.names:
         hosts.set_hosts(host, {host: hosts.address(host), "head-ib0": hosts.address("n1")})
-    assert_met(hosts, Ranks(hosts, "head-ib0").meet())
+    assert_joined(hosts, Ranks(hosts, "head-ib0").join())
 
 
-def test_a_full_name_that_only_some_hosts_know(hosts):
+def test_full_name_may_be_unknown_on_some_hosts(hosts):
     hosts.set_hosts("n1", {"n1.cluster": hosts.address("n1"), "n1": hosts.address("n1")})
-    assert_met(hosts, Ranks(hosts, "n1.cluster").meet())
+    assert_joined(hosts, Ranks(hosts, "n1.cluster").join())
 
 
-def test_names_of_ipv6_only(hosts):
+def test_names_may_resolve_to_ipv6_only(hosts):
     for host in hosts.names:
         hosts.set_hosts(host, {name: hosts.address6(name) for name in hosts.names})
-    ends = Ranks(hosts, "n1").meet()
-    assert [end["address"] for end in ends] == [hosts.address6("n1")] * 4
-    assert all(end["gloo"] == {} for end in ends)
+    results = Ranks(hosts, "n1").join()
+    assert [result["address"] for result in results] == [hosts.address6("n1")] * 4
+    assert all(result["gloo"] == {} for result in results)
 
 
-def test_hosts_that_reach_rank_0_by_different_addresses_keep_each_its_own(hosts):
+def test_each_host_keeps_the_address_by_which_it_reached_rank_0(hosts):
     hosts.set_hosts("n3", {"n1": hosts.address6("n1"), "n3": hosts.address("n3")})
-    ends = Ranks(hosts, "n1").meet()
-    addresses = [end["address"] for end in ends]
+    results = Ranks(hosts, "n1").join()
+    addresses = [result["address"] for result in results]
     assert addresses[2:] == [hosts.address("n1"), hosts.address6("n1")]
     assert {*addresses[:2]} == {hosts.address("n1")}
 
 
-def test_an_unresolvable_name_fails_in_time_and_in_words(hosts):
-    """Report: PT#150532, a name that does not resolve hangs."""
+def test_unresolvable_name_times_out_with_a_message(hosts):
+    """Report: PT#150532, an unresolvable name hangs."""
     for host in hosts.names:
         hosts.set_hosts(host, {})
-    begun = time.monotonic()
-    ends = Ranks(hosts, "n1.cluster").meet(timeout_s=SHORT_S)
-    assert time.monotonic() - begun < SHORT_S + 10
-    texts = [str(end["failed"]) for end in ends]
+    start = time.monotonic()
+    results = Ranks(hosts, "n1.cluster").join(timeout_s=SHORT_S)
+    assert time.monotonic() - start < SHORT_S + 10
+    texts = [str(result["failed"]) for result in results]
     assert "1 of 3 peers have connected to n1.cluster, port " in texts[0]
     assert "missing: ranks 2-3" in texts[0]
     # A rank on rank 0's own host needs no name.
@@ -180,52 +180,52 @@ def test_an_unresolvable_name_fails_in_time_and_in_words(hosts):
         assert "the name n1: Temporary failure in name resolution" in text
 
 
-def test_slurms_own_address_of_rank_0s_host_stands_in_for_its_name(hosts):
+def test_address_from_slurm_replaces_an_unresolvable_name(hosts):
     for host in hosts.names:
         hosts.set_hosts(host, {})
-    assert_met(hosts, Ranks(hosts, "n1").meet(env={"SLURM_NODE_ALIASES": f"n1:{hosts.address('n1')}:n1"}))
+    assert_joined(hosts, Ranks(hosts, "n1").join(env={"SLURM_NODE_ALIASES": f"n1:{hosts.address('n1')}:n1"}))
 
 
-def test_a_host_that_takes_rank_0s_name_for_its_own_says_so(hosts):
-    """As where all hosts are copies of one image."""
+def test_host_that_resolves_master_to_itself_reports_it(hosts):
+    """As when all hosts are copies of one image."""
     hosts.set_hosts("n2", {"n1": "127.0.1.1"})
-    ends = Ranks(hosts, "n1").meet(timeout_s=SHORT_S)
-    assert "missing: rank 2" in str(ends[0]["failed"])
-    assert "the name n1: resolves to 127.0.1.1" in str(ends[2]["failed"])
-    assert "Connection refused" in str(ends[2]["failed"])
+    results = Ranks(hosts, "n1").join(timeout_s=SHORT_S)
+    assert "missing: rank 2" in str(results[0]["failed"])
+    assert "the name n1: resolves to 127.0.1.1" in str(results[2]["failed"])
+    assert "Connection refused" in str(results[2]["failed"])
 
 
-def test_a_host_that_does_not_answer_is_not_waited_for(hosts):
-    nobody = "10.77.0.99"
+def test_unresponsive_host_times_out(hosts):
+    unreachable = "10.77.0.99"
     for host in hosts.names:
-        hosts.set_hosts(host, {"n1": nobody})
-    begun = time.monotonic()
-    ends = Ranks(hosts, "n1").meet(0, 1, timeout_s=SHORT_S)
-    assert time.monotonic() - begun < SHORT_S + 10
-    for end in ends:
+        hosts.set_hosts(host, {"n1": unreachable})
+    start = time.monotonic()
+    results = Ranks(hosts, "n1").join(0, 1, timeout_s=SHORT_S)
+    assert time.monotonic() - start < SHORT_S + 10
+    for result in results:
         assert any(
-            f"{nobody}:" in str(end["failed"]) and how in str(end["failed"])
-            for how in ("timed out", "No route to host")
+            f"{unreachable}:" in str(result["failed"]) and reason in str(result["failed"])
+            for reason in ("timed out", "No route to host")
         )
 
 
-def test_addresses_that_are_cut_off_from_some_hosts_do_not_cost_the_meeting(hosts):
-    """As where a host has an address in each of its networks, and some are not for everybody."""
-    # The resolver puts addresses of IPv6 first, so these are tried before the one that works.
-    several = {f"n1 net{i}": f"fd77::{i}" for i in (97, 98)}
+def test_unreachable_addresses_of_master_are_skipped(hosts):
+    """A host may have an address in each of its networks, some reachable only from there."""
+    # The resolver puts IPv6 addresses first, so these are tried before the one that works.
+    unreachable = {f"n1 net{i}": f"fd77::{i}" for i in (97, 98)}
     for host in ("n2", "n3"):
-        hosts.set_hosts(host, {**several, "n1": hosts.address("n1"), host: hosts.address(host)})
-    # A few seconds for each of the two, and not for each of five ports on each.
-    assert_met(hosts, Ranks(hosts, "n1").meet(timeout_s=14))
+        hosts.set_hosts(host, {**unreachable, "n1": hosts.address("n1"), host: hosts.address(host)})
+    # A few seconds for each of the two, not for each of five ports on each.
+    assert_joined(hosts, Ranks(hosts, "n1").join(timeout_s=14))
 
 
-def test_two_hosts_that_both_think_they_are_rank_0_are_both_named(hosts):
+def test_two_hosts_that_claim_rank_0_are_both_reported(hosts):
     """Report: accelerate#2816, where every node took itself for the first."""
     key = f"{os.getpid()} {time.monotonic_ns()}"
-    one = Ranks(hosts, "n1", placed=("n1", "n2", "n3")).start(0, key, LIMIT_S)
-    other = Ranks(hosts, "n1", placed=("n2", "n1", "n3")).start(0, key, LIMIT_S)
-    with one, other:
-        texts = [json.loads(_output(process))["failed"] for process in (one, other)]
+    first = Ranks(hosts, "n1", placed=("n1", "n2", "n3")).start(0, key, LIMIT_S)
+    second = Ranks(hosts, "n1", placed=("n2", "n1", "n3")).start(0, key, LIMIT_S)
+    with first, second:
+        texts = [json.loads(_output(process))["failed"] for process in (first, second)]
     for text in texts:
         assert "two processes claim rank 0 of 3: " in text
         assert "on n1" in text

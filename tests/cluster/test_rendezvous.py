@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: each in a thread of its own, on this host."""
+"""Rendezvous of the ranks of a job, each in its own thread on this host."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from hpctrain.cluster.rendezvous.port import ReservedPort
 from hpctrain.cluster.rendezvous.protocol import Handshake
 from hpctrain.errors import RendezvousError
 
-#: Far more than a meeting on one host takes, on a busy machine, too.
+#: Far more than a rendezvous on one host takes, even on a busy machine.
 LIMIT_S = 30.0
-#: For meetings that cannot succeed.
+#: For rendezvous that cannot succeed.
 SHORT_S = 1.0
 
 _KEYS = count()
@@ -38,12 +38,12 @@ _KEYS = count()
 
 @pytest.fixture
 def key() -> str:
-    """Names a job that there is no other of."""
+    """Return a key that no other test uses."""
     return f"{__name__} {time.monotonic_ns()} {next(_KEYS)}"
 
 
-def ranks_of(key: str, rank: int, world_size: int, host: str = "localhost", **more: object) -> Ranks:
-    fields = {"local_rank": rank, "local_world_size": world_size, "node_rank": 0, "num_nodes": 1, **more}
+def ranks_of(key: str, rank: int, world_size: int, host: str = "localhost", **kwargs: object) -> Ranks:
+    fields = {"local_rank": rank, "local_world_size": world_size, "node_rank": 0, "num_nodes": 1, **kwargs}
     return Ranks(
         rank=rank,
         world_size=world_size,
@@ -55,34 +55,34 @@ def ranks_of(key: str, rank: int, world_size: int, host: str = "localhost", **mo
     )
 
 
-def gather(
-    *who: Ranks, timeout_s: float = LIMIT_S, environ: dict[str, str] | None = None
+def join_all(
+    *all_ranks: Ranks, timeout_s: float = LIMIT_S, environ: dict[str, str] | None = None
 ) -> list[Future[RendezvousInfo]]:
-    """Let all of `who` meet at once; their ends, in that order."""
-    with ThreadPoolExecutor(len(who)) as pool:
-        return [pool.submit(rendezvous, ranks, environ or {}, timeout_s=timeout_s) for ranks in who]
+    """Let all ranks join at once; return their futures in that order."""
+    with ThreadPoolExecutor(len(all_ranks)) as pool:
+        return [pool.submit(rendezvous, ranks, environ or {}, timeout_s=timeout_s) for ranks in all_ranks]
 
 
-def world(key: str, size: int, **more: object) -> list[Ranks]:
-    return [ranks_of(key, rank, size, **more) for rank in range(size)]
+def world(key: str, size: int, **kwargs: object) -> list[Ranks]:
+    return [ranks_of(key, rank, size, **kwargs) for rank in range(size)]
 
 
-def agreed_port(ends: list[Future[RendezvousInfo]]) -> int:
-    """The port that all agreed on; rank 0 gives it back."""
-    meetings = [end.result() for end in ends]
-    for meeting in meetings:
-        if meeting.reserved_port:
-            meeting.reserved_port.close()
-    (port,) = {meeting.port for meeting in meetings}
+def agreed_port(futures: list[Future[RendezvousInfo]]) -> int:
+    """Return the port that all agreed on; rank 0 releases it."""
+    results = [future.result() for future in futures]
+    for result in results:
+        if result.reserved_port:
+            result.reserved_port.close()
+    (port,) = {result.port for result in results}
     return port
 
 
-def failures(ends: list[Future[RendezvousInfo]]) -> list[str]:
-    """What each rank says of its failure; fails where one has none."""
+def failures(futures: list[Future[RendezvousInfo]]) -> list[str]:
+    """Return each rank's error message; fail if a rank has none."""
     texts = []
-    for end in ends:
+    for future in futures:
         with pytest.raises(RendezvousError) as error:
-            end.result()
+            future.result()
         texts.append(str(error.value))
     return texts
 
@@ -93,8 +93,8 @@ def candidates(key: str) -> list[int]:
 
 @contextlib.contextmanager
 def server(port: int, answer: Callable[[socket.socket], object]) -> Iterator[list[socket.socket]]:
-    """A foreign server on `port`, which does `answer(connection)` with all who come."""
-    came: list[socket.socket] = []
+    """A foreign server on `port`, which calls `answer(connection)` for each client."""
+    connections: list[socket.socket] = []
     listener = socket.create_server(("", port))
 
     def serve() -> None:
@@ -103,19 +103,19 @@ def server(port: int, answer: Callable[[socket.socket], object]) -> Iterator[lis
                 connection, _ = listener.accept()
             except OSError:
                 return
-            came.append(connection)
+            connections.append(connection)
             with contextlib.suppress(OSError):
                 answer(connection)
 
     serving = threading.Thread(target=serve)
     serving.start()
     try:
-        yield came
+        yield connections
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         serving.join()
-        for connection in came:
+        for connection in connections:
             connection.close()
 
 
@@ -125,31 +125,31 @@ def echo(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
-def test_all_meet_whoever_comes_first(key, order):
+def test_all_ranks_join_in_any_order(key, order):
     started = []
     with ThreadPoolExecutor(4) as pool:
         for rank in order:
             started.append(pool.submit(rendezvous, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S))
             time.sleep(0.1)
     assert agreed_port(started) == candidates(key)[0]
-    for end in started:
-        assert end.result().address in ("127.0.0.1", "::1")
+    for future in started:
+        assert future.result().address in ("127.0.0.1", "::1")
 
 
-def test_a_process_that_is_alone_gets_a_port_at_once(key):
-    with contextlib.closing(rendezvous(ranks_of(key, 0, 1), {}).reserved_port) as held:
-        assert 20_000 <= held.number < 32_000
+def test_single_process_gets_a_port_at_once(key):
+    with contextlib.closing(rendezvous(ranks_of(key, 0, 1), {}).reserved_port) as port:
+        assert 20_000 <= port.number < 32_000
 
 
 @pytest.mark.slow
-def test_more_of_them_than_there_are_candidates_have_a_port_each():
-    alone = (
+def test_more_single_processes_than_candidates_get_distinct_ports():
+    script = (
         "from hpctrain.cluster import detect; from hpctrain.cluster.rendezvous import rendezvous\n"
         "print(rendezvous(detect({}), {}).port, flush=True); input()"
     )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", alone],
+            [sys.executable, "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -174,60 +174,60 @@ def test_more_of_them_than_there_are_candidates_have_a_port_each():
     ],
     ids=["is silent", "hangs up", "greets first", "speaks JSON", "floods", "echoes"],
 )
-def test_a_foreign_server_on_the_port_is_passed_over(key, answer):
+def test_foreign_server_on_the_port_is_skipped(key, answer):
     first, second, *_ = candidates(key)
     with server(first, answer):
-        assert agreed_port(gather(*world(key, 3))) == second
+        assert agreed_port(join_all(*world(key, 3))) == second
 
 
 @pytest.mark.slow
-def test_a_foreign_server_on_one_address_of_the_host_is_enough_to_pass_the_port_over(key):
+def test_port_in_use_on_one_address_is_skipped(key):
     first, second, *_ = candidates(key)
     with contextlib.closing(socket.create_server(("127.0.0.1", first))):
-        assert agreed_port(gather(*world(key, 2))) == second
+        assert agreed_port(join_all(*world(key, 2))) == second
 
 
 @pytest.mark.slow
 def test_two_jobs_with_the_same_candidates_do_not_mix(key):
     first = next(port_candidates(key))
     other = next(text for i in count() if next(port_candidates(text := f"{key} {i}")) == first)
-    ends = gather(*world(key, 4), *world(other, 4))
-    ports = [end.result().port for end in ends]
+    futures = join_all(*world(key, 4), *world(other, 4))
+    ports = [future.result().port for future in futures]
     assert len({*ports[:4]}) == len({*ports[4:]}) == 1
     assert ports[0] != ports[4]
-    for end in (ends[0], ends[4]):
-        end.result().reserved_port.close()
+    for future in (futures[0], futures[4]):
+        future.result().reserved_port.close()
 
 
-def test_a_port_that_is_reserved_for_a_program_is_passed_over_and_the_program_gets_it(key):
+def test_reserved_port_is_skipped_and_can_be_bound_by_its_program(key):
     number, second, *_ = candidates(key)
     port = ReservedPort(number)
     port.reserve()
-    assert agreed_port(gather(*world(key, 2))) == second
-    with pytest.raises(OSError, match="in use"), contextlib.closing(socket.socket()) as plain:
-        plain.bind(("127.0.0.1", number))
+    assert agreed_port(join_all(*world(key, 2))) == second
+    with pytest.raises(OSError, match="in use"), contextlib.closing(socket.socket()) as unreserved:
+        unreserved.bind(("127.0.0.1", number))
     with socket.create_server(("", number)) as listener:
         assert listener.getsockname()[1] == number
     port.close()
 
 
-def test_a_port_that_the_last_meeting_has_just_left_is_taken_again(key):
-    assert {agreed_port(gather(*world(key, 3))) for _ in range(8)} == {candidates(key)[0]}
+def test_port_of_the_previous_rendezvous_is_used_again(key):
+    assert {agreed_port(join_all(*world(key, 3))) for _ in range(8)} == {candidates(key)[0]}
 
 
-def test_all_ports_taken_is_said_with_each_of_them(key):
+def test_all_ports_in_use_are_listed(key):
     with contextlib.ExitStack() as servers:
         for number in candidates(key):
             servers.enter_context(socket.create_server(("", number)))
-        (text,) = failures(gather(ranks_of(key, 0, 2)))
+        (text,) = failures(join_all(ranks_of(key, 0, 2)))
     assert all(f"{number} (Address already in use)" in text for number in candidates(key))
 
 
-def test_a_missing_rank_is_named_to_all_that_have_come(key):
+def test_missing_ranks_are_reported_to_all_present(key):
     present = [ranks for ranks in world(key, 6) if ranks.rank not in (2, 4, 5)]
-    begun = time.monotonic()
-    texts = failures(gather(*present, timeout_s=SHORT_S))
-    assert time.monotonic() - begun < SHORT_S + 5.0
+    start = time.monotonic()
+    texts = failures(join_all(*present, timeout_s=SHORT_S))
+    assert time.monotonic() - start < SHORT_S + 5.0
     for text, ranks in zip(texts, present, strict=True):
         assert text.startswith(f"rank {ranks.rank} on ")
         assert (
@@ -236,8 +236,8 @@ def test_a_missing_rank_is_named_to_all_that_have_come(key):
         )
 
 
-def test_who_came_first_is_told_too_when_its_time_is_up(key):
-    """Rank 0 would wait longer, but a peer that has come would not."""
+def test_early_rank_times_out_with_missing_ranks(key):
+    """Rank 0 would wait longer than the peer."""
     with ThreadPoolExecutor(2) as pool:
         peer = pool.submit(rendezvous, ranks_of(key, 1, 3), {}, timeout_s=SHORT_S)
         main = pool.submit(rendezvous, ranks_of(key, 0, 3), {}, timeout_s=LIMIT_S)
@@ -246,31 +246,31 @@ def test_who_came_first_is_told_too_when_its_time_is_up(key):
         assert "missing: rank 2" in text
 
 
-def test_a_rank_that_comes_too_late_says_what_it_tried(key):
-    failures(gather(ranks_of(key, 0, 2), timeout_s=0.2))
-    (text,) = failures(gather(ranks_of(key, 1, 2), timeout_s=SHORT_S))
+def test_late_rank_reports_each_address_it_tried(key):
+    failures(join_all(ranks_of(key, 0, 2), timeout_s=0.2))
+    (text,) = failures(join_all(ranks_of(key, 1, 2), timeout_s=SHORT_S))
     assert "rank 1 on " in text
     assert "the name localhost: resolves to" in text
     for number in candidates(key):
         assert f"127.0.0.1:{number}: Connection refused" in text
 
 
-def test_a_foreign_server_is_told_from_rank_0_in_the_error(key):
+def test_foreign_server_is_reported_as_not_rank_0(key):
     first, *_ = candidates(key)
     with server(first, echo):
-        (text,) = failures(gather(ranks_of(key, 1, 2), timeout_s=SHORT_S))
+        (text,) = failures(join_all(ranks_of(key, 1, 2), timeout_s=SHORT_S))
     assert f"127.0.0.1:{first}: a server that is not rank 0 of this job" in text
 
 
-def test_a_name_that_nobody_knows_is_said(key):
-    far = {"node_rank": 1, "num_nodes": 2, "local_world_size": 1, "local_rank": 0}
-    (text,) = failures(gather(ranks_of(key, 1, 2, "no-such-host.invalid", **far), timeout_s=SHORT_S))
+def test_unresolvable_host_name_is_reported(key):
+    other_node = {"node_rank": 1, "num_nodes": 2, "local_world_size": 1, "local_rank": 0}
+    (text,) = failures(join_all(ranks_of(key, 1, 2, "no-such-host.invalid", **other_node), timeout_s=SHORT_S))
     assert re.search("the name no-such-host.invalid: (Name or service not known|Temporary failure)", text)
     assert "the name no-such-host: " in text
 
 
-def test_a_full_name_that_nobody_knows_is_shortened(key):
-    assert agreed_port(gather(*world(key, 2, host="localhost.no-such-domain.invalid")))
+def test_unresolvable_full_name_is_shortened(key):
+    assert agreed_port(join_all(*world(key, 2, host="localhost.no-such-domain.invalid")))
 
 
 @pytest.mark.parametrize(
@@ -281,32 +281,32 @@ def test_a_full_name_that_nobody_knows_is_shortened(key):
         {"SLURM_NODE_ALIASES": "cloud-1:[::1]:cloud-1"},
     ],
 )
-def test_an_address_that_slurm_tells_stands_in_for_a_name(key, variables):
-    far = {"node_rank": 1, "num_nodes": 2, "local_world_size": 1, "local_rank": 0}
-    ends = gather(
+def test_address_from_slurm_replaces_the_host_name(key, variables):
+    other_node = {"node_rank": 1, "num_nodes": 2, "local_world_size": 1, "local_rank": 0}
+    futures = join_all(
         ranks_of(key, 0, 2, "cloud-1.invalid", num_nodes=2, local_world_size=1),
-        ranks_of(key, 1, 2, "cloud-1.invalid", **far),
+        ranks_of(key, 1, 2, "cloud-1.invalid", **other_node),
         environ=variables,
     )
-    assert agreed_port(ends)
+    assert agreed_port(futures)
 
 
-def test_fake_resolver_that_hangs_is_not_waited_for(key, monkeypatch):
+def test_hanging_resolver_does_not_block_rendezvous(key, monkeypatch):
     hanging = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hanging.wait(60) and [])
-    begun = time.monotonic()
-    (text,) = failures(gather(ranks_of(key, 1, 2, "n1"), timeout_s=SHORT_S))
+    start = time.monotonic()
+    (text,) = failures(join_all(ranks_of(key, 1, 2, "n1"), timeout_s=SHORT_S))
     hanging.set()
-    assert time.monotonic() - begun < SHORT_S + 5.0
+    assert time.monotonic() - start < SHORT_S + 5.0
     assert "the name n1: the name was not resolved within" in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_two_processes_with_the_same_rank_are_both_named(key, rank):
-    """As many as there should be, so that one is missing."""
-    ends = gather(*world(key, 4)[:3], ranks_of(key, rank, 4))
-    for text in failures(ends):
+def test_duplicate_rank_is_reported_with_both_processes(key, rank):
+    """The number of processes is right, so one rank is missing."""
+    futures = join_all(*world(key, 4)[:3], ranks_of(key, rank, 4))
+    for text in failures(futures):
         assert re.search(
             rf"two processes claim rank {rank} of 4: process \d+ on \S+ and process \d+ on",
             text,
@@ -315,40 +315,42 @@ def test_two_processes_with_the_same_rank_are_both_named(key, rank):
 
 
 @pytest.mark.slow
-def test_who_comes_after_the_failure_is_told_of_it_at_once(key):
+def test_rank_that_joins_after_a_failure_gets_it_at_once(key):
     with ThreadPoolExecutor(4) as pool:
-        ends = [pool.submit(rendezvous, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S) for rank in (0, 1, 1)]
-        wait(ends[1:], timeout=LIMIT_S)
-        begun = time.monotonic()
+        futures = [
+            pool.submit(rendezvous, ranks_of(key, rank, 4), {}, timeout_s=LIMIT_S) for rank in (0, 1, 1)
+        ]
+        wait(futures[1:], timeout=LIMIT_S)
+        start = time.monotonic()
         (text,) = failures([pool.submit(rendezvous, ranks_of(key, 2, 4), {}, timeout_s=LIMIT_S)])
-        assert time.monotonic() - begun < LIMIT_S / 2
+        assert time.monotonic() - start < LIMIT_S / 2
     assert "two processes claim rank 1 of 4" in text
 
 
-def test_ranks_that_count_differently_are_told_both_numbers(key):
-    texts = failures(gather(ranks_of(key, 0, 2), ranks_of(key, 1, 4), timeout_s=SHORT_S))
+def test_differing_world_sizes_are_reported_on_both_ranks(key):
+    texts = failures(join_all(ranks_of(key, 0, 2), ranks_of(key, 1, 4), timeout_s=SHORT_S))
     for text in texts:
         assert re.search(r"world size is 4 on rank 1, process \d+ on \S+, but 2 on rank 0", text)
 
 
-def test_whoever_else_talks_to_the_port_does_no_harm(key):
+def test_malformed_messages_do_no_harm(key):
     number, *_ = candidates(key)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as connections:
         main = pool.submit(rendezvous, ranks_of(key, 0, 2), {}, timeout_s=LIMIT_S)
-        deep = b"[" * 4000 + b"\n"
-        for words in (
+        nested = b"[" * 4000 + b"\n"
+        for data in (
             b"",
             b"GET / HTTP/1.1\r\n\r\n",
             b"[1]\n",
             b'{"token": 3}\n',
-            deep,
+            nested,
             b"x" * 10_000,
             b"\xff\n",
         ):
             connection = connect(number)
             connections.enter_context(connection)
-            connection.sendall(words)
-        (peer,) = gather(ranks_of(key, 1, 2))
+            connection.sendall(data)
+        (peer,) = join_all(ranks_of(key, 1, 2))
     assert agreed_port([main, peer]) == number
 
 
@@ -363,25 +365,25 @@ def connect(port: int) -> socket.socket:
             time.sleep(0.01)
 
 
-def test_a_rank_that_goes_away_and_comes_back_is_one_rank(key):
-    """A launcher may start a process again, or a connection may break."""
+def test_rank_that_reconnects_counts_once(key):
+    """A launcher may restart a process, or a connection may break."""
     with ThreadPoolExecutor(2) as pool:
         main = pool.submit(rendezvous, ranks_of(key, 0, 3), {}, timeout_s=LIMIT_S)
-        come_and_go = (
+        script = (
             "import sys, time; from hpctrain.cluster.ranks import Ranks\n"
             "from hpctrain.cluster.rendezvous import rendezvous\n"
             "from hpctrain.cluster.rendezvous import client\n"
             "client._receive_line = lambda c, s, f=client._receive_line: sys.exit(0) if s > 3 else f(c, s)\n"
             f"rendezvous(Ranks(1, 3, 1, 3, 0, 1, 'localhost', 0, 'test', {key!r}), {{}}, timeout_s=30)"
         )
-        run_command([sys.executable, "-c", come_and_go])
-        rest = gather(ranks_of(key, 1, 3), ranks_of(key, 2, 3))
-    assert agreed_port([main, *rest]) == candidates(key)[0]
+        run_command([sys.executable, "-c", script])
+        others = join_all(ranks_of(key, 1, 3), ranks_of(key, 2, 3))
+    assert agreed_port([main, *others]) == candidates(key)[0]
 
 
-def test_more_peers_than_files_may_be_open():
-    """The soft limit is raised while they meet, and put back."""
-    text = """
+def test_more_peers_than_open_files_raise_the_soft_limit():
+    """The soft limit is raised during the rendezvous and restored."""
+    script = """
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from hpctrain.cluster.rendezvous import rendezvous
@@ -397,19 +399,19 @@ else:
     with ThreadPoolExecutor(199) as pool:
         print(len({m.port for m in pool.map(lambda number: rendezvous(rank(number), {}), range(1, 200))}))
 """
-    head = f"KEY = 'many {time.monotonic_ns()}'\n"
+    header = f"KEY = 'many {time.monotonic_ns()}'\n"
     with ThreadPoolExecutor(2) as pool:
         outputs = [
-            pool.submit(run_command, [sys.executable, "-c", f"ROLE = '{role}'\n{head}{text}"])
+            pool.submit(run_command, [sys.executable, "-c", f"ROLE = '{role}'\n{header}{script}"])
             for role in ("main", "peers")
         ]
     assert [output.result().stdout for output in outputs] == ["96\n", "1\n"]
 
 
 @pytest.mark.parametrize("hard", [20, 64])
-def test_fewer_files_than_a_meeting_needs_are_said_and_strangers_make_room(key, hard):
-    """The hard limit is below the number of ranks; or strangers take up what there is."""
-    text = f"""
+def test_too_low_hard_limit_is_reported_and_strangers_are_dropped(key, hard):
+    """The hard limit is below the number of ranks, or strangers use up the connections."""
+    script = f"""
 import resource, socket, sys, threading
 from hpctrain.cluster.rendezvous import rendezvous
 from hpctrain.cluster.ranks import Ranks
@@ -422,25 +424,25 @@ except HpctrainError as error:
 """
     number, *_ = candidates(key)
     with (
-        subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as main,
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as main,
         contextlib.ExitStack() as strangers,
     ):
         if hard > 30:
             strangers.enter_context(connect(number))
             for _ in range(100):
                 strangers.enter_context(socket.create_connection(("127.0.0.1", number), timeout=5))
-            ends = gather(*(ranks_of(key, rank, 30) for rank in range(1, 30)))
-            assert {end.result().port for end in ends} == {number}
-        said = main.communicate(timeout=LIMIT_S)[0]
+            futures = join_all(*(ranks_of(key, rank, 30) for rank in range(1, 30)))
+            assert {future.result().port for future in futures} == {number}
+        output = main.communicate(timeout=LIMIT_S)[0]
     if hard < 30:
-        assert said.startswith("HpctrainError This process requires 30 connections")
-        assert "only open 20 files" in said
+        assert output.startswith("HpctrainError This process requires 30 connections")
+        assert "only open 20 files" in output
     else:
-        assert said == ""
+        assert output == ""
 
 
-def test_a_rank_without_the_secret_of_the_job_does_not_get_in(key):
-    """It knows all ids, which are no secret."""
+def test_rank_without_the_secret_is_rejected(key):
+    """It knows all ids, which are not secret."""
     secret = new_secret()
     with ThreadPoolExecutor(3) as pool:
         main = pool.submit(rendezvous, ranks_of(key, 0, 2), secret, timeout_s=LIMIT_S)
@@ -451,7 +453,7 @@ def test_a_rank_without_the_secret_of_the_job_does_not_get_in(key):
     agreed_port([main, peer])
 
 
-def test_a_silent_stranger_is_dropped_and_named(key, monkeypatch):
+def test_silent_stranger_is_dropped_and_reported_with_its_user(key, monkeypatch):
     monkeypatch.setattr(rendezvous_server, "_PROOF_LIMIT_S", 0.2)
     number, *_ = candidates(key)
     with ThreadPoolExecutor(1) as pool:
@@ -476,13 +478,13 @@ def test_a_silent_stranger_is_dropped_and_named(key, monkeypatch):
     ],
     ids=str,
 )
-def test_an_introduction_with_impossible_numbers_is_none(fields):
-    whole = asdict(Handshake(1, 2, "n1", 7))
-    assert Handshake.parse(whole) is not None
-    assert Handshake.parse({**whole, **fields}) is None
+def test_handshake_with_impossible_values_is_rejected(fields):
+    valid = asdict(Handshake(1, 2, "n1", 7))
+    assert Handshake.parse(valid) is not None
+    assert Handshake.parse({**valid, **fields}) is None
 
 
-def test_what_is_waited_for_is_said_once(key, capfd):
+def test_wait_message_is_logged_once(key, capfd):
     for rank in (0, 1):
         with pytest.raises(RendezvousError):
             rendezvous(ranks_of(key, rank, 2), {}, timeout_s=1.0, remind_after_s=0.1)
@@ -495,20 +497,20 @@ def test_what_is_waited_for_is_said_once(key, capfd):
     assert re.match(r"hpctrain: rank 1 on \S+ is waiting for its peers: .*Connection refused", lines[1])
 
 
-def test_where_address_and_port_are_given_nobody_is_waited_for(key):
-    given = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    meeting = rendezvous(ranks_of(key, 1, 2), given)
-    assert (meeting.address, meeting.port, meeting.reserved_port) == (
+def test_given_address_and_port_need_no_rendezvous(key):
+    environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    result = rendezvous(ranks_of(key, 1, 2), environ)
+    assert (result.address, result.port, result.reserved_port) == (
         "localhost",
         next(port_candidates(key)),
         None,
     )
 
 
-def test_a_given_port_is_the_only_one(key):
+def test_given_port_is_the_only_candidate(key):
     first, *_ = candidates(key)
-    given = {"MASTER_PORT": str(first)}
-    assert agreed_port(gather(*world(key, 2), environ=given)) == first
+    environ = {"MASTER_PORT": str(first)}
+    assert agreed_port(join_all(*world(key, 2), environ=environ)) == first
     with socket.create_server(("", first)):
-        (text,) = failures(gather(ranks_of(key, 0, 2), environ=given))
+        (text,) = failures(join_all(ranks_of(key, 0, 2), environ=environ))
     assert f"cannot bind any of the ports {first} (Address already in use)" in text

@@ -1,4 +1,4 @@
-"""The plan of devices: its rules, and that it fits what Slurm really shows to each task."""
+"""The device plan: its rules, and its agreement with the GPUs that Slurm shows to each task."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def ranks(local_rank: int = 0, local_world_size: int = 1, environment: str = "sl
         ("MIG-GPU-1/1/0", ["MIG-GPU-1/1/0"]),
     ],
 )
-def test_the_list_of_visible_devices_is_read_as_cuda_reads_it(text, entries):
+def test_visible_devices_are_parsed_like_cuda(text, entries):
     environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
     assert visible_devices(environ) == entries
     assert is_mig(environ) is bool(entries and entries[0].startswith("MIG"))
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,0", "0,-1,1", "0,0", "NoDevFiles", "0,x", "1gpu2,2"])
-def test_torch_reads_the_list_of_visible_devices_alike(text, monkeypatch):
+def test_visible_devices_agree_with_torch(text, monkeypatch):
     from torch.cuda import _parse_visible_devices
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
@@ -69,20 +69,20 @@ def test_torch_reads_the_list_of_visible_devices_alike(text, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "visible", "variables", "index", "words"),
+    ("local_ranks", "visible", "variables", "index", "source"),
     [
         # All GPUs visible.
         ((0, 4), 4, {}, 0, "local rank, of 4 visible"),
         ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "local rank, of 4 visible"),
         ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "local rank, of 4 visible"),
-        # One visible: Slurm's, or the only one.
+        # One visible: bound by Slurm, or the only one.
         ((3, 4), 1, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the only GPU bound to this task by Slurm, of 4"),
         ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only visible GPU"),
-        # Several of its own: --gpus-per-task=2.
+        # Several per task: --gpus-per-task=2.
         ((1, 2), 2, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the first of 2 bound to this task by Slurm, of 4"),
-        # Several in common: --gpu-bind=closest.
+        # Several shared: --gpu-bind=closest.
         ((3, 4), 2, {"SLURM_GPUS_ON_NODE": "4"}, 1, "one of 2 bound to this task by Slurm, of 4"),
-        # None.
+        # None visible.
         ((0, 4), 0, {}, None, "no driver reports a GPU"),
         (
             (0, 4),
@@ -98,24 +98,24 @@ def test_torch_reads_the_list_of_visible_devices_alike(text, monkeypatch):
             None,
             "no driver reports a GPU, although CUDA_VISIBLE_DEVICES=0,1",
         ),
-        # CUDA shows one part of a GPU, whatever is listed.
+        # CUDA shows one MIG slice, whatever is listed.
         ((0, 2), 2, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 0, "the only visible GPU"),
     ],
 )
-def test_plan(place, visible, variables, index, words):
-    plan = plan_device(ranks(*place), variables, visible)
+def test_plan_chooses_the_expected_device(local_ranks, visible, variables, index, source):
+    plan = plan_device(ranks(*local_ranks), variables, visible)
     assert plan.index == index
-    assert words in plan.source
+    assert source in plan.source
     assert str(plan) == ("cpu" if index is None else f"cuda:{index}")
 
 
-def test_what_slurm_says_of_a_task_around_another_launcher_is_not_believed():
-    """An agent of torchrun runs in a step of one task; its ranks see what it sees."""
+def test_slurm_gpu_count_is_ignored_under_another_launcher():
+    """A torchrun agent runs in a step with one task; its ranks see the same GPUs as the agent."""
     assert plan_device(ranks(1, 2, "torchrun"), {"SLURM_GPUS_ON_NODE": "4"}, 2).index == 1
 
 
 @pytest.mark.parametrize(("visible", "on_node"), [(2, "2"), (2, None), (1, "1")])
-def test_more_ranks_than_gpus_is_an_error_with_both_numbers_on_every_rank(visible, on_node):
+def test_more_ranks_than_gpus_is_refused_on_every_rank(visible, on_node):
     environ = {"SLURM_GPUS_ON_NODE": on_node} if on_node else {}
     for local_rank in range(3):
         with pytest.raises(EnvironmentMismatch) as caught:
@@ -137,7 +137,7 @@ def test_more_ranks_than_gpus_is_an_error_with_both_numbers_on_every_rank(visibl
         {"SLURM_SHARDS_ON_NODE": "4"},
     ],
 )
-def test_who_asked_for_it_shares_gpus_in_turn(variables):
+def test_requested_gpu_sharing_assigns_gpus_round_robin(variables):
     indexes = [plan_device(ranks(i, 4), variables, 2).index for i in range(4)]
     assert indexes == [0, 1, 0, 1]
     assert "modulo 2" in plan_device(ranks(0, 4), variables, 2).source
@@ -154,11 +154,11 @@ def test_who_asked_for_it_shares_gpus_in_turn(variables):
         {"SLURM_NTASKS_PER_GPU": "1"},
     ],
 )
-def test_who_did_not_ask_for_it_does_not_share(variables):
+def test_gpus_are_not_shared_without_a_request(variables):
     assert gpu_sharing_reason(variables) is None
 
 
-def test_a_switch_that_is_neither_on_nor_off_is_refused():
+def test_invalid_sharing_switch_is_refused():
     with pytest.raises(EnvironmentMismatch, match="HPCTRAIN_SHARE_GPUS is 'yes'"):
         gpu_sharing_reason({"HPCTRAIN_SHARE_GPUS": "yes"})
 
@@ -181,41 +181,43 @@ SHAPES = [
     "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=mask_gpu:1,3",
     "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic",
 ]
-#: On one node of four GPUs: two for each task, alone or with another task, in turn or one after the other.
+#: On one node with four GPUs, two per task: exclusive or shared, consecutive or alternating.
 SHAPES_OF_FOUR = [
     ("--ntasks=2 --gpus-per-task=2", True),
     ("--ntasks=4 --gpus-per-node=4 --gpu-bind=mask_gpu:0x3,0x3,0xc,0xc", True),
-    # The variables of a task do not tell which others see the same GPUs: the ranks have to.
+    # The variables of a task do not show which others see the same GPUs: the ranks must exchange it.
     ("--ntasks=4 --gpus-per-node=4 --gpu-bind=mask_gpu:0x3,0xc,0x3,0xc", False),
 ]
 
 
-def seats_of_step(env: dict[str, str], shape: str, gpus_per_node: int, folder: Path) -> list[RankPlacement]:
-    """Start a step of that shape; what its tasks would tell each other, were Slurm's GPUs real ones."""
-    # The suite keeps GPUs out of sight by a variable that a step of --gpu-bind=none would inherit.
+def placements_of_step(
+    env: dict[str, str], shape: str, gpus_per_node: int, folder: Path
+) -> list[RankPlacement]:
+    """Start a step of that shape; return the placements that its tasks would exchange with real GPUs."""
+    # The test session hides GPUs by a variable that a step with --gpu-bind=none would inherit.
     command = ["env", "--unset=CUDA_VISIBLE_DEVICES", "srun", *shape.split(), f"--output={folder}/%t"]
     run_command([*command, "env", "--null"], env)
-    seats = []
+    placements = []
     for path in folder.iterdir():
         environ = dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
-        # What the driver would show there: the entries that Slurm wrote, or all of the node.
+        # The driver would show the entries that Slurm wrote, or all GPUs of the node.
         listed = visible_devices(environ)
-        seen = listed if listed is not None else [str(i) for i in range(gpus_per_node)]
+        visible = listed if listed is not None else [str(i) for i in range(gpus_per_node)]
         ranks, node = detect(environ), environ["SLURMD_NODENAME"]
-        uuids = tuple(f"{node}:{entry}" for entry in seen)
-        index = plan_device(ranks, environ, len(seen)).index
-        seats.append(RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, node, uuids, index))
-    seats.sort(key=lambda seat: seat.rank)
-    check_unique_placement(seats)
-    return seats
+        uuids = tuple(f"{node}:{entry}" for entry in visible)
+        index = plan_device(ranks, environ, len(visible)).index
+        placements.append(RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, node, uuids, index))
+    placements.sort(key=lambda placement: placement.rank)
+    check_unique_placement(placements)
+    return placements
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tasks_get_gpus_of_their_own_wherever_slurm_gave_them_such(slurm, shape, tmp_path):
-    seats = seats_of_step(slurm.env, shape, slurm.shape.gpus_per_node, tmp_path)
-    taken = [seat.gpu for seat in seats]
+def test_tasks_use_distinct_gpus_when_slurm_binds_them(slurm, shape, tmp_path):
+    placements = placements_of_step(slurm.env, shape, slurm.shape.gpus_per_node, tmp_path)
+    gpus = [placement.gpu for placement in placements]
     share = 2 if "--ntasks-per-gpu=2" in shape else 1
-    assert all(gpu is not None and taken.count(gpu) == share for gpu in taken), seats
+    assert all(gpu is not None and gpus.count(gpu) == share for gpu in gpus), placements
 
 
 @pytest.fixture(scope="module")
@@ -229,13 +231,13 @@ def node_of_four() -> Iterator[sandbox.Sandbox]:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize(("shape", "plan_is_enough"), SHAPES_OF_FOUR)
-def test_tasks_with_several_gpus_each_take_one_that_no_other_takes(
-    node_of_four, shape, plan_is_enough, tmp_path
-):
-    seats = seats_of_step(node_of_four.env, shape, 4, tmp_path)
-    assert {len(seat.gpus) for seat in seats} == {2}
-    assert (len({seat.gpu for seat in seats}) == len(seats)) is plan_is_enough
-    deal = assign_gpus(seats, may_share=False)
-    assert len({seat.gpus[deal.indexes[seat.rank]] for seat in seats}) == len(seats)
+def test_tasks_with_several_gpus_take_distinct_ones(node_of_four, shape, plan_is_enough, tmp_path):
+    placements = placements_of_step(node_of_four.env, shape, 4, tmp_path)
+    assert {len(placement.gpus) for placement in placements} == {2}
+    assert (len({placement.gpu for placement in placements}) == len(placements)) is plan_is_enough
+    assignment = assign_gpus(placements, may_share=False)
+    assert len({placement.gpus[assignment.indexes[placement.rank]] for placement in placements}) == len(
+        placements
+    )
     if "--gpus-per-task" in shape:
-        assert deal.indexes == {0: 0, 1: 0}
+        assert assignment.indexes == {0: 0, 1: 0}

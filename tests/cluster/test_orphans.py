@@ -1,4 +1,4 @@
-"""What an earlier attempt leaves behind is ended, though it has left its session; no other process is."""
+"""Orphans of earlier attempts are killed even in a new session; other processes are not."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def start():
         process.wait()
 
 
-def test_those_of_earlier_attempts_of_this_run_are_ended(start, tmp_path):
-    first, second, now = (start(tmp_path / "run", attempt) for attempt in range(3))
+def test_orphans_of_earlier_attempts_of_this_run_are_killed(start, tmp_path):
+    first, second, current = (start(tmp_path / "run", attempt) for attempt in range(3))
     other = start(tmp_path / "other", 0)
     assert sorted(kill_orphans(str(tmp_path / "run"), 2)) == sorted([first.pid, second.pid])
     assert [first.wait(5), second.wait(5)] == [-9, -9]
-    assert now.poll() is None
+    assert current.poll() is None
     assert other.poll() is None
     assert kill_orphans(str(tmp_path / "run"), 2) == []
