@@ -1,4 +1,4 @@
-"""Values of `--env` stay in the environment of the ranks and in files that only the owner can read."""
+"""Values of `--env` appear only in the ranks' environment and in files that only the owner can read."""
 
 from __future__ import annotations
 
@@ -32,47 +32,55 @@ assert os.environ["UID"] == "4711 $HOME"
 
 @contextmanager
 def command_lines_with(text: str) -> Iterator[set[str]]:
-    """Command lines of this machine that hold `text`, read again and again while the block lasts."""
-    found: set[str] = set()
-    over = threading.Event()
-    wanted = text.encode()
+    """Command lines of this machine that contain `text`, sampled during the block."""
+    matches: set[str] = set()
+    finished = threading.Event()
+    needle = text.encode()
 
-    def look() -> None:
-        while not over.is_set():
+    def sample() -> None:
+        while not finished.is_set():
             for name in filter(str.isdigit, os.listdir("/proc")):
                 with suppress(OSError):
                     line = Path("/proc", name, "cmdline").read_bytes()
-                    if wanted in line:
-                        found.add(line.decode(errors="replace"))
+                    if needle in line:
+                        matches.add(line.decode(errors="replace"))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
-        yield found
+        yield matches
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
-def holds(path: Path, text: str) -> bool:
+def contains(path: Path, text: str) -> bool:
     return text.encode() in path.read_bytes()
 
 
-def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int) -> None:
-    """Train with a secret; nothing shows it while the run is active, nor afterwards."""
-    # Its parts, so that no command line of this test holds it.
+def check_secret_is_hidden(env: Mapping[str, str], shape: list[str], folder: Path, umask: int) -> None:
+    """Train with a secret and check that nothing exposes it, during the run and after it."""
+    # In parts, so that no command line of this test contains it.
     token = "sekrit-" + secrets.token_hex(8)
     folder.chmod(0o755)
     (folder / "token").write_text(token)
     (folder / "job.py").write_text(SCRIPT)
     run = Run(folder / "run", env)
-    words = ["submit", *shape, "--no-code-snapshot", "--standby-workers", "never", "--run-dir", str(run.path)]
+    command = [
+        "submit",
+        *shape,
+        "--no-code-snapshot",
+        "--standby-workers",
+        "never",
+        "--run-dir",
+        str(run.path),
+    ]
     variables = ["--env", "API_TOKEN", "--env", "UID=4711 $HOME"]
     hpctrain = [sys.executable, "-m", "hpctrain"]
     before = os.umask(umask)
     try:
-        with command_lines_with(token) as found:
-            run_command([*hpctrain, *words, *variables, folder / "job.py"], {**env, "API_TOKEN": token})
+        with command_lines_with(token) as matches:
+            run_command([*hpctrain, *command, *variables, folder / "job.py"], {**env, "API_TOKEN": token})
             wait_for(lambda: len(list(run.path.glob("saw-*"))) == 2, 60, "both ranks")
             ps = run_command(["ps", "axww", "-o", "args"]).stdout
             (run.path / "leave").touch()
@@ -80,11 +88,11 @@ def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int) ->
     finally:
         os.umask(before)
     assert token not in ps
-    assert not found
-    with_token = [path for path in run.path.rglob("*") if path.is_file() and holds(path, token)]
+    assert not matches
+    with_token = [path for path in run.path.rglob("*") if path.is_file() and contains(path, token)]
     assert [path.name for path in with_token] == ["spec.yaml"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in with_token)
-    # Slurm makes the batch script's log, and the script its own files.
+    # Slurm creates the batch script's log; the script creates its own files.
     others = [path for path in run.path.rglob("*") if path.name not in ("slurm.log", "leave")]
     others = [path for path in others if not path.name.startswith("saw-")]
     assert [path for path in others if path.stat().st_mode & 0o022] == []
@@ -94,9 +102,9 @@ def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int) ->
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002], ids=["022", "002"])
-def test_a_variable_of_a_local_run_is_on_no_command_line(tmp_path, umask):
-    check({}, ["--backend", "local", "--nodes", "2"], tmp_path, umask)
+def test_variable_of_a_local_run_is_on_no_command_line(tmp_path, umask):
+    check_secret_is_hidden({}, ["--backend", "local", "--nodes", "2"], tmp_path, umask)
 
 
-def test_a_variable_of_a_run_on_slurm_is_on_no_command_line(slurm, tmp_path):
-    check(slurm.env, ["--nodes", "2"], tmp_path, 0o002)
+def test_variable_of_a_slurm_run_is_on_no_command_line(slurm, tmp_path):
+    check_secret_is_hidden(slurm.env, ["--nodes", "2"], tmp_path, 0o002)

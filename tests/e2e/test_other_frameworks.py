@@ -1,6 +1,6 @@
-"""Scripts that know nothing of hpctrain, disturbed: plain DDP, Lightning, Accelerate, with own checkpoints.
+"""Unmodified scripts under faults: plain DDP, Lightning and Accelerate, with their own checkpoints.
 
-They run as they stand in `examples/`, on two ranks on two nodes.
+The scripts of `examples/` run on two ranks on two nodes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from helpers.processes import assert_no_process_left
 from helpers.training_runs import RUN_LIMIT_S, Run, preempt
 from helpers.waiting import wait_for
 
-#: A stop of Lightning may take half a minute: its own handler of SIGTERM can lock two ranks up.
+#: A stop of Lightning may take half a minute: its own SIGTERM handler can deadlock two ranks.
 pytestmark = pytest.mark.timeout(400)
 
 SHAPE = ["--nodes", "2", "--ntasks-per-node", "1"]
 STEPS = ["--save-every", "100", "--max-steps"]
-#: Enough for a disturbance to come long before the end.
+#: Enough for a fault long before the end.
 MAX_STEPS = 1500
 
 
 @dataclass(frozen=True)
 class Script:
-    """One of the examples."""
+    """An example script and the lines it prints."""
 
     name: str
     resumed: str
@@ -46,7 +46,7 @@ class Script:
     def path(self) -> Path:
         return REPOSITORY / "examples" / f"{self.name}.py"
 
-    def words(self, max_steps: int) -> list[str]:
+    def argv(self, max_steps: int) -> list[str]:
         return [str(self.path), *self.args, *STEPS, str(max_steps)]
 
 
@@ -66,25 +66,25 @@ def long(*values: object) -> object:
 
 
 @pytest.fixture
-def place(request) -> tuple[dict[str, str], list[str]]:
-    """(variables, options) of the place to run in, by its name."""
+def backend(request) -> tuple[dict[str, str], list[str]]:
+    """Return the environment and options of the backend to run on."""
     if request.param == "local":
         return {}, ["--backend", "local", *SHAPE]
     return request.getfixturevalue("slurm").env, SHAPE
 
 
-def submit(place, path: Path, script: Script) -> Run:
-    """Submit the script, and wait until it has saved something."""
-    env, shape = place
+def submit(backend, path: Path, script: Script) -> Run:
+    """Submit the script and wait for its first checkpoint."""
+    env, shape = backend
     run = Run(path, env)
-    run.hpctrain("submit", *shape, "--run-dir", str(path), *script.words(MAX_STEPS))
+    run.hpctrain("submit", *shape, "--run-dir", str(path), *script.argv(MAX_STEPS))
     saved = run.dir.checkpoints
     wait_for(lambda: saved.exists() and any(saved.iterdir()), 100, f"the first checkpoint of {script.name}")
     return run
 
 
-def assert_went_on_and_finished(run: Run, script: Script) -> None:
-    """Nothing was trained from the start again, and the last step was trained."""
+def assert_resumed_and_completed(run: Run, script: Script) -> None:
+    """No attempt started from the beginning, and the last step was trained."""
     first, *_, last = (run.dir.rank_log(attempt, 0).read_text() for attempt in run.dir.attempts())
     assert script.resumed not in first
     assert script.finished.format(MAX_STEPS) not in first
@@ -95,8 +95,8 @@ def assert_went_on_and_finished(run: Run, script: Script) -> None:
 
 
 @contextlib.contextmanager
-def held(run: Run) -> Iterator[None]:
-    """Stop the ranks meanwhile, lest they come to their end before they can be disturbed."""
+def paused(run: Run) -> Iterator[None]:
+    """Stop the ranks inside the block, so that they do not finish before the fault."""
     pids = [process.pid for process in run.ranks().values()]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -109,7 +109,7 @@ def held(run: Run) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("script", "place"),
+    ("script", "backend"),
     [
         long(PLAIN, "local"),
         long(LIGHTNING, "local"),
@@ -118,22 +118,22 @@ def held(run: Run) -> Iterator[None]:
         long(LIGHTNING, "slurm"),
         long(ACCELERATE, "slurm"),
     ],
-    indirect=["place"],
+    indirect=["backend"],
     ids=lambda it: getattr(it, "name", it),
 )
-def test_kill_9_of_a_rank(script, place, tmp_path):
-    run = submit(place, tmp_path / "run", script)
+def test_kill_of_a_rank(script, backend, tmp_path):
+    run = submit(backend, tmp_path / "run", script)
     run.kill_rank(1)
     assert run.wait() == 0
     assert [failure["rank"] for failure in run.events("failure")] == [1]
     assert len(run.events("restart")) == 1
     assert [event["attempt"] for event in run.events("checkpoint")] == [0, 1]
-    assert_went_on_and_finished(run, script)
+    assert_resumed_and_completed(run, script)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("script", "place"),
+    ("script", "backend"),
     [
         (PLAIN, "local"),
         long(LIGHTNING, "local"),
@@ -142,32 +142,32 @@ def test_kill_9_of_a_rank(script, place, tmp_path):
         long(LIGHTNING, "slurm"),
         long(ACCELERATE, "slurm"),
     ],
-    indirect=["place"],
+    indirect=["backend"],
     ids=lambda it: getattr(it, "name", it),
 )
-def test_requeue(script, place, tmp_path):
-    run = submit(place, tmp_path / "run", script)
-    with held(run):
+def test_requeue(script, backend, tmp_path):
+    run = submit(backend, tmp_path / "run", script)
+    with paused(run):
         run.hpctrain("requeue", str(run.path))
     assert run.wait() == 0
     assert len(run.events("requeue")) == 1
     assert run.events("failure") == []
-    assert_went_on_and_finished(run, script)
+    assert_resumed_and_completed(run, script)
 
 
 @pytest.mark.parametrize("script", [long(PLAIN), long(LIGHTNING), long(ACCELERATE)], ids=lambda it: it.name)
-def test_preempted_by_an_urgent_job(script, slurm, tmp_path):
+def test_preemption_by_an_urgent_job(script, slurm, tmp_path):
     run = submit((slurm.env, SHAPE), tmp_path / "run", script)
-    with held(run):
+    with paused(run):
         preempt(slurm.env, seconds=1)
         wait_for(lambda: _is_preempted(run), 30, "the preemption")
     assert run.wait() == 0
     assert run.events("failure") == []
-    assert_went_on_and_finished(run, script)
+    assert_resumed_and_completed(run, script)
 
 
 def _is_preempted(run: Run) -> bool:
-    """Whether Slurm has told the ranks to stop, and to continue, which it does at once."""
+    """True if Slurm has sent the ranks its stop signal and SIGCONT, which it does together."""
     return all("stopped" not in _state(process.pid) for process in run.ranks().values())
 
 
@@ -180,17 +180,17 @@ def _state(pid: int) -> str:
 
 
 @pytest.mark.parametrize("script", [long(PLAIN), LIGHTNING, long(ACCELERATE)], ids=lambda it: it.name)
-def test_under_srun_by_way_of_exec(script, slurm, tmp_path):
-    """Without a supervisor: the ranks agree on a port themselves."""
+def test_script_under_srun_and_exec(script, slurm, tmp_path):
+    """Without a supervisor, the ranks agree on a port themselves."""
     step = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "hpctrain", "exec", "--"]
     env = {**slurm.env, "OMP_NUM_THREADS": "1"}
-    words = [*step, sys.executable, *script.words(200)]
-    done = run_command(words, env, cwd=tmp_path, timeout=RUN_LIMIT_S, check=False)
-    # exec has become the script, and torch may abort one at its interpreter's end (see runtime/leaving.py).
-    aborted = "terminate called without an active exception" in done.stderr
-    assert done.returncode == (134 if aborted else 0), done.stderr
-    assert script.finished.format(200) in done.stdout
-    left = [path.name for path in (tmp_path / "checkpoints").rglob("*")]
-    assert script.world in done.stdout + done.stderr or script.world in left
+    command = [*step, sys.executable, *script.argv(200)]
+    result = run_command(command, env, cwd=tmp_path, timeout=RUN_LIMIT_S, check=False)
+    # exec has become the script, and torch may abort it at interpreter exit (see runtime/gloo_shutdown.py).
+    aborted = "terminate called without an active exception" in result.stderr
+    assert result.returncode == (134 if aborted else 0), result.stderr
+    assert script.finished.format(200) in result.stdout
+    files = [path.name for path in (tmp_path / "checkpoints").rglob("*")]
+    assert script.world in result.stdout + result.stderr or script.world in files
     if script is PLAIN:
-        assert done.stdout.count("step 200: loss") == 1
+        assert result.stdout.count("step 200: loss") == 1

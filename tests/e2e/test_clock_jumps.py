@@ -1,7 +1,7 @@
-"""Clocks jump by minutes and hours, forward and backward, while a run trains and between its attempts.
+"""Clock jumps of minutes and hours while a run trains and between its attempts.
 
-The clock of the machine stays as it is: processes of the run get another `time.time` and `time.monotonic`.
-Times of files do not follow, as on a file server with a clock of its own.
+The machine's clock stays unchanged: the run's processes get another `time.time` and `time.monotonic`. File
+times do not follow, as on a file server with its own clock.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def reference(tmp_path_factory) -> Run:
     return run
 
 
-def assert_accounted(run: Run) -> None:
-    """The report accounts for all of the time, and no part of it is negative."""
+def assert_time_accounted(run: Run) -> None:
+    """The report accounts for all time, and no part is negative."""
     report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
     parts = [part["us"] for part in report["ledger"]]
     assert min(parts) >= 0
@@ -65,15 +65,15 @@ def assert_accounted(run: Run) -> None:
     assert 0 <= report["ettr"] <= 1
 
 
-def look(run: Run) -> None:
-    """Each command that shows the run works, whatever its own clock says."""
-    for words in (
+def run_show_commands(run: Run) -> None:
+    """Run each command that shows the run, under the real clock."""
+    for args in (
         ["status", str(run.path)],
         ["list"],
         ["logs", str(run.path)],
         ["checkpoints", str(run.path)],
     ):
-        run.hpctrain(*words)
+        run.hpctrain(*args)
     run.hpctrain("top", "--once", str(run.path))
 
 
@@ -81,13 +81,13 @@ def look(run: Run) -> None:
 @pytest.mark.parametrize(
     "jumps", [(90, -90, 300), (3 * HOUR_S, -2 * HOUR_S, 0), (-24 * HOUR_S, 48 * HOUR_S, -1)]
 )
-def test_the_wall_clock_jumps_while_a_run_trains(reference, clock, tmp_path, jumps):
+def test_wall_clock_jumps_during_training_do_no_harm(reference, clock, tmp_path, jumps):
     options = ["--hang-timeout", "20"]
     run = submit(tmp_path / "run", clock.env, SHAPE, options=options, step_s=0.15, slow_attempts=2)
     for step, seconds in zip((8, 16, 30), jumps, strict=True):
         run.wait_for_step(step)
         clock.set(seconds)
-        look(run)
+        run_show_commands(run)
         if step == 16:
             run.kill_rank(1)
     assert run.wait() == 0
@@ -96,14 +96,14 @@ def test_the_wall_clock_jumps_while_a_run_trains(reference, clock, tmp_path, jum
     assert failure["rank"] == 1
     assert "SIGKILL" in failure["cause"]
     assert len(run.events("restart")) == 1
-    look(run)
-    assert_accounted(run)
+    run_show_commands(run)
+    assert_time_accounted(run)
     assert_no_process_left(run.path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seconds", [-5 * HOUR_S, 5 * HOUR_S])
-def test_the_wall_clock_jumps_between_two_submissions(reference, clock, tmp_path, seconds):
+def test_wall_clock_jump_between_submissions_does_no_harm(reference, clock, tmp_path, seconds):
     run = submit(tmp_path / "run", clock.env, SHAPE, step_s=0.1)
     run.wait_for_step(14)
     run.hpctrain("cancel", str(run.path))
@@ -114,12 +114,12 @@ def test_the_wall_clock_jumps_between_two_submissions(reference, clock, tmp_path
     assert run.wait() == 0
     assert run.status()["state"] == "COMPLETED"
     assert_undisturbed(run, reference)
-    assert_accounted(run)
+    assert_time_accounted(run)
 
 
 @pytest.mark.long
-def test_a_hang_is_found_between_hosts_with_other_monotonic_clocks(clock, tmp_path):
-    """And only that; a host counts its monotonic clock from its own start."""
+def test_hang_is_detected_with_differing_monotonic_clocks(clock, tmp_path):
+    """Nothing else is; each host counts its monotonic clock from its own boot."""
     run = Run(tmp_path / "run", clock.env)
     options = [*SHAPE, "--hang-timeout", "3", "--run-dir", str(run.path), str(JOB)]
     run.hpctrain("submit", *options, "--checkpoint-every", "6", "--hang", "loop", "--epochs", "2")
@@ -132,22 +132,22 @@ def test_a_hang_is_found_between_hosts_with_other_monotonic_clocks(clock, tmp_pa
 
 @pytest.fixture
 def later_boot() -> Iterator[list[str]]:
-    """Words that run a command in a namespace whose monotonic clock is a week ahead."""
-    words = ["unshare", "--time", "--monotonic", "604800", "--boottime", "604800", "--fork"]
-    if shutil.which("unshare") is None or subprocess.run([*words, "true"], capture_output=True).returncode:
+    """The command prefix of a namespace whose monotonic clock is a week ahead."""
+    command = ["unshare", "--time", "--monotonic", "604800", "--boottime", "604800", "--fork"]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("no time namespace can be made here")
-    return words
+    return command
 
 
 @pytest.mark.long
-def test_a_run_goes_on_after_a_boot(reference, later_boot, tmp_path):
-    """Another boot is another monotonic clock, for each process of the second submission."""
+def test_run_resumes_after_a_reboot(reference, later_boot, tmp_path):
+    """A reboot means another monotonic clock for each process of the second submission."""
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1)
     run.wait_for_step(14)
     run.hpctrain("cancel", str(run.path))
     run.wait()
-    words = ["submit", *SHAPE, "--run-dir", str(run.path), str(JOB), "--checkpoint-every", "6"]
-    run_command([*later_boot, sys.executable, "-m", "hpctrain", *words], environment())
+    command = ["submit", *SHAPE, "--run-dir", str(run.path), str(JOB), "--checkpoint-every", "6"]
+    run_command([*later_boot, sys.executable, "-m", "hpctrain", *command], environment())
     assert run.wait() == 0
     assert_undisturbed(run, reference)
-    assert_accounted(run)
+    assert_time_accounted(run)

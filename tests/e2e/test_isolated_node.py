@@ -1,4 +1,4 @@
-"""A node that is cut off from the others: it runs on, hears nobody, and the run goes on without it."""
+"""A node without network: it keeps running, and the run continues without it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from helpers.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
 
-WORDS = [str(JOB), "--dropout", "0"]
+COMMAND = [str(JOB), "--dropout", "0"]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Run:
-    """How many ranks there are changes nothing but rounding, without dropout."""
+    """Without dropout, the number of ranks changes only rounding."""
     run = Run(tmp_path_factory.mktemp("reference") / "run", {})
-    run.hpctrain("submit", "--backend", "local", "--ntasks-per-node", "2", "--run-dir", str(run.path), *WORDS)
+    run.hpctrain(
+        "submit", "--backend", "local", "--ntasks-per-node", "2", "--run-dir", str(run.path), *COMMAND
+    )
     assert run.wait() == 0
     return run
 
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest):
-    """Three nodes, given up by Slurm after so many seconds of silence."""
+    """Three nodes; Slurm marks a silent one as down after so many seconds."""
     need_separate_hosts()
     with SeparateSlurm(3, [f"SlurmdTimeout={request.param}"]) as cluster:
         yield cluster
@@ -34,13 +36,13 @@ def cluster(request: pytest.FixtureRequest):
 def start(cluster: SeparateSlurm, path) -> RemoteRun:
     run = RemoteRun(path, cluster)
     shape = ["--nodes", "2:3", "--ntasks-per-node", "1", "--hang-timeout", "4"]
-    run.hpctrain("submit", *shape, "--run-dir", str(path), *WORDS, "--step-s", "0.2")
+    run.hpctrain("submit", *shape, "--run-dir", str(path), *COMMAND, "--step-s", "0.2")
     run.wait_for_step(8)
     return run
 
 
 @pytest.mark.parametrize("cluster", [300], indirect=True)
-def test_the_supervisor_does_without_it_long_before_slurm_gives_it_up(cluster, reference, tmp_path):
+def test_supervisor_shrinks_the_run_before_slurm_marks_the_node_down(cluster, reference, tmp_path):
     run = start(cluster, tmp_path / "run")
     victim = run.events("started")[0]["hosts"][2]
     cluster.isolate(victim)
@@ -50,15 +52,15 @@ def test_the_supervisor_does_without_it_long_before_slurm_gives_it_up(cluster, r
     assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (3, 2, [victim])
     assert run.events("requeue") == []
     assert_same_training(run, reference)
-    # What still runs there can do no harm, and is ended as soon as Slurm reaches the node.
+    # Processes there do no harm, and end as soon as Slurm reaches the node.
     cluster.reconnect(victim)
     assert_no_process_left(run.path, 60)
 
 
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 @pytest.mark.parametrize("index", [2, 0], ids=["ranks", "supervisor"])
-def test_slurm_gives_it_up_and_requeues_the_job(cluster, reference, tmp_path, index):
-    """With the supervisor's own node, there are two supervisors for a while, of which one may go on."""
+def test_slurm_marks_the_node_down_and_requeues_the_job(cluster, reference, tmp_path, index):
+    """If it is the supervisor's node, there are two supervisors for a while; only one may continue."""
     run = start(cluster, tmp_path / "run")
     victim = run.events("started")[0]["hosts"][index]
     cluster.isolate(victim)

@@ -1,4 +1,4 @@
-"""Ranks that are killed for good leave nothing in the fast folders of their nodes, and lose nothing there."""
+"""After ranks fail for good, their nodes' local tiers are drained: empty, and nothing lost."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ trainer.fit(Doomed(), torch.ones(80, 4))
 """
 
 
-def doomed(env, shape: list[str], folder: Path) -> None:
-    fast, script = folder / "fast", folder / "doomed.py"
-    fast.mkdir()
+def check_drain_after_failure(env, shape: list[str], folder: Path) -> None:
+    tier, script = folder / "fast", folder / "doomed.py"
+    tier.mkdir()
     script.write_text(SCRIPT)
     run = Run(folder / "run", env)
-    words = ["--max-failures", "1", "--no-code-snapshot", "--run-dir", str(run.path), str(script), str(fast)]
-    run.hpctrain("submit", *shape, *words)
+    args = ["--max-failures", "1", "--no-code-snapshot", "--run-dir", str(run.path), str(script), str(tier)]
+    run.hpctrain("submit", *shape, *args)
     assert run.wait() == 4
     saved = [event["step"] for event in run.events("checkpoint") if event["tier"] == "local"]
     assert saved, run.describe()
-    assert list(fast.iterdir()) == [], run.describe()
+    assert list(tier.iterdir()) == [], run.describe()
     listed, _ = list_checkpoints(run.dir, verify=True)
     assert listed[-1].step >= max(saved)
     assert [one.problems for one in listed] == [()] * len(listed)
-    assert f"drained {fast} on all nodes" in run.dir.supervisor_log.read_text()
+    assert f"drained {tier} on all nodes" in run.dir.supervisor_log.read_text()
     assert_no_process_left(run.path)
 
 
 @pytest.mark.long
-def test_on_this_machine(tmp_path):
-    doomed({}, ["--backend", "local", "--nodes", "2"], tmp_path)
+def test_local_tier_is_drained_after_failure_with_local_backend(tmp_path):
+    check_drain_after_failure({}, ["--backend", "local", "--nodes", "2"], tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_on_slurm(slurm, tmp_path):
-    doomed(slurm.env, ["--nodes", "2", "--gpus-per-node", "1"], tmp_path)
+def test_local_tier_is_drained_after_failure_on_slurm(slurm, tmp_path):
+    check_drain_after_failure(slurm.env, ["--nodes", "2", "--gpus-per-node", "1"], tmp_path)

@@ -1,4 +1,4 @@
-"""Faults at random moments, again and again: start-up, steps, saves, validation, the end. Takes minutes."""
+"""Faults at random moments: start-up, steps, saves, validation, end. Takes minutes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def reference(tmp_path_factory) -> Run:
 
 
 @pytest.fixture(params=["local", "slurm"])
-def place(request):
-    """(variables, options) of the place to run in."""
+def backend(request):
+    """Return the environment and options of the backend to run on."""
     if request.param == "local":
         return {}, LOCAL
     return request.getfixturevalue("slurm").env, SLURM
 
 
 @pytest.mark.parametrize("_round", range(ROUNDS))
-def test_stopped_at_a_random_moment(place, reference, tmp_path, _round):
-    run = disturbed(place, tmp_path)
+def test_requeue_at_a_random_moment(backend, reference, tmp_path, _round):
+    run = run_until_random_moment(backend, tmp_path)
     run.hpctrain("requeue", str(run.path))
     assert run.wait() == 0
     assert_undisturbed(run, reference)
@@ -42,8 +42,8 @@ def test_stopped_at_a_random_moment(place, reference, tmp_path, _round):
 
 
 @pytest.mark.parametrize("_round", range(ROUNDS))
-def test_rank_killed_at_a_random_moment(place, reference, tmp_path, _round):
-    run = disturbed(place, tmp_path)
+def test_kill_of_a_rank_at_a_random_moment(backend, reference, tmp_path, _round):
+    run = run_until_random_moment(backend, tmp_path)
     victim = any_rank(4)
     if victim in run.ranks():
         run.kill_rank(victim)
@@ -52,9 +52,9 @@ def test_rank_killed_at_a_random_moment(place, reference, tmp_path, _round):
     assert_no_process_left(run.path)
 
 
-def disturbed(place, tmp_path) -> Run:
-    """A run at a random moment of its life: four ranks take some four seconds to start, and six to train."""
-    env, shape = place
+def run_until_random_moment(backend, tmp_path) -> Run:
+    """Four ranks take about four seconds to start and six to train."""
+    env, shape = backend
     run = submit(tmp_path / "run", env, shape, step_s=0.1)
     wait_for(lambda: run.events("started"), 60, "the start of the workers")
     time.sleep(random.SystemRandom().uniform(0, 10))

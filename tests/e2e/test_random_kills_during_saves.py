@@ -1,4 +1,4 @@
-"""kill -9 of ranks at random moments while each step is being saved in the background."""
+"""SIGKILL to ranks at random moments while every step is saved in the background."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("round_", range(3))
-def test_a_killed_run_is_bitwise_the_undisturbed_one_and_lost_a_step_or_two(reference, tmp_path, round_):
-    chance = random.SystemRandom()
+def test_killed_run_equals_the_undisturbed_one_and_loses_at_most_two_steps(reference, tmp_path, round_):
+    rng = random.SystemRandom()
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1, checkpoint_every=1)
-    run.wait_for_step(chance.randrange(2, LAST_STEP // 2))
-    time.sleep(chance.uniform(0.0, 0.2))
+    run.wait_for_step(rng.randrange(2, LAST_STEP // 2))
+    time.sleep(rng.uniform(0.0, 0.2))
     ranks = run.ranks()
     for victim in {any_rank(WORLD_SIZE), any_rank(WORLD_SIZE)}:
         os.kill(ranks[victim].pid, signal.SIGKILL)
     assert run.wait() == 0
     (resumed,) = run.events("resumed")
-    reached = max(event["step"] for event in run.events("checkpoint") if event["attempt"] == 0)
-    # The commit is on the disk a moment before it is on record; nothing that is on record is lost.
-    assert reached <= resumed["step"] <= reached + 1
+    recorded = max(event["step"] for event in run.events("checkpoint") if event["attempt"] == 0)
+    # The commit is on disk just before its event is recorded; no recorded checkpoint is lost.
+    assert recorded <= resumed["step"] <= recorded + 1
     assert_undisturbed(run, reference)
     listed, _ = list_checkpoints(run.dir, verify=True)
-    assert [one.problems for one in listed] == [()] * len(listed)
+    assert [checkpoint.problems for checkpoint in listed] == [()] * len(listed)
     assert_no_process_left(run.path)

@@ -1,4 +1,4 @@
-"""Workers that wait: they take the place of ranks, and behave as if they had been started anew."""
+"""Standby workers: they replace ranks and behave like freshly started ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.waiting import wait_for
 
 LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
 
-#: Trains until it is killed once, and writes down what its process looks like from inside.
+#: Train until killed once, and record the state of the process.
 SCRIPT = """
 import json, os, random, signal, sys, threading, time
 seen = {
@@ -47,24 +47,24 @@ CHANGING = {
 }
 
 
-def submit(folder: Path, env: dict[str, str], shape: list[str], text: str = SCRIPT, *options: str) -> Run:
+def submit(folder: Path, env: dict[str, str], shape: list[str], source: str = SCRIPT, *options: str) -> Run:
     script = folder / "train.py"
-    script.write_text(text.replace("__CHANGING__", repr(CHANGING)))
+    script.write_text(source.replace("__CHANGING__", repr(CHANGING)))
     run = Run(folder / "run", env)
-    words = ["--standby-workers", "1", *options, "--run-dir", str(run.path), str(script), str(folder)]
-    run.hpctrain("submit", *shape, *words)
+    command = ["--standby-workers", "1", *options, "--run-dir", str(run.path), str(script), str(folder)]
+    run.hpctrain("submit", *shape, *command)
     return run
 
 
-def wait_ready(run: Run) -> None:
+def wait_for_standby(run: Run) -> None:
     log = run.dir.supervisor_log
     wait_for(lambda: log.exists() and "ready for attempt 1" in log.read_text(), 60, "workers that wait")
 
 
-def take_over(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
-    """Kill a rank whose place another waits for, and let that end."""
+def replace_rank(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
+    """Kill a rank that has standby workers, and wait for the end of the run."""
     run = submit(folder, env, shape)
-    wait_ready(run)
+    wait_for_standby(run)
     run.kill_rank(1)
     assert run.wait() == 0
     assert "using 2 standby workers" in run.dir.supervisor_log.read_text()
@@ -73,45 +73,45 @@ def take_over(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
     return run
 
 
-def assert_as_fresh(folder: Path, run: Run) -> None:
-    """What the two starts saw differs in nothing but what differs between any two starts."""
+def assert_like_fresh(folder: Path, run: Run) -> None:
+    """The two attempts recorded the same, except for what differs between any two starts."""
     for rank in range(2):
-        fresh, warm = (json.loads((folder / f"seen-{n}-{rank}.json").read_text()) for n in range(2))
+        fresh, standby = (json.loads((folder / f"seen-{n}-{rank}.json").read_text()) for n in range(2))
         for name in ("random", "seed"):
-            assert fresh.pop(name) != warm.pop(name)
-        for number, seen in enumerate((fresh, warm)):
-            # The third one is standard input: nothing at all, or a pipe of Slurm's.
+            assert fresh.pop(name) != standby.pop(name)
+        for number, seen in enumerate((fresh, standby)):
+            # The third one is standard input: /dev/null, or a pipe of Slurm's.
             assert seen.pop("descriptors").count(str(run.dir.rank_log(number, rank))) == 2
-        assert warm == fresh
+        assert standby == fresh
         log = run.dir.rank_log(1, rank).read_text()
         assert f"out of rank {rank}" in log
         assert f"err of rank {rank}" in log
 
 
-def test_a_worker_that_waited_behaves_as_one_that_was_started_anew(tmp_path):
-    assert_as_fresh(tmp_path, take_over(tmp_path, {}, LOCAL))
+def test_standby_worker_behaves_like_a_fresh_one(tmp_path):
+    assert_like_fresh(tmp_path, replace_rank(tmp_path, {}, LOCAL))
 
 
 @pytest.mark.long
-def test_workers_wait_on_nodes_of_slurm(slurm, tmp_path):
-    assert_as_fresh(tmp_path, take_over(tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "1"]))
+def test_standby_workers_on_slurm_nodes(slurm, tmp_path):
+    assert_like_fresh(tmp_path, replace_rank(tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "1"]))
     seen = json.loads((tmp_path / "seen-1-0.json").read_text())
     assert seen["variables"]["SLURM_JOB_NAME"] == "train"
 
 
 @pytest.mark.long
-def test_a_requeue_meets_the_ranks_and_not_those_that_wait(slurm, tmp_path):
+def test_requeue_signals_ranks_but_not_standby_workers(slurm, tmp_path):
     run = submit(tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "1"])
-    wait_ready(run)
+    wait_for_standby(run)
     run.hpctrain("requeue", str(run.path))
     assert run.wait() == 0
     assert (len(run.events("requeue")), run.events("failure")) == (1, [])
     assert_no_process_left(run.path)
 
 
-def test_nobody_waits_where_the_script_sets_variables_before_its_imports(tmp_path):
-    text = "import os\nos.environ['OMP_NUM_THREADS'] = '3'\n" + SCRIPT
-    run = submit(tmp_path, {}, LOCAL, text)
+def test_no_standby_workers_when_the_script_sets_variables_before_imports(tmp_path):
+    source = "import os\nos.environ['OMP_NUM_THREADS'] = '3'\n" + SCRIPT
+    run = submit(tmp_path, {}, LOCAL, source)
     log = run.dir.supervisor_log
     wait_for(
         lambda: log.exists() and "no standby workers: the script sets OMP_NUM_THREADS" in log.read_text(),
@@ -124,9 +124,9 @@ def test_nobody_waits_where_the_script_sets_variables_before_its_imports(tmp_pat
 
 
 @pytest.mark.long
-def test_a_worker_that_is_killed_while_it_waits_is_not_missed(tmp_path):
+def test_killed_standby_worker_is_not_used(tmp_path):
     run = submit(tmp_path, {}, LOCAL)
-    wait_ready(run)
+    wait_for_standby(run)
     waiting = [
         process
         for process in run_processes(run.path)

@@ -1,4 +1,4 @@
-"""Told to stop in any phase of a run, once or twice: it saves or leaves, and goes on as if nothing was."""
+"""Stop signals in any phase of a run, once or twice: it saves or exits, and then resumes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def submit(folder: Path, phase: str, backend: str, env: dict[str, str]) -> Run:
     return run
 
 
-def preempt(run: Run) -> None:
-    """Tell the ranks as Slurm does at the beginning of a preemption, or the local backend's job."""
+def send_stop(run: Run) -> None:
+    """Send the ranks Slurm's first signal of a preemption, or signal the local job."""
     job = run.events("submitted")[0]["job_id"]
     if not run.env:
         os.kill(int(job), signal.SIGUSR2)
@@ -51,7 +51,7 @@ def preempt(run: Run) -> None:
     run_slurm(["scancel", "--signal=TERM", *step], environ)
 
 
-def arrive(folder: Path, phase: str) -> None:
+def wait_for_phase(folder: Path, phase: str) -> None:
     wait_for(lambda: (folder / f"{phase}-0").exists(), 60, f"phase {phase}", interval=0.01)
 
 
@@ -62,7 +62,7 @@ def losses(tmp_path_factory) -> dict[int, float]:
     return run.losses()
 
 
-def assert_goes_on(run: Run, losses: dict[int, float]) -> None:
+def assert_requeued_and_completed(run: Run, losses: dict[int, float]) -> None:
     assert run.wait() == 0
     assert run.losses() == losses
     epochs = {epoch: sorted(indices) for epoch, indices in samples_by_epoch(run).items()}
@@ -73,31 +73,31 @@ def assert_goes_on(run: Run, losses: dict[int, float]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", ["start", "validation", "save"])
-def test_told_to_stop_in_any_phase(losses, tmp_path, phase, backend, env):
+def test_stop_in_any_phase_resumes(losses, tmp_path, phase, backend, env):
     run = submit(tmp_path, phase, backend, env)
-    arrive(tmp_path, phase)
-    preempt(run)
-    assert_goes_on(run, losses)
+    wait_for_phase(tmp_path, phase)
+    send_stop(run)
+    assert_requeued_and_completed(run, losses)
     assert run.events("failure") == []
     assert [stop["saved"] for stop in run.events("signal")] == ([] if phase == "start" else [True])
 
 
-def test_told_a_second_time_while_it_saves(losses, tmp_path, backend, env):
+def test_second_stop_during_a_save_does_no_harm(losses, tmp_path, backend, env):
     run = submit(tmp_path, "save", backend, env)
     wait_for(lambda: max(run.losses(), default=0) >= 1, 60, "the first step", interval=0.01)
-    preempt(run)
-    arrive(tmp_path, "save")
-    preempt(run)
-    assert_goes_on(run, losses)
+    send_stop(run)
+    wait_for_phase(tmp_path, "save")
+    send_stop(run)
+    assert_requeued_and_completed(run, losses)
     assert [stop["saved"] for stop in run.events("signal")] == [True]
 
 
 @pytest.mark.long
-def test_told_to_stop_while_the_ranks_are_started_again(losses, tmp_path, backend, env):
+def test_stop_during_a_restart_of_the_ranks_resumes(losses, tmp_path, backend, env):
     run = submit(tmp_path, "step", backend, env)
-    arrive(tmp_path, "step")
+    wait_for_phase(tmp_path, "step")
     run.kill_rank(1)
     wait_for(lambda: len(run.events("started")) == 2, 60, "the second start", interval=0.01)
-    preempt(run)
-    assert_goes_on(run, losses)
+    send_stop(run)
+    assert_requeued_and_completed(run, losses)
     assert len(run.events("failure")) == 1

@@ -1,4 +1,4 @@
-"""Two hundred runs of a script that trains nothing, as many at once as the memory takes."""
+"""Two hundred runs of a trivial script, as many at once as fit in memory."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from helpers.commands import run_command
 from helpers.processes import run_processes
 
 NUM_RUNS = 200
-#: What the supervisor and the rank of a run take, with what they share with others.
+#: Memory of a run's supervisor and rank, including shared pages.
 _RUN_MB = 400
 _LIMIT_S = 3000.0
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
-def room() -> int:
-    """How many runs fit into half of the memory that is free now."""
+def max_concurrent_runs() -> int:
+    """Return the number of runs that fit into half of the free memory."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return max(4, min(64, int(fields["MemAvailable"].split()[0]) // 2048 // _RUN_MB))
 
 
-def test_two_hundred_runs_complete_and_are_listed_meanwhile(tmp_path):
+def test_two_hundred_runs_complete_and_are_listed(tmp_path):
     (tmp_path / "train.py").write_text("print('here')\n")
     options = ["--backend", "local", "--ntasks-per-node", "1", "--no-code-snapshot"]
-    submitted, at_once, deadline = 0, room(), time.monotonic() + _LIMIT_S
+    submitted, at_once, deadline = 0, max_concurrent_runs(), time.monotonic() + _LIMIT_S
     most_running = 0
     while True:
-        words = [sys.executable, "-m", "hpctrain", "list", "--json"]
-        listed = json.loads(run_command(words, cwd=tmp_path).stdout)
+        command = [sys.executable, "-m", "hpctrain", "list", "--json"]
+        listed = json.loads(run_command(command, cwd=tmp_path).stdout)
         states = Counter(status["state"] for status in listed)
         assert len(listed) == submitted
         assert set(states) <= {"RUNNING", "COMPLETED"}, states
@@ -42,15 +42,15 @@ def test_two_hundred_runs_complete_and_are_listed_meanwhile(tmp_path):
             break
         assert time.monotonic() < deadline, states
         for _ in range(min(at_once - states["RUNNING"], NUM_RUNS - submitted)):
-            words = ["submit", *options, "--run-dir", f"runs/run-{submitted:03d}", "train.py"]
-            run_command([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path)
+            command = ["submit", *options, "--run-dir", f"runs/run-{submitted:03d}", "train.py"]
+            run_command([sys.executable, "-m", "hpctrain", *command], cwd=tmp_path)
             submitted += 1
         time.sleep(0.5)
     print(f"{NUM_RUNS} runs, at most {most_running} at once")
-    left = [
+    processes = [
         process
         for number in range(NUM_RUNS)
         for process in run_processes(tmp_path / f"runs/run-{number:03d}")
     ]
-    assert left == []
+    assert processes == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "train.py"]

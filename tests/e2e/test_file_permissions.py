@@ -41,7 +41,7 @@ trainer.fit(Tiny(), torch.ones(16, 4))
 raise RuntimeError("so that there is a failure file")
 """
 
-#: Files and folders that only the owner may read; all others may be read as the umask allows.
+#: Files and folders that only the owner may read; the umask applies to all others.
 PRIVATE = ("spec.yaml", "job.sbatch", "supervisor.lock", "code")
 
 
@@ -59,14 +59,14 @@ def mask(value: int, *marks: pytest.MarkDecorator) -> Any:
 @pytest.mark.parametrize(
     "umask", [mask(0o002), mask(0o022, pytest.mark.long), mask(0o077, pytest.mark.long)], indirect=True
 )
-def test_only_the_owner_writes_and_reads_what_is_private(tmp_path, umask):
+def test_only_the_owner_writes_and_reads_private_files(tmp_path, umask):
     project = tmp_path / "project"
     project.mkdir()
     (project / "job.py").write_text(SCRIPT)
     run_command(["git", "init", "-q", project])
     run = Run(tmp_path / "runs" / "run", {})
-    words = ["submit", "--backend", "local", "--max-failures", "1", "--run-dir", str(run.path)]
-    run.hpctrain(*words, str(project / "job.py"))
+    command = ["submit", "--backend", "local", "--max-failures", "1", "--run-dir", str(run.path)]
+    run.hpctrain(*command, str(project / "job.py"))
     assert run.wait() == 4, run.describe()
     run.hpctrain("report", str(run.path))
     entries = [run.path, *run.path.rglob("*")]
@@ -93,7 +93,7 @@ def test_only_the_owner_writes_and_reads_what_is_private(tmp_path, umask):
 
 @contextmanager
 def another_user() -> Iterator[None]:
-    """Be one for the length of the block."""
+    """Act as another user inside the block."""
     if os.geteuid() != 0:
         pytest.skip("acting as another user takes root")
     os.seteuid(65534)
@@ -105,18 +105,18 @@ def another_user() -> Iterator[None]:
 
 @pytest.fixture
 def open_to_all() -> Iterator[Path]:
-    """A folder that every user of this machine can get into; pytest closes its own to others."""
+    """A folder that every user can enter; pytest closes its own to others."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
-def test_another_user_can_neither_lock_nor_read_what_is_private_but_reads_the_rest(open_to_all):
+def test_other_user_reads_public_files_but_can_neither_lock_nor_read_private_ones(open_to_all):
     folder = open_to_all
     (folder / "job.py").write_text("import time; time.sleep(60)")
     run = Run(folder / "run", {})
-    words = ["submit", "--backend", "local", "--no-code-snapshot", "--run-dir", str(run.path)]
-    run.hpctrain(*words, str(folder / "job.py"))
+    command = ["submit", "--backend", "local", "--no-code-snapshot", "--run-dir", str(run.path)]
+    run.hpctrain(*command, str(folder / "job.py"))
     try:
         wait_for(lambda: run.events("started"), 60, "the start")
         submitted = jobs.Run(run.dir, environment())
@@ -134,12 +134,12 @@ def test_another_user_can_neither_lock_nor_read_what_is_private_but_reads_the_re
         run.wait()
 
 
-def test_a_lock_of_an_older_version_becomes_private(tmp_path):
+def test_lock_file_of_older_version_becomes_private(tmp_path):
     (tmp_path / "job.py").write_text("")
     run = Run(tmp_path / "run", {})
-    words = ["submit", "--backend", "local", "--no-code-snapshot", "--run-dir", str(run.path)]
+    command = ["submit", "--backend", "local", "--no-code-snapshot", "--run-dir", str(run.path)]
     for mode in (0o644, 0o664):
-        run.hpctrain(*words, str(tmp_path / "job.py"))
+        run.hpctrain(*command, str(tmp_path / "job.py"))
         assert run.wait() == 0
         assert stat.S_IMODE(run.dir.lock.stat().st_mode) == 0o600
         run.dir.lock.chmod(mode)
