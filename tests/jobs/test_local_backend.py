@@ -1,4 +1,4 @@
-"""Submission to the local backend and what becomes of it, with a supervisor that only pretends."""
+"""Submission to the local backend, with a fake supervisor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpctrain.slurm.states import RunState
 HOSTILE = ["a b", "a'b", 'a"b', "$(touch pwned)", "a;touch pwned", "#SBATCH --x", "a\\", "%j", "é 😀", "\nx"]
 
 
-def test_a_run_completes_and_tells(prepared):
+def test_run_completes_and_reports_its_status(prepared):
     run = submit_prepared(prepared())
     status = run.wait(timeout=20)
     assert (status.state, status.step, status.loss, status.attempt) == (RunState.COMPLETED, 7, 0.5, 0)
@@ -37,7 +37,7 @@ def test_a_run_completes_and_tells(prepared):
     assert run.dir.job_script.read_text() == prepared(run_dir=run.dir.path).script
 
 
-def test_words_arrive_untouched(prepared, tmp_path):
+def test_arguments_arrive_unchanged(prepared, tmp_path):
     from hpctrain.spec.load_spec import load_spec
 
     folder = tmp_path / "run $(touch pwned) ' \" ; #SBATCH"
@@ -52,7 +52,7 @@ def test_words_arrive_untouched(prepared, tmp_path):
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_a_run_that_is_going_refuses_another_and_can_be_cancelled(prepared, tmp_path):
+def test_active_run_refuses_another_submission_and_can_be_cancelled(prepared, tmp_path):
     run = submit_prepared(prepared("sleep", run_dir="r"))
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     assert run.status().state is RunState.RUNNING
@@ -69,8 +69,8 @@ def test_a_run_that_is_going_refuses_another_and_can_be_cancelled(prepared, tmp_
 
 
 @pytest.mark.ranks
-def test_a_run_is_requeued_once_its_supervisor_can_tell_its_ranks(prepared, script):
-    """The signal would end a job script that still readies things, and the run with it."""
+def test_requeue_waits_until_the_ranks_can_be_signalled(prepared, script):
+    """The signal would end a job script that is still starting, and the run with it."""
     script.write_text("import os, time\ntime.sleep(60 * (os.environ['HPCTRAIN_ATTEMPT'] == '0'))\n")
     run = submit_prepared(prepared(python=sys.executable))
     run.requeue()
@@ -78,7 +78,7 @@ def test_a_run_is_requeued_once_its_supervisor_can_tell_its_ranks(prepared, scri
 
 
 @pytest.mark.ranks
-def test_each_rank_computes_with_the_cpus_that_it_is_given(prepared, script):
+def test_ranks_use_the_requested_cpus(prepared, script):
     script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
     run = submit_prepared(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
     run.wait(timeout=60)
@@ -86,16 +86,16 @@ def test_each_rank_computes_with_the_cpus_that_it_is_given(prepared, script):
 
 
 @pytest.mark.ranks
-def test_what_a_job_script_leaves_in_the_background_ends_with_the_run(prepared):
+def test_background_processes_of_the_job_script_end_with_the_run(prepared):
     run = submit_prepared(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
     assert run.wait(timeout=60).state is RunState.COMPLETED
-    left = Path("/proc", (run.dir.path / "pid").read_text().strip())
-    wait_for(lambda: not (left / "exe").exists(), 10, "its end")
-    again = submit_prepared(prepared(run_dir="r"))  # which takes the lock
-    again.wait(timeout=20)
+    background_process = Path("/proc", (run.dir.path / "pid").read_text().strip())
+    wait_for(lambda: not (background_process / "exe").exists(), 10, "its end")
+    resubmitted = submit_prepared(prepared(run_dir="r"))  # takes the lock
+    resubmitted.wait(timeout=20)
 
 
-def test_a_job_script_that_still_readies_things_is_not_requeued_but_cancelled(prepared, monkeypatch):
+def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monkeypatch):
     monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
     run = submit_prepared(prepared(setup=["sleep 60"]))
     with pytest.raises(SchedulerError, match="being started"):
@@ -103,27 +103,30 @@ def test_a_job_script_that_still_readies_things_is_not_requeued_but_cancelled(pr
     assert run.status().state is RunState.RUNNING
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
-        run.wait(timeout=20)  # Whatever the script started would still hold the lock.
+        run.wait(timeout=20)  # Processes of the script would still hold the lock.
 
 
-def test_an_ended_run_is_continued(prepared):
+def test_ended_run_can_be_resubmitted(prepared):
     run = submit_prepared(prepared("fail", run_dir="r"))
     with pytest.raises(RunFailed, match=r"rank 3 crashed: RuntimeError: boom\. Log: .*rank-00000.log"):
         run.wait(timeout=20)
     run.dir.cancel_request.touch()
-    again = submit_prepared(prepared(run_dir="r", nodes=2))
-    status = again.wait(timeout=20)
-    assert (status.attempt, again.dir.cancel_request.exists()) == (1, False)
-    assert [event["attempt"] for event in again.dir.read_events() if event["kind"] == "submitted"] == [0, 1]
+    resubmitted = submit_prepared(prepared(run_dir="r", nodes=2))
+    status = resubmitted.wait(timeout=20)
+    assert (status.attempt, resubmitted.dir.cancel_request.exists()) == (1, False)
+    assert [event["attempt"] for event in resubmitted.dir.read_events() if event["kind"] == "submitted"] == [
+        0,
+        1,
+    ]
 
 
-def test_a_supervisor_that_vanishes_is_a_failure_with_a_log(prepared):
+def test_vanished_supervisor_is_a_failure_with_a_log(prepared):
     run = submit_prepared(prepared("vanish"))
     with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
         run.wait(timeout=20)
 
 
-def test_a_supervisor_that_cannot_start_tells_in_the_log(prepared, tmp_path, fake_python):
+def test_supervisor_that_cannot_start_is_reported_in_the_log(prepared, tmp_path, fake_python):
     submission = prepared()
     script = submission.script.replace(fake_python, "/nowhere/python")
     run = submit_prepared(type(submission)(**{**vars(submission), "script": script}))
@@ -132,7 +135,7 @@ def test_a_supervisor_that_cannot_start_tells_in_the_log(prepared, tmp_path, fak
     assert "/nowhere/python" in run.dir.slurm_log.read_text()
 
 
-def test_a_failed_submission_leaves_nothing(prepared, tmp_path, monkeypatch):
+def test_failed_submission_leaves_no_folder(prepared, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError("no more processes")
 
@@ -142,16 +145,18 @@ def test_a_failed_submission_leaves_nothing(prepared, tmp_path, monkeypatch):
     assert not (tmp_path / "r").exists()
 
 
-def test_of_two_submissions_at_once_one_is_refused(prepared):
+def test_one_of_several_concurrent_submissions_wins(prepared):
     outcomes = []
 
-    def try_it(submission):
+    def try_submission(submission):
         try:
             outcomes.append(submit_prepared(submission))
         except SpecError as error:
             outcomes.append(error)
 
-    threads = [threading.Thread(target=try_it, args=(prepared("sleep", run_dir="r"),)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=try_submission, args=(prepared("sleep", run_dir="r"),)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -163,7 +168,7 @@ def test_of_two_submissions_at_once_one_is_refused(prepared):
     run.wait_for_end(timeout=20)
 
 
-def test_following_shows_every_attempt_and_ends_with_the_status(prepared):
+def test_follow_shows_every_attempt_and_ends_with_the_status(prepared):
     run = submit_prepared(prepared("twice"))
     *items, last = list(follow_run(run, whole=True))
     assert isinstance(last, RunStatus)
@@ -178,7 +183,7 @@ def test_following_shows_every_attempt_and_ends_with_the_status(prepared):
     ]
 
 
-def test_following_a_continued_run_starts_where_it_was_continued(prepared):
+def test_follow_of_a_resubmitted_run_starts_at_the_new_attempt(prepared):
     first = submit_prepared(prepared(run_dir="r"))
     first.wait(timeout=20)
     second = submit_prepared(prepared(run_dir="r"))
@@ -193,21 +198,21 @@ def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
     runs_dir = tmp_path / "runs"
     assert find_run(run.run_id, runs_dir, {}).dir == run.dir
     assert find_run(str(run.dir.path), tmp_path / "elsewhere", {}).dir == run.dir
-    assert [known.run_id for known in list_runs(runs_dir, {})] == [run.run_id]
+    assert [listed.run_id for listed in list_runs(runs_dir, {})] == [run.run_id]
     with pytest.raises(RunNotFound, match=f"Did you mean {run.run_id!r}"):
         find_run(run.run_id[:-1], runs_dir, {})
     assert list_runs(tmp_path / "nothing", {}) == []
 
 
 @pytest.mark.parametrize(
-    "look", [lambda name: find_run(name, Path(), {}), lambda name: list_runs(Path(name), {})]
+    "find", [lambda name: find_run(name, Path(), {}), lambda name: list_runs(Path(name), {})]
 )
-def test_what_cannot_be_looked_at_is_no_run(look):
+def test_inaccessible_name_is_not_a_run(find):
     with pytest.raises(RunNotFound, match="File name too long"):
-        look("x" * 300)
+        find("x" * 300)
 
 
-def test_a_folder_without_a_submission_claims_nothing(prepared, tmp_path):
+def test_folder_without_a_submission_has_unknown_state(prepared, tmp_path):
     submission = prepared(run_dir="r")
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "spec.yaml").write_text(submission.spec.text())
@@ -219,34 +224,34 @@ def test_a_folder_without_a_submission_claims_nothing(prepared, tmp_path):
         run.requeue()
 
 
-def test_the_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch, caplog):
+def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch, caplog):
     import hpctrain
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match="Did you mean 'nodes'"):
         hpctrain.submit(script, nodez=2)
-    handed = []
-    monkeypatch.setattr(submit_module, "submit_prepared", handed.append)
+    submissions = []
+    monkeypatch.setattr(submit_module, "submit_prepared", submissions.append)
     hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
-    assert (handed[0].spec.python, handed[0].spec.args) == (sys.executable, ("--lr", "0.1"))
+    assert (submissions[0].spec.python, submissions[0].spec.args) == (sys.executable, ("--lr", "0.1"))
     assert "--partition has no effect" in caplog.text
 
 
-def test_whoever_looks_at_a_lock_keeps_nobody_from_taking_it(tmp_path):
-    """A task of an array whose lock cannot be taken is going already, and is not started."""
+def test_checking_a_lock_does_not_block_taking_it(tmp_path):
+    """An array task whose lock cannot be taken is considered active and is not started."""
     lock = tmp_path / "lock"
     lock.touch()
-    looks = os.open(lock, os.O_RDONLY)
-    fcntl.flock(looks, fcntl.LOCK_SH)  # as `is_locked` does, but for so long that it is met
-    timer = threading.Timer(0.02, os.close, [looks])
+    reader = os.open(lock, os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)  # as `is_locked` does, but long enough to collide
+    timer = threading.Timer(0.02, os.close, [reader])
     timer.start()
-    held = try_lock(lock)
+    lock_fd = try_lock(lock)
     assert (try_lock(lock), is_locked(lock)) == (None, True)
-    os.close(held)
+    os.close(lock_fd)
     timer.join()
 
 
-def test_the_lock_names_the_supervisor(prepared):
+def test_lock_file_names_the_supervisor(prepared):
     run = submit_prepared(prepared("sleep"))
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     pid = int(run.dir.lock.read_text())
@@ -257,19 +262,19 @@ def test_the_lock_names_the_supervisor(prepared):
 
 
 @pytest.mark.parametrize(
-    ("saved", "words"),
+    ("saved", "description"),
     [
         (True, "after step 9; state saved"),
         (False, "after step 9; no new checkpoint; the previous one is used"),
     ],
 )
-def test_a_stop_claims_no_more_than_was_saved(saved, words):
+def test_stop_event_reports_only_what_was_saved(saved, description):
     event = {"attempt": 1, "kind": "signal", "signal": "SIGTERM", "step": 9, "saved": saved}
-    assert describe_event(event) == f"attempt 1: stopped by SIGTERM {words}"
+    assert describe_event(event) == f"attempt 1: stopped by SIGTERM {description}"
     assert describe_event({"attempt": 1, "kind": "requeue"}) == "attempt 1: requeueing the job"
 
 
-def test_a_damaged_checkpoint_is_named_while_following():
+def test_corrupt_checkpoint_is_reported_by_follow():
     event = {
         "attempt": 1,
         "kind": "resumed",

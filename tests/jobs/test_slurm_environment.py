@@ -21,8 +21,8 @@ USERS = {
     "HPCTRAIN_SHARE_GPUS": "1",
 }
 
-#: What is around a submission, as Slurm, torchrun, Open MPI, MPICH, horovodrun and submitit write it.
-AROUND = {
+#: Variables around a submission, as Slurm, torchrun, Open MPI, MPICH, horovodrun and submitit set them.
+CONTEXTS = {
     "a rank of hpctrain": {
         "HPCTRAIN_RUN_DIR": "/other",
         "HPCTRAIN_ATTEMPT": "3",
@@ -102,14 +102,14 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_what_is_around_the_submission_leaves_no_trace(around):
-    environ = {**USERS, **AROUND[around]}
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_variables_around_the_submission_are_removed(context):
+    environ = {**USERS, **CONTEXTS[context]}
     assert strip_job_env(environ) == USERS
     assert sbatch_env(environ, []) == USERS
 
 
-#: The same in every job. Newer versions name the bootstrap of mpirun.
+#: The same in every job. Newer versions rename the bootstrap variables of mpirun.
 OF_EVERY_JOB = {
     "ENVIRONMENT",
     "HYDRA_BOOTSTRAP",
@@ -126,12 +126,12 @@ OF_EVERY_JOB = {
     sorted(RECORDINGS.rglob("*.json")),
     ids=lambda path: str(path.relative_to(RECORDINGS).with_suffix("")),
 )
-def test_of_what_launchers_were_seen_to_set_nothing_is_left(recording):
-    """What is left is the shell's, the user's, and what Slurm gives every batch script."""
+def test_recorded_launcher_variables_are_removed(recording):
+    """Only variables of the shell, the user and every batch script remain."""
     document = json.loads(recording.read_text())
     for process in document["processes"]:
-        left = sbatch_env({**document["common"], **process["own"]}, [])
-        assert left.keys() <= {"PWD", "SLURM_CONF", "CUDA_VISIBLE_DEVICES", *OF_EVERY_JOB}
+        remaining = sbatch_env({**document["common"], **process["own"]}, [])
+        assert remaining.keys() <= {"PWD", "SLURM_CONF", "CUDA_VISIBLE_DEVICES", *OF_EVERY_JOB}
 
 
 @pytest.mark.parametrize(
@@ -145,19 +145,19 @@ def test_of_what_launchers_were_seen_to_set_nothing_is_left(recording):
         {"SBATCH_MEM_BIND": "local"},
     ],
 )
-def test_settings_of_the_users_stay(settings):
+def test_settings_of_the_user_are_kept(settings):
     environ = {**USERS, **settings}
     assert sbatch_env(environ, []) == environ
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"])
-def test_gpus_of_the_job_around_are_not_those_of_the_next_but_of_what_is_started_here(name):
+def test_gpus_of_the_outer_job_are_kept_only_for_local_processes(name):
     environ = {"SLURM_JOB_ID": "1", name: "2,3"}
     assert sbatch_env(environ, []) == {}
     assert strip_job_env(environ) == {name: "2,3"}
 
 
-def test_what_hpctrain_chose_for_its_ranks_is_not_the_choice_of_a_job_that_they_submit():
+def test_defaults_set_by_hpctrain_are_removed():
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     assert strip_job_env(apply_env_defaults({"PATH": "/bin"}, defaults)) == {"PATH": "/bin"}
     assert strip_job_env(apply_env_defaults(USERS, defaults)) == USERS
@@ -165,13 +165,13 @@ def test_what_hpctrain_chose_for_its_ranks_is_not_the_choice_of_a_job_that_they_
     assert strip_job_env(twice) == {}
 
 
-def test_torchruns_choice_of_one_thread_does_not_slow_down_the_next_job():
+def test_default_thread_count_of_torchrun_is_removed():
     environ = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
     assert strip_job_env(environ) == {}
     assert strip_job_env({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
 
 
-def test_what_the_script_says_wins_over_variables_of_sbatch():
+def test_directives_override_sbatch_variables():
     environ = {
         "SBATCH_PARTITION": "old",
         "SBATCH_TIMELIMIT": "1",
@@ -184,7 +184,7 @@ def test_what_the_script_says_wins_over_variables_of_sbatch():
     assert sbatch_env(environ, ["partition", "time"]) == {"SBATCH_ACCOUNT": "mine"}
 
 
-def test_a_memory_in_the_script_overrules_the_variables_of_all_its_kinds():
+def test_memory_directive_overrides_all_memory_variables():
     environ = {"SBATCH_MEM_PER_NODE": "1", "SBATCH_MEM_PER_CPU": "1", "SBATCH_MEM_PER_GPU": "1"}
     assert sbatch_env(environ, ["mem-per-cpu"]) == {}
     assert sbatch_env(environ, ["switches"]) == environ

@@ -1,4 +1,4 @@
-"""Where jobs stand on a real Slurm, looked at all the while that things happen to them."""
+"""Run states on a real Slurm, polled continuously while jobs change."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hpctrain.slurm.states import RunState
 
 pytestmark = pytest.mark.slurm
 
-#: What a scenario waits for, after which it goes on.
+#: Conditions that a scenario waits for, one after the other.
 Steps = Iterator[str | Callable[[], bool]]
 
 
 @pytest.fixture(params=["slurm", "accounting"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
-    """A cluster without accounting, and one with it; a test that fails leaves no jobs to the next one."""
+    """A cluster with or without accounting; a failed test leaves no jobs to the next one."""
     box = request.getfixturevalue(request.param)
     cluster = SlurmJobs(box, environment(box.env))
     yield cluster
@@ -39,12 +39,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run, what happens to it, and what may be said of it meanwhile."""
+    """One run, its changes, and the states allowed meanwhile."""
 
     steps: Callable[[SlurmJobs, Run], Steps]
-    #: States in the order in which they may be seen; none else may be.
+    #: The allowed states, in order.
     path: str
-    #: Slurm's own word at the end, and what stands in the words or the cause.
+    #: Slurm's final state, and a part of the words or the cause.
     word: str | None
     says: str = ""
     script: str = "sleep 60"
@@ -139,7 +139,7 @@ def node_dies_and_the_job_with_it(slurm: SlurmJobs, run: Run) -> Steps:
 
 START = "echo start ${SLURM_RESTART_COUNT:-0}\n"
 SECOND_ENDS = START + '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 60\nfinish COMPLETED'
-#: Not before somebody had a look.
+#: Not before it was polled.
 ENDS = "sleep 1\nfinish COMPLETED"
 ON_NODE_4 = ("--nodelist={node4}",)
 
@@ -154,7 +154,7 @@ QUICK = {
         *(failed, "PENDING RUNNING FAILED", "FAILED", "Slurm reports FAILED before any rank started"),
         script="sleep 1; exit 3",
     ),
-    # Slurm is content, but a run that is complete says so itself.
+    # Slurm reports success, but a complete run records it itself.
     "stopped": Scenario(
         failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm reports COMPLETED", script="sleep 1"
     ),
@@ -187,30 +187,30 @@ SLOW = {
 }
 
 
-def play(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path, limit_s: float) -> None:
-    """Let all scenarios happen at once, and look at all of their runs all the while, at one go."""
+def run_scenarios(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path, limit_s: float) -> None:
+    """Run all scenarios at once and poll all of their runs together."""
     runs, waiting, awaited, seen = {}, {}, {}, {name: [] for name in scenarios}
     for name, scenario in scenarios.items():
-        options = [word.format(node4=slurm.box.nodes[3]) for word in scenario.options]
+        options = [option.format(node4=slurm.box.nodes[3]) for option in scenario.options]
         runs[name] = slurm.submit(folder / name, scenario.script, "--ntasks=1", "--time=5", *options)
         waiting[name] = scenario.steps(slurm, runs[name])
         awaited[name] = next(waiting[name])
     deadline = time.monotonic() + limit_s
     last: dict[str, RunStatus] = {}
     checked: Counter[str] = Counter()
-    truth = JobStates(slurm.environ)
+    states = JobStates(slurm.environ)
     while waiting:
         assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}"
-        before, last = truth, dict(zip(runs, query_statuses(list(runs.values())), strict=True))
-        truth = JobStates(slurm.environ)
+        before, last = states, dict(zip(runs, query_statuses(list(runs.values())), strict=True))
+        states = JobStates(slurm.environ)
         for name, status in last.items():
-            checked[name] += check_status(status, before, truth, runs[name])
+            checked[name] += check_status(status, before, states, runs[name])
             if seen[name][-1:] != [status.state]:
                 seen[name].append(status.state)
             assert_on_path(seen[name], scenarios[name].path, f"{name}: {status}")
         for name in list(waiting):
-            reached = awaited[name]
-            if reached() if callable(reached) else last[name].state == reached:
+            condition = awaited[name]
+            if condition() if callable(condition) else last[name].state == condition:
                 try:
                     awaited[name] = next(waiting[name])
                 except StopIteration:
@@ -223,26 +223,28 @@ def play(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path, limit_s
 
 
 def assert_on_path(seen: list[str], path: str, about: str) -> None:
-    """Every state was seen in its order; one that was over within a moment may have been missed."""
-    rest = iter(path.split())
-    assert all(state in rest for state in seen), f"{seen} is not on the path {path}: {about}"
+    """Fail unless the states appear in their order; a short one may be missed."""
+    remaining = iter(path.split())
+    assert all(state in remaining for state in seen), f"{seen} is not on the path {path}: {about}"
 
 
-def test_every_state_is_right_at_every_moment(cluster, tmp_path):
-    play(cluster, QUICK, tmp_path, 60)
+def test_every_state_is_correct_at_every_moment(cluster, tmp_path):
+    run_scenarios(cluster, QUICK, tmp_path, 60)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_time_limits_and_lost_nodes_are_told_apart(cluster, tmp_path):
+def test_time_limits_and_lost_nodes_are_distinguished(cluster, tmp_path):
     try:
-        play(cluster, SLOW, tmp_path, 120)
+        run_scenarios(cluster, SLOW, tmp_path, 120)
     finally:
         cluster.box.start_node(cluster.box.nodes[3])
 
 
-def array(slurm: SlurmJobs, folder: Path, script: str, tasks: int, *options: str, at_once: int = 20) -> Run:
-    """Submit a job array, each task a run in a folder of its own, in which the script runs."""
+def submit_array(
+    slurm: SlurmJobs, folder: Path, script: str, tasks: int, *options: str, at_once: int = 20
+) -> Run:
+    """Submit a job array; each task is a run in its own folder, where the script runs."""
     begin = "cd task-$SLURM_ARRAY_TASK_ID\n"
     for index in range(tasks):
         (folder / f"task-{index}").mkdir(parents=True)
@@ -253,78 +255,80 @@ def array(slurm: SlurmJobs, folder: Path, script: str, tasks: int, *options: str
 
 
 def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) -> Iterator[RunStatus]:
-    """Yield the status of an array until it has ended, and see to it that each task is on its path."""
+    """Yield the status of an array until its end, and check that each task is on its path."""
     seen: dict[str, list[str]] = {task.run_id: [] for task in run.tasks()}
     allowed = {run.tasks()[index].run_id: path for index, path in (paths or {}).items()}
     deadline = time.monotonic() + limit_s
-    truth, checked = JobStates(run.environ), 0
+    states, checked = JobStates(run.environ), 0
     while True:
         assert time.monotonic() < deadline, f"no end after {limit_s} s: {seen}"
-        before, (whole, *parts) = truth, query_statuses([run, *run.tasks()])
-        truth = JobStates(run.environ)
-        for part, task in zip(parts, run.tasks(), strict=True):
-            checked += check_status(part, before, truth, task)
-            if seen[part.run_id][-1:] != [part.state]:
-                seen[part.run_id].append(part.state)
-            path = allowed.get(part.run_id, "PENDING RUNNING COMPLETED")
-            assert_on_path(seen[part.run_id], path, str(part))
-        assert whole.tasks is not None
-        assert sum(whole.tasks.values()) == len(parts)
-        assert whole.words == f"{len(parts)} tasks: " + ", ".join(f"{n} {s}" for s, n in whole.tasks.items())
-        yield whole
-        if whole.state.ended:
-            assert checked > len(parts)
+        before, (array, *statuses) = states, query_statuses([run, *run.tasks()])
+        states = JobStates(run.environ)
+        for status, task in zip(statuses, run.tasks(), strict=True):
+            checked += check_status(status, before, states, task)
+            if seen[status.run_id][-1:] != [status.state]:
+                seen[status.run_id].append(status.state)
+            path = allowed.get(status.run_id, "PENDING RUNNING COMPLETED")
+            assert_on_path(seen[status.run_id], path, str(status))
+        assert array.tasks is not None
+        assert sum(array.tasks.values()) == len(statuses)
+        assert array.words == f"{len(statuses)} tasks: " + ", ".join(
+            f"{n} {s}" for s, n in array.tasks.items()
+        )
+        yield array
+        if array.state.ended:
+            assert checked > len(statuses)
             return
         time.sleep(0.05)
 
 
-def test_an_array_of_20_four_at_a_time(cluster, tmp_path):
+def test_array_of_20_with_four_at_a_time(cluster, tmp_path):
     script = "sleep 0.3\n[ $SLURM_ARRAY_TASK_ID != 7 ] || exit 1\nfinish COMPLETED"
-    run = array(cluster, tmp_path / "r", script, 20, at_once=4)
-    words = set()
-    for whole in follow_tasks(run, 60, {7: "PENDING RUNNING FAILED"}):
-        assert whole.state in (RunState.PENDING, RunState.RUNNING, RunState.FAILED)
-        words |= {status.words for status in query_statuses(run.tasks()[-1:])}
-    assert whole.tasks == {"FAILED": 1, "COMPLETED": 19}
-    assert whole.state is RunState.FAILED
-    assert whole.cause == "r/task-7: Slurm reports FAILED before any rank started"
-    assert "JobArrayTaskLimit: the array already runs its maximum number of tasks" in words
+    run = submit_array(cluster, tmp_path / "r", script, 20, at_once=4)
+    messages = set()
+    for array_status in follow_tasks(run, 60, {7: "PENDING RUNNING FAILED"}):
+        assert array_status.state in (RunState.PENDING, RunState.RUNNING, RunState.FAILED)
+        messages |= {status.words for status in query_statuses(run.tasks()[-1:])}
+    assert array_status.tasks == {"FAILED": 1, "COMPLETED": 19}
+    assert array_status.state is RunState.FAILED
+    assert array_status.cause == "r/task-7: Slurm reports FAILED before any rank started"
+    assert "JobArrayTaskLimit: the array already runs its maximum number of tasks" in messages
 
 
-def test_a_task_of_an_array_is_preempted_alone(cluster, tmp_path):
-    """Its neighbours go on; accounting has it as PREEMPTED, which is not its end."""
+def test_preemption_affects_one_array_task_only(cluster, tmp_path):
+    """Accounting reports PREEMPTED, which is not its end."""
     release = tmp_path / "release"
     script = f"touch started-${{SLURM_RESTART_COUNT:-0}}\nuntil [ -e {release} ]; do sleep 0.1; done"
-    run = array(cluster, tmp_path / "r", f"{script}\nfinish COMPLETED", 4, "--exclusive")
+    run = submit_array(cluster, tmp_path / "r", f"{script}\nfinish COMPLETED", 4, "--exclusive")
     victim = run.tasks()[2]
     paths = {2: "PENDING RUNNING PENDING RUNNING COMPLETED"}
     record = ("sacct", "-nXP", "--duplicates", "-o", "State", "-j", victim.job_id)
     cluster.command("scontrol", "update", "PartitionName=preemptible", "GraceTime=0")
     urgent = ""
     try:
-        for whole in follow_tasks(run, 60, paths):
+        for array_status in follow_tasks(run, 60, paths):
             status = victim.status()
-            if whole.tasks == {"RUNNING": 4} and not urgent:
+            if array_status.tasks == {"RUNNING": 4} and not urgent:
                 node = cluster.command("squeue", "-h", "-j", victim.job_id, "-o", "%N")
                 options = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--parsable")
                 urgent = cluster.command("sbatch", *options, "-o", "/dev/null", "--wrap=sleep 1")
             if status.held:
                 if cluster.box.shape.accounting:
                     wait_for(lambda: "PREEMPTED" in cluster.command(*record), 20, "the record of it")
-                now = run.status()
-                assert now.tasks == {"RUNNING": 3, "PENDING": 1}
-                assert now.held
+                current = run.status()
+                assert current.tasks == {"RUNNING": 3, "PENDING": 1}
+                assert current.held
                 victim.requeue()
             if (victim.dir.path / "started-1").exists():
                 release.touch()
     finally:
         cluster.command("scontrol", "update", "PartitionName=preemptible", "GraceTime=30")
         cluster.command("scancel", urgent, run.job_id)
-    assert whole.state is RunState.COMPLETED
+    assert array_status.state is RunState.COMPLETED
 
 
-def test_the_tasks_of_an_array_are_cancelled_at_once(cluster, tmp_path):
-    run = array(cluster, tmp_path / "r", "sleep 60", 4, "--exclusive", "--ntasks=1")
+def test_array_tasks_are_cancelled_at_once(cluster, tmp_path):
+    run = submit_array(cluster, tmp_path / "r", "sleep 60", 4, "--exclusive", "--ntasks=1")
     wait_for(lambda: run.status().tasks == {"RUNNING": 4}, 30, "all tasks to run")
     run.tasks()[0].cancel()
     wait_for(lambda: run.status().tasks == {"RUNNING": 3, "CANCELLED": 1}, 30, "one task to end")
@@ -334,13 +338,13 @@ def test_the_tasks_of_an_array_are_cancelled_at_once(cluster, tmp_path):
     assert run.status().state is RunState.CANCELLED
 
 
-def test_tasks_that_are_cancelled_while_they_wait_leave_no_doubt(cluster, tmp_path):
-    """Slurm strikes each from the record that they share, and forgets it."""
-    run = array(cluster, tmp_path / "r", "sleep 60", 200, "--hold", at_once=200)
-    by_us, by_scancel, *_ = run.tasks()
-    by_us.cancel()
+def test_cancelled_pending_tasks_are_not_unknown(cluster, tmp_path):
+    """Slurm removes each from the shared record and forgets it."""
+    run = submit_array(cluster, tmp_path / "r", "sleep 60", 200, "--hold", at_once=200)
+    ours, by_scancel, *_ = run.tasks()
+    ours.cancel()
     cluster.command("scancel", by_scancel.job_id)
-    for task in (by_us, by_scancel):
+    for task in (ours, by_scancel):
         assert task.status().state is RunState.CANCELLED
     assert by_scancel.status().words.startswith("cancelled before it started")
     assert run.status().tasks == {"PENDING": 198, "CANCELLED": 2}
@@ -349,30 +353,30 @@ def test_tasks_that_are_cancelled_while_they_wait_leave_no_doubt(cluster, tmp_pa
         assert run.status().tasks == {"CANCELLED": 200}
 
 
-def test_an_array_that_is_cancelled_by_scancel_while_it_waits(cluster, tmp_path):
-    run = array(cluster, tmp_path / "r", "sleep 60", 20, "--hold")
+def test_pending_array_is_cancelled_by_scancel(cluster, tmp_path):
+    run = submit_array(cluster, tmp_path / "r", "sleep 60", 20, "--hold")
     cluster.command("scancel", *(task.job_id for task in run.tasks()[:15]))
     assert run.status().tasks == {"PENDING": 5, "CANCELLED": 15}
     cluster.command("scancel", run.job_id)
     assert run.status().tasks == {"CANCELLED": 20}
 
 
-def test_a_task_is_requeued_alone_while_others_wait(slurm, tmp_path):
-    """Of the signal that such a task gets by its own name, Slurm 22.05 sends another every few seconds."""
+def test_array_task_is_requeued_while_others_are_pending(slurm, tmp_path):
+    """If such a task is signalled by its own name, Slurm 22.05 repeats the signal every few seconds."""
     cluster = SlurmJobs(slurm, environment(slurm.env))
     rank = (
         "trap 'echo TERM >>../$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch ready; while :; do sleep 0.1; done"
     )
     script = f'srun bash -c "{rank}"\nscontrol requeue $SLURM_JOB_ID\nsleep 60'
-    run = array(cluster, tmp_path / "r", script, 4, at_once=2)
+    run = submit_array(cluster, tmp_path / "r", script, 4, at_once=2)
     first, second, third, _ = run.tasks()
     try:
         for task in (first, second):
             wait_for((task.dir.path / "ready").exists, 20, "the tasks to run")
-        begun = time.monotonic()
+        start = time.monotonic()
         second.requeue()
         wait_for(lambda: second.status().state is RunState.PENDING, 20, "the task to be requeued")
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - start < 20
         wait_for((third.dir.path / "ready").exists, 20, "another task to take its place")
         assert first.status().state is RunState.RUNNING
         assert [path.name for path in run.dir.path.iterdir() if path.name.isdigit()] == ["1"]

@@ -1,4 +1,4 @@
-"""A job's script, started as its first lines say, where the script then runs."""
+"""A job's script, started with the command in its first lines."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _BY_HAND = re.compile(r"^# By hand:  (?P<command>.*?)   \(script and arguments: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
-@pytest.mark.parametrize("options", [{"ntasks_per_node": 2}, {"array": "0-1%2"}], ids=["run", "array"])
-def test_a_script_does_by_hand_what_it_says(backend, options, tmp_path, request):
-    """The supervisor waits ten seconds for `hpctrain submit` to record the job, and then does it itself."""
+@pytest.mark.parametrize("extra_options", [{"ntasks_per_node": 2}, {"array": "0-1%2"}], ids=["run", "array"])
+def test_script_started_manually_runs_the_next_attempt(backend, extra_options, tmp_path, request):
+    """The supervisor waits ten seconds for `hpctrain submit` to record the job, then records it."""
     environ = environment(request.getfixturevalue("slurm").env if backend == "slurm" else None)
     script = tmp_path / "train.py"
     script.write_text("import os, sys\nprint('attempt', os.environ['HPCTRAIN_ATTEMPT'], sys.argv[1:])\n")
-    asked = {"backend": backend, "run_dir": "a run's", **options}
+    all_options = {"backend": backend, "run_dir": "a run's", **extra_options}
     args = ("--name", "a b", "$(false)")
     run = submit_prepared(
-        prepare_submission(script, args, asked, environ=environ, cwd=tmp_path, python=sys.executable)
+        prepare_submission(script, args, all_options, environ=environ, cwd=tmp_path, python=sys.executable)
     )
     run.wait(timeout=60)
     assert "Written by `hpctrain submit` " in run.dir.job_script.read_text()
     command = _BY_HAND.search(run.dir.job_script.read_text())
     assert command is not None
     run_command(["bash", "-c", command["command"]], environ, cwd=run.dir.path, timeout=60)
-    for part in run.tasks() or [run]:
-        log = part.dir.rank_log(1, 0)
+    for each in run.tasks() or [run]:
+        log = each.dir.rank_log(1, 0)
         wait_for(lambda log=log: log.exists() and log.read_text(), 60, "the second start")
         assert log.read_text() == f"attempt 1 {list(args)}\n"
     assert run.wait(timeout=60).state is RunState.COMPLETED
@@ -45,16 +45,16 @@ def test_a_script_does_by_hand_what_it_says(backend, options, tmp_path, request)
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
-def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backend, tmp_path, request):
-    """Two jobs in one folder would write one another's checkpoints, and the record of both."""
+def test_script_started_manually_during_its_run_is_refused(backend, tmp_path, request):
+    """Two jobs in one folder would overwrite each other's checkpoints and events."""
     environ = environment(request.getfixturevalue("slurm").env if backend == "slurm" else None)
     script, flag = tmp_path / "train.py", tmp_path / "flag"
     script.write_text(
         "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n time.sleep(0.1)\n"
     )
-    asked = {"backend": backend, "run_dir": "run"}
+    options = {"backend": backend, "run_dir": "run"}
     run = submit_prepared(
-        prepare_submission(script, [str(flag)], asked, environ=environ, cwd=tmp_path, python=sys.executable)
+        prepare_submission(script, [str(flag)], options, environ=environ, cwd=tmp_path, python=sys.executable)
     )
     try:
         wait_for(lambda: read_run_record(run.dir).started, 60, "the first attempt")
@@ -72,8 +72,8 @@ def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backen
             )
             assert (second.returncode, "holds the lease" in second.stderr) == (2, True)
             job_id = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
-            ask = ["scontrol", "show", "job", job_id]
-            wait_for(lambda: "ExitCode=2:0" in run_command(ask, environ).stdout, 60, "its end")
+            query = ["scontrol", "show", "job", job_id]
+            wait_for(lambda: "ExitCode=2:0" in run_command(query, environ).stdout, 60, "its end")
             assert "is still" in run.dir.slurm_log.read_text()
         assert list(run.dir.read_events()) == before
         assert run.status().state is RunState.RUNNING
@@ -83,28 +83,28 @@ def test_a_script_that_is_started_while_its_run_goes_on_has_no_part_in_it(backen
 
 
 @pytest.mark.long
-def test_a_job_by_hand_that_waits_is_cancelled_with_the_run(tmp_path, slurm):
-    """It was asked for before the run was cancelled. Asked for again, the run goes on."""
+def test_pending_manual_job_is_cancelled_with_the_run(tmp_path, slurm):
+    """It was submitted before the cancel. A job submitted afterwards continues the run."""
     environ = environment(slurm.env)
     script = tmp_path / "train.py"
     script.write_text("import os, time\ntime.sleep(0 if os.environ['HPCTRAIN_ATTEMPT'] == '1' else 60)\n")
-    asked = {"backend": "slurm", "run_dir": "run"}
+    options = {"backend": "slurm", "run_dir": "run"}
     run = submit_prepared(
-        prepare_submission(script, [], asked, environ=environ, cwd=tmp_path, python=sys.executable)
+        prepare_submission(script, [], options, environ=environ, cwd=tmp_path, python=sys.executable)
     )
     wait_for(lambda: run.status().attempt == 0, 60, "the first attempt")
     sbatch = ["sbatch", "--parsable", f"--dependency=afterany:{run.job_id}", run.dir.job_script]
     waiting = run_command(sbatch, environ).stdout.strip()
-    time.sleep(1.1)  # Slurm tells the second in which a job was submitted.
+    time.sleep(1.1)  # Slurm reports submission times in whole seconds.
     run.cancel()
     assert run.wait_for_end(timeout=60).state is RunState.CANCELLED
     before = list(run.dir.read_events())
-    ask = ["scontrol", "show", "job", waiting]
-    over = re.compile("JobState=(FAILED|COMPLETED|CANCELLED|TIMEOUT)")
-    wait_for(lambda: over.search(run_command(ask, environ).stdout), 60, "its end")
-    assert "ExitCode=2:0" in run_command(ask, environ).stdout
+    query = ["scontrol", "show", "job", waiting]
+    ended = re.compile("JobState=(FAILED|COMPLETED|CANCELLED|TIMEOUT)")
+    wait_for(lambda: ended.search(run_command(query, environ).stdout), 60, "its end")
+    assert "ExitCode=2:0" in run_command(query, environ).stdout
     assert f"was cancelled after job {waiting} was submitted" in run.dir.slurm_log.read_text()
     assert list(run.dir.read_events()) == before
-    again = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
-    wait_for(lambda: run.job_id == again, 60, "the record of the second start")
+    resubmitted = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
+    wait_for(lambda: run.job_id == resubmitted, 60, "the record of the second start")
     assert run.wait(timeout=60).attempt == 1

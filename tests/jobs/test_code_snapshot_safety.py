@@ -1,4 +1,4 @@
-"""Working trees that would have a copy of the code reach outside of them, run programs, or never end."""
+"""Working trees that try to make a code snapshot read outside files, run programs, or never end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from hpctrain.rundir import RunDir
 SECRET = "outside-secret-42"
 
 
-def git(folder: Path, *words: str) -> str:
-    who = ["-c", "user.name=Me", "-c", "user.email=me@example.org", "-c", "protocol.file.allow=always"]
-    return run_command(["git", *who, "-C", folder, *words], {"GIT_CONFIG_GLOBAL": "/dev/null"}).stdout.strip()
+def git(folder: Path, *args: str) -> str:
+    identity = ["-c", "user.name=Me", "-c", "user.email=me@example.org", "-c", "protocol.file.allow=always"]
+    return run_command(
+        ["git", *identity, "-C", folder, *args], {"GIT_CONFIG_GLOBAL": "/dev/null"}
+    ).stdout.strip()
 
 
 def make_repository(folder: Path) -> Path:
@@ -51,8 +53,8 @@ def outside(tmp_path) -> Path:
     return folder
 
 
-def take(repo: Path, limit_mb: int = 20) -> Path:
-    """The copy that a submission would make."""
+def copy_code(repo: Path, limit_mb: int = 20) -> Path:
+    """Return the snapshot that a submission would make."""
     snapshot, notes = plan_snapshot(str(repo / "train.py"), limit_mb, environment())
     assert snapshot is not None, notes
     run = RunDir(repo.parent / "run")
@@ -66,7 +68,7 @@ def assert_nothing_from_outside(copy: Path) -> None:
         assert path.is_symlink() or path.is_dir() or SECRET not in path.read_text(errors="replace"), path
 
 
-def test_links_of_any_kind_stay_links(repo, outside):
+def test_symlinks_stay_symlinks(repo, outside):
     targets = {
         "loop": "loop",
         "there": "back",
@@ -84,29 +86,29 @@ def test_links_of_any_kind_stay_links(repo, outside):
     for name, target in targets.items():
         (repo / name).symlink_to(target)
     git(repo, "add", "--all")
-    copy = take(repo)
+    copy = copy_code(repo)
     assert all((copy / name).is_symlink() for name in targets)
     assert_nothing_from_outside(copy)
     assert (outside / "x.txt").read_text() == SECRET
 
 
-def test_a_link_to_the_root_of_the_tree_leads_to_the_root_of_the_copy(repo):
+def test_link_to_the_root_of_the_tree_leads_to_the_root_of_the_copy(repo):
     (repo / "self").symlink_to(".")
     (repo / "data" / "up").symlink_to(repo)
-    copy = take(repo)
+    copy = copy_code(repo)
     assert os.path.realpath(copy / "self") == os.path.realpath(copy / "data" / "up") == str(copy)
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["new", "in the index"])
-def test_a_folder_replaced_by_a_link_is_a_link_in_the_copy(repo, outside, committed):
-    """Git lists its old files still, and their paths now lead outside."""
+def test_folder_replaced_by_a_link_is_a_link_in_the_copy(repo, outside, committed):
+    """Git still lists its old files, whose paths now lead outside."""
     (repo / "data" / "x.txt").unlink()
     (repo / "data").rmdir()
     (repo / "data").symlink_to("../outside")
     if committed:
         git(repo, "update-index", "--add", "--cacheinfo", "100644," + "0" * 39 + "1,another/x.txt")
         (repo / "another").symlink_to(outside)
-    copy = take(repo)
+    copy = copy_code(repo)
     assert (copy / "data").is_symlink()
     assert_nothing_from_outside(copy)
     assert (outside / "x.txt").read_text() == SECRET
@@ -117,13 +119,13 @@ def make_fifo(path: Path) -> None:
 
 
 def make_socket(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)  # the path of a socket has a limit
+    cwd = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket has a length limit
     try:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(path.name)
     finally:
-        os.chdir(here)
+        os.chdir(cwd)
 
 
 def make_endless(path: Path) -> None:
@@ -138,34 +140,34 @@ def make_endless(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [make_fifo, make_socket, make_endless])
 @pytest.mark.parametrize("name", ["data/x.txt", "new.py"])
-def test_a_special_file_is_refused_or_not_seen(repo, make, name):
+def test_special_file_is_refused_or_ignored(repo, make, name):
     (repo / name).unlink(missing_ok=True)
     make(repo / name)
     if name == "new.py":
-        assert not (take(repo) / name).exists()
+        assert not (copy_code(repo) / name).exists()
     else:
         with pytest.raises(
             SpecError, match=r"data/x\.txt': it is neither a file nor a link.*--no-code-snapshot"
         ):
-            take(repo)
+            copy_code(repo)
 
 
-def test_a_script_that_is_a_fifo_is_refused(repo):
+def test_script_that_is_a_fifo_is_refused(repo):
     (repo / "train.py").unlink()
     os.mkfifo(repo / "train.py")
     with pytest.raises(SpecError, match="neither a file nor a link"):
-        take(repo)
+        copy_code(repo)
 
 
-def test_a_huge_file_is_refused_before_a_byte_is_copied(repo):
+def test_huge_file_is_refused_before_copying(repo):
     with open(repo / "huge.bin", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(SpecError, match=r"'huge\.bin' with 1\.1 TB"):
-        take(repo)
+        copy_code(repo)
 
 
-def test_a_repository_that_leads_elsewhere_copies_nothing_from_there(repo, outside):
-    """A `.git` file names a repository whose working tree is another folder."""
+def test_repository_with_an_outside_worktree_copies_nothing_from_it(repo, outside):
+    """A `.git` file names a repository with another working tree."""
     git(outside, "init", "--quiet")
     git(outside, "add", ".")
     git(outside, "config", "core.worktree", str(outside))
@@ -178,7 +180,7 @@ def test_a_repository_that_leads_elsewhere_copies_nothing_from_there(repo, outsi
     assert str(outside) in notes[0]
 
 
-def test_a_submodule_that_leads_elsewhere_copies_nothing_from_there(repo, outside):
+def test_submodule_with_an_outside_worktree_copies_nothing_from_it(repo, outside):
     git(outside, "init", "--quiet")
     git(outside, "add", ".")
     git(outside, "config", "core.worktree", str(outside))
@@ -187,16 +189,16 @@ def test_a_submodule_that_leads_elsewhere_copies_nothing_from_there(repo, outsid
     (inner / "own.py").touch()
     (inner / "x.txt").write_text("inside\n")
     (inner / ".git").write_text(f"gitdir: {outside / '.git'}\n")
-    copy = take(repo)
+    copy = copy_code(repo)
     assert_nothing_from_outside(copy)
     assert (copy / "train.py").exists()
 
 
-@pytest.mark.parametrize("where", [".", "inner"])
-def test_no_program_of_the_repository_is_run(repo, where, tmp_path):
-    """Hooks, a monitor of the file system, external differs and converters."""
+@pytest.mark.parametrize("location", [".", "inner"])
+def test_programs_of_the_repository_are_not_run(repo, location, tmp_path):
+    """Hooks, file system monitors, external diffs and converters."""
     executed = tmp_path / "executed"
-    inner = repo if where == "." else shutil.copytree(repo, tmp_path / where).rename(repo / where)
+    inner = repo if location == "." else shutil.copytree(repo, tmp_path / location).rename(repo / location)
     program = inner / ".git" / "program"
     program.write_text(f"#!/bin/sh\ntouch {executed}\ncat\n")
     program.chmod(0o755)
@@ -208,11 +210,11 @@ def test_no_program_of_the_repository_is_run(repo, where, tmp_path):
     (inner / ".gitattributes").write_text("*.txt diff=evil\n")
     (inner / "data" / "x.txt").write_text("changed\n")
     executed.unlink(missing_ok=True)
-    take(repo)
+    copy_code(repo)
     assert not executed.exists()
 
 
-def test_a_repository_of_another_user_is_not_trusted(repo):
+def test_repository_of_another_user_is_not_trusted(repo):
     if os.geteuid():
         pytest.skip("a file of another user takes root")
     for path in (repo, *repo.rglob("*")):
@@ -225,7 +227,7 @@ def test_a_repository_of_another_user_is_not_trusted(repo):
 
 
 @pytest.mark.parametrize("index", [b"", b"DIRC" + b"\xff" * 64], ids=["empty", "damaged"])
-def test_a_damaged_index_is_reported(repo, index):
+def test_damaged_index_is_reported(repo, index):
     (repo / ".git" / "index").write_bytes(index)
     snapshot, notes = plan_snapshot(str(repo / "train.py"), 20, environment())
     assert snapshot is None

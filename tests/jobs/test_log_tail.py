@@ -5,7 +5,7 @@ import json
 from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
 
 
-def test_tail_reads_on_and_does_not_split_characters(tmp_path):
+def test_tail_reads_new_text_without_splitting_characters(tmp_path):
     path = tmp_path / "log"
     tail = FileTail(path)
     assert tail.read() == ""
@@ -20,7 +20,7 @@ def test_tail_reads_on_and_does_not_split_characters(tmp_path):
     assert tail.read() == "x"
 
 
-def test_records_are_whole_or_not_there_yet(tmp_path):
+def test_tail_returns_only_complete_records(tmp_path):
     path = tmp_path / "events.jsonl"
     tail = RecordTail(path)
     path.write_text('{"a": 1}\n{"a"')
@@ -30,14 +30,14 @@ def test_records_are_whole_or_not_there_yet(tmp_path):
     assert tail.read() == [{"a": 2}]
 
 
-def test_last_records_come_backwards_over_block_borders(tmp_path):
+def test_last_records_are_read_backwards_across_blocks(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = [{"step": i, "text": "x" * (i % 977)} for i in range(2000)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
     assert list(read_last_records(path)) == records[::-1]
 
 
-def test_the_end_of_a_huge_file_is_found_without_reading_it(tmp_path):
+def test_end_of_a_huge_file_is_found_quickly(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with open(path, "wb") as file:
         file.truncate(1 << 40)
@@ -46,5 +46,5 @@ def test_the_end_of_a_huge_file_is_found_without_reading_it(tmp_path):
     assert next(read_last_records(path)) == {"step": 5}
 
 
-def test_a_file_that_is_not_there_has_no_records(tmp_path):
+def test_missing_file_has_no_records(tmp_path):
     assert list(read_last_records(tmp_path / "nothing")) == []

@@ -1,4 +1,4 @@
-"""The copy of the code that is made at submission, and that a run then runs whatever happens to the files."""
+"""The code snapshot of a submission, which a run uses whatever happens to the original files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from hpctrain.spec.load_spec import load_spec
 NAMES = ["a b", "a'b", "$(touch pwned)", "é 😀", "new\nline", "-m"]
 
 
-def git(folder: Path, *words: str) -> str:
-    who = ["-c", "user.name=Me", "-c", "user.email=me@example.org", "-c", "protocol.file.allow=always"]
-    return run_command(["git", *who, "-C", folder, *words], {"GIT_CONFIG_GLOBAL": "/dev/null"}).stdout.strip()
+def git(folder: Path, *args: str) -> str:
+    identity = ["-c", "user.name=Me", "-c", "user.email=me@example.org", "-c", "protocol.file.allow=always"]
+    return run_command(
+        ["git", *identity, "-C", folder, *args], {"GIT_CONFIG_GLOBAL": "/dev/null"}
+    ).stdout.strip()
 
 
 @pytest.fixture
 def repo(tmp_path) -> Path:
-    """A working tree with everything in it that git tells apart."""
+    """A working tree with every kind of file that git distinguishes."""
     other = tmp_path / "other"
     for folder, file in ((other, "lib.py"), (repo := tmp_path / "repo", "train.py")):
         folder.mkdir()
@@ -53,8 +55,8 @@ def repo(tmp_path) -> Path:
     return repo
 
 
-def copied(prepared, repo: Path, **options) -> Path:
-    """The copy that a submission makes."""
+def submit_and_get_copy(prepared, repo: Path, **options) -> Path:
+    """Return the code snapshot of a submission."""
     run = submit_prepared(prepared(script=repo / "train.py", **options))
     run.wait(timeout=20)
     code = load_spec(run.dir.spec).code
@@ -69,8 +71,8 @@ def files_in(folder: Path) -> set[str]:
     }
 
 
-def test_what_git_has_and_what_is_new_is_copied(prepared, repo):
-    copy = copied(prepared, repo)
+def test_tracked_and_new_files_are_copied(prepared, repo):
+    copy = submit_and_get_copy(prepared, repo)
     expected = {
         "train.py",
         "changed.py",
@@ -87,7 +89,7 @@ def test_what_git_has_and_what_is_new_is_copied(prepared, repo):
 
 
 def test_commit_and_changes_are_recorded(prepared, repo):
-    copy = copied(prepared, repo)
+    copy = submit_and_get_copy(prepared, repo)
     record = json.loads(copy.with_name(f"{copy.name}.json").read_text())
     assert record["commit"] == git(repo, "rev-parse", "HEAD")
     assert (record["source"], record["changed"], record["new_files"]) == (
@@ -97,28 +99,28 @@ def test_commit_and_changes_are_recorded(prepared, repo):
     )
     assert record["num_files"] == len(files_in(copy))
     patch = copy.with_name(f"{copy.name}.diff")
-    # It is a patch that git itself can apply.
+    # Git itself can apply the patch.
     git(repo, "stash", "--quiet")
     git(repo, "apply", "--include=changed.py", "--include=removed.py", str(patch))
     assert (repo / "changed.py").read_text() == "value = 2\n"
     assert not (repo / "removed.py").exists()
 
 
-def test_a_clean_working_tree_is_recorded_as_one(prepared, tmp_path):
+def test_clean_working_tree_is_recorded_as_unchanged(prepared, tmp_path):
     repo = tmp_path / "clean"
     repo.mkdir()
     (repo / "train.py").touch()
     git(repo, "init", "--quiet")
-    copy = copied(prepared, repo, run_dir="before the first commit")
+    copy = submit_and_get_copy(prepared, repo, run_dir="before the first commit")
     assert json.loads(copy.with_name(f"{copy.name}.json").read_text())["commit"] is None
     git(repo, "add", ".")
     git(repo, "commit", "--quiet", "--message=first")
-    copy = copied(prepared, repo, run_dir="after")
+    copy = submit_and_get_copy(prepared, repo, run_dir="after")
     assert json.loads(copy.with_name(f"{copy.name}.json").read_text())["changed"] is False
     assert copy.with_name(f"{copy.name}.diff").read_text() == ""
 
 
-def test_links_lead_to_the_copy_or_to_where_they_led(prepared, repo, tmp_path):
+def test_links_lead_to_the_copy_or_to_their_original_target(prepared, repo, tmp_path):
     targets = {
         "copied": "changed.py",
         "copied folder": str(repo / "package"),
@@ -130,9 +132,9 @@ def test_links_lead_to_the_copy_or_to_where_they_led(prepared, repo, tmp_path):
     }
     for name, target in targets.items():
         (repo / name).symlink_to(target)
-    copy = copied(prepared, repo)
-    leads = {name: os.readlink(copy / name) for name in targets}
-    assert leads == {
+    copy = submit_and_get_copy(prepared, repo)
+    actual = {name: os.readlink(copy / name) for name in targets}
+    assert actual == {
         **targets,
         "copied folder": "package",
         "ignored": str(repo / "data"),
@@ -143,19 +145,19 @@ def test_links_lead_to_the_copy_or_to_where_they_led(prepared, repo, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_no_matter(prepared, repo, name):
+def test_unusual_file_names_are_copied(prepared, repo, name):
     folder = repo / name
     folder.mkdir()
     (folder / name).write_text(name)
     git(repo, "add", "--all")
     (folder / f"{name}2").write_text("new")
-    copy = copied(prepared, repo)
+    copy = submit_and_get_copy(prepared, repo)
     assert (copy / name / name).read_text() == name
     assert (copy / name / f"{name}2").read_text() == "new"
     assert not list(repo.parent.rglob("pwned"))
 
 
-def test_a_repository_without_a_name_of_its_own_is_copied_too(prepared, repo):
+def test_nested_repository_is_copied(prepared, repo):
     inner = repo / "inner"
     inner.mkdir()
     git(inner, "init", "--quiet")
@@ -163,27 +165,27 @@ def test_a_repository_without_a_name_of_its_own_is_copied_too(prepared, repo):
     (inner / "x.ckpt").touch()
     (inner / ".gitignore").write_text("*.ckpt\n")
     assert {"inner/own.py", "inner/.gitignore"} == {
-        name for name in files_in(copied(prepared, repo)) if name.startswith("inner")
+        name for name in files_in(submit_and_get_copy(prepared, repo)) if name.startswith("inner")
     }
 
 
-def test_runs_are_no_code(prepared, repo):
-    first = copied(prepared, repo, run_dir=repo / "runs" / "first")
-    second = copied(prepared, repo, run_dir=repo / "runs" / "second")
+def test_runs_in_the_repository_are_not_copied(prepared, repo):
+    first = submit_and_get_copy(prepared, repo, run_dir=repo / "runs" / "first")
+    second = submit_and_get_copy(prepared, repo, run_dir=repo / "runs" / "second")
     assert files_in(first) == files_in(second)
     assert "runs" not in git(repo, "status", "--porcelain")
 
 
-def test_a_continued_run_gets_a_copy_of_its_own(prepared, repo):
-    first = copied(prepared, repo, run_dir="r")
+def test_resubmitted_run_gets_a_new_copy(prepared, repo):
+    first = submit_and_get_copy(prepared, repo, run_dir="r")
     (repo / "changed.py").write_text("value = 4\n")
-    second = copied(prepared, repo, run_dir="r")
+    second = submit_and_get_copy(prepared, repo, run_dir="r")
     assert [copy.name for copy in (first, second)] == ["submission-000", "submission-001"]
     assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
 
 
 @pytest.mark.slow
-def test_tasks_of_an_array_share_one_copy(prepared, repo):
+def test_array_tasks_share_one_copy(prepared, repo):
     run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
     run.wait(timeout=20)
     codes = {load_spec(run.dir.task(index).spec).code for index in (0, 1)} | {load_spec(run.dir.spec).code}
@@ -192,7 +194,7 @@ def test_tasks_of_an_array_share_one_copy(prepared, repo):
     assert code.copy == str(run.dir.path / "code" / "submission-000")
 
 
-def test_an_ignored_script_is_copied_all_the_same(prepared, repo):
+def test_ignored_script_is_copied(prepared, repo):
     (repo / "data" / "train.py").touch()
     run = submit_prepared(prepared(script=repo / "data" / "train.py"))
     run.wait(timeout=20)
@@ -202,7 +204,7 @@ def test_an_ignored_script_is_copied_all_the_same(prepared, repo):
     assert not (Path(code.copy) / "data" / "x.txt").exists()
 
 
-def test_without_a_repository_it_is_said(prepared, script):
+def test_missing_repository_is_noted(prepared, script):
     submission = prepared(script=script)
     assert submission.snapshot is None
     (note,) = [note for note in submission.notes if "not copied" in note]
@@ -214,17 +216,17 @@ def test_without_a_repository_it_is_said(prepared, script):
     assert not (run.dir.path / "code").exists()
 
 
-def test_without_git_it_is_said(prepared, repo, tmp_path):
+def test_missing_git_is_noted(prepared, repo, tmp_path):
     submission = prepared(script=repo / "train.py", environ=environment({"PATH": str(tmp_path)}))
     assert "the code is not copied (git not found on PATH)" in submission.notes[-1]
 
 
-def test_who_wants_no_copy_gets_none_and_no_note(prepared, repo, script):
+def test_disabled_snapshot_has_no_note(prepared, repo, script):
     assert prepared(script=repo / "train.py", snapshot=False).snapshot is None
     assert not [note for note in prepared(script=script, snapshot=False).notes if "copied" in note]
 
 
-def test_too_much_is_refused_with_the_largest_file(prepared, repo):
+def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, repo):
     (repo / "weights.bin").write_bytes(bytes(3_000_000))
     with pytest.raises(
         SpecError, match=r"3\.\d+ MB in 10 files.*2 MB.*'weights.bin' with 3 MB.*--no-code-snapshot"
@@ -236,7 +238,7 @@ def test_too_much_is_refused_with_the_largest_file(prepared, repo):
         prepared(script=repo / "train.py", code_snapshot_limit=0)
 
 
-def test_very_many_small_files_are_too_much_too(prepared, repo):
+def test_many_small_files_count_towards_the_limit(prepared, repo):
     (repo / "many").mkdir()
     for index in range(300):
         (repo / "many" / f"{index}").touch()
@@ -244,24 +246,24 @@ def test_very_many_small_files_are_too_much_too(prepared, repo):
         prepared(script=repo / "train.py", code_snapshot_limit=1)
 
 
-def test_a_repository_around_the_submission_is_no_matter(prepared, repo, tmp_path):
-    """A hook of git has variables that name the repository of the hook."""
+def test_git_variables_of_the_caller_are_ignored(prepared, repo, tmp_path):
+    """A git hook has variables that name the hook's repository."""
     environ = environment({"GIT_DIR": str(tmp_path / "other" / ".git"), "GIT_INDEX_FILE": "/nowhere"})
     snapshot = prepared(script=repo / "train.py", environ=environ).snapshot
     assert "changed.py" in snapshot.files
 
 
-def test_a_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatch):
-    copied(prepared, repo, run_dir="r")
+def test_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatch):
+    submit_and_get_copy(prepared, repo, run_dir="r")
     before = files_in(tmp_path / "r" / "code")
 
     submissions = [prepared(script=repo / "train.py", run_dir=run_dir) for run_dir in ("r", "other run")]
 
-    really = subprocess.Popen
+    real_popen = subprocess.Popen
 
     def start(command, **kwargs):
         if command[0] == "git":
-            return really(command, **kwargs)
+            return real_popen(command, **kwargs)
         raise OSError("no more processes")
 
     monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", start)
@@ -272,9 +274,7 @@ def test_a_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatc
     assert not (tmp_path / "other run").exists()
 
 
-def test_a_file_that_cannot_be_copied_is_named_before_anything_is_submitted(
-    prepared, repo, tmp_path, monkeypatch
-):
+def test_file_that_cannot_be_copied_is_refused_before_the_submission(prepared, repo, tmp_path, monkeypatch):
     submission = prepared(script=repo / "train.py", run_dir="r")
     (repo / "new.py").unlink()
     with pytest.raises(SpecError, match=r"new\.py"):
@@ -295,7 +295,7 @@ if attempt == 0:
 
 
 @pytest.mark.ranks
-def test_a_requeued_run_runs_the_code_that_was_submitted(prepared, repo):
+def test_requeued_run_uses_the_submitted_code(prepared, repo):
     sources = {
         "train.py": SCRIPT,
         "beside.py": "value = 'submitted'\n",
@@ -324,8 +324,8 @@ def test_a_requeued_run_runs_the_code_that_was_submitted(prepared, repo):
     assert before == after == ["submitted", "submitted", "submitted", "data", str(repo)]
 
 
-def test_packages_that_are_installed_as_editable_come_from_the_copy(tmp_path):
-    """Both ways in which pip installs them: a path, and a finder of setuptools' making."""
+def test_editable_packages_are_imported_from_the_copy(tmp_path):
+    """Both ways of pip: a path, and a finder generated by setuptools."""
     source, copy = tmp_path / "source", tmp_path / "source" / "runs" / "copy"
     for root, value in ((source, "source"), (copy, "copy")):
         (root / "flat").mkdir(parents=True)
@@ -358,11 +358,11 @@ def test_packages_that_are_installed_as_editable_come_from_the_copy(tmp_path):
         "HPCTRAIN_CODE_SOURCE": str(source),
         "PYTHONPATH": f"{source / 'src'}:{environment()['PYTHONPATH']}",
     }
-    done = run_command([sys.executable, "-c", probe], variables)
-    assert done.stdout.split() == ["copy", "copy", str(source / "only_here"), str(copy / "src")]
+    result = run_command([sys.executable, "-c", probe], variables)
+    assert result.stdout.split() == ["copy", "copy", str(source / "only_here"), str(copy / "src")]
 
 
-def test_a_neighbour_that_git_ignores_is_named_where_its_import_fails(tmp_path):
+def test_ignored_module_is_named_when_its_import_fails(tmp_path):
     source, copy = tmp_path / "source", tmp_path / "copy"
     for folder in (source / "src", copy / "src"):
         folder.mkdir(parents=True)
@@ -382,7 +382,7 @@ def test_a_neighbour_that_git_ignores_is_named_where_its_import_fails(tmp_path):
     assert unknown == "unknown"
 
 
-def test_the_plan_writes_nothing(repo):
+def test_plan_writes_nothing(repo):
     before = {path: path.stat().st_mtime_ns for path in repo.rglob("*")}
     CodeSnapshot.plan(str(repo / "train.py"), 100, environment())
     assert {path: path.stat().st_mtime_ns for path in repo.rglob("*")} == before

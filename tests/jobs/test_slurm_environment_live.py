@@ -1,4 +1,4 @@
-"""Runs submitted from inside other jobs: their ranks find what they would find from a login node."""
+"""Runs submitted inside other jobs: their ranks see the same environment as from a login node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import hpctrain
 hpctrain.submit("dump.py", run_dir="from a rank", ntasks_per_node=2, cpus_per_task=3, mem="100")
 """
 SHAPE = ["--ntasks-per-node", "2", "--cpus-per-task", "3", "--mem", "100"]
-#: What is the job's own by its nature, or is the shell's.
+#: Variables that differ per job or belong to the shell.
 OF_EACH_JOB = {
     *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_TASK_PID", "SLURM_STEP_LAUNCHER_PORT", "SLURM_SRUN_COMM_PORT"),
     *(
@@ -50,7 +50,7 @@ OF_EACH_JOB = {
 
 @pytest.fixture(scope="module")
 def environs(slurm, tmp_path_factory) -> dict[str, dict[str, str]]:
-    """What a rank found, by the place from which its run was submitted."""
+    """The environment of a rank, by the place of submission."""
     folder = tmp_path_factory.mktemp("submit")
     (folder / "dump.py").write_text(DUMP)
     (folder / "parent.py").write_text(SUBMIT_FROM_PYTHON)
@@ -72,7 +72,7 @@ def environs(slurm, tmp_path_factory) -> dict[str, dict[str, str]]:
     parent = ["--cpus-per-task", "1", "--run-dir", "parent", "parent.py"]
     run_command([*hpctrain, "submit", *parent], slurm.env, cwd=folder)
     run_command(submit("from outside"), slurm.env, cwd=folder)
-    found = {}
+    environs = {}
     for name in ("from outside", "from a step of an array", "from a rank"):
         run = folder / name
         try:
@@ -82,13 +82,13 @@ def environs(slurm, tmp_path_factory) -> dict[str, dict[str, str]]:
             log = (folder / "outer.log").read_text() if (folder / "outer.log").exists() else "no log"
             raise AssertionError(f"{error}\n{log}\n{queue}") from None
         run_command([*hpctrain, "wait", run], slurm.env)
-        found[name] = json.loads((run / "environ.json").read_text())
-    return found
+        environs[name] = json.loads((run / "environ.json").read_text())
+    return environs
 
 
-@pytest.mark.parametrize("place", ["from a step of an array", "from a rank"])
-def test_the_ranks_find_what_they_would_find_from_outside(environs, place):
-    inside, outside = environs[place], environs["from outside"]
+@pytest.mark.parametrize("origin", ["from a step of an array", "from a rank"])
+def test_ranks_see_the_same_variables_as_from_a_login_node(environs, origin):
+    inside, outside = environs[origin], environs["from outside"]
     assert sorted(inside.keys() - OF_EACH_JOB) == sorted(outside.keys() - OF_EACH_JOB)
     same = {name for name in inside.keys() - OF_EACH_JOB if inside[name] == outside[name]}
     assert same == outside.keys() - OF_EACH_JOB
@@ -96,9 +96,9 @@ def test_the_ranks_find_what_they_would_find_from_outside(environs, place):
     assert inside["SLURM_CONF"] == outside["SLURM_CONF"]
 
 
-@pytest.mark.parametrize("place", ["from outside", "from a step of an array", "from a rank"])
-def test_they_get_the_cpus_that_were_asked_for(environs, place):
-    environ = environs[place]
+@pytest.mark.parametrize("origin", ["from outside", "from a step of an array", "from a rank"])
+def test_ranks_get_the_requested_cpus(environs, origin):
+    environ = environs[origin]
     assert environ["SLURM_CPUS_PER_TASK"] == "3"
     assert environ["SLURM_JOB_CPUS_PER_NODE"] == "6"
     assert environ["OMP_NUM_THREADS"] == "3"

@@ -1,4 +1,4 @@
-"""A thousand runs are looked at with one question to Slurm."""
+"""The states of a thousand runs take one Slurm query."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hpctrain.rundir import RunDir
 NUM_RUNS = 1000
 
 
-def counted(environ: Mapping[str, str], folder: Path, *commands: str) -> dict[str, str]:
-    """Variables under which each call of one of Slurm's commands leaves a line in `folder`/calls."""
+def count_calls(environ: Mapping[str, str], folder: Path, *commands: str) -> dict[str, str]:
+    """Return variables under which each call of a Slurm command adds a line to `folder`/calls."""
     folder.mkdir()
     for command in commands:
         wrapper = folder / command
@@ -33,20 +33,20 @@ def counted(environ: Mapping[str, str], folder: Path, *commands: str) -> dict[st
 @pytest.fixture
 def calls(slurm, tmp_path) -> tuple[dict[str, str], Path]:
     folder = tmp_path / "bin"
-    environ = counted(environment(slurm.env), folder, "squeue", "sacct", "scontrol")
+    environ = count_calls(environment(slurm.env), folder, "squeue", "sacct", "scontrol")
     return environ, folder / "calls"
 
 
 @pytest.fixture
 def held_jobs(slurm) -> Iterator[list[str]]:
-    """As many jobs in the queue as there are runs."""
+    """As many queued jobs as there are runs."""
     options = ("--parsable", "--hold", f"--array=0-{NUM_RUNS - 1}", "--output=/dev/null", "--wrap=true")
     job_id = run_command(["sbatch", *options], slurm.env).stdout.strip()
     yield [f"{job_id}_{index}" for index in range(NUM_RUNS)]
     run_command(["scancel", job_id], slurm.env)
 
 
-def runs_of(job_ids: list[str], folder: Path) -> None:
+def create_runs(job_ids: list[str], folder: Path) -> None:
     for number, job_id in enumerate(job_ids):
         run = RunDir(folder / f"run-{number:04d}")
         run.path.mkdir(parents=True)
@@ -55,24 +55,24 @@ def runs_of(job_ids: list[str], folder: Path) -> None:
         append_json_line(run.events, {"time": 1.7e9, **record})
 
 
-def test_a_thousand_runs_cost_one_squeue(calls, held_jobs, tmp_path):
+def test_thousand_queued_runs_take_one_squeue(calls, held_jobs, tmp_path):
     environ, log = calls
-    runs_of(held_jobs, tmp_path / "runs")
+    create_runs(held_jobs, tmp_path / "runs")
     states = Counter(status.state for status in query_statuses(list_runs(tmp_path / "runs", environ)))
     assert states == {"PENDING": NUM_RUNS}
     assert log.read_text().split() == ["squeue"]
     log.unlink()
-    done = run_command([sys.executable, "-m", "hpctrain", "list", "--json"], environ, cwd=tmp_path)
-    assert Counter(status["state"] for status in json.loads(done.stdout)) == {"PENDING": NUM_RUNS}
+    result = run_command([sys.executable, "-m", "hpctrain", "list", "--json"], environ, cwd=tmp_path)
+    assert Counter(status["state"] for status in json.loads(result.stdout)) == {"PENDING": NUM_RUNS}
     assert log.read_text().split() == ["squeue"]
 
 
-def test_a_thousand_runs_that_nobody_knows_cost_one_question_each_of_all(calls, tmp_path):
+def test_thousand_unknown_runs_take_one_query_of_each_kind(calls, tmp_path):
     environ, log = calls
-    runs_of([str(50_000_000 + number) for number in range(NUM_RUNS)], tmp_path / "runs")
+    create_runs([str(50_000_000 + number) for number in range(NUM_RUNS)], tmp_path / "runs")
     for folder in (tmp_path / "runs").iterdir():
         os.utime(folder / "events.jsonl", (0, 1.7e9))
     states = Counter(status.state for status in query_statuses(list_runs(tmp_path / "runs", environ)))
-    # Silent for years: these have ended, whatever Slurm remembers.
+    # Silent for years: these have ended, whatever Slurm reports.
     assert states == {"FAILED": NUM_RUNS}
     assert sorted(log.read_text().split()) == ["sacct", "scontrol", "scontrol", "squeue"]

@@ -1,4 +1,4 @@
-"""What is made of Slurm's answers and of the run's own record, with commands that only pretend."""
+"""The status of a run from its own events and the answers of fake Slurm commands."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hpctrain.slurm.states import JobStateView, RunState, parse_job_state
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
 
 
-def look(fake_slurm: FakeSlurm, *jobs: str, **fields: object) -> list[JobStateView]:
+def query(fake_slurm: FakeSlurm, *jobs: str, **fields: object) -> list[JobStateView]:
     folder = RunDir(Path("/home/me/runs/r"))
-    asked = [JobRecord(job, folder, **{"submitted": time.time(), **fields}) for job in jobs]
-    return SlurmBackend(fake_slurm.environ).query(asked)
+    records = [JobRecord(job, folder, **{"submitted": time.time(), **fields}) for job in jobs]
+    return SlurmBackend(fake_slurm.environ).query(records)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def run(fake_slurm, tmp_path) -> Run:
 
 
 def silence(run: Run, seconds: float) -> None:
-    """Let the run have written nothing for so long."""
+    """Set the time of the run's last write that many seconds back."""
     event = f'{{"time": {time.time() - seconds}, "attempt": 0, "kind": "submitted", "job_id": "17"'
     run.dir.events.write_text(f'{event}, "backend": "slurm"}}\n')
     os.utime(run.dir.events, (0, time.time() - seconds))
@@ -53,16 +53,16 @@ def silence(run: Run, seconds: float) -> None:
         (queued("17", "PENDING", 1, "BeginTime", eligible_at="9999-12-31T23:59:59"), ""),
     ],
 )
-def test_odd_folders_and_times_of_slurm_are_no_error(fake_slurm, squeue, sacct):
+def test_odd_folders_and_times_of_slurm_are_accepted(fake_slurm, squeue, sacct):
     fake_slurm.answer("squeue", squeue)
     fake_slurm.answer("sacct", sacct)
     fake_slurm.controller()
-    (view,) = look(fake_slurm, "17")
+    (view,) = query(fake_slurm, "17")
     assert view.state in (UNKNOWN, PENDING)
 
 
 @pytest.mark.parametrize(
-    ("words", "state"),
+    ("text", "state"),
     [
         ("RUNNING", RunState.RUNNING),
         ("COMPLETING", RunState.RUNNING),
@@ -77,11 +77,11 @@ def test_odd_folders_and_times_of_slurm_are_no_error(fake_slurm, squeue, sacct):
         ("", RunState.UNKNOWN),
     ],
 )
-def test_states_of_slurm(words, state):
-    assert parse_job_state(words) is state
+def test_job_states_are_parsed(text, state):
+    assert parse_job_state(text) is state
 
 
-def test_jobs_are_asked_for_at_once(fake_slurm):
+def test_jobs_are_queried_at_once(fake_slurm):
     rows = [
         queued("17", "RUNNING"),
         queued("18", "PENDING", 1, "BeginTime"),
@@ -91,7 +91,7 @@ def test_jobs_are_asked_for_at_once(fake_slurm):
         queued("22", "QUANTUM"),
     ]
     fake_slurm.answer("squeue", "".join(rows))
-    assert look(fake_slurm, "17", "18", "19", "20", "21", "22") == [
+    assert query(fake_slurm, "17", "18", "19", "20", "21", "22") == [
         JobStateView(RUNNING, job_state="RUNNING"),
         JobStateView(
             PENDING,
@@ -107,19 +107,19 @@ def test_jobs_are_asked_for_at_once(fake_slurm):
     assert fake_slurm.calls == ["squeue"]
 
 
-def test_reasons_may_hold_any_character(fake_slurm):
+def test_pending_reason_may_contain_any_character(fake_slurm):
     reason = "ReqNodeNotAvail, UnavailableNodes:n1,n2 | (burst buffer: 'a' failed)  "
     fake_slurm.answer("squeue", "CLUSTER: north\n" + queued("17", "PENDING", 0, reason))
-    (view,) = look(fake_slurm, "17")
+    (view,) = query(fake_slurm, "17")
     assert view.words == f"{reason}: a requested node is down or reserved"
 
 
-def test_parts_of_a_job_are_joined_or_told_apart(fake_slurm):
+def test_parts_of_a_job_are_merged_or_distinguished(fake_slurm):
     tasks = [queued("17_1", "RUNNING", raw="18"), queued("17_2", "PENDING", 0, "Priority", raw="17")]
     components = [queued("30+0", "RUNNING", raw="30"), queued("30+1", "COMPLETED", raw="31")]
     fake_slurm.answer("squeue", "".join(tasks + components))
-    whole, first, second, by_number, het = look(fake_slurm, "17", "17_1", "17_2", "18", "30")
-    assert whole == JobStateView(
+    merged, first, second, by_number, het = query(fake_slurm, "17", "17_1", "17_2", "18", "30")
+    assert merged == JobStateView(
         RUNNING,
         "2 parts: 1 RUNNING, 1 PENDING; Priority: other jobs have higher priority",
         job_state="RUNNING",
@@ -132,22 +132,22 @@ def test_parts_of_a_job_are_joined_or_told_apart(fake_slurm):
 @pytest.mark.parametrize(
     ("restarts", "in_s", "held"), [(0, 100, False), (1, 100, True), (1, 5, False), (1, None, True)]
 )
-def test_only_the_delay_of_a_requeue_is_a_hold(fake_slurm, restarts, in_s, held):
+def test_only_a_requeue_delay_is_a_hold(fake_slurm, restarts, in_s, held):
     begin = "N/A" if in_s is None else time.strftime("%FT%T", time.localtime(time.time() + in_s))
     fake_slurm.answer("squeue", queued("17", "PENDING", restarts, "BeginTime", eligible_at=begin))
-    assert look(fake_slurm, "17")[0].held is held
+    assert query(fake_slurm, "17")[0].held is held
 
 
-@pytest.mark.parametrize("trouble", [UNREACHABLE, "slurm_load_jobs error: Socket timed out on send/recv\n"])
-def test_a_controller_out_of_reach_means_unknown_never_dead(fake_slurm, trouble):
-    """SkyPilot deletes a live cluster over one failed squeue."""
-    fake_slurm.answer("squeue", stderr=trouble, code=1)
-    (view,) = look(fake_slurm, "17", submitted=0.0)
-    assert view == JobStateView(UNKNOWN, f"squeue failed: {trouble.strip()}")
-    assert "scontrol" not in fake_slurm.calls  # it would only wait for the same
+@pytest.mark.parametrize("message", [UNREACHABLE, "slurm_load_jobs error: Socket timed out on send/recv\n"])
+def test_unreachable_controller_means_unknown(fake_slurm, message):
+    """SkyPilot deletes a live cluster after one failed squeue."""
+    fake_slurm.answer("squeue", stderr=message, code=1)
+    (view,) = query(fake_slurm, "17", submitted=0.0)
+    assert view == JobStateView(UNKNOWN, f"squeue failed: {message.strip()}")
+    assert "scontrol" not in fake_slurm.calls  # it would fail the same way
 
 
-def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fake_slurm):
+def test_without_controller_only_an_end_in_accounting_counts(fake_slurm):
     fake_slurm.answer("squeue", stderr=UNREACHABLE, code=1)
     lines = [
         recorded("17", "COMPLETED"),
@@ -159,7 +159,7 @@ def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fak
         recorded("23_2", "COMPLETED"),
     ]
     fake_slurm.answer("sacct", "".join(lines))
-    views = look(fake_slurm, "17", "18", "19", "20", "21_7", "22")
+    views = query(fake_slurm, "17", "18", "19", "20", "21_7", "22")
     assert [view.state for view in views] == [
         RunState.COMPLETED,
         RunState.CANCELLED,
@@ -167,68 +167,68 @@ def test_without_the_controller_an_end_in_accounting_counts_and_nothing_else(fak
     ]
     assert views[1].job_state == "CANCELLED"
     assert "earlier, Slurm reports PREEMPTED, but the job may have been requeued" in views[3].words
-    # Tasks that never started share a record, until one has its own.
-    parts = look(fake_slurm, "23_1", "23_9", "23_2", "23_4")
+    # Tasks that never started share a record until one gets its own.
+    parts = query(fake_slurm, "23_1", "23_9", "23_2", "23_4")
     assert [part.state for part in parts] == [*[RunState.CANCELLED] * 2, RunState.COMPLETED, UNKNOWN]
 
 
-def test_an_empty_queue_is_no_evidence(fake_slurm):
-    """Exit code 0 and no line: a job that somebody still knows is alive."""
+def test_empty_queue_does_not_prove_an_end(fake_slurm):
+    """Here, squeue prints nothing with exit code 0, but scontrol still shows the job."""
     fake_slurm.controller(shown("17", "RUNNING"))
-    assert look(fake_slurm, "17", submitted=0.0) == [JobStateView(RUNNING, job_state="RUNNING")]
+    assert query(fake_slurm, "17", submitted=0.0) == [JobStateView(RUNNING, job_state="RUNNING")]
     assert fake_slurm.calls == ["squeue", "sacct", "scontrol"]
 
 
-def test_an_empty_answer_of_everybody_is_no_evidence_either(fake_slurm):
+def test_empty_output_of_all_commands_does_not_prove_an_end(fake_slurm):
     fake_slurm.controller(stderr="", code=0)
-    (view,) = look(fake_slurm, "17", submitted=0.0)
+    (view,) = query(fake_slurm, "17", submitted=0.0)
     assert view == JobStateView(UNKNOWN, "squeue does not list it, and scontrol printed nothing")
 
 
-def test_accounting_that_has_not_heard_of_the_requeue_is_not_believed(fake_slurm):
-    """MFC takes PREEMPTED in sacct for the end of a run that was requeued and went on."""
+def test_outdated_accounting_does_not_end_a_requeued_run(fake_slurm):
+    """MFC takes PREEMPTED in sacct for the end of a requeued run that continued."""
     fake_slurm.answer("sacct", recorded("17", "PREEMPTED"))
     fake_slurm.answer("squeue", queued("17", "PENDING", 1, "Resources"))
-    assert look(fake_slurm, "17")[0].state is PENDING
+    assert query(fake_slurm, "17")[0].state is PENDING
     fake_slurm.answer("squeue")
     fake_slurm.controller(shown("17", "PENDING"))
-    assert look(fake_slurm, "17")[0].state is PENDING
+    assert query(fake_slurm, "17")[0].state is PENDING
     fake_slurm.controller()
-    assert look(fake_slurm, "17") == [
+    assert query(fake_slurm, "17") == [
         JobStateView(RunState.FAILED, "Slurm reports PREEMPTED", job_state="PREEMPTED")
     ]
 
 
-def test_of_several_records_of_a_job_the_newest_submission_counts(fake_slurm):
+def test_newest_accounting_record_counts(fake_slurm):
     lines = [
         recorded("17", "COMPLETED", submit="2026-11-21T09:00:00"),
         recorded("17", "PREEMPTED", submit="2026-11-21T08:00:00"),
     ]
     for order in (lines, lines[::-1]):
         fake_slurm.answer("sacct", "".join(order))
-        assert look(fake_slurm, "17")[0].state is RunState.COMPLETED
+        assert query(fake_slurm, "17")[0].state is RunState.COMPLETED
 
 
-def test_a_job_that_left_the_queue_is_in_accounting(fake_slurm):
+def test_job_that_left_the_queue_is_found_in_accounting(fake_slurm):
     fake_slurm.answer("squeue", stderr=INVALID_JOB_ID, code=1)
     fake_slurm.answer("sacct", recorded("17", "TIMEOUT"))
-    assert look(fake_slurm, "17") == [
+    assert query(fake_slurm, "17") == [
         JobStateView(RunState.FAILED, "Slurm reports TIMEOUT", job_state="TIMEOUT")
     ]
 
 
-def test_tasks_that_have_not_started_share_a_record(fake_slurm):
+def test_pending_tasks_share_a_record(fake_slurm):
     fake_slurm.controller(
         shown("17", "PENDING", head=" ArrayJobId=17 ArrayTaskId=3-5,9%2 ArrayTaskThrottle=2")
         + shown("19", "RUNNING", head=" ArrayJobId=17 ArrayTaskId=2")
         + shown("31", "RUNNING", head=" HetJobId=30 HetJobOffset=1")
     )
-    views = look(fake_slurm, "17_4", "17_9", "17_2", "30", "17_6")
+    views = query(fake_slurm, "17_4", "17_9", "17_2", "30", "17_6")
     assert [view.state for view in views] == [PENDING, PENDING, RUNNING, RUNNING, UNKNOWN]
 
 
-def test_a_job_that_is_denied_ends_only_after_the_controllers_memory_and_the_runs_silence(run, fake_slurm):
-    """Parsl hangs, others take it for dead at once: a job that vanishes between two looks."""
+def test_forgotten_job_ends_only_after_slurms_memory_and_the_runs_silence(run, fake_slurm):
+    """Parsl waits forever, others fail at once: a job that disappears between two queries."""
     status = run.status()
     assert status.state is UNKNOWN
     assert status.words.startswith("Slurm has no record of job 17, although it keeps finished jobs for 300 s")
@@ -241,7 +241,7 @@ def test_a_job_that_is_denied_ends_only_after_the_controllers_memory_and_the_run
     assert run.status().state is UNKNOWN
 
 
-def test_words_that_name_no_job_do_not_spoil_the_question_for_others(run, fake_slurm, tmp_path):
+def test_invalid_job_id_does_not_break_queries_for_others(run, fake_slurm, tmp_path):
     odd = Run(RunDir(tmp_path / "odd"), fake_slurm.environ)
     odd.dir.path.mkdir()
     odd.dir.log_event("submitted", 0, job_id="--help", backend="slurm")
@@ -250,8 +250,8 @@ def test_words_that_name_no_job_do_not_spoil_the_question_for_others(run, fake_s
     assert "--help" not in (fake_slurm.folder / "calls").read_text()
 
 
-def test_a_number_that_is_anothers_by_now_says_nothing_of_this_run(run, fake_slurm):
-    """A cluster that was set up anew counts its jobs from 1 again."""
+def test_reused_job_id_does_not_affect_the_run(run, fake_slurm):
+    """A reinstalled cluster counts its jobs from 1 again."""
     fake_slurm.answer("squeue", queued("17", "RUNNING", workdir="/home/you/x"))
     fake_slurm.answer("sacct", recorded("17", "COMPLETED", workdir="/home/you/x"))
     assert run.status().state is UNKNOWN
@@ -261,16 +261,16 @@ def test_a_number_that_is_anothers_by_now_says_nothing_of_this_run(run, fake_slu
     assert "scancel" not in fake_slurm.calls
 
 
-def test_a_first_record_without_a_folder_is_known_by_its_time(fake_slurm):
-    """Accounting learns of the folder some seconds later, of a job that ended at once too."""
+def test_first_accounting_record_without_folder_is_matched_by_time(fake_slurm):
+    """Accounting gets the folder some seconds later, even for a job that ended at once."""
     fake_slurm.answer("squeue", stderr=UNREACHABLE, code=1)
     for age_s, state in ((1, RunState.FAILED), (3600, UNKNOWN)):
         submit = time.strftime("%FT%T", time.localtime(time.time() - age_s))
         fake_slurm.answer("sacct", recorded("17", "FAILED", submit=submit, workdir=""))
-        assert look(fake_slurm, "17")[0].state is state
+        assert query(fake_slurm, "17")[0].state is state
 
 
-def test_a_folder_is_known_by_another_path(run, fake_slurm, tmp_path):
+def test_run_folder_is_recognized_under_another_path(run, fake_slurm, tmp_path):
     for workdir in (run.dir.path, "/mnt/nfs/runs/r", tmp_path / "link"):
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(run.dir.path)
@@ -278,14 +278,14 @@ def test_a_folder_is_known_by_another_path(run, fake_slurm, tmp_path):
         assert run.status().state is RUNNING
 
 
-def test_what_was_seen_of_an_end_outlasts_slurms_memory(run, fake_slurm):
+def test_observed_end_outlasts_slurms_memory(run, fake_slurm):
     fake_slurm.answer("squeue", queued("17", "CANCELLED"))
     assert run.status().state is RunState.CANCELLED
     assert run.status().job_state == "CANCELLED"
     assert [event["kind"] for event in run.dir.read_events()] == ["submitted", "seen"]
     fake_slurm.answer("squeue")
     assert run.status().state is RunState.CANCELLED
-    # Slurm knows of a requeue that nobody has seen.
+    # Slurm reports a requeue that was not observed.
     fake_slurm.answer("squeue", queued("17", "PENDING", 1))
     assert run.status().state is PENDING
     run.dir.log_event("started", 1)
@@ -294,13 +294,13 @@ def test_what_was_seen_of_an_end_outlasts_slurms_memory(run, fake_slurm):
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_sure_answer_in_one_watch(run, fake_slurm):
+def test_unknown_time_counts_from_the_last_known_state_in_a_watch(run, fake_slurm):
     silence(run, 5000)
     fake_slurm.answer("squeue", queued("17", "RUNNING"))
-    looks = run.watch()
-    assert next(looks).state is RUNNING
+    statuses = run.watch()
+    assert next(statuses).state is RUNNING
     fake_slurm.answer("squeue", stderr=UNREACHABLE, code=1)
-    status = next(looks)
+    status = next(statuses)
     assert status.state is UNKNOWN
     assert status.unknown_s is not None
     assert status.unknown_s < 60
@@ -319,7 +319,7 @@ def test_the_memory_of_a_sure_answer_in_one_watch(run, fake_slurm):
         (None, "COMPLETED", False, RunState.FAILED),
     ],
 )
-def test_the_run_knows_better_than_the_scheduler(run, fake_slurm, finished, view, cancel, state):
+def test_recorded_end_takes_precedence_over_slurm(run, fake_slurm, finished, view, cancel, state):
     # An earlier submission's end must not count.
     run.dir.events.unlink()
     run.dir.log_event("finished", 0, state="FAILED", cause="old")
@@ -338,7 +338,7 @@ def test_the_run_knows_better_than_the_scheduler(run, fake_slurm, finished, view
         assert "before any rank started" in status.cause
 
 
-def test_an_end_written_between_the_two_looks_counts(run, fake_slurm):
+def test_end_recorded_during_the_query_counts(run, fake_slurm):
     event = '{"time": 1, "attempt": 0, "kind": "finished", "state": "COMPLETED"}'
     fake_slurm.answer("squeue", queued("17", "COMPLETED"))
     squeue = fake_slurm.folder / "squeue"
@@ -348,21 +348,21 @@ def test_an_end_written_between_the_two_looks_counts(run, fake_slurm):
     assert run.status().state is RunState.COMPLETED
 
 
-def test_an_end_that_workers_were_started_after_is_none(run, fake_slurm):
+def test_end_before_a_later_start_is_ignored(run, fake_slurm):
     run.dir.log_event("finished", 0, state="FAILED", cause="old")
     run.dir.log_event("started", 1)
     fake_slurm.answer("squeue", queued("17", "RUNNING", 1))
     assert run.status().state is RUNNING
 
 
-def test_a_long_record_is_read_from_its_end(run, fake_slurm):
+def test_long_event_file_is_read_from_its_end(run, fake_slurm):
     with open(run.dir.events, "a") as file:
         file.write('{"time": 1.0, "attempt": 0, "kind": "checkpoint", "step": 1, "path": "x"}\n' * 100_000)
     fake_slurm.answer("squeue", queued("17", "RUNNING"))
     assert run.status().job_id == "17"
 
 
-def test_the_newest_checkpoint_is_one_that_was_committed(fake_slurm, tmp_path):
+def test_newest_checkpoint_is_a_committed_one(fake_slurm, tmp_path):
     run = Run(RunDir(tmp_path / "r"), fake_slurm.environ)
     for step in (10, 20, 30):
         run.dir.checkpoint(step).mkdir(parents=True)
@@ -372,37 +372,35 @@ def test_the_newest_checkpoint_is_one_that_was_committed(fake_slurm, tmp_path):
     assert run.status().checkpoint == str(run.dir.checkpoint(20))
 
 
-def test_no_accounting_is_no_trouble(fake_slurm):
-    assert NO_ACCOUNTING.strip() not in look(fake_slurm, "17", submitted=0.0)[0].words
+def test_missing_accounting_is_not_reported(fake_slurm):
+    assert NO_ACCOUNTING.strip() not in query(fake_slurm, "17", submitted=0.0)[0].words
 
 
-def test_doubt_ends_the_waiting_only_where_neither_slurm_nor_the_run_says_a_word(
-    run, fake_slurm, monkeypatch
-):
+def test_unknown_state_ends_the_wait_only_without_any_sign_of_the_run(run, fake_slurm, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     known = run.status()
-    doubt = UnknownStateTracker(limit_s=100)
+    tracker = UnknownStateTracker(limit_s=100)
     unknown = replace(known, state=UNKNOWN, words="squeue is silent", unknown_s=5000.0)
-    assert doubt.left_s == float("inf")
-    assert "unknown for 5000 s (squeue is silent)" in doubt.message_for(unknown)
+    assert tracker.left_s == float("inf")
+    assert "unknown for 5000 s (squeue is silent)" in tracker.message_for(unknown)
     now += 59
-    assert doubt.message_for(unknown) is None
-    assert doubt.left_s == 41
+    assert tracker.message_for(unknown) is None
+    assert tracker.left_s == 41
     now += 40.5
-    assert doubt.message_for(unknown) is not None
+    assert tracker.message_for(unknown) is not None
     now += 1
-    # It still writes.
-    assert doubt.message_for(replace(unknown, unknown_s=99.0)) is None
+    # The run still writes.
+    assert tracker.message_for(replace(unknown, unknown_s=99.0)) is None
     with pytest.raises(SchedulerError, match=r"after 100 s: the state of run r is unknown for 5000 s"):
-        doubt.message_for(unknown)
-    assert doubt.message_for(replace(known, state=RUNNING)) == "its state is available again: RUNNING"
-    assert doubt.left_s == float("inf")
+        tracker.message_for(unknown)
+    assert tracker.message_for(replace(known, state=RUNNING)) == "its state is available again: RUNNING"
+    assert tracker.left_s == float("inf")
     now += 500
-    assert "this does not affect the run" in doubt.message_for(unknown)
+    assert "this does not affect the run" in tracker.message_for(unknown)
 
 
-def test_what_a_run_got_over_is_not_why_it_failed(fake_slurm, run):
+def test_overcome_failure_is_not_the_cause(fake_slurm, run):
     fake_slurm.answer("squeue", queued("17", "NODE_FAIL", workdir=str(run.dir.path)))
     run.dir.log_event("started", 0, nodes=1)
     run.dir.log_event("failure", 0, rank=3, host="n1", cause="rank 3 crashed", log="/a log")
@@ -415,16 +413,14 @@ def test_what_a_run_got_over_is_not_why_it_failed(fake_slurm, run):
     assert status.log == str(run.dir.slurm_log)
 
 
-def test_a_successor_that_has_done_all_while_it_was_looked_for_is_not_recorded_anew(
-    fake_slurm, run, monkeypatch
-):
+def test_successor_that_completed_during_the_lookup_is_not_recorded_again(fake_slurm, run, monkeypatch):
     fake_slurm.answer("squeue", queued("17", "COMPLETED", workdir=str(run.dir.path)))
     run.dir.log_event("handover", 0, job_id="17")
 
-    def find_late(its, job_id, environ):
-        its.log_event("submitted", 1, job_id="18", backend="slurm", after=job_id)
-        its.log_event("started", 1, nodes=1)
-        its.log_event("finished", 1, state="COMPLETED", exit_code=0, cause=None)
+    def find_late(run_dir, job_id, environ):
+        run_dir.log_event("submitted", 1, job_id="18", backend="slurm", after=job_id)
+        run_dir.log_event("started", 1, nodes=1)
+        run_dir.log_event("finished", 1, state="COMPLETED", exit_code=0, cause=None)
         return "18"
 
     monkeypatch.setattr(successor, "find_successor", find_late)
@@ -432,7 +428,7 @@ def test_a_successor_that_has_done_all_while_it_was_looked_for_is_not_recorded_a
     assert (status.state, status.job_id) == (RunState.COMPLETED, "18")
 
 
-def test_a_run_that_goes_on_but_cannot_save_says_since_when_and_why(fake_slurm, run, monkeypatch):
+def test_running_run_that_cannot_save_reports_why_and_since_when(fake_slurm, run, monkeypatch):
     fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(run.dir.path)))
     run.dir.log_event("started", 0, nodes=1)
     assert run.status().not_saved is None

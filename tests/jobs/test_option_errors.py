@@ -1,4 +1,4 @@
-"""Mistakes that used to pass, or were answered in words that led nowhere."""
+"""Mistakes in options that were once accepted or reported unclearly."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from hpctrain.jobs.options.resolved_options import resolve_options
 
 
 @pytest.fixture
-def settle(tmp_path):
-    def settle(options=None, *assignments):
+def resolve(tmp_path):
+    def resolve(options=None, *assignments):
         environ = {"HPCTRAIN_SITE_CONFIG": ""}
         return resolve_options(options or {}, assignments=assignments, cwd=tmp_path, environ=environ).options
 
-    return settle
+    return resolve
 
 
-def test_a_file_of_options_that_is_none_is_named(settle, tmp_path):
+def test_unreadable_config_file_is_reported(resolve, tmp_path):
     (tmp_path / "hpctrain.yaml").symlink_to("nowhere.yaml")
     with pytest.raises(SpecError, match=r"Cannot read .*hpctrain\.yaml': No such file"):
-        settle()
+        resolve()
     (tmp_path / "hpctrain.yaml").unlink()
     (tmp_path / "hpctrain.yaml").mkdir()
     with pytest.raises(SpecError, match=r"Cannot read .*hpctrain\.yaml': Is a directory"):
-        settle()
+        resolve()
 
 
-def test_profiles_within_a_profile_are_no_option(settle, tmp_path):
+def test_profiles_inside_a_profile_are_refused(resolve, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("profiles:\n  a:\n    profiles: {}\n")
     with pytest.raises(SpecError, match="'profiles' is a section of configuration files"):
-        settle()
+        resolve()
 
 
-def test_set_without_a_value_takes_a_variable_back(settle, tmp_path):
+def test_set_with_empty_value_removes_a_variable(resolve, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("env: {X: 1, Y: 2}\n")
-    assert settle(None, "env.X=")["env"] == {"Y": "2"}
+    assert resolve(None, "env.X=")["env"] == {"Y": "2"}
 
 
-def test_a_flag_of_sbatch_is_a_truth_value_in_python(prepared):
+def test_sbatch_flag_is_a_boolean_in_python(prepared):
     assert "#SBATCH --contiguous\n" in prepared(sbatch={"contiguous": True}).script
     assert "contiguous" not in prepared(sbatch={"contiguous": False}).script
 
 
-def test_a_variable_that_is_set_for_each_rank_is_refused(prepared):
+def test_variable_set_per_rank_is_refused(prepared):
     with pytest.raises(SpecError, match="hpctrain sets the variable RANK for each rank, so --env RANK=3"):
         prepared(env={"RANK": "3"})
 
 
-def test_a_run_folder_has_a_name(prepared):
+def test_run_folder_without_a_name_is_refused(prepared):
     with pytest.raises(SpecError, match="--run-dir is '/', which has no folder name"):
         prepared(run_dir="/")
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [({"gpus_per_node": "x"}, "--gpus-per-node is 'x'"), ({"nodes": "4:2"}, "the minimum is 4")],
 )
-def test_an_executor_refuses_a_value_when_it_is_given(tmp_path, options, words):
+def test_executor_refuses_invalid_values_at_once(tmp_path, options, message):
     executor = Executor(tmp_path)
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=message):
         executor.update_parameters(**options)

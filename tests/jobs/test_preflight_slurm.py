@@ -1,4 +1,4 @@
-"""Jobs against the rules of a real cluster: what is refused before it is queued, and what is foretold."""
+"""Preflight checks against a real cluster: refused jobs, notes and forecasts."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ STRICT = [
     "PartitionName=whole Nodes=ALL OverSubscribe=EXCLUSIVE",
 ]
 
-#: Seven MiB more than there is on any machine.
+#: More memory than any machine has.
 TOO_MUCH = "900T"
 
 
 @pytest.fixture(scope="module")
-def strict() -> Iterator[sandbox.Sandbox]:
+def strict_cluster() -> Iterator[sandbox.Sandbox]:
     """A cluster of two nodes with two a100 each, all kinds of partitions, and a feature on its first node."""
     name = f"strict-{os.getpid()}"
     try:
@@ -61,12 +61,14 @@ def strict() -> Iterator[sandbox.Sandbox]:
 
 
 @pytest.fixture
-def submission(strict, prepared):
-    """`prepare` for the strict cluster."""
+def submission(strict_cluster, prepared):
+    """`prepare_submission` for the strict cluster."""
 
     def call(env=None, **options):
         options.setdefault("time", "10")
-        return prepared(backend="slurm", environ=environment({**strict.env, **(env or {})}), **options)
+        return prepared(
+            backend="slurm", environ=environment({**strict_cluster.env, **(env or {})}), **options
+        )
 
     return call
 
@@ -75,7 +77,7 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"partition": "shrt"}, r"Unknown partition 'shrt' \(--partition\)\. Did you mean 'short'\?"),
         (
@@ -135,25 +137,25 @@ pytestmark = pytest.mark.slurm
         ),
     ],
 )
-def test_what_would_be_refused_or_wait_for_ever_is_refused_with_its_mend(submission, options, words):
-    with pytest.raises(SpecError, match=words):
+def test_impossible_job_is_refused_with_a_remedy(submission, options, message):
+    with pytest.raises(SpecError, match=message):
         submission(**options)
 
 
-def test_an_excluded_node_counts(submission, strict):
+def test_excluded_nodes_reduce_the_available_ones(submission, strict_cluster):
     with pytest.raises(SpecError, match=r"has 2, 1 of them excluded \(--exclude\)"):
-        submission(nodes=2, exclude=strict.nodes[0])
-    assert submission(nodes=1, exclude=strict.nodes[0]).forecast
+        submission(nodes=2, exclude=strict_cluster.nodes[0])
+    assert submission(nodes=1, exclude=strict_cluster.nodes[0]).forecast
 
 
-def test_a_variable_of_sbatch_is_named_as_such(submission):
+def test_sbatch_variable_is_named_as_source(submission):
     with pytest.raises(SpecError, match=r"'shrt' \(SBATCH_PARTITION\)"):
         submission(env={"SBATCH_PARTITION": "shrt"})
     with pytest.raises(SpecError, match=r"01:00:00 was requested \(SBATCH_TIMELIMIT\)"):
         submission(env={"SBATCH_TIMELIMIT": "60"}, partition="short", time=None)
 
 
-def test_all_that_is_wrong_is_said_at_once(submission):
+def test_all_problems_are_reported_at_once(submission):
     with pytest.raises(SpecError) as refusal:
         submission(partition="short", time="60", nodes=2, gpus_per_node=3)
     assert [re.findall(r"\((\w+)\)", line)[-1] for line in str(refusal.value).splitlines()] == [
@@ -175,13 +177,13 @@ def test_all_that_is_wrong_is_said_at_once(submission):
         {"mem_per_gpu": "1G", "gpus_per_node": 1},
     ],
 )
-def test_what_fits_is_not_refused(submission, options):
+def test_possible_job_is_not_refused(submission, options):
     (start, cost) = submission(**options).forecast
     assert start.startswith("Estimated start: now, on strict-")
     assert "Maximum cost:" in cost
 
 
-def test_start_and_cost_are_foretold(submission):
+def test_forecast_has_start_and_cost(submission):
     assert submission(nodes=2, gpus_per_node=2, time="90").forecast == (
         f"Estimated start: now, on strict-{os.getpid()}-[1-2], partition preemptible.",
         "Maximum cost: 6 GPU-hours (2 nodes × 2 GPUs × 01:30:00) per allocation.",
@@ -193,7 +195,7 @@ def test_start_and_cost_are_foretold(submission):
         "1 GPU-hour (2 tasks × 1 node × 1 GPU × 00:30:00)"
         in (submission(array="0,5", gpus_per_node=1, time="30").forecast[1])
     )
-    # Whoever gets whole nodes pays for all of their GPUs.
+    # A job with whole nodes pays for all of their GPUs.
     assert (
         "2 GPU-hours (1 node × 2 GPUs"
         in submission(partition="whole", gpus_per_node=1, time="60").forecast[1]
@@ -203,26 +205,29 @@ def test_start_and_cost_are_foretold(submission):
     )
 
 
-def test_a_job_behind_another_is_foretold_a_later_start(submission, strict):
+def test_forecast_of_a_queued_job_has_a_later_start(submission, strict_cluster):
     job = run_command(
-        ["sbatch", "--parsable", "-N2", "--exclusive", "-t60", "-o/dev/null", "--wrap=sleep 100"], strict.env
+        ["sbatch", "--parsable", "-N2", "--exclusive", "-t60", "-o/dev/null", "--wrap=sleep 100"],
+        strict_cluster.env,
     ).stdout.strip()
     try:
         state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-        wait_for(lambda: "RUNNING" in run_command(state, strict.env).stdout, 20, "the other job's start")
+        wait_for(
+            lambda: "RUNNING" in run_command(state, strict_cluster.env).stdout, 20, "the other job's start"
+        )
         assert re.match(r"Estimated start: (at \d\d:\d\d|on .* at .*), on", submission().forecast[0])
     finally:
-        run_command(["scancel", job], strict.env)
+        run_command(["scancel", job], strict_cluster.env)
 
 
-def test_what_slurm_would_refuse_in_the_end_is_said(submission):
+def test_rejection_by_slurm_is_in_the_forecast(submission):
     (start, _) = submission(reservation="nope").forecast
     assert start == (
         "No estimated start: sbatch failed: allocation failure: Requested reservation is invalid."
     )
 
 
-def test_requeues_of_the_site_are_explained(submission):
+def test_requeue_rules_of_the_site_are_noted(submission):
     requeue, preempted = submission().notes
     assert "(JobRequeue=0)" in requeue
     assert "is cancelled immediately, not requeued (PreemptMode=CANCEL, GraceTime=0)" in preempted
@@ -231,7 +236,7 @@ def test_requeues_of_the_site_are_explained(submission):
     assert submission(resume_mode="successor").notes == (preempted,)
 
 
-def test_requeues_of_the_site_are_explained_to_whoever_wants_no_successors(submission):
+def test_requeue_rules_are_noted_without_successors(submission):
     requeue, preempted = submission(resume_mode="requeue").notes
     assert "only jobs that request it (JobRequeue=0). Runs do (--requeue)" in requeue
     assert preempted.endswith(
@@ -240,28 +245,28 @@ def test_requeues_of_the_site_are_explained_to_whoever_wants_no_successors(submi
     )
 
 
-def test_a_run_is_requeued_where_the_site_requeues_only_who_asks(strict):
+def test_job_with_requeue_option_is_requeued_at_a_site_that_does_not_by_default(strict_cluster):
     job = run_command(
-        ["sbatch", "--parsable", "--requeue", "-o/dev/null", "--wrap=sleep 100"], strict.env
+        ["sbatch", "--parsable", "--requeue", "-o/dev/null", "--wrap=sleep 100"], strict_cluster.env
     ).stdout.strip()
     try:
         state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-        wait_for(lambda: "RUNNING" in run_command(state, strict.env).stdout, 20, "the job's start")
-        run_command(["scontrol", "requeue", job], strict.env)
-        wait_for(lambda: "PENDING" in run_command(state, strict.env).stdout, 20, "the requeue")
+        wait_for(lambda: "RUNNING" in run_command(state, strict_cluster.env).stdout, 20, "the job's start")
+        run_command(["scontrol", "requeue", job], strict_cluster.env)
+        wait_for(lambda: "PENDING" in run_command(state, strict_cluster.env).stdout, 20, "the requeue")
     finally:
-        run_command(["scancel", job], strict.env)
+        run_command(["scancel", job], strict_cluster.env)
 
 
-def test_a_partition_that_is_down_is_told(submission):
+def test_down_partition_is_noted(submission):
     broken = submission(partition="broken")
     assert broken.notes[0] == "Partition broken is down. The job will wait until the partition is up again."
     assert [line for line in broken.forecast if "start" in line] == []
 
 
-def test_nodes_out_of_service_are_told(submission, strict):
-    node = f"NodeName={strict.nodes[1]}"
-    run_command(["scontrol", "update", node, "State=DRAIN", "Reason=test"], strict.env)
+def test_unavailable_nodes_are_noted(submission, strict_cluster):
+    node = f"NodeName={strict_cluster.nodes[1]}"
+    run_command(["scontrol", "update", node, "State=DRAIN", "Reason=test"], strict_cluster.env)
     try:
         note = submission(nodes=2).notes[0]
         assert note.startswith(
@@ -269,22 +274,23 @@ def test_nodes_out_of_service_are_told(submission, strict):
         )
         assert not submission(nodes=1).notes[0].startswith("1 node requested")
     finally:
-        run_command(["scontrol", "update", node, "State=RESUME"], strict.env)
+        run_command(["scontrol", "update", node, "State=RESUME"], strict_cluster.env)
 
 
-def test_only_a_gap_is_told_where_slurm_does_not_answer_everything_a_fake_scontrol(
-    strict, submission, tmp_path
-):
+def test_failed_query_skips_its_checks_with_fake_scontrol(strict_cluster, submission, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load: error: Access denied' >&2\nexit 1\n")
     (folder / "scontrol").chmod(0o755)
-    found = submission(env={"PATH": f"{folder}:{os.environ['PATH']}"})
-    gap = "(scontrol failed: Access denied): these checks are skipped."
-    assert found.notes == (f"Cannot read Slurm's configuration {gap}", f"Cannot read the partitions {gap}")
+    submitted = submission(env={"PATH": f"{folder}:{os.environ['PATH']}"})
+    reason = "(scontrol failed: Access denied): these checks are skipped."
+    assert submitted.notes == (
+        f"Cannot read Slurm's configuration {reason}",
+        f"Cannot read the partitions {reason}",
+    )
 
 
-def test_a_site_that_refuses_memory_and_demands_time(submission, tmp_path):
+def test_site_that_rejects_memory_and_demands_time(submission, tmp_path):
     profile = tmp_path / "site.yaml"
     profile.write_text("site: {habits: {memory_option: refused, needs_time: true, requeue: false}}\n")
     env = {"HPCTRAIN_SITE_CONFIG": str(profile)}
@@ -294,20 +300,20 @@ def test_a_site_that_refuses_memory_and_demands_time(submission, tmp_path):
         submission(env={**env, "SBATCH_MEM_PER_NODE": "1G"})
     with pytest.raises(SpecError, match=r"rejects jobs without a time limit .* Use --time"):
         submission(env=env, time=None)
-    chained, ending = (submission(env=env, resume_mode=way).notes[0] for way in ("auto", "requeue"))
+    chained, ending = (submission(env=env, resume_mode=mode).notes[0] for mode in ("auto", "requeue"))
     assert chained.startswith("This site does not requeue jobs")
     assert "continues in a successor job" in chained
     assert "saves and exits. Submit the run again" in ending
 
 
-def test_a_site_that_demands_memory(submission, tmp_path):
+def test_site_that_demands_memory(submission, tmp_path):
     profile = tmp_path / "site.yaml"
     profile.write_text("site: {habits: {needs_memory: true}}\n")
     with pytest.raises(SpecError, match=r"rejects jobs without a memory request .* Use --mem"):
         submission(env={"HPCTRAIN_SITE_CONFIG": str(profile)})
 
 
-def test_a_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
+def test_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
     environ = environment(accounting.env)
     run_command(["sacctmgr", "-i", "add", "qos", "lifted", "Flags=PartitionTimeLimit"], accounting.env)
     try:
@@ -316,34 +322,34 @@ def test_a_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
         request = JobRequest.from_spec(
             make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ
         )
-        ask = partial(run_slurm, environ=environ)
+        query = partial(run_slurm, environ=environ)
         limited = replace(site, partitions=(short,))
         with pytest.raises(SpecError, match=r"allows at most 00:10:00 \(MaxTime\)"):
-            check_request(request, limited, ask)
+            check_request(request, limited, query)
         enforcing = replace(site.slurm, enforced=("associations", "limits", "qos"))
-        (note,), _ = check_request(request, replace(limited, slurm=enforcing), ask)
+        (note,), _ = check_request(request, replace(limited, slurm=enforcing), query)
         assert note.endswith("This limit does not apply if the job's QOS is lifted (PartitionTimeLimit).")
     finally:
         run_command(["sacctmgr", "-i", "delete", "qos", "lifted"], accounting.env)
 
 
-def test_files_in_a_folder_of_each_node_are_warned_of(make_spec):
+def test_node_local_files_are_noted(make_spec):
     spec = make_spec(script="/tmp/train.py", python="/tmp/venv/bin/python")
     (warning,) = path_notes(spec, lambda command: "n1\nn2\n")
     assert warning.startswith(
         "The script '/tmp/train.py' and the interpreter '/tmp/venv/bin/python' are in a node-local folder"
     )
-    # Where this machine is all there is, nothing is amiss.
+    # If this is the only machine, there is no problem.
     assert path_notes(spec, lambda command: f"{socket.gethostname().partition('.')[0]}\n") == []
     assert path_notes(make_spec(), lambda command: "n1\n") == []
 
 
-def test_a_submission_asks_a_handful_of_questions_a_fake_slurm(fake_slurm, prepared):
+def test_submission_makes_few_slurm_queries_with_fake_slurm(fake_slurm, prepared):
     submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ))
-    # Nodes and partitions, and with them whether Slurm answers at all; the nodes' hosts, for the script lies
-    # in /tmp. The fake does not note that it was asked for its configuration.
-    asked = ["sinfo", "scontrol", "sinfo"]
-    assert sorted(fake_slurm.calls) == sorted([*asked, "sbatch", "sbatch"])
+    # Nodes and partitions, which also show that Slurm answers; the nodes' hosts, because the script is in
+    # /tmp. The fake does not record queries for its configuration.
+    queries = ["sinfo", "scontrol", "sinfo"]
+    assert sorted(fake_slurm.calls) == sorted([*queries, "sbatch", "sbatch"])
 
 
 @pytest.fixture
@@ -352,7 +358,7 @@ def request_of(make_spec):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"gpus_per_node": 8}, "8 GPUs per node .* no node of partition mixed has more than 4"),
         ({"gpus_per_node": 4, "nodes": 3}, "3 nodes with 4 GPUs each .* has 2"),
@@ -365,7 +371,7 @@ def request_of(make_spec):
         ),
     ],
 )
-def test_nodes_of_several_kinds(request_of, fields, words):
+def test_partition_with_several_kinds_of_nodes(request_of, fields, message):
     nodes = {"memory_mib": 1000, "state": "idle"}
     mixed = Partition(
         name="mixed",
@@ -378,40 +384,40 @@ def test_nodes_of_several_kinds(request_of, fields, words):
         ),
     )
     (problem,) = node_problems(request_of(**fields), mixed)
-    assert re.search(words, problem.message)
+    assert re.search(message, problem.message)
     assert list(node_problems(request_of(gpus_per_node=1, nodes=5), mixed)) == []
     either = {"constraint": "ib|old"}
     assert list(node_problems(request_of(nodes=5, directives=either), mixed)) == []
     assert len(list(node_problems(request_of(nodes=6, directives=either), mixed))) == 1
 
 
-def test_partitions_for_others_unless_one_is_root(request_of, monkeypatch):
-    asked, site = request_of(time_limit_s=3600), Site()
+def test_restricted_partitions_are_refused_unless_root(request_of, monkeypatch):
+    request, site = request_of(time_limit_s=3600), Site()
     closed = [Partition(name="r", root_only=True), Partition(name="g", allow_groups=("nobodys",))]
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert [
-        *partition_limits.limit_problems(asked, closed[0], site),
-        *partition_limits.limit_problems(asked, closed[1], site),
+        *partition_limits.limit_problems(request, closed[0], site),
+        *partition_limits.limit_problems(request, closed[1], site),
     ] == []
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    (root_only,) = partition_limits.limit_problems(asked, closed[0], site)
+    (root_only,) = partition_limits.limit_problems(request, closed[0], site)
     assert "is for root only (RootOnly)" in root_only.message
-    (group,) = partition_limits.limit_problems(asked, closed[1], site)
+    (group,) = partition_limits.limit_problems(request, closed[1], site)
     assert "is for members of nobodys (AllowGroups), but you are in none of these groups" in group.message
 
 
-def test_hours_of_a_linear_site_and_of_an_endless_job(request_of):
+def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):
     site = Site(slurm=SlurmConfig(select="linear"), habits=SiteConventions())
-    asked = request_of(nodes=100, gpus_per_node=8, time_limit_s=86400.0 * 2)
-    assert estimate_cost(asked, [], site).startswith(
+    request = request_of(nodes=100, gpus_per_node=8, time_limit_s=86400.0 * 2)
+    assert estimate_cost(request, [], site).startswith(
         "Maximum cost: 38\u202f400 GPU-hours (100 nodes × 8 GPUs × 2-00"
     )
     assert "neither --time nor its partition" in estimate_cost(request_of(), [], site)
 
 
-def test_words_that_foretell_nothing(request_of):
-    for words, said in (("", "sbatch printed nothing"), ("a\n b", "a b")):
-        forecast = SlurmCall(["printf", words], os.environ)
-        assert expected_start(request_of(), forecast) == f"No estimated start: {said}."
+def test_unparsable_forecast_is_reported(request_of):
+    for output, reason in (("", "sbatch printed nothing"), ("a\n b", "a b")):
+        forecast = SlurmCall(["printf", output], os.environ)
+        assert expected_start(request_of(), forecast) == f"No estimated start: {reason}."
     missing = expected_start(request_of(), SlurmCall(["no-such-sbatch"], os.environ))
     assert missing == "No estimated start: no-such-sbatch not found on PATH."

@@ -1,4 +1,4 @@
-"""Names, paths, arguments and variables of any kind, from the command to the ranks of a real Slurm job."""
+"""Names, paths, arguments and variables with any characters, from the command to the ranks of a real job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 
-#: As a supervisor it starts the ranks once, without a store; as a rank it tells what reached it.
+#: As a supervisor, start the ranks once, without a store; as a rank, record what arrived.
 _LAUNCHER = """#!{python}
 import json, os, queue, sys
 from pathlib import Path
@@ -45,16 +45,16 @@ else:
 """
 
 _CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x00")
-#: What a process can be given.
-words = st.text(_CHARACTERS, max_size=60)
-#: What a file can be called, and a line of a script can hold.
+#: Texts that a process can receive.
+texts = st.text(_CHARACTERS, max_size=60)
+#: Texts that can be file names and lines of a script.
 names = st.text(
     st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f/"),
     min_size=1,
     max_size=40,
 ).filter(lambda name: name.strip(".") and len(name.encode()) < 200)
 
-#: No run lies in a folder whose path has a backslash.
+#: The path of a run folder must not contain a backslash.
 folders = names.filter(lambda name: "\\" not in name)
 
 
@@ -68,8 +68,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    args=st.lists(words, max_size=30),
-    values=st.lists(words, max_size=20),
+    args=st.lists(texts, max_size=30),
+    values=st.lists(texts, max_size=20),
     name=names,
     script=names,
     folder=folders,
@@ -83,7 +83,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder="-C %A_%a 'q' \"d\"",
     run_dir="-%N %n%t$(false)😀",
 )
-def test_what_arrives_at_a_rank_is_what_was_given(
+def test_ranks_receive_exactly_what_was_given(
     slurm, tmp_path, launcher, args, values, name, script, folder, run_dir
 ):
     cwd = Path(tempfile.mkdtemp(dir=tmp_path), folder)

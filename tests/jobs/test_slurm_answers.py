@@ -1,4 +1,4 @@
-"""What a submission makes of the answers of Slurm's commands, with commands that only pretend."""
+"""Reactions of a submission to answers of fake Slurm commands."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import SlurmCall, run_all, run_slurm
 
 
-def test_a_refusal_is_in_slurms_own_words_and_leaves_no_folder(fake_slurm, prepared, tmp_path):
-    words = (
+def test_rejection_has_slurms_message_and_leaves_no_folder(fake_slurm, prepared, tmp_path):
+    stderr = (
         "sbatch: error: invalid partition specified: big\nsbatch: error: Batch job submission failed: no\n"
     )
-    fake_slurm.answer("sbatch", stderr=words, code=1)
+    fake_slurm.answer("sbatch", stderr=stderr, code=1)
     with pytest.raises(
         SchedulerError, match="invalid partition specified: big; Batch job submission failed: no"
     ):
@@ -28,21 +28,21 @@ def test_a_refusal_is_in_slurms_own_words_and_leaves_no_folder(fake_slurm, prepa
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize("how", ["it hangs", "Socket timed out on send/recv operation"])
-def test_where_the_answer_is_lost_the_job_may_be_queued(fake_slurm, prepared, tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("failure", ["it hangs", "Socket timed out on send/recv operation"])
+def test_lost_answer_of_sbatch_keeps_the_folder(fake_slurm, prepared, tmp_path, monkeypatch, failure):
     submission = prepared(backend="slurm", run_dir="r", name="a b", environ=fake_slurm.environ)
-    if how == "it hangs":
+    if failure == "it hangs":
         monkeypatch.setitem(run_slurm.__kwdefaults__, "timeout_s", 0.2)
         (fake_slurm.folder / "sbatch").write_text("#!/bin/sh\nexec sleep 20\n")
     else:
-        fake_slurm.answer("sbatch", stderr=f"sbatch: error: Batch job submission failed: {how}\n", code=1)
+        fake_slurm.answer("sbatch", stderr=f"sbatch: error: Batch job submission failed: {failure}\n", code=1)
     with pytest.raises(SchedulerError, match="Check with `squeue --me --name='a b'`"):
         submit_prepared(submission)
     assert (tmp_path / "r" / "spec.yaml").exists()
     assert (tmp_path / "r" / "job.sbatch").exists()
 
 
-def test_a_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tmp_path, monkeypatch):
+def test_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -52,7 +52,7 @@ def test_a_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tm
     assert (tmp_path / "r" / "spec.yaml").exists()
 
 
-def test_a_job_in_the_queue_is_still_going(fake_slurm, prepared):
+def test_queued_job_is_active(fake_slurm, prepared):
     submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
     fake_slurm.answer("squeue", queued("17", "PENDING", reason="Priority"))
     with pytest.raises(SpecError, match="still active"):
@@ -65,8 +65,8 @@ def test_a_job_in_the_queue_is_still_going(fake_slurm, prepared):
     submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
 
 
-def test_a_cancellation_that_slurm_refuses_does_not_come_to_pass_later(fake_slurm, prepared):
-    """Where the request stayed, the supervisor would end the run at its next preemption."""
+def test_cancel_refused_by_slurm_does_not_take_effect_later(fake_slurm, prepared):
+    """A remaining request would make the supervisor end the run at its next preemption."""
     run = submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ, run_dir="r"))
     fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(run.dir.path)))
     fake_slurm.answer("scancel", stderr="scancel: error: Kill job error on job id 17: Busy\n", code=1)
@@ -78,12 +78,12 @@ def test_a_cancellation_that_slurm_refuses_does_not_come_to_pass_later(fake_slur
     assert run.dir.cancel_request.exists()
 
 
-def test_sbatch_of_several_clusters_names_one(fake_slurm, prepared):
+def test_job_id_of_a_multi_cluster_sbatch_is_parsed(fake_slurm, prepared):
     fake_slurm.answer("sbatch", "sbatch: lua: hello\n17;north\n")
     assert submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ)).job_id == "17"
 
 
-def test_auto_takes_slurm_where_it_answers(fake_slurm, prepared):
+def test_auto_uses_slurm_if_it_answers(fake_slurm, prepared):
     assert prepared(backend="auto", environ=fake_slurm.environ).spec.backend == "slurm"
     fake_slurm.answer("sinfo", stderr="sinfo: fatal: Could not establish a configuration source\n", code=1)
     submission = prepared(backend="auto", environ=fake_slurm.environ)
@@ -91,18 +91,18 @@ def test_auto_takes_slurm_where_it_answers(fake_slurm, prepared):
     assert "sinfo failed: Could not establish a configuration source" in submission.notes[0]
 
 
-def test_where_the_first_of_several_questions_gets_no_answer_the_others_are_ended():
-    def asked(commands):
+def test_first_failed_query_ends_the_others():
+    def start_calls(commands):
         return [SlurmCall(command, dict(os.environ)) for command in commands]
 
-    begun = time.monotonic()
+    start = time.monotonic()
     commands = [["false"], ["sleep", "60"], ["no-such-command"]]
     with pytest.raises(SchedulerError, match="false failed: exit code 1"):
-        run_all(asked(commands), probe_s=30)
+        run_all(start_calls(commands), probe_s=30)
     with pytest.raises(SchedulerError, match=r"sleep did not respond within 0\.1 s"):
-        run_all(asked([["sleep", "60"], *commands]), probe_s=0.1)
-    assert time.monotonic() - begun < 50, "all are waited for, so one that is not ended takes its minute"
-    answers = run_all(asked([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
+        run_all(start_calls([["sleep", "60"], *commands]), probe_s=0.1)
+    assert time.monotonic() - start < 50, "all are waited for, so one that is not ended takes its minute"
+    answers = run_all(start_calls([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
     assert [str(answer) for answer in answers] == [
         "a\n",
         "false failed: exit code 1",
@@ -110,25 +110,25 @@ def test_where_the_first_of_several_questions_gets_no_answer_the_others_are_ende
     ]
 
 
-def test_a_question_that_nobody_waits_for_is_ended(tmp_path):
-    question = SlurmCall(["sleep", "60"], dict(os.environ))
-    process = question._process
-    del question
+def test_discarded_call_kills_its_process(tmp_path):
+    call = SlurmCall(["sleep", "60"], dict(os.environ))
+    process = call._process
+    del call
     assert process.returncode == -signal.SIGKILL
 
 
-def test_an_answer_that_came_in_time_is_read_however_late():
-    question = SlurmCall(["echo", "a"], dict(os.environ), timeout_s=0.2)
+def test_answer_within_the_timeout_can_be_read_later():
+    call = SlurmCall(["echo", "a"], dict(os.environ), timeout_s=0.2)
     time.sleep(0.3)
-    assert question.answer() == ("a\n", "")
+    assert call.answer() == ("a\n", "")
 
 
-def test_a_command_that_cannot_be_run_is_named():
+def test_unrunnable_command_is_reported():
     with pytest.raises(SchedulerError, match="cannot run echo: Argument list too long"):
         run_slurm(["echo", "x" * 2**18], dict(os.environ))
 
 
-def test_a_question_may_be_long_and_read_late():
+def test_call_may_have_long_input_and_be_read_late():
     text = "x" * 10**6
-    question = SlurmCall(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
-    assert question.answer() == (f"{len(text)}\n", "")
+    call = SlurmCall(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
+    assert call.answer() == (f"{len(text)}\n", "")

@@ -14,12 +14,12 @@ from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.spec.shell_setup import ShellSetup
 
-# What a process can be given: everything but NUL and lone surrogates.
-words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
+# Everything that a process can receive: all characters but NUL and lone surrogates.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
 
 
-@given(args=st.lists(words), value=words, script=words, limit=st.none() | st.integers(2, 10**18).map(float))
-def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, script, limit):
+@given(args=st.lists(texts), value=texts, script=texts, limit=st.none() | st.integers(2, 10**18).map(float))
+def test_every_text_round_trips(args, value, script, limit):
     spec = JobSpec(
         script="/" + script,
         args=tuple(args),
@@ -41,7 +41,7 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"nodes": 0}, "--nodes is 0, but must be at least 1"),
         ({"nodes": -1}, "nodes is -1"),
@@ -100,18 +100,18 @@ def test_every_word_that_a_process_can_get_is_read_back_untouched(args, value, s
         ({"directives": {"exclude": "n[1-"}}, "--exclude is not a valid node list"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_values_in_question(make_spec, fields, words):
-    with pytest.raises(SpecError, match=words):
+def test_invalid_spec_is_refused_with_the_values(make_spec, fields, message):
+    with pytest.raises(SpecError, match=message):
         make_spec(**fields)
 
 
-def test_a_list_of_nodes_may_be_a_file_or_shorter_than_the_job(make_spec):
+def test_node_list_may_be_a_file_or_shorter_than_the_job(make_spec):
     directives = {"nodelist": "./nodes", "exclude": "./nodes"}
     assert make_spec(directives=directives).directives == directives
     assert make_spec(nodes=2, directives={"nodelist": "n1", "exclude": "n2"}).nodes == 2
 
 
-def test_a_task_of_an_array_is_a_run_of_its_own(make_spec):
+def test_array_task_is_a_separate_run(make_spec):
     array = make_spec(array="0-3%2", nodes=2)
     task = array.task(3)
     assert (task.run_id, task.run_dir) == ("train-1/task-3", "/home/me/runs/train-1/task-3")
@@ -119,7 +119,7 @@ def test_a_task_of_an_array_is_a_run_of_its_own(make_spec):
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])
-def test_a_change_of_the_table_takes_a_number(text):
+def test_rule_change_needs_a_number(text):
     with pytest.raises(SpecError, match=r"restart\.oom\.retries is"):
         parse_rule_changes({"oom.retries": text})
     assert parse_rule_changes({"oom.retries": "0", "oom.exclude": "2"}) == {
@@ -127,7 +127,7 @@ def test_a_change_of_the_table_takes_a_number(text):
     }
 
 
-def test_defaults_depend_on_what_is_given(make_spec):
+def test_defaults_depend_on_other_fields(make_spec):
     assert make_spec(nodes=2, gpus_per_node=4).world_size == 8
     assert make_spec(nodes=3).world_size == 3
     assert make_spec().stop_before_limit_s == 120
@@ -135,14 +135,14 @@ def test_defaults_depend_on_what_is_given(make_spec):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "nodes: [", "nodez: 1", "script: /x"])
-def test_a_damaged_specification_is_named(tmp_path, text):
+def test_damaged_spec_is_reported(tmp_path, text):
     path = tmp_path / "spec.yaml"
     path.write_text(text)
     with pytest.raises(SpecError, match=r"spec\.yaml"):
         load_spec(path)
 
 
-def test_reads_a_specification_of_an_earlier_version(make_spec, tmp_path):
+def test_spec_of_an_earlier_version_is_read(make_spec, tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text(
         'script: "/home/me/train.py"\n'

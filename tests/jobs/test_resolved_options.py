@@ -1,4 +1,4 @@
-"""Which place gives an option its value, and what is said where a file is wrong."""
+"""Merging of options from files and the command line, and errors in files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
 
 
-class Places:
-    """A site, a user and a project in a folder, with a file each where a test writes one."""
+class ConfigFiles:
+    """A site, a user and a project in a folder; tests write their configuration files."""
 
     def __init__(self, folder: Path) -> None:
         self.site = folder / "site"
@@ -40,42 +40,42 @@ class Places:
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places(tmp_path)
+def files(tmp_path: Path) -> ConfigFiles:
+    return ConfigFiles(tmp_path)
 
 
 def sources(settings: ResolvedOptions) -> dict[str, str]:
     return {
-        key: str(given.source) for key, given in settings.values.items() if given.source.words != "default"
+        key: str(value.source) for key, value in settings.values.items() if value.source.words != "default"
     }
 
 
-def test_later_places_win_and_each_value_knows_its_place(places):
-    """Every layer sets what all above it set as well."""
+def test_later_sources_win_and_each_value_has_its_source(files):
+    """Every layer also sets everything that the layers above it set."""
     names = ["name", "account", "qos", "partition", "constraint", "comment", "reservation", "begin"]
     layers = iter(range(1, 8))
 
     def text(**more: str) -> str:
-        here = names[next(layers) - 1 :]
-        return "".join(f"{name}: x{len(here)}\n" for name in here)
+        own_names = names[next(layers) - 1 :]
+        return "".join(f"{name}: x{len(own_names)}\n" for name in own_names)
 
-    (places.site / "a.yaml").write_text(text())
-    (places.site / "b.yaml").write_text(text())
-    places.user.write_text(text())
+    (files.site / "a.yaml").write_text(text())
+    (files.site / "b.yaml").write_text(text())
+    files.user.write_text(text())
     project = text()
     profile = "".join(f"    {line}\n" for line in text().splitlines())
-    places.project.write_text(f"{project}profiles:\n  fast:\n{profile}")
-    config = places.cwd / "mine.yaml"
+    files.project.write_text(f"{project}profiles:\n  fast:\n{profile}")
+    config = files.cwd / "mine.yaml"
     config.write_text(text())
     command_line = dict.fromkeys(names[next(layers) - 1 :], "x2")
-    settings = places.resolve("begin=x1", profile="fast", config="mine.yaml", **command_line)
+    settings = files.resolve("begin=x1", profile="fast", config="mine.yaml", **command_line)
     assert [settings.options[name] for name in names] == ["x8", "x7", "x6", "x5", "x4", "x3", "x2", "x1"]
     assert sources(settings) == {
-        "name": f"{places.site}/a.yaml:1",
-        "account": f"{places.site}/b.yaml:1",
-        "qos": f"{places.user}:1",
-        "partition": f"{places.project}:1",
-        "constraint": f"{places.project}:8 (profile fast)",
+        "name": f"{files.site}/a.yaml:1",
+        "account": f"{files.site}/b.yaml:1",
+        "qos": f"{files.user}:1",
+        "partition": f"{files.project}:1",
+        "constraint": f"{files.project}:8 (profile fast)",
         "comment": f"{config}:1",
         "reservation": "command line",
         "begin": "--set",
@@ -84,60 +84,60 @@ def test_later_places_win_and_each_value_knows_its_place(places):
     }
 
 
-def test_a_profile_of_the_site_wins_over_plain_values_of_the_project(places):
-    (places.site / "a.yaml").write_text("profiles: {fast: {qos: site, nodes: 4}}")
-    places.user.write_text("profiles: {fast: {nodes: 5}}")
-    places.project.write_text("qos: project\nnodes: 1\n")
-    assert places.resolve(profile="fast").options["qos"] == "site"
-    assert places.resolve(profile="fast").options["nodes"] == 5
-    assert places.resolve().options["qos"] == "project"
+def test_site_profile_overrides_plain_values_of_the_project(files):
+    (files.site / "a.yaml").write_text("profiles: {fast: {qos: site, nodes: 4}}")
+    files.user.write_text("profiles: {fast: {nodes: 5}}")
+    files.project.write_text("qos: project\nnodes: 1\n")
+    assert files.resolve(profile="fast").options["qos"] == "site"
+    assert files.resolve(profile="fast").options["nodes"] == 5
+    assert files.resolve().options["qos"] == "project"
 
 
-def test_a_profile_in_the_file_of_config_wins_over_its_plain_values(places):
-    (places.cwd / "c.yaml").write_text("nodes: 2\nqos: a\nprofiles: {fast: {nodes: 3}}")
-    assert places.resolve(config="c.yaml", profile="fast").options["nodes"] == 3
-    assert places.resolve(config="c.yaml").options["nodes"] == 2
+def test_profile_in_config_option_file_overrides_its_plain_values(files):
+    (files.cwd / "c.yaml").write_text("nodes: 2\nqos: a\nprofiles: {fast: {nodes: 3}}")
+    assert files.resolve(config="c.yaml", profile="fast").options["nodes"] == 3
+    assert files.resolve(config="c.yaml").options["nodes"] == 2
 
 
-def test_entries_are_joined_and_later_ones_win(places):
-    places.user.write_text("env: {A: user, B: user, C: user}\nsbatch: {hint: compute_bound}\n")
-    places.project.write_text("env:\n  B: project\n  C:\n")
-    settings = places.resolve("env.D=a=b", "env.E=", "sbatch.hold=", env={"A": "line"})
+def test_mapping_entries_are_merged_and_later_ones_win(files):
+    files.user.write_text("env: {A: user, B: user, C: user}\nsbatch: {hint: compute_bound}\n")
+    files.project.write_text("env:\n  B: project\n  C:\n")
+    settings = files.resolve("env.D=a=b", "env.E=", "sbatch.hold=", env={"A": "line"})
     assert settings.options["env"] == {"A": "line", "B": "project", "D": "a=b"}
     assert settings.options["sbatch"] == {"hint": "compute_bound", "hold": ""}
-    assert sources(settings)["env.B"] == f"{places.project}:2"
+    assert sources(settings)["env.B"] == f"{files.project}:2"
 
 
-def test_entries_of_a_group_stand_in_a_mapping_of_their_own(places):
-    places.user.write_text("restart: {oom: {retries: 0, exclude: 1}, killed: {retries: 9}}\n")
-    places.project.write_text("restart:\n  killed:\n    retries: 20\n  gpu.exclude: 0\n")
-    settings = places.resolve("restart.oom.exclude=2", restart={"python": {"repeats": 0}, "hang.retries": 4})
+def test_restart_policy_entries_may_be_nested(files):
+    files.user.write_text("restart: {oom: {retries: 0, exclude: 1}, killed: {retries: 9}}\n")
+    files.project.write_text("restart:\n  killed:\n    retries: 20\n  gpu.exclude: 0\n")
+    settings = files.resolve("restart.oom.exclude=2", restart={"python": {"repeats": 0}, "hang.retries": 4})
     changed = {"oom.retries": "0", "oom.exclude": "2", "killed.retries": "20", "gpu.exclude": "0"}
     assert settings.options["restart_policy"] == {**changed, "python.repeats": "0", "hang.retries": "4"}
-    assert sources(settings)["restart_policy.killed.retries"] == f"{places.project}:3"
-    assert sources(settings)["restart_policy.oom.retries"] == f"{places.user}:1"
+    assert sources(settings)["restart_policy.killed.retries"] == f"{files.project}:3"
+    assert sources(settings)["restart_policy.oom.retries"] == f"{files.user}:1"
 
 
-@pytest.mark.parametrize("how", ["file", "--set"])
-def test_an_empty_value_takes_back_what_was_given_before(places, how):
-    places.user.write_text("qos: long\nenv: {A: b}\nnodes: 3\n")
-    if how == "file":
-        places.project.write_text("qos:\nenv: null\nnodes: ~\n")
-        settings = places.resolve()
+@pytest.mark.parametrize("source", ["file", "--set"])
+def test_empty_value_removes_an_earlier_one(files, source):
+    files.user.write_text("qos: long\nenv: {A: b}\nnodes: 3\n")
+    if source == "file":
+        files.project.write_text("qos:\nenv: null\nnodes: ~\n")
+        settings = files.resolve()
     else:
-        settings = places.resolve("qos=", "env=", "nodes=")
+        settings = files.resolve("qos=", "env=", "nodes=")
     assert "qos" not in settings.options
     assert "env" not in settings.options
     assert settings.options["nodes"] == 1
     assert str(settings.values["nodes"].source) == "default"
 
 
-def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(places):
-    places.project.write_text(
+def test_values_in_files_are_parsed_by_option_type_not_by_yaml(files):
+    files.project.write_text(
         "time: 12:30:00\naccount: 0123\nname: on\nmem: 1_0\ngpus_per_node: h100:8\nbegin: 2026-12-01\n"
         "exclusive: user\nenv: {FLAG: yes, N: 1.0, EMPTY: ''}\n"
     )
-    assert {key: value for key, value in places.resolve().options.items() if key != "backend"} == {
+    assert {key: value for key, value in files.resolve().options.items() if key != "backend"} == {
         "nodes": 1,
         "time": "12:30:00",
         "account": "0123",
@@ -163,64 +163,64 @@ def test_what_stands_in_a_file_is_read_by_the_options_type_and_not_by_yamls(plac
     }
 
 
-def test_paths_in_a_file_are_meant_from_its_folder(places):
-    places.project.write_text("template: ./mine.j2\nrun_dir: out\n")
-    settings = places.resolve()
-    assert settings.options["template"] == f"{places.repository}/./mine.j2"
-    assert settings.options["run_dir"] == f"{places.repository}/out"
-    places.project.write_text("template: ddp\nrun_dir: ~/runs/a\n")
-    settings = places.resolve()
+def test_relative_paths_in_a_file_start_at_its_folder(files):
+    files.project.write_text("template: ./mine.j2\nrun_dir: out\n")
+    settings = files.resolve()
+    assert settings.options["template"] == f"{files.repository}/./mine.j2"
+    assert settings.options["run_dir"] == f"{files.repository}/out"
+    files.project.write_text("template: ddp\nrun_dir: ~/runs/a\n")
+    settings = files.resolve()
     assert settings.options["template"] == "ddp"
-    assert settings.options["run_dir"] == f"{places.environ['HOME']}/runs/a"
+    assert settings.options["run_dir"] == f"{files.environ['HOME']}/runs/a"
 
 
-class TestWhereFilesLie:
-    def test_the_nearest_project_file_counts(self, places):
-        places.project.write_text("qos: root\n")
-        (places.cwd.parent / "hpctrain.yaml").write_text("nodes: 2\n")
-        assert "qos" not in places.resolve().options
-        assert places.resolve().options["nodes"] == 2
+class TestConfigSearchPath:
+    def test_nearest_project_file_is_used(self, files):
+        files.project.write_text("qos: root\n")
+        (files.cwd.parent / "hpctrain.yaml").write_text("nodes: 2\n")
+        assert "qos" not in files.resolve().options
+        assert files.resolve().options["nodes"] == 2
 
-    def test_nothing_above_the_repository_is_read(self, places):
-        (places.repository.parent / "hpctrain.yaml").write_text("nodes: 9\n")
-        assert places.resolve().options["nodes"] == 1
+    def test_files_above_the_repository_are_ignored(self, files):
+        (files.repository.parent / "hpctrain.yaml").write_text("nodes: 9\n")
+        assert files.resolve().options["nodes"] == 1
 
-    def test_outside_of_a_repository_only_the_folder_itself_is_looked_at(self, places):
-        (places.repository / ".git").rmdir()
-        places.project.write_text("nodes: 9\n")
-        assert places.resolve().options["nodes"] == 1
-        (places.cwd / "hpctrain.yaml").write_text("nodes: 2\n")
-        assert places.resolve().options["nodes"] == 2
+    def test_outside_a_repository_only_the_working_folder_is_searched(self, files):
+        (files.repository / ".git").rmdir()
+        files.project.write_text("nodes: 9\n")
+        assert files.resolve().options["nodes"] == 1
+        (files.cwd / "hpctrain.yaml").write_text("nodes: 2\n")
+        assert files.resolve().options["nodes"] == 2
 
-    def test_the_users_folder_is_that_of_home_where_nothing_else_is_said(self, places):
-        del places.environ["XDG_CONFIG_HOME"]
-        path = Path(places.environ["HOME"], ".config", "hpctrain", "config.yaml")
+    def test_user_config_defaults_to_home(self, files):
+        del files.environ["XDG_CONFIG_HOME"]
+        path = Path(files.environ["HOME"], ".config", "hpctrain", "config.yaml")
         path.parent.mkdir(parents=True)
         path.write_text("nodes: 7\n")
-        assert places.resolve().options["nodes"] == 7
-        del places.environ["HOME"]
-        assert places.resolve().options["nodes"] == 1
+        assert files.resolve().options["nodes"] == 7
+        del files.environ["HOME"]
+        assert files.resolve().options["nodes"] == 1
 
-    def test_the_site_may_be_one_file_or_none(self, places):
-        path = places.site / "a.yaml"
+    def test_site_config_may_be_a_file_or_disabled(self, files):
+        path = files.site / "a.yaml"
         path.write_text("nodes: 7\n")
-        places.environ["HPCTRAIN_SITE_CONFIG"] = str(path)
-        assert places.resolve().options["nodes"] == 7
-        places.environ["HPCTRAIN_SITE_CONFIG"] = ""
-        assert places.resolve().options["nodes"] == 1
-        places.environ["HPCTRAIN_SITE_CONFIG"] = str(places.site / "nothing")
+        files.environ["HPCTRAIN_SITE_CONFIG"] = str(path)
+        assert files.resolve().options["nodes"] == 7
+        files.environ["HPCTRAIN_SITE_CONFIG"] = ""
+        assert files.resolve().options["nodes"] == 1
+        files.environ["HPCTRAIN_SITE_CONFIG"] = str(files.site / "nothing")
         with pytest.raises(SpecError, match="nothing': No such file"):
-            places.resolve()
+            files.resolve()
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "profiles:\n", "profiles: {a: }\n", "---\n"])
-def test_a_file_may_be_empty(places, text):
-    places.project.write_text(text)
-    assert sources(places.resolve()) == {}
+def test_file_may_be_empty(files, text):
+    files.project.write_text(text)
+    assert sources(files.resolve()) == {}
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "words"),
+    ("text", "line", "message"),
     [
         ("a: b\n", 1, "unknown option 'a'. Known: nodes, "),
         ("nodes: 1\ngpu_per_node: 8\n", 2, "unknown option 'gpu_per_node'. Did you mean 'gpus_per_node'?"),
@@ -251,23 +251,25 @@ def test_a_file_may_be_empty(places, text):
         ("nodes: 1\n---\nnodes: 2\n", 2, "is not valid YAML: "),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_its_line(places, text, line, words):
-    places.project.write_text(text)
-    with pytest.raises(SpecError, match=words) as caught:
-        places.resolve()
-    assert str(caught.value).startswith(f"{places.project}:{line}")
-
-
-@pytest.mark.parametrize(("content", "words"), [(b"\xff", "not valid UTF-8"), (b"a: \x01", "not valid YAML")])
-def test_what_is_no_text_is_named(places, content, words):
-    places.project.write_bytes(content)
-    with pytest.raises(SpecError, match=words) as caught:
-        places.resolve()
-    assert str(places.project) in str(caught.value)
+def test_error_in_a_file_is_reported_with_its_line(files, text, line, message):
+    files.project.write_text(text)
+    with pytest.raises(SpecError, match=message) as caught:
+        files.resolve()
+    assert str(caught.value).startswith(f"{files.project}:{line}")
 
 
 @pytest.mark.parametrize(
-    ("assignment", "words"),
+    ("content", "message"), [(b"\xff", "not valid UTF-8"), (b"a: \x01", "not valid YAML")]
+)
+def test_undecodable_file_is_reported(files, content, message):
+    files.project.write_bytes(content)
+    with pytest.raises(SpecError, match=message) as caught:
+        files.resolve()
+    assert str(files.project) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
     [
         ("nodes", "not of the form KEY=VALUE"),
         ("nodse=2", "unknown option 'nodse'. Did you mean 'nodes'"),
@@ -278,13 +280,13 @@ def test_what_is_no_text_is_named(places, content, words):
         ("nodes.a=1", "not of the form nodes=VALUE"),
     ],
 )
-def test_a_wrong_assignment_is_named(places, assignment, words):
-    with pytest.raises(SpecError, match=words):
-        places.resolve(assignment)
+def test_invalid_assignment_is_reported(files, assignment, message):
+    with pytest.raises(SpecError, match=message):
+        files.resolve(assignment)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"profile": "fsat"}, "Unknown profile 'fsat' .--profile.. Did you mean 'fast'"),
         ({"profile": "x", "config": "empty.yaml"}, "Known: fast"),
@@ -293,24 +295,22 @@ def test_a_wrong_assignment_is_named(places, assignment, words):
         ({"cpus_per_task": "x"}, "--cpus-per-task is 'x', but must be an integer\\."),
     ],
 )
-def test_wrong_options_are_named(places, options, words):
-    (places.cwd / "empty.yaml").write_text("")
-    places.user.write_text("profiles: {fast: {nodes: 2}}")
-    with pytest.raises(SpecError, match=words):
-        places.resolve(**options)
+def test_invalid_options_are_reported(files, options, message):
+    (files.cwd / "empty.yaml").write_text("")
+    files.user.write_text("profiles: {fast: {nodes: 2}}")
+    with pytest.raises(SpecError, match=message):
+        files.resolve(**options)
 
 
-def test_no_file_has_a_profile(places):
+def test_profile_without_any_profiles_is_reported(files):
     with pytest.raises(SpecError, match="There are no configuration files"):
-        places.resolve(profile="fast")
-    places.user.write_text("")
+        files.resolve(profile="fast")
+    files.user.write_text("")
     with pytest.raises(SpecError, match=r"define no profiles: .*config\.yaml"):
-        places.resolve(profile="fast")
+        files.resolve(profile="fast")
 
 
-def test_an_error_tells_which_file_gave_the_options_in_question(
-    prepared: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_error_names_the_files_of_the_options_involved(prepared: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "hpctrain.yaml").write_text("stop_before_limit: 90\n# all day\ntime: 1\nqos: x\n")
     with pytest.raises(SpecError) as caught:
         prepared()
@@ -320,7 +320,7 @@ def test_an_error_tells_which_file_gave_the_options_in_question(
         prepared(stop_before_limit=80)
 
 
-def test_python_and_files_are_joined(prepared: Callable[..., Any], tmp_path: Path) -> None:
+def test_python_options_are_merged_with_files(prepared: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "hpctrain.yaml").write_text("nodes: 3\ntasks_per_node: 2\nbackend: slurm\n")
     spec = prepared(ntasks_per_node=1, qos=None).spec
     assert (spec.nodes, spec.ntasks_per_node, spec.backend) == (3, 1, "local")

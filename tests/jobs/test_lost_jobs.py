@@ -1,4 +1,4 @@
-"""Jobs that a real Slurm has lost, and a real Slurm that is lost itself."""
+"""Jobs that a real Slurm has lost, and a real Slurm that does not answer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module", params=["slurm", "accounting"])
-def own(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
-    """A cluster of this module's own, whose controller its tests may treat badly."""
-    request.getfixturevalue(request.param)  # skips where there can be none
+def own_cluster(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
+    """A separate cluster, whose controller the tests may kill."""
+    request.getfixturevalue(request.param)  # skips if unavailable
     name = f"lost-{os.getpid()}"
     try:
         box = sandbox.up(name, nodes=1, gpus_per_node=0, accounting=request.param == "accounting")
@@ -31,8 +31,8 @@ def own(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
         sandbox.down(name)
 
 
-def lose_the_state(slurm: SlurmJobs) -> None:
-    """Let the controller start again without what it knew of its jobs."""
+def lose_job_state(slurm: SlurmJobs) -> None:
+    """Restart the controller without its job state."""
     box = slurm.box
     pid = box.daemons()["slurmctld"]
     next(process for process in processes() if process.pid == pid).kill()
@@ -43,7 +43,7 @@ def lose_the_state(slurm: SlurmJobs) -> None:
 
 
 def silence(run: Run, seconds: float) -> None:
-    """Let the run have written nothing for so long."""
+    """Set the time of the run's last write that many seconds back."""
     past = time.time() - seconds
     text = run.dir.events.read_text()
     stamp = text.partition('"time": ')[2].partition(",")[0]
@@ -52,25 +52,25 @@ def silence(run: Run, seconds: float) -> None:
         os.utime(path, (past, past))
 
 
-def test_a_controller_that_does_not_answer_for_a_while(own, tmp_path):
-    """What it would say is waited for; accounting tells of ends meanwhile."""
-    running = own.submit(tmp_path / "running", "sleep 60")
-    ended = own.submit(tmp_path / "ended", "exit 3")
+def test_unresponsive_controller_leaves_runs_unknown(own_cluster, tmp_path):
+    """Accounting still reports ends."""
+    running = own_cluster.submit(tmp_path / "running", "sleep 60")
+    ended = own_cluster.submit(tmp_path / "ended", "exit 3")
     wait_for(lambda: running.status().state is RunState.RUNNING, 20, "the job to start")
-    wait_for(lambda: own.command("squeue", "-h", "-t", "failed") != "", 20, "the other to end")
-    if own.box.shape.accounting:
+    wait_for(lambda: own_cluster.command("squeue", "-h", "-t", "failed") != "", 20, "the other to end")
+    if own_cluster.box.shape.accounting:
         record = ("sacct", "-nXP", "-o", "State", "-j", ended.job_id)
-        wait_for(lambda: own.command(*record) == "FAILED", 20, "its end to be on record")
+        wait_for(lambda: own_cluster.command(*record) == "FAILED", 20, "its end to be on record")
     squeue = tmp_path / "squeue"
     squeue.write_text(
         "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n"
     )
     squeue.chmod(0o755)
-    environ = {**own.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ = {**own_cluster.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     status = Run(running.dir, environ).status()
     assert (status.state, status.job_state) == (RunState.UNKNOWN, None)
     assert "Unable to contact slurm controller" in status.words
-    expected = RunState.FAILED if own.box.shape.accounting else RunState.UNKNOWN
+    expected = RunState.FAILED if own_cluster.box.shape.accounting else RunState.UNKNOWN
     status = Run(ended.dir, environ).status()
     assert status.state is expected, status.words
     assert running.status().state is RunState.RUNNING
@@ -78,18 +78,18 @@ def test_a_controller_that_does_not_answer_for_a_while(own, tmp_path):
     running.cancel()
 
 
-def test_a_job_that_slurm_has_lost(own, tmp_path):
-    """It is not taken for dead at once, and never for the job that has its number now."""
-    run = own.submit(tmp_path / "first", "echo here; sleep 60")
+def test_lost_job_is_neither_ended_at_once_nor_confused_with_another(own_cluster, tmp_path):
+    """The state must never be that of the job that now has its number."""
+    run = own_cluster.submit(tmp_path / "first", "echo here; sleep 60")
     log = tmp_path / "first" / "slurm.log"
     wait_for(lambda: log.exists() and "here" in log.read_text(), 20, "the job to start")
     assert run.status().state is RunState.RUNNING
-    if own.box.shape.accounting:
+    if own_cluster.box.shape.accounting:
         record = ("sacct", "-nXP", "-o", "State", "-j", run.job_id)
-        wait_for(lambda: own.command(*record) == "RUNNING", 20, "the job to be on record")
-    lose_the_state(own)
-    if own.box.shape.accounting:
-        # A controller that starts without its state tells accounting so.
+        wait_for(lambda: own_cluster.command(*record) == "RUNNING", 20, "the job to be on record")
+    lose_job_state(own_cluster)
+    if own_cluster.box.shape.accounting:
+        # A controller that starts without its state reports this to accounting.
         wait_for(lambda: run.status().state.ended, 20, "the end on record")
         assert run.status().job_state in ("CANCELLED", "NODE_FAIL")
     else:
@@ -99,7 +99,7 @@ def test_a_job_that_slurm_has_lost(own, tmp_path):
 
     # The controller counts from 1 again.
     for number in range(int(run.job_id)):
-        other = own.submit(tmp_path / f"other-{number}", "sleep 60", "--hold")
+        other = own_cluster.submit(tmp_path / f"other-{number}", "sleep 60", "--hold")
     assert other.job_id == run.job_id
     assert other.status().state is RunState.PENDING
     assert run.status().state is not RunState.PENDING

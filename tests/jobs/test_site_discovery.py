@@ -1,4 +1,4 @@
-"""Reading a site: Slurm's words into values, and a profile there and back."""
+"""Discovery of a site: parsing Slurm's output, and reading and writing a profile."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConvention
         ("mygpu:4,shard:8", {}),
     ],
 )
-def test_gpus_are_read_out_of_generic_resources(gres, gpus):
+def test_gpus_are_parsed_from_gres(gres, gpus):
     assert parsing.parse_gpus(gres) == gpus
 
 
 @pytest.mark.parametrize(
     ("word", "mib"), [("64G", 65536), ("1000", 1000), ("1.5T", 1572864), ("100K", 1), ("0", 0), ("x", None)]
 )
-def test_sizes_of_memory(word, mib):
+def test_memory_sizes_are_parsed(word, mib):
     assert parsing.parse_size_mib(word) == mib
 
 
-def test_times_without_a_limit():
+def test_unlimited_times_are_parsed():
     assert [parsing.parse_time_limit(word) for word in ("UNLIMITED", "NONE", "infinite", "")] == [None] * 4
     assert parsing.parse_time_limit("1-12:00:00") == 36 * 3600
 
 
-def test_configuration_of_a_site_with_everything_in_slurms_words():
+def test_slurm_config_is_parsed():
     config = parse_config(
         """Configuration data as of 2026-11-21T07:49:55
 AccountingStorageEnforce = associations,limits,qos
@@ -93,7 +93,7 @@ SLURM_VERSION           = 24.11.5
     )
 
 
-def test_a_real_site_is_read_whole(slurm):
+def test_real_site_is_discovered_completely(slurm):
     site, gaps = discover_site(environment(slurm.env), Site())
     assert gaps == []
     assert (site.slurm.cluster, site.slurm.job_requeue, site.slurm.accounting) == (slurm.name, True, False)
@@ -106,19 +106,19 @@ def test_a_real_site_is_read_whole(slurm):
     assert {(group.cpus, group.num_gpus) for group in preemptible.groups} == {(8, 2)}
 
 
-def test_nodes_that_take_no_job():
+def test_node_states_that_accept_no_job():
     states = ["down*", "drained", "maint", "idle*", "idle", "mixed-", "allocated", "idle~", "planned"]
     groups = [NodeGroup(names="n", num=1, cpus=1, memory_mib=1, state=state) for state in states]
     assert [group.is_out for group in groups] == [True] * 4 + [False] * 5
 
 
-def test_what_slurm_does_not_tell_is_taken_from_the_profile(tmp_path):
-    known = Site(
+def test_missing_slurm_output_is_replaced_by_the_profile(tmp_path):
+    profile = Site(
         slurm=SlurmConfig(cluster="c"),
         partitions=(Partition(name="p", groups=(NodeGroup(names="n1", num=1, cpus=4, memory_mib=1),)),),
     )
-    site, gaps = discover_site({"PATH": str(tmp_path)}, known)
-    assert site == known
+    site, gaps = discover_site({"PATH": str(tmp_path)}, profile)
+    assert site == profile
     assert gaps == [
         "Cannot read the nodes (sinfo not found on PATH)",
         "Cannot read Slurm's configuration (scontrol not found on PATH)",
@@ -152,13 +152,13 @@ def _read(tmp_path: Path, text: str) -> Site:
     return resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(path)}).site
 
 
-def test_a_profile_is_read_back_as_it_was_written(tmp_path):
+def test_profile_round_trips(tmp_path):
     assert _read(tmp_path, yaml.safe_dump({"site": write_profile(SITE)})) == SITE
     assert _read(tmp_path, yaml.safe_dump({"site": write_profile(Site())})) == Site()
     assert _read(tmp_path, "site:\n") == Site()
 
 
-def test_later_files_add_to_the_sites(tmp_path):
+def test_later_files_extend_the_site(tmp_path):
     folder = tmp_path / "site.d"
     folder.mkdir()
     (folder / "1.yaml").write_text(yaml.safe_dump({"partition": "gpu", "site": write_profile(SITE)}))
@@ -183,7 +183,7 @@ def test_later_files_add_to_the_sites(tmp_path):
         ("profiles: {a: {site: {}}}", r"'site' is a section of configuration files"),
     ],
 )
-def test_a_wrong_profile_is_refused_with_its_line(tmp_path, text, message):
+def test_invalid_profile_is_refused_with_its_line(tmp_path, text, message):
     with pytest.raises(SpecError, match=message):
         _read(tmp_path, text)
 
@@ -199,7 +199,7 @@ fs /shared/tmp lustre rw 0 0
 
 
 @pytest.mark.parametrize(
-    ("path", "point", "shared"),
+    ("path", "mount_point", "shared"),
     [
         ("/home/me/run", "/home", True),
         ("/homes/me", "/", False),
@@ -208,14 +208,14 @@ fs /shared/tmp lustre rw 0 0
         ("/tmp/x", "/tmp", False),
     ],
 )
-def test_the_file_system_of_a_path(tmp_path, path, point, shared):
+def test_mount_of_a_path_is_found(tmp_path, path, mount_point, shared):
     table = tmp_path / "mounts"
     table.write_text(MOUNTS)
     mount = find_mount(path, table)
-    assert (mount.point, mount.is_shared) == (point, shared)
+    assert (mount.point, mount.is_shared) == (mount_point, shared)
 
 
-def test_folders_that_each_node_has_for_itself():
+def test_node_local_folders():
     assert is_node_local("/dev/shm/x")
     assert not is_node_local("/home/me")
     assert not is_node_local("/tmpfoo")
