@@ -1,4 +1,4 @@
-"""What an agent tells torchrun. That it works is seen in tests/e2e/test_torchrun.py."""
+"""Options and rendezvous of torchrun agents. tests/e2e/test_torchrun.py runs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVIRON = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "SLURM_JOB_ID": "7
         ({"backend": "etcd-v2", "endpoint": "etcd:2379"}, "etcd:2379", "join_timeout=300"),
     ],
 )
-def test_agents_meet_where_the_plan_says(plan, endpoint, conf):
+def test_agents_use_the_rendezvous_of_the_plan(plan, endpoint, conf):
     options = torchrun_options(PLAN | plan, ENVIRON, "some-backend")
     assert {
         f"--rdzv-endpoint={endpoint}",
@@ -52,8 +52,8 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-def test_a_pickle_that_a_stranger_puts_into_the_store_is_not_read(tmp_path):
-    """Without the code of the state, torch unpickles it in each agent."""
+def test_forged_pickle_in_the_store_is_not_read(tmp_path):
+    """Without the signature, torch would unpickle it in each agent."""
     store, secret = HashStore(), b"secret"
     signed = SignedBackend(C10dRendezvousBackend(store, "run"), secret)
     assert signed.get_state() is None
@@ -68,7 +68,7 @@ def test_a_pickle_that_a_stranger_puts_into_the_store_is_not_read(tmp_path):
     assert not (tmp_path / "evil").exists()
 
 
-def test_agents_use_the_signed_state_with_all_backends_that_pickle(tmp_path):
+def test_agents_use_the_signed_state_with_all_pickling_backends(tmp_path):
     assert register("etcd", b"") == "etcd"
     name = register("c10d", b"secret")
     params = RendezvousParameters(name, str(tmp_path / "store"), "run", 1, 1, store_type="file")

@@ -1,4 +1,4 @@
-"""What a rank tells when the run hangs. The flight recorder is pretended: without GPUs there is no NCCL."""
+"""Diagnostics of a hanging rank, with a fake flight recorder: without GPUs, there is no NCCL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.runtime import heartbeat
 from hpctrain.runtime.rank_activity import RankActivity
 
 
-class PretendedLine:
+class FakeConnection:
     def __init__(self) -> None:
         self.sent: list[dict] = []
 
@@ -24,63 +24,63 @@ class PretendedLine:
         self.sent.append(message)
 
 
-def tell(tmp_path) -> tuple[RunDir, list[dict]]:
-    line = PretendedLine()
-    heartbeat.report_diagnostics(RunDir(tmp_path), 2, detect({}), line)
-    return RunDir(tmp_path), line.sent
+def report(tmp_path) -> tuple[RunDir, list[dict]]:
+    connection = FakeConnection()
+    heartbeat.report_diagnostics(RunDir(tmp_path), 2, detect({}), connection)
+    return RunDir(tmp_path), connection.sent
 
 
 @pytest.mark.parametrize("name", ["_dump_fr_trace_json", "_dump_nccl_trace_json"])
-def test_a_pretended_flight_recorder_is_written_down(tmp_path, monkeypatch, name):
+def test_fake_flight_recorder_is_written(tmp_path, monkeypatch, name):
     for other in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         monkeypatch.delattr(c10d, other, raising=False)
     record = {"version": "2.10", "entries": [{"profiling_name": "nccl:all_reduce", "state": "started"}]}
     monkeypatch.setattr(c10d, name, lambda: json.dumps(record).encode(), raising=False)
-    run, sent = tell(tmp_path)
+    run, sent = report(tmp_path)
     assert json.loads(run.collectives(2, 0).read_text()) == record
     assert sent[-1] == {"written": True}
 
 
 @pytest.mark.parametrize("answer", [b'{"entries": []}', b'{"version": "2.10"}', RuntimeError("no recorder")])
-def test_a_pretended_flight_recorder_that_has_recorded_nothing(tmp_path, monkeypatch, answer):
+def test_empty_fake_flight_recorder_is_not_written(tmp_path, monkeypatch, answer):
     def dump() -> bytes:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", dump, raising=False)
-    run, sent = tell(tmp_path)
+    run, sent = report(tmp_path)
     assert not run.collectives(2, 0).exists()
     assert sent[-1] == {"written": True}
 
 
-def test_the_stacks_of_all_threads_and_the_place_of_the_main_thread(tmp_path, monkeypatch):
-    pulse = RankActivity()
-    pulse.set_phase(RankPhase.STEP)
-    monkeypatch.setattr(heartbeat, "activity", pulse)
-    told = {}
+def test_stacks_of_all_threads_and_location_of_the_main_thread(tmp_path, monkeypatch):
+    activity = RankActivity()
+    activity.set_phase(RankPhase.STEP)
+    monkeypatch.setattr(heartbeat, "activity", activity)
+    outcome = {}
 
-    def beside() -> None:
-        told["run"], told["sent"] = tell(tmp_path)
+    def report_from_thread() -> None:
+        outcome["run"], outcome["sent"] = report(tmp_path)
 
-    thread = threading.Thread(target=beside)
+    thread = threading.Thread(target=report_from_thread)
     thread.start()
     thread.join()
-    stacks = told["run"].stacks(2, 0).read_text()
-    assert "in beside" in stacks
-    assert "in test_the_stacks_of_all_threads" in stacks
-    first = told["sent"][0]["told"]
+    stacks = outcome["run"].stacks(2, 0).read_text()
+    assert "in report_from_thread" in stacks
+    assert "in test_stacks_of_all_threads" in stacks
+    first = outcome["sent"][0]["told"]
     assert (first["phase"], first["waits"]) == ("step", False)
     assert "(threading.py:" in first["place"]
 
 
-def test_a_folder_that_cannot_be_written_does_not_keep_a_rank_from_telling(tmp_path):
+def test_unwritable_folder_does_not_prevent_the_report(tmp_path):
     (tmp_path / "failures").write_text("in the way")
-    _, sent = tell(tmp_path)
+    _, sent = report(tmp_path)
     assert [*map(list, sent)] == [["told"], ["written"]]
 
 
-def test_a_wait_for_other_ranks_is_known_by_its_module():
+def test_wait_for_other_ranks_is_recognized_by_its_module():
     frame = sys._getframe()
     assert heartbeat.describe_frame(frame)["waits"] is False
     scope = {"__name__": "torch.distributed.distributed_c10d", "sys": sys}

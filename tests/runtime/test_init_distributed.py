@@ -1,4 +1,4 @@
-"""Joining without a supervisor: separate hosts, and steps of a real Slurm."""
+"""`init_distributed` without a supervisor: separate hosts, and steps of a real Slurm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hosts() -> Iterator[SeparateHosts]:
 
 
 def join_on(hosts: SeparateHosts) -> list[dict[str, object]]:
-    """One rank a host, as two tasks of a job step of Slurm."""
+    """Start one rank per host, as two tasks of a Slurm job step."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": str(time.monotonic_ns() % 2**31),
@@ -58,57 +58,57 @@ def join_on(hosts: SeparateHosts) -> list[dict[str, object]]:
     return [json.loads(out) for out, _ in outputs]
 
 
-def test_gloo_crosses_hosts_whose_own_names_are_loopback_addresses(hosts):
+def test_gloo_connects_hosts_whose_names_are_loopback_addresses(hosts):
     for host in hosts.names:
         hosts.set_hosts(host, {**{name: hosts.address(name) for name in hosts.names}, host: "127.0.1.1"})
-    ends = join_on(hosts)
-    for end in ends:
-        assert end["sum"] == [1.0, 2.0]
-        assert end["gloo"] == "eth0"
-    # Rank 0's store, which has a connection to each rank, may have as many as it needs.
-    assert [end["files"] for end in ends] == [66, 60]
+    results = join_on(hosts)
+    for result in results:
+        assert result["sum"] == [1.0, 2.0]
+        assert result["gloo"] == "eth0"
+    # Rank 0's store, with a connection to each rank, may open as many files as it needs.
+    assert [result["files"] for result in results] == [66, 60]
 
 
 @pytest.mark.long
-def test_gloo_crosses_hosts_of_ipv6_only(hosts):
+def test_gloo_connects_hosts_with_ipv6_only(hosts):
     for host in hosts.names:
         hosts.set_hosts(host, {name: hosts.address6(name) for name in hosts.names})
-    assert [end["sum"] for end in join_on(hosts)] == [[1.0, 2.0]] * 2
+    assert [result["sum"] for result in join_on(hosts)] == [[1.0, 2.0]] * 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("num_nodes", "num_ranks"), [(2, 3), (4, 8)], ids=str)
-def test_the_trainer_under_a_bare_srun(slurm, tmp_path, num_nodes, num_ranks):
-    """Nobody tells the ranks where to meet."""
+def test_trainer_under_plain_srun(slurm, tmp_path, num_nodes, num_ranks):
+    """No variable tells the ranks where to connect."""
     script = SCRIPTS / "train_classifier.py"
     env = {**slurm.env, "HPCTRAIN_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    words = ["srun", f"-N{num_nodes}", f"-n{num_ranks}", sys.executable, script, "--epochs", "1"]
-    run_command(words, env, cwd=tmp_path, timeout=100)
+    command = ["srun", f"-N{num_nodes}", f"-n{num_ranks}", sys.executable, script, "--epochs", "1"]
+    run_command(command, env, cwd=tmp_path, timeout=100)
     assert [record["step"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == list(range(1, 14))
     assert len(list((tmp_path / "samples").iterdir())) == num_ranks
 
 
-def test_the_store_does_without_strangers():
-    """Such as ranks of another step that look for their rank 0 at this port, before it opens and after."""
+def test_store_tolerates_strangers():
+    """For example, ranks of another step that look for their rank 0 at this port."""
     limit = timedelta(seconds=20)
-    words = b'{"token": "0123456789abcdef", "rank": 0, "left_s": 29.9}\n'
+    data = b'{"token": "0123456789abcdef", "rank": 0, "left_s": 29.9}\n'
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as strangers:
-        where = listener.getsockname()
+        address = listener.getsockname()
 
-        def knock() -> None:
-            strangers.enter_context(socket.create_connection(where, timeout=5)).sendall(words)
+        def connect_stranger() -> None:
+            strangers.enter_context(socket.create_connection(address, timeout=5)).sendall(data)
 
-        knock()
-        held = TCPStore(
-            *where,
+        connect_stranger()
+        server = TCPStore(
+            *address,
             2,
             is_master=True,
             wait_for_workers=False,
             timeout=limit,
             master_listen_fd=listener.detach(),
         )
-        knock()
-        visitor = TCPStore(*where, 2, is_master=False, wait_for_workers=False, timeout=limit)
-        knock()
-        visitor.set("key", "value")
-        assert held.get("key") == b"value"
+        connect_stranger()
+        client = TCPStore(*address, 2, is_master=False, wait_for_workers=False, timeout=limit)
+        connect_stranger()
+        client.set("key", "value")
+        assert server.get("key") == b"value"

@@ -1,4 +1,4 @@
-"""What a rank notes of its log, in a process whose standard output that is."""
+"""The log index that a rank writes for its standard output."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ for line in sys.stdin:
 """
 
 
-def _has_notes(path: Path, count: int) -> bool:
+def _has_entries(path: Path, count: int) -> bool:
     return len(list(read_json_lines(path))) == count
 
 
-def test_a_rank_notes_when_its_log_had_which_length(tmp_path):
-    notes = tmp_path / "times.jsonl"
+def test_log_index_has_times_and_lengths(tmp_path):
+    index = tmp_path / "times.jsonl"
     with (
         open(tmp_path / "log", "wb") as log,
         subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(notes)], stdin=subprocess.PIPE, stdout=log, env=environment()
+            [sys.executable, "-c", _RANK, str(index)], stdin=subprocess.PIPE, stdout=log, env=environment()
         ) as rank,
     ):
         assert rank.stdin is not None
         for count in (1, 2):
             rank.stdin.write(b"hello\n")
             rank.stdin.flush()
-            wait_for(partial(_has_notes, notes, count), 20, "a note")
-    records = list(read_json_lines(notes))
+            wait_for(partial(_has_entries, index, count), 20, "a note")
+    records = list(read_json_lines(index))
     assert [(record["rank"], record["bytes"]) for record in records] == [(3, 6), (3, 12)]
     assert records[0]["time"] <= records[1]["time"]
 
 
-def test_a_file_that_cannot_be_written_is_no_trouble(tmp_path):
-    done = subprocess.run(
+def test_unwritable_log_index_is_ignored(tmp_path):
+    result = subprocess.run(
         [sys.executable, "-c", _RANK, str(tmp_path / "nowhere" / "times")],
         input=b"hello\n",
         capture_output=True,
         env=environment(),
         timeout=20,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"hello\n", b"")
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"hello\n", b"")

@@ -1,4 +1,4 @@
-"""A rank whose last exchange is hardly over when its script ends leaves without being aborted."""
+"""A rank whose last collective is still finishing when its script ends exits without an abort."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ for _ in range(100):
 @pytest.mark.parametrize(
     "leave", ["atexit.register(shut_down_process_group)", "atexit.register(drain_gloo_threads)"]
 )
-def test_tensors_that_only_the_exchange_still_holds_abort_nothing(leave):
+def test_pending_tensors_do_not_abort_the_exit(leave):
     for _ in range(2):
         script = EXCHANGES.format(leave=leave)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stderr) == (0, "")
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_without_torch_nothing_is_waited_for():
+def test_shutdown_without_torch_imports_nothing():
     script = (
         "import sys; from hpctrain.runtime.gloo_shutdown import *\n"
         "shut_down_process_group(); sys.exit('torch' in sys.modules)"
