@@ -18,7 +18,7 @@ from hpctrain.sandbox.processes import kill_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-#: A child in a session of its own, without any variable, below a parent that has one.
+#: A child in its own session, without any variable, whose parent has one.
 _ESCAPE = "env -i setsid sleep 61 & echo $!; exec sleep 62"
 
 
@@ -26,38 +26,40 @@ def _alive(pid: int) -> bool:
     return any(process.pid == pid for process in processes())
 
 
-def test_we_see_ourselves() -> None:
-    me = next(process for process in processes() if process.pid == os.getpid())
-    assert me.parent == os.getppid()
-    assert me.environ["PATH"]
-    assert "\0".join((*me.argv, "")) == Path("/proc/self/cmdline").read_text()
+def test_own_process_is_listed() -> None:
+    own_process = next(process for process in processes() if process.pid == os.getpid())
+    assert own_process.parent == os.getppid()
+    assert own_process.environ["PATH"]
+    assert "\0".join((*own_process.argv, "")) == Path("/proc/self/cmdline").read_text()
 
 
-def test_the_wanted_and_their_descendants_end_and_nobody_else() -> None:
-    mark = f"test-{os.getpid()}"
+def test_matching_processes_and_their_descendants_are_killed() -> None:
+    marker = f"test-{os.getpid()}"
     with (
         subprocess.Popen(
-            ["sh", "-c", _ESCAPE], env={**os.environ, "MARK": mark}, stdout=subprocess.PIPE, text=True
-        ) as wanted,
+            ["sh", "-c", _ESCAPE], env={**os.environ, "MARK": marker}, stdout=subprocess.PIPE, text=True
+        ) as target,
         subprocess.Popen(["sleep", "63"]) as other,
     ):
-        assert wanted.stdout is not None
-        escaped = int(wanted.stdout.readline())
+        assert target.stdout is not None
+        escaped = int(target.stdout.readline())
         try:
-            kill_all(lambda process: process.environ.get("MARK") == mark, "test")
-            assert wanted.wait(5) == -9
+            kill_all(lambda process: process.environ.get("MARK") == marker, "test")
+            assert target.wait(5) == -9
             wait_for(lambda: not _alive(escaped), 5, "the end of the grandchild")
             assert other.poll() is None
         finally:
             other.kill()
-            wanted.kill()
+            target.kill()
 
 
-def test_a_pid_that_was_given_to_another_process_is_not_killed() -> None:
+def test_reused_pid_is_not_killed() -> None:
     with subprocess.Popen(["sleep", "64"]) as child:
         try:
-            now = next(process for process in processes() if process.pid == child.pid)
-            earlier = ProcessInfo(now.pid, now.parent, now.started - 1, now.argv, now.environ)
+            current = next(process for process in processes() if process.pid == child.pid)
+            earlier = ProcessInfo(
+                current.pid, current.parent, current.started - 1, current.argv, current.environ
+            )
             earlier.kill()
             with pytest.raises(subprocess.TimeoutExpired):
                 child.wait(0.2)
@@ -65,7 +67,7 @@ def test_a_pid_that_was_given_to_another_process_is_not_killed() -> None:
             child.kill()
 
 
-def test_a_zombie_is_not_a_living_process() -> None:
+def test_zombie_is_not_a_living_process() -> None:
     with subprocess.Popen(["true"]) as child:
         wait_for(lambda: not _alive(child.pid), 5, "the end of `true`")
 
@@ -74,7 +76,7 @@ def _process(**environ: str) -> ProcessInfo:
     return ProcessInfo(1, 0, 0, ("x",), environ)
 
 
-def test_what_belongs_to_a_sandbox(tmp_path: Path) -> None:
+def test_processes_of_a_sandbox_are_recognized(tmp_path: Path) -> None:
     box = tmp_path / "box"
     conf = str(box / "slurm.conf")
     slurmd = _process(**{SANDBOX_VARIABLE: str(box), NODE_VARIABLE: "box-2"})
@@ -95,16 +97,16 @@ def test_what_belongs_to_a_sandbox(tmp_path: Path) -> None:
     assert not any(belongs_to_sandbox(box, process, "box-1") for process in (slurmd, rank))
 
 
-def test_one_at_a_time_holds_the_lock_and_its_folder_goes(tmp_path: Path) -> None:
+def test_lock_is_exclusive_and_its_folder_is_removed(tmp_path: Path) -> None:
     root = tmp_path / "root"
     inside: list[int] = []
-    most: list[int] = []
+    counts: list[int] = []
 
     def worker(number: int) -> None:
         for _ in range(20):
             with sandbox_lock(root, limit_s=30):
                 inside.append(number)
-                most.append(len(inside))
+                counts.append(len(inside))
                 time.sleep(0.001)
                 inside.remove(number)
 
@@ -113,8 +115,8 @@ def test_one_at_a_time_holds_the_lock_and_its_folder_goes(tmp_path: Path) -> Non
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(most) == 80
-    assert max(most) == 1
+    assert len(counts) == 80
+    assert max(counts) == 1
     assert not root.exists()
 
 
@@ -129,7 +131,7 @@ def test_waiting_for_the_lock_has_a_limit(tmp_path: Path) -> None:
     assert not root.exists()
 
 
-def test_the_lock_leaves_a_folder_that_is_in_use(tmp_path: Path) -> None:
+def test_lock_keeps_a_folder_in_use(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with sandbox_lock(root):
         (root / "box").mkdir()

@@ -27,14 +27,14 @@ def test_each_node_gets_a_line(tmp_path: Path) -> None:
 
 
 @given(content=st.binary())
-def test_other_lines_stay_byte_for_byte(tmp_path_factory: object, content: bytes) -> None:
+def test_other_lines_are_unchanged(tmp_path_factory: object, content: bytes) -> None:
     path = _file(tmp_path_factory.mktemp("etc"), content)  # type: ignore[attr-defined]
     etc_hosts.add_hosts("box", ADDRESSES, path)
     etc_hosts.remove_hosts("box", path)
     assert path.read_bytes() == content
 
 
-def test_adding_twice_is_adding_once(tmp_path: Path) -> None:
+def test_adding_twice_has_no_further_effect(tmp_path: Path) -> None:
     path = _file(tmp_path, b"# no newline at the end")
     etc_hosts.add_hosts("box", ADDRESSES, path)
     once = path.read_bytes()
@@ -42,7 +42,7 @@ def test_adding_twice_is_adding_once(tmp_path: Path) -> None:
     assert path.read_bytes() == once
 
 
-def test_a_sandbox_takes_only_its_own_lines(tmp_path: Path) -> None:
+def test_sandbox_removes_only_its_own_lines(tmp_path: Path) -> None:
     path = _file(tmp_path, b"")
     etc_hosts.add_hosts("box", ADDRESSES, path)
     etc_hosts.add_hosts("box-2", {"box-2-1": "127.26.2.1"}, path)
@@ -50,7 +50,7 @@ def test_a_sandbox_takes_only_its_own_lines(tmp_path: Path) -> None:
     assert path.read_bytes() == b"127.26.2.1 box-2-1 # hpctrain sandbox box-2\n"
 
 
-def test_the_file_keeps_its_inode_and_mode(tmp_path: Path) -> None:
+def test_file_keeps_its_inode_and_mode(tmp_path: Path) -> None:
     path = _file(tmp_path, b"127.0.0.1 localhost\n")
     path.chmod(0o640)
     before = path.stat()

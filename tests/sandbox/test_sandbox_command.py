@@ -15,15 +15,15 @@ from hpctrain.cli.sandbox import command
 from hpctrain.errors import HpctrainError, SpecError, UserError
 
 
-def _run(*words: str) -> Result:
-    result = CliRunner().invoke(command, words)
+def _run(*args: str) -> Result:
+    result = CliRunner().invoke(command, args)
     if isinstance(result.exception, HpctrainError):
         raise result.exception
     return result
 
 
-def _json(*words: str) -> dict[str, Any]:
-    result = _run(*words, "--json")
+def _json(*args: str) -> dict[str, Any]:
+    result = _run(*args, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     assert isinstance(document, dict)
@@ -40,21 +40,21 @@ def name() -> Iterator[str]:
 
 
 @pytest.mark.slurm
-def test_the_whole_way(name: str) -> None:
+def test_sandbox_goes_up_is_shown_repaired_and_taken_down(name: str) -> None:
     up = _run("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1")
     assert up.exit_code == 0
     assert "is up after" in up.stdout
     assert f"hpctrain sandbox down --name {name}" in up.stdout
-    again = _json("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1")
-    assert again["was_up"] is True
+    repeated = _json("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1")
+    assert repeated["was_up"] is True
 
     status = _json("status", "--name", name)
     assert status["up"] is True
-    assert status["nodes"] == {f"{name}-1": "idle", f"{name}-2": "idle"} == again["nodes"]
+    assert status["nodes"] == {f"{name}-1": "idle", f"{name}-2": "idle"} == repeated["nodes"]
     assert status["partitions"] == ["preemptible", "urgent"]
     assert set(status["daemons"]) == {"munged", "slurmctld", f"slurmd {name}-1", f"slurmd {name}-2"}
-    human = _run("status", "--name", name).stdout
-    assert all(word in human for word in ("munged", f"slurmd {name}-2", "idle", "preemptible"))
+    table = _run("status", "--name", name).stdout
+    assert all(word in table for word in ("munged", f"slurmd {name}-2", "idle", "preemptible"))
 
     exports = _run("env", "--name", name).stdout
     hosts = run_command(["sh", "-c", f"eval '{exports}'; srun -N2 printenv SLURMD_NODENAME"]).stdout
@@ -68,26 +68,26 @@ def test_the_whole_way(name: str) -> None:
     assert status["daemons"][f"slurmd {name}-2"] is None
     assert "not running" in _run("status", "--name", name).stdout
 
-    again = _run("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1").stdout
-    assert f"(restarted: slurmd {name}-2): 2 nodes" in again
-    assert "already up" not in again
+    repeated = _run("up", "--name", name, "--nodes", "2", "--gpus-per-node", "1").stdout
+    assert f"(restarted: slurmd {name}-2): 2 nodes" in repeated
+    assert "already up" not in repeated
 
     assert _json("down", "--name", name) == {"name": name, "was_there": True}
 
 
 @pytest.mark.parametrize("command", ["status", "env", pytest.param("down", marks=pytest.mark.slurm)])
-def test_none_of_that_name_is_an_error_that_says_how_to_get_one(command: str) -> None:
+def test_missing_sandbox_is_an_error_with_a_remedy(command: str) -> None:
     with pytest.raises(UserError, match=r"There is no sandbox .absent.*sandbox up"):
         _run(command, "--name", "absent")
 
 
 @pytest.mark.slurm
-def test_what_is_said_of_none_in_json() -> None:
+def test_missing_sandbox_is_reported_in_json() -> None:
     for verb, document in (("status", {"name": "absent", "up": False}), ("down", {"was_there": False})):
-        words = [sys.executable, "-m", "hpctrain", "sandbox", verb, "--name", "absent", "--json"]
-        done = run_command(words, check=False)
-        assert done.returncode == 2
-        assert document.items() <= json.loads(done.stdout).items()
+        argv = [sys.executable, "-m", "hpctrain", "sandbox", verb, "--name", "absent", "--json"]
+        result = run_command(argv, check=False)
+        assert result.returncode == 2
+        assert document.items() <= json.loads(result.stdout).items()
 
 
 def test_bad_input_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A real cluster, with real jobs on it."""
+"""Sandboxes with real jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """The name of a sandbox that this test alone puts up; it is down in the end."""
+    """The name of this test's own sandbox; it is taken down at the end."""
     name = f"live-{os.getpid()}"
     try:
         yield name
@@ -32,8 +32,8 @@ def name() -> Iterator[str]:
         sandbox.down(name)
 
 
-def _of(name: str) -> list[ProcessInfo]:
-    """All processes that know of the sandbox `name`, by command line or by environment."""
+def _sandbox_processes(name: str) -> list[ProcessInfo]:
+    """Return all processes with the sandbox's folder in their command line or environment."""
     folder = str(folder_of(name))
     return [
         process
@@ -43,7 +43,7 @@ def _of(name: str) -> list[ProcessInfo]:
 
 
 def _host_lines(name: str) -> list[str]:
-    """The hosts file without the lines of other sandboxes, which come and go by themselves."""
+    """Return the hosts file without the lines of other sandboxes, which may change at any time."""
     lines = etc_hosts.HOSTS.read_text().splitlines()
     return [line for line in lines if "# hpctrain sandbox" not in line or line.endswith(f" {name}")]
 
@@ -52,7 +52,7 @@ def _queue(box: sandbox.Sandbox, job: str) -> str:
     return run_command(["squeue", "-h", "-j", job, "-o", "%T %r"], box.env).stdout.strip()
 
 
-def _die(*_: object) -> None:
+def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -63,17 +63,17 @@ def _text(log: Path) -> str:
 def _sbatch(box: sandbox.Sandbox, script: str, log: Path, *options: str) -> str:
     path = log.with_suffix(".sh")
     path.write_text(f"#!/bin/bash\n{script}")
-    done = run_command(["sbatch", "--parsable", "-o", log, *options, path], box.env)
-    return done.stdout.strip()
+    result = run_command(["sbatch", "--parsable", "-o", log, *options, path], box.env)
+    return result.stdout.strip()
 
 
 def test_each_task_gets_its_gpu_on_every_node(slurm: sandbox.Sandbox) -> None:
-    say = "echo $SLURMD_NODENAME $SLURM_LOCALID $CUDA_VISIBLE_DEVICES"
+    command = "echo $SLURMD_NODENAME $SLURM_LOCALID $CUDA_VISIBLE_DEVICES"
     options = ["-N4", "-n8", "--ntasks-per-node=2", "--gpus-per-task=1", "--gpu-bind=none"]
-    whole = run_command(["srun", "-N4", "--gpus-per-node=2", "sh", "-c", say], slurm.env)
-    assert sorted(whole.stdout.splitlines()) == [f"{node} 0 0,1" for node in slurm.nodes]
-    single = run_command(["srun", *options, "sh", "-c", say], slurm.env)
-    assert sorted(line.split()[0] for line in single.stdout.splitlines()) == sorted(slurm.nodes * 2)
+    all_gpus = run_command(["srun", "-N4", "--gpus-per-node=2", "sh", "-c", command], slurm.env)
+    assert sorted(all_gpus.stdout.splitlines()) == [f"{node} 0 0,1" for node in slurm.nodes]
+    one_gpu = run_command(["srun", *options, "sh", "-c", command], slurm.env)
+    assert sorted(line.split()[0] for line in one_gpu.stdout.splitlines()) == sorted(slurm.nodes * 2)
 
 
 def test_node_names_resolve(slurm: sandbox.Sandbox) -> None:
@@ -81,7 +81,7 @@ def test_node_names_resolve(slurm: sandbox.Sandbox) -> None:
     assert dict(reversed(line.split()) for line in out.splitlines()) == slurm.plan.addresses
 
 
-def test_an_urgent_job_preempts_and_the_other_is_requeued(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
+def test_urgent_job_preempts_and_the_other_is_requeued(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
     log = tmp_path / "job.out"
     script = """
 echo start ${SLURM_RESTART_COUNT:-0}
@@ -105,7 +105,7 @@ sleep 30
 
 
 @pytest.mark.long
-def test_a_lost_node_is_noticed_and_taken_back(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
+def test_lost_node_is_detected_and_used_again(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
     lost = slurm.nodes[2]
     log = tmp_path / "job.out"
     job = _sbatch(
@@ -125,19 +125,19 @@ def test_a_lost_node_is_noticed_and_taken_back(slurm: sandbox.Sandbox, tmp_path:
     assert run_command(["srun", "-w", lost, "printenv", "SLURMD_NODENAME"], slurm.env).stdout.strip() == lost
 
 
-def test_a_node_that_dies_and_is_back_before_slurm_notices(slurm: sandbox.Sandbox) -> None:
+def test_node_that_returns_before_detection_is_used(slurm: sandbox.Sandbox) -> None:
     node = slurm.nodes[0]
     slurm.kill_node(node)
     slurm.start_node(node)
     assert run_command(["srun", "-w", node, "printenv", "SLURMD_NODENAME"], slurm.env).stdout.strip() == node
 
 
-def test_a_node_it_does_not_have(slurm: sandbox.Sandbox) -> None:
+def test_unknown_node_is_refused(slurm: sandbox.Sandbox) -> None:
     with pytest.raises(SpecError, match=r"has no node 'n9'\. Its nodes are pytest-"):
         slurm.kill_node("n9")
 
 
-def test_up_and_down_beside_another_leaves_no_trace(
+def test_up_and_down_beside_another_sandbox_leave_no_trace(
     slurm: sandbox.Sandbox, name: str, tmp_path: Path
 ) -> None:
     before = _host_lines(name)
@@ -146,14 +146,14 @@ def test_up_and_down_beside_another_leaves_no_trace(
         box = sandbox.up(name, nodes=2, gpus_per_node=1)
         assert set(box.node_states().values()) == {"idle"}
         assert not set(box.plan.ports) & set(slurm.plan.ports)
-        # A task that leaves its session and clears its environment; a job that waits.
+        # A task that leaves its session and clears its environment, and a pending job.
         _sbatch(box, "env -i setsid sleep 300 & echo $!; sleep 300", log, "-N2", "--gpus-per-node=1")
         _sbatch(box, "sleep 300", tmp_path / "queued.out", "-N2", "--gpus-per-node=1")
         escaped = int(wait_for(partial(_text, log), 20, "the job's start"))
         assert any(process.pid == escaped for process in processes())
         box.down()
         assert not any(process.pid == escaped for process in processes())
-        assert _of(name) == []
+        assert _sandbox_processes(name) == []
         assert not folder_of(name).exists()
         assert _host_lines(name) == before
         log.unlink()
@@ -162,16 +162,16 @@ def test_up_and_down_beside_another_leaves_no_trace(
     assert sandbox.down(name) is False
 
 
-def test_down_outlasts_a_job_that_ignores_sigterm(name: str, tmp_path: Path) -> None:
+def test_down_ends_a_job_that_ignores_sigterm(name: str, tmp_path: Path) -> None:
     box = sandbox.up(name, nodes=1, gpus_per_node=0)
     log = tmp_path / "job.out"
     _sbatch(box, "trap '' TERM; echo started; while true; do sleep 0.2; done", log)
     wait_for(partial(_text, log), 20, "the job's start")
     box.down()
-    assert _of(name) == []
+    assert _sandbox_processes(name) == []
 
 
-def test_up_twice_keeps_what_is_there_and_mends_it(name: str) -> None:
+def test_repeated_up_keeps_and_repairs_the_sandbox(name: str) -> None:
     box = sandbox.up(name, nodes=1, gpus_per_node=0)
     pids = box.daemons()
     assert sandbox.up(name, nodes=1, gpus_per_node=0).daemons() == pids
@@ -181,23 +181,23 @@ def test_up_twice_keeps_what_is_there_and_mends_it(name: str) -> None:
         if process.pid in (pids["slurmctld"], pids["munged"]):
             process.kill()
     wait_for(lambda: box.daemons()["slurmctld"] is None, 5, "the end of slurmctld")
-    mended = sandbox.up(name, nodes=1, gpus_per_node=0).daemons()
-    assert None not in mended.values()
-    assert mended[f"slurmd {name}-1"] == pids[f"slurmd {name}-1"]
+    repaired = sandbox.up(name, nodes=1, gpus_per_node=0).daemons()
+    assert None not in repaired.values()
+    assert repaired[f"slurmd {name}-1"] == pids[f"slurmd {name}-1"]
 
 
-def test_up_after_an_up_that_was_killed_half_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_after_a_killed_up_starts_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        # What a SIGKILL leaves: no clean-up runs, and no plan was saved.
+        # As after SIGKILL: no clean-up runs, and no layout was saved.
         patch.setattr(setup, "remove", lambda *_, **__: None)
-        patch.setattr(setup.SandboxLayout, "save", _die)
+        patch.setattr(setup.SandboxLayout, "save", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             sandbox.up(name, nodes=1)
     assert folder_of(name).exists()
     assert sandbox.up(name, nodes=2).node_states() == {f"{name}-1": "idle", f"{name}-2": "idle"}
 
 
-def test_up_gives_lost_host_lines_back(name: str) -> None:
+def test_up_restores_lost_host_lines(name: str) -> None:
     box = sandbox.up(name, nodes=1, gpus_per_node=0)
     lines = _host_lines(name)
     etc_hosts.remove_hosts(name)
@@ -206,23 +206,23 @@ def test_up_gives_lost_host_lines_back(name: str) -> None:
     assert f"{box.nodes[0]} " in lines[0]
 
 
-@pytest.mark.parametrize("left", ["an empty folder", "no plan", "nothing but processes"])
-def test_the_rest_of_a_crash_is_removed(name: str, left: str) -> None:
+@pytest.mark.parametrize("remains", ["an empty folder", "no plan", "nothing but processes"])
+def test_down_removes_the_remains_of_a_crash(name: str, remains: str) -> None:
     before = _host_lines(name)
-    if left == "an empty folder":
+    if remains == "an empty folder":
         folder_of(name).mkdir(parents=True)
     else:
         box = sandbox.up(name, nodes=1, gpus_per_node=1)
         (box.plan.folder / "sandbox.json").unlink()
-        if left == "nothing but processes":
+        if remains == "nothing but processes":
             run_command(["rm", "-rf", box.plan.folder])
     sandbox.down(name)
-    assert _of(name) == []
+    assert _sandbox_processes(name) == []
     assert not folder_of(name).exists()
     assert _host_lines(name) == before
 
 
-def test_a_daemon_that_does_not_come_up_is_named_with_its_log(
+def test_daemon_that_does_not_start_is_reported_with_its_log(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = _host_lines(name)
@@ -232,27 +232,27 @@ def test_a_daemon_that_does_not_come_up_is_named_with_its_log(
         SchedulerError, match=r"slurmctld ended; its log .*slurmctld\.log ends:\n.*fatal: .*/dev/null"
     ):
         sandbox.up(name, nodes=1, gpus_per_node=0, limit_s=20)
-    assert _of(name) == []
+    assert _sandbox_processes(name) == []
     assert not folder_of(name).exists()
     assert _host_lines(name) == before
 
 
-def test_a_daemon_that_refuses_at_once_is_quoted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_daemon_that_refuses_its_config_is_quoted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = slurm_conf._SLURM_CONF.replace("select/cons_tres", "select/nonsense")
     monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
     with pytest.raises(SchedulerError, match=r"(slurmctld|slurmd) .*select/nonsense"):
         sandbox.up(name, nodes=1, gpus_per_node=0, limit_s=20)
-    assert _of(name) == []
+    assert _sandbox_processes(name) == []
 
 
-def test_a_job_cannot_take_its_own_sandbox_down(slurm: sandbox.Sandbox) -> None:
+def test_job_cannot_take_down_its_own_sandbox(slurm: sandbox.Sandbox) -> None:
     code = f"from hpctrain import sandbox; sandbox.down({slurm.name!r})"
-    done = run_command(["srun", sys.executable, "-c", code], slurm.env, check=False)
-    assert f"This process runs in a job of sandbox {slurm.name}" in done.stderr
+    result = run_command(["srun", sys.executable, "-c", code], slurm.env, check=False)
+    assert f"This process runs in a job of sandbox {slurm.name}" in result.stderr
     assert None not in slurm.daemons().values()
 
 
-def test_files_are_for_all_users_but_the_key_is_not(slurm: sandbox.Sandbox) -> None:
+def test_files_are_readable_for_all_users_except_the_key(slurm: sandbox.Sandbox) -> None:
     plan = slurm.plan
     modes = {
         path.name: path.stat().st_mode & 0o777 for path in (ROOT, plan.conf, plan.munge, plan.munge / "key")
@@ -260,12 +260,12 @@ def test_files_are_for_all_users_but_the_key_is_not(slurm: sandbox.Sandbox) -> N
     assert modes == {ROOT.name: 0o755, "slurm.conf": 0o644, "munge": 0o755, "key": 0o400}
 
 
-def _records(box: sandbox.Sandbox, job: str) -> list[str]:
-    """The states of a job in accounting."""
+def _recorded_states(box: sandbox.Sandbox, job: str) -> list[str]:
+    """Return the states of a job in accounting."""
     return run_command(["sacct", "-nXP", "-o", "State", "-j", job], box.env).stdout.split()
 
 
-def test_accounting_keeps_its_own_records_outlives_its_daemons_and_goes(
+def test_accounting_is_separate_and_survives_its_daemons(
     accounting: sandbox.Sandbox, name: str, tmp_path: Path
 ) -> None:
     box = sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
@@ -274,7 +274,7 @@ def test_accounting_keeps_its_own_records_outlives_its_daemons_and_goes(
     for daemon in ("mariadbd", "slurmdbd"):
         assert os.stat(f"/proc/{box.daemons()[daemon]}").st_uid != 0
     job = _sbatch(box, "exit 3", tmp_path / "job.out")
-    wait_for(lambda: _records(box, job) == ["FAILED"], 20, "the record of the job")
+    wait_for(lambda: _recorded_states(box, job) == ["FAILED"], 20, "the record of the job")
     users = run_command(["sacct", "-nXP", "-S", "now-1hours", "-o", "Cluster"], accounting.env).stdout.split()
     assert name not in users
 
@@ -284,14 +284,14 @@ def test_accounting_keeps_its_own_records_outlives_its_daemons_and_goes(
             process.kill()
     wait_for(lambda: box.daemons()["slurmdbd"] is None, 5, "the end of slurmdbd")
     assert None not in sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True).daemons().values()
-    assert _records(box, job) == ["FAILED"]
+    assert _recorded_states(box, job) == ["FAILED"]
     box.down()
-    assert _of(name) == []
+    assert _sandbox_processes(name) == []
     assert not folder_of(name).exists()
     assert None not in accounting.daemons().values()
 
 
-def test_a_database_that_does_not_come_up_is_named_with_its_log(
+def test_database_that_does_not_start_is_reported_with_its_log(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -301,11 +301,11 @@ def test_a_database_that_does_not_come_up_is_named_with_its_log(
         SchedulerError, match=r"mariadbd ended; its log .*mariadbd\.log ends:\n(.*\n)*.*/nowhere"
     ):
         sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
-    assert _of(name) == []
+    assert _sandbox_processes(name) == []
     assert not folder_of(name).exists()
 
 
-def test_without_accounting_sacct_says_so(slurm: sandbox.Sandbox) -> None:
-    done = run_command(["sacct"], slurm.env, check=False)
-    assert done.returncode == 1
-    assert "accounting storage is disabled" in done.stderr
+def test_sacct_without_accounting_is_an_error(slurm: sandbox.Sandbox) -> None:
+    result = run_command(["sacct"], slurm.env, check=False)
+    assert result.returncode == 1
+    assert "accounting storage is disabled" in result.stderr
