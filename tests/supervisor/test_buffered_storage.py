@@ -1,4 +1,4 @@
-"""The supervisor on a disk that is full, or gone: it goes on from memory, and writes what waits later."""
+"""The supervisor on a full or missing disk: it buffers writes in memory and flushes them later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpctrain.supervisor.run_end import finish_run
 
 
 @pytest.fixture(autouse=True)
-def _no_patience(monkeypatch):
+def _short_intervals(monkeypatch):
     monkeypatch.setattr(buffered_storage, "_RETRY_INTERVAL_S", 0.05)
     monkeypatch.setattr(buffered_storage, "_VANISHED_LIMIT_S", 0.2)
 
@@ -38,7 +38,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """No byte and no file more."""
+    """Leave space for no byte and no file."""
     with open(disk / "filler", "ab", buffering=0) as file:
         for size in (4096, 1):
             with suppress(OSError):
@@ -61,7 +61,7 @@ def kinds(run: RunDir) -> list[str]:
     return [event["kind"] for event in run.read_events()]
 
 
-def test_what_a_full_disk_does_not_take_counts_and_is_written_later(disk):
+def test_writes_to_a_full_disk_are_buffered_and_flushed_later(disk):
     run = RunDir(disk, BufferedStorage(disk))
     run.spec.touch()
     assert run.new_attempt() == 0
@@ -84,19 +84,21 @@ def test_what_a_full_disk_does_not_take_counts_and_is_written_later(disk):
     assert run.events.stat().st_size > before
 
 
-def test_a_run_that_fails_meanwhile_says_so_and_waits_no_longer_than_its_limit(disk, capsys):
+def test_failed_run_on_a_full_disk_prints_its_end_after_a_limit(disk, capsys):
     run = RunDir(disk, BufferedStorage(disk))
     fill(disk)
     run.log_event("started", 0)
     finish_run(run, "FAILED", "rank 1 died")
-    begun = time.monotonic()
+    start = time.monotonic()
     run.storage.flush_pending(0.3)
-    assert time.monotonic() - begun < 5
-    lost = [line.partition(": {")[2] for line in capsys.readouterr().err.splitlines() if '"finished"' in line]
-    assert json.loads("{" + lost[0])["cause"].startswith("rank 1 died; disk full at ")
+    assert time.monotonic() - start < 5
+    printed = [
+        line.partition(": {")[2] for line in capsys.readouterr().err.splitlines() if '"finished"' in line
+    ]
+    assert json.loads("{" + printed[0])["cause"].startswith("rank 1 died; disk full at ")
 
 
-def test_there_is_room_for_the_last_words_of_a_run_that_fails_on_a_full_disk(disk):
+def test_reserved_space_holds_the_end_of_a_failed_run(disk):
     run = RunDir(disk, BufferedStorage(disk))
     run.storage.reserve_space()
     fill(disk)
@@ -109,7 +111,7 @@ def test_there_is_room_for_the_last_words_of_a_run_that_fails_on_a_full_disk(dis
     assert not run.storage.reserve_file.exists()
 
 
-def test_the_log_waits_too(disk, capsys):
+def test_log_is_buffered(disk, capsys):
     handler = BufferedLogHandler(disk / "supervisor.log")
     fill(disk)
     for i in range(3):
@@ -120,7 +122,7 @@ def test_the_log_waits_too(disk, capsys):
     assert (disk / "supervisor.log").read_text() == "line 0\nline 1\nline 2\n"
 
 
-def test_a_folder_that_has_vanished_ends_the_run_and_is_not_made_anew(tmp_path):
+def test_missing_folder_ends_the_run_and_is_not_created(tmp_path):
     run = RunDir(tmp_path / "run", BufferedStorage(tmp_path / "run"))
     with pytest.raises(HpctrainError, match="has vanished"):
         run.new_attempt()
@@ -128,14 +130,14 @@ def test_a_folder_that_has_vanished_ends_the_run_and_is_not_made_anew(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO])
-def test_a_disks_errors_are_told_from_others(number):
+def test_disk_errors_are_distinguished_from_others(number):
     assert "/x" in str(describe_disk_error(OSError(number, "what"), Path("/x")))
     assert describe_disk_error(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
 
 
 @pytest.mark.slow
-def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceback(disk, tmp_path):
-    """The job's own log, too, is on the disk, which was full before it began."""
+def test_supervisor_with_all_output_on_a_full_disk_ends_without_a_traceback(disk, tmp_path):
+    """The job's own log is also on the disk, which was full before the start."""
     run = RunDir(disk)
     script = tmp_path / "script.py"
     script.write_text("print('here')\n")
@@ -151,13 +153,13 @@ def test_a_supervisor_whose_every_output_is_full_ends_with_a_cause_and_no_traceb
     )
     run.spec.write_text(spec.text())
     run.lock.touch()
-    said = tmp_path / "said"
-    with open(said, "wb") as errors, open(disk / "output", "ab") as output:
+    stderr_file = tmp_path / "said"
+    with open(stderr_file, "wb") as errors, open(disk / "output", "ab") as output:
         fill(disk)
         command = [sys.executable, "-m", "hpctrain.supervisor", str(disk)]
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
-    wait_for(lambda: "cannot write" in said.read_text(), 60, "the supervisor to notice")
+    wait_for(lambda: "cannot write" in stderr_file.read_text(), 60, "the supervisor to notice")
     free(disk)
-    assert process.wait(100) == 0, said.read_text()
-    assert "Traceback" not in said.read_text()
+    assert process.wait(100) == 0, stderr_file.read_text()
+    assert "Traceback" not in stderr_file.read_text()
     assert kinds(run)[-1] == "finished"

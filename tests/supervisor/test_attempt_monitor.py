@@ -1,4 +1,4 @@
-"""The watch over a step, with a step that only pretends: what is done when an end does not come."""
+"""The attempt monitor with a fake step: reactions to exits, stops and missing ends."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hpctrain.supervisor.workers import attempt_monitor
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
 
 
-class PretendStep:
-    """Notes what it is told; ends when killed, unless it is stubborn."""
+class FakeStep:
+    """Records its signals; ends when killed, unless it is stubborn."""
 
     def __init__(self, events, stubborn=False):
         self.events, self.stubborn = events, stubborn
@@ -51,91 +51,91 @@ class Local(LocalJobControl):
         self._limit_s = None
 
 
-def watch(*happened, job=None, stubborn=False, ends_in=None, lead=0.1):
+def monitor(*past_events, job=None, stubborn=False, ends_in=None, lead=0.1):
     events = queue.SimpleQueue()
-    for event in happened:
+    for event in past_events:
         events.put(event)
-    step = PretendStep(events, stubborn)
+    step = FakeStep(events, stubborn)
     ends_at = None if ends_in is None else time.monotonic() + ends_in
-    watching = AttemptMonitor(
+    attempt = AttemptMonitor(
         events=events, job_control=job or Local(), ends_at=ends_at, stop_before_limit_s=lead
     )
-    return watching.wait(step), step, watching
+    return attempt.wait(step), step, attempt
 
 
-def test_all_done():
-    outcome, step, _ = watch(TaskExit(0, 0), TaskExit(1, 0), StepEnded(0))
+def test_all_ranks_done():
+    outcome, step, _ = monitor(TaskExit(0, 0), TaskExit(1, 0), StepEnded(0))
     assert outcome is AttemptOutcome.DONE
     assert not step.killed
 
 
-def test_peers_of_a_failed_rank_are_not_waited_for():
-    outcome, step, watching = watch(TaskExit(3, None, signal.SIGKILL))
+def test_peers_of_a_failed_rank_are_killed():
+    outcome, step, attempt = monitor(TaskExit(3, None, signal.SIGKILL))
     assert outcome is AttemptOutcome.FAILED
     assert step.killed
-    assert [task.rank for task in watching.exits] == [3]
+    assert [task.rank for task in attempt.exits] == [3]
 
 
-def test_ranks_that_do_not_follow_a_stop_are_ended_and_the_stop_counts():
-    outcome, step, _ = watch(TaskExit(0, 75))
+def test_ranks_that_do_not_stop_are_killed_and_the_attempt_is_stopped():
+    outcome, step, _ = monitor(TaskExit(0, 75))
     assert outcome is AttemptOutcome.STOPPED
     assert step.killed
 
 
-def test_a_step_that_could_not_start():
-    assert watch(StepEnded(1, "srun: error: Unable to create step"))[0] is AttemptOutcome.NOT_STARTED
+def test_step_that_could_not_start():
+    assert monitor(StepEnded(1, "srun: error: Unable to create step"))[0] is AttemptOutcome.NOT_STARTED
 
 
-def test_preemption_here_is_passed_on_and_ranks_that_ignore_it_are_ended():
-    outcome, step, _ = watch(SignalReceived(signal.SIGUSR2))
+def test_preemption_is_forwarded_and_unresponsive_ranks_are_killed():
+    outcome, step, _ = monitor(SignalReceived(signal.SIGUSR2))
     assert step.signals == [signal.SIGTERM]
     assert step.killed
     assert outcome is AttemptOutcome.STOPPED
 
 
-def test_a_second_request_to_cancel_ends_ranks_that_ignore_the_first(monkeypatch):
+def test_second_cancel_kills_unresponsive_ranks(monkeypatch):
     monkeypatch.setattr(attempt_monitor, "CANCEL_GRACE_S", 60.0)
-    outcome, step, _ = watch(SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM))
+    outcome, step, _ = monitor(SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM))
     assert step.signals == [signal.SIGTERM]
     assert step.killed
     assert outcome is AttemptOutcome.STOPPED
 
 
-def test_slurms_own_signal_is_not_passed_on(tmp_path):
+def test_signal_sent_by_slurm_is_not_forwarded(tmp_path):
     spec = JobSpec(
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="slurm", python="p", workdir="/"
     )
     job = SlurmJobControl(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
-    outcome, step, watching = watch(SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job)
+    outcome, step, attempt = monitor(SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job)
     assert step.signals == []
     assert not step.killed
     assert outcome is AttemptOutcome.STOPPED
-    assert watching.signals == [signal.SIGTERM]
+    assert attempt.signals == [signal.SIGTERM]
 
 
-def test_time_limit_warns_and_then_ends():
-    outcome, step, _ = watch(ends_in=0.3, lead=0.2)
+def test_time_limit_sends_a_signal_and_then_kills():
+    outcome, step, _ = monitor(ends_in=0.3, lead=0.2)
     assert step.signals == [signal.SIGUSR2]
     assert step.killed
     assert outcome is AttemptOutcome.OUT_OF_TIME
 
 
-def test_a_controller_that_is_out_of_reach_before_the_time_limit_fails_no_run(monkeypatch, caplog):
+def test_unreachable_controller_before_the_time_limit_does_not_fail_the_run(monkeypatch, caplog):
     def unreachable(self, number):
         raise SchedulerError("squeue says: Unable to contact slurm controller")
 
-    monkeypatch.setattr(PretendStep, "signal", unreachable)
-    outcome, _, _ = watch(TaskExit(0, 75), ends_in=5.0, lead=10.0)
+    monkeypatch.setattr(FakeStep, "signal", unreachable)
+    outcome, _, _ = monitor(TaskExit(0, 75), ends_in=5.0, lead=10.0)
     assert outcome is AttemptOutcome.STOPPED
     assert "cannot signal the ranks: squeue says" in caplog.text
 
 
-def test_a_step_that_survives_its_killing_is_an_error_and_not_a_hang():
+def test_step_that_survives_its_kill_is_an_error():
     with pytest.raises(TimeoutError, match="still running"):
-        watch(TaskExit(0, 1), stubborn=True)
+        monitor(TaskExit(0, 1), stubborn=True)
 
 
-def test_job_id_of_a_local_run_is_the_process_that_cancel_signals():
+def test_job_id_of_a_local_run_is_the_process_id():
 
     spec = JobSpec(
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"
@@ -143,7 +143,7 @@ def test_job_id_of_a_local_run_is_the_process_that_cancel_signals():
     assert LocalJobControl(spec).job_id == str(os.getpid())
 
 
-def test_ranks_are_not_waited_for_until_it_is_too_late_to_requeue(monkeypatch):
+def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):
     monkeypatch.setattr(attempt_monitor, "_EXIT_GRACE_S", 60.0)
     monkeypatch.setattr(attempt_monitor, "_REQUEUE_S", 12.0)
     monkeypatch.setattr(attempt_monitor, "_MIN_EXIT_GRACE_S", 0.05)
@@ -152,7 +152,7 @@ def test_ranks_are_not_waited_for_until_it_is_too_late_to_requeue(monkeypatch):
         def seconds_left(self):
             return 12.1
 
-    begun = time.monotonic()
-    outcome, step, _ = watch(TaskExit(0, 75), job=Slurm())
+    start = time.monotonic()
+    outcome, step, _ = monitor(TaskExit(0, 75), job=Slurm())
     assert (outcome, step.killed) == (AttemptOutcome.STOPPED, True)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5

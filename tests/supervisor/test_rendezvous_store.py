@@ -11,7 +11,7 @@ from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_ranks_of_other_hosts_reach_it_by_ipv4_and_by_ipv6(address):
+def test_store_is_reachable_by_ipv4_and_ipv6(address):
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     with RendezvousStore("n1") as rendezvous:
@@ -19,7 +19,7 @@ def test_ranks_of_other_hosts_reach_it_by_ipv4_and_by_ipv6(address):
         socket.create_connection((address, port), timeout=5).close()
 
 
-def test_ranks_of_this_host_alone_are_out_of_reach_of_others():
+def test_store_of_a_single_host_is_not_reachable_by_others():
     with RendezvousStore("127.0.0.1") as rendezvous:
         port = int(rendezvous.variables["MASTER_PORT"])
         with pytest.raises(ConnectionRefusedError):
@@ -27,10 +27,10 @@ def test_ranks_of_this_host_alone_are_out_of_reach_of_others():
 
 
 @pytest.mark.slow
-def test_a_low_limit_of_open_files_is_raised_to_what_the_store_needs(tmp_path: Path):
+def test_low_limit_of_open_files_is_raised(tmp_path: Path):
     script = tmp_path / "limit.py"
     script.write_text("import resource; print('soft limit', resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
     submit = f"{sys.executable} -m hpctrain submit --backend local --ntasks-per-node 2 --follow {script}"
-    done = run_command(["bash", "-c", f"ulimit -Sn 50; {submit}"], cwd=tmp_path)
-    limit = int(done.stdout.split("soft limit ")[1].split()[0])
+    result = run_command(["bash", "-c", f"ulimit -Sn 50; {submit}"], cwd=tmp_path)
+    limit = int(result.stdout.split("soft limit ")[1].split()[0])
     assert limit >= 64

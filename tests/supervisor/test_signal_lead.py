@@ -1,4 +1,4 @@
-"""The lead of the signal before the time limit, out of what the run has been seen to need."""
+"""The signal lead before the time limit, from the observed step and save times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.supervisor.job_control.signal_lead import longest_step_s, minimum_lead_s, required_lead_s
 
 
-def test_ranks_need_some_steps_and_a_save():
+def test_minimum_lead_covers_some_steps_and_a_save():
     assert minimum_lead_s(step_s=2.0, save_s=40.0) == 10 + 3 * 2 + 1.25 * 40 + 2
 
 
@@ -24,22 +24,22 @@ def record(step, time, attempt=0):
         ([], 0.0),
         ([record(1, 5.0)], 0.0),
         ([record(1, 5.0), record(2, 6.0), record(3, 16.0), record(4, 17.0)], 10.0),
-        # A line every ten steps.
+        # One record every ten steps.
         ([record(10, 5.0), record(20, 25.0)], 2.0),
-        # What lies between two attempts is no step.
+        # The time between two attempts is not a step.
         ([record(1, 5.0), record(2, 500.0, attempt=1), record(3, 501.0, attempt=1)], 1.0),
     ],
 )
-def test_the_longest_step(records, seconds):
+def test_longest_step_is_found(records, seconds):
     assert longest_step_s(records) == seconds
 
 
-def test_nobody_knows_before_the_first_save(tmp_path):
+def test_lead_before_the_first_save_is_the_requested_one(tmp_path):
     assert required_lead_s(RunDir(tmp_path), 120.0) == 120.0
 
 
 @pytest.mark.parametrize(("save_s", "lead"), [(1.0, 120.0), (200.0, 10 + 3 * 4 + 1.25 * 200 + 2)])
-def test_what_is_needed_counts_where_it_is_more_than_what_was_asked_for(tmp_path, save_s, lead):
+def test_lead_is_extended_if_a_save_needs_more(tmp_path, save_s, lead):
     run = RunDir(tmp_path)
     run.log_event("checkpoint", 0, step=5, path="x", seconds=save_s)
     run.log_event("checkpoint", 0, step=6, path="x", seconds=0.5)

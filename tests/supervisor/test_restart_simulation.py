@@ -1,4 +1,4 @@
-"""Runs on a simulated cluster: none is lost, none starts over and over, and whatever ends has a reason."""
+"""Simulated clusters: no run is lost or restarts forever, and every end has a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 from hpctrain.supervisor.restart_simulation import DAY_S, Simulation, SimulationConfig
 
-#: All budgets together: more starts than these without a checkpoint are none of the table's.
+#: All budgets together: the table allows no more starts without a checkpoint.
 _MOST_STARTS = 3 + sum(row.retries or 0 for row in DEFAULT_RULES.values()) + 1
 
 
@@ -20,7 +20,7 @@ def check(conditions: SimulationConfig):
     assert report.runs
     busy: list[str] = []
     for run in report.runs:
-        # Nothing is lost: each run trains, waits for its turn, or has ended, with the reason if it failed.
+        # Each run trains, waits, or has ended, with the reason if it failed.
         assert run.state in ("trains", "waits", "complete", "failed")
         assert (run.state == "failed") == bool(run.reason)
         if run.state == "complete":
@@ -28,22 +28,22 @@ def check(conditions: SimulationConfig):
             assert run.fails_after_s is None or run.fails_after_s >= run.needs_s
         busy += [*run.hosts, *run.spare]
         assert all("cause" in event for event in run.events if event["kind"] == "failure")
-    # No node trains for two.
+    # No node trains two runs.
     assert len(busy) == len(set(busy))
     assert report.most_starts_without_progress <= _MOST_STARTS
-    # What does not start again and again ends in time: far fewer ends than minutes of a start fit in.
+    # Endless restarts would give far more ends.
     assert sum(report.ends.values()) < len(report.runs) * (50 + 20 * conditions.days * CRASHES_PER_FAILURE)
     assert all(run.ended is None or run.ended <= end for run in report.runs)
     return report
 
 
 @pytest.mark.slow
-def test_a_month_on_10000_gpus():
+def test_month_on_10000_gpus():
     report = check(SimulationConfig())
     assert report.conditions.num_nodes * report.conditions.gpus_per_node == 10_000
     states = report.states()
     assert states["complete"] > 0.7 * len(report.runs)
-    # Only a script's own error, which comes again and again, ends a run here.
+    # Only a script's own repeated error fails a run here.
     assert all("an error in the script" in run.reason for run in report.runs if run.state == "failed")
     doomed = [run for run in report.runs if run.fails_after_s is not None and run.ended is not None]
     assert all(run.state == "failed" or run.fails_after_s > run.needs_s for run in doomed)
@@ -62,7 +62,7 @@ def test_a_month_on_10000_gpus():
     doomed=st.floats(0, 1),
     seed=st.integers(0, 10**6),
 )
-def test_whatever_the_conditions(gpus, mtbf, bad, preemptions, limit, doomed, seed):
+def test_random_conditions(gpus, mtbf, bad, preemptions, limit, doomed, seed):
     check(
         SimulationConfig(
             gpus=gpus,

@@ -1,4 +1,4 @@
-"""The connections between the supervisor and the ranks, and what programs without the secret can do there."""
+"""Connections between supervisor and ranks, and attacks by programs without the secret."""
 
 from __future__ import annotations
 
@@ -24,55 +24,55 @@ from hpctrain.supervisor.workers import heartbeat_server as module
 from hpctrain.supervisor.workers.heartbeat_server import HeartbeatServer
 
 
-class Ears:
-    """A listener that notes what it hears."""
+class RecordingListener:
+    """A listener that records all messages."""
 
     def __init__(self) -> None:
-        self.heard: queue.SimpleQueue[tuple[int, int, Mapping[str, Any]]] = queue.SimpleQueue()
-        self.gone: list[tuple[int, int]] = []
-        self.looks = 0
+        self.messages: queue.SimpleQueue[tuple[int, int, Mapping[str, Any]]] = queue.SimpleQueue()
+        self.disconnected: list[tuple[int, int]] = []
+        self.ticks = 0
 
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         if "bad" in message:
             int(float(message["bad"]))
-        self.heard.put((attempt, rank, message))
+        self.messages.put((attempt, rank, message))
 
     def on_disconnect(self, attempt: int, rank: int) -> None:
-        self.gone.append((attempt, rank))
+        self.disconnected.append((attempt, rank))
         raise RuntimeError("a mistake of the listener's")
 
     def on_tick(self) -> None:
-        self.looks += 1
+        self.ticks += 1
 
 
 @pytest.fixture
-def ears() -> Ears:
-    return Ears()
+def listener() -> RecordingListener:
+    return RecordingListener()
 
 
 @pytest.fixture
-def lines(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatServer]:
+def server(listener: RecordingListener, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatServer]:
     monkeypatch.setattr(module, "TICK_INTERVAL_S", 0.05)
     monkeypatch.setattr(module, "_PAUSE_S", 0.05)
-    with HeartbeatServer("127.0.0.1", ears) as lines:
-        yield lines
+    with HeartbeatServer("127.0.0.1", listener) as server:
+        yield server
 
 
 def ranks(rank: int = 0) -> Ranks:
     return Ranks(rank, 2, rank, 2, 0, 1, "127.0.0.1", 1, "slurm")
 
 
-def place_of(lines: HeartbeatServer) -> tuple[str, int]:
-    address, port, _ = lines.variables[SUPERVISOR_ADDRESS_VARIABLE].rsplit(":", 2)
+def address_of(server: HeartbeatServer) -> tuple[str, int]:
+    address, port, _ = server.variables[SUPERVISOR_ADDRESS_VARIABLE].rsplit(":", 2)
     return address, int(port)
 
 
-def stranger(lines: HeartbeatServer) -> socket.socket:
-    return socket.create_connection(place_of(lines), timeout=10)
+def connect(server: HeartbeatServer) -> socket.socket:
+    return socket.create_connection(address_of(server), timeout=10)
 
 
 def is_closed(connection: socket.socket, within_s: float = 10.0) -> bool:
-    """Whether the other end closes the connection, after the nonce that it sends to all."""
+    """True if the other end closes the connection, after the nonce that it always sends."""
     connection.settimeout(within_s)
     try:
         while connection.recv(4096):
@@ -84,18 +84,18 @@ def is_closed(connection: socket.socket, within_s: float = 10.0) -> bool:
     return True
 
 
-def works(lines: HeartbeatServer, ears: Ears) -> bool:
-    """Whether a rank is heard, is answered, and the listener gets to look."""
-    line = SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
-    line.send({"x": 1})
-    assert ears.heard.get(timeout=10) == (3, 0, {"x": 1})
-    assert lines.send(3, {"tell": True}) == 1
-    assert line.receive(10) == {"tell": True}
-    looks = ears.looks
-    wait_for(lambda: ears.looks > looks, 10, "the next look")
-    line.close()
-    wait_for(lambda: not lines.num_connected(3), 10, "the end of the line")
-    return lines._thread.is_alive()
+def works(server: HeartbeatServer, listener: RecordingListener) -> bool:
+    """True if a rank's message arrives and is answered, and the listener's tick runs."""
+    connection = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
+    connection.send({"x": 1})
+    assert listener.messages.get(timeout=10) == (3, 0, {"x": 1})
+    assert server.send(3, {"tell": True}) == 1
+    assert connection.receive(10) == {"tell": True}
+    ticks = listener.ticks
+    wait_for(lambda: listener.ticks > ticks, 10, "the next look")
+    connection.close()
+    wait_for(lambda: not server.num_connected(3), 10, "the end of the line")
+    return server._thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -112,74 +112,72 @@ def works(lines: HeartbeatServer, ears: Ears) -> bool:
     ],
     ids=["nested", "short-nested", "endless", "empty-lines", "binary", "unsigned", "forged", "old"],
 )
-def test_what_strangers_send_is_refused_unread_and_the_ranks_are_heard_on(lines, ears, data, caplog):
-    with stranger(lines) as connection:
+def test_invalid_data_of_strangers_is_refused_unread(server, listener, data, caplog):
+    with connect(server) as connection:
         with suppress(OSError):
             connection.sendall(data)
         assert is_closed(connection)
-    assert works(lines, ears)
-    assert ears.heard.empty()
+    assert works(server, listener)
+    assert listener.messages.empty()
     assert "was refused" in caplog.text
     assert "127.0.0.1" in caplog.text
 
 
-def test_a_stranger_that_sends_half_a_line_is_dropped_after_a_while(lines, ears, monkeypatch):
+def test_stranger_with_half_a_line_is_dropped(server, listener, monkeypatch):
     monkeypatch.setattr(module, "_UNPROVEN_S", 0.3)
-    with stranger(lines) as silent, stranger(lines) as slow:
+    with connect(server) as silent, connect(server) as slow:
         slow.sendall(b"0" * 10)
         assert is_closed(silent)
         assert is_closed(slow)
-    assert works(lines, ears)
+    assert works(server, listener)
 
 
-def test_a_flood_of_connections_leaves_room_for_ranks_and_is_reported_ten_times(
-    lines, ears, monkeypatch, caplog
-):
+def test_flood_of_connections_leaves_room_for_ranks(server, listener, monkeypatch, caplog):
     monkeypatch.setattr(module, "_MAX_UNPROVEN", 20)
-    before = SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(1), 3)
-    wait_for(lambda: lines.num_connected(3), 10, "a rank before the flood")
-    flood = [stranger(lines) for _ in range(200)]
+    rank = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(1), 3)
+    wait_for(lambda: server.num_connected(3), 10, "a rank before the flood")
+    flood = [connect(server) for _ in range(200)]
     assert all(is_closed(connection) for connection in flood[:180])
-    before.send({"x": 2})
-    assert ears.heard.get(timeout=10) == (3, 1, {"x": 2})
-    before.close()
-    wait_for(lambda: not lines.num_connected(3), 10, "the end of the line")
-    assert works(lines, ears)
+    rank.send({"x": 2})
+    assert listener.messages.get(timeout=10) == (3, 1, {"x": 2})
+    rank.close()
+    wait_for(lambda: not server.num_connected(3), 10, "the end of the line")
+    assert works(server, listener)
     for connection in flood:
         connection.close()
     assert caplog.text.count("was refused") == 10
     assert "further refusals are not reported" in caplog.text
 
 
-def test_a_message_that_the_listener_fails_at_ends_no_other_line(lines, ears):
-    bad = SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(1), 3)
+def test_message_that_fails_the_listener_closes_only_its_connection(server, listener):
+    bad = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(1), 3)
     bad.send({"bad": "inf"})
     with pytest.raises((ConnectionResetError, ConnectionAbortedError)):
         bad.receive(10)
-    assert works(lines, ears)
+    assert works(server, listener)
 
 
-def test_a_rank_with_a_number_that_is_none_ends_no_other_line(lines, ears):
-    secret = lines.variables[SUPERVISOR_ADDRESS_VARIABLE].rsplit(":", 1)[1].encode()
-    with stranger(lines) as connection:
-        theirs, own = connection.recv(100).rstrip(b"\n"), new_nonce()
-        up = Signed(secret, "up", theirs, own)
-        connection.sendall(own + b"\n" + up.seal({"attempt": float("inf"), "rank": 0}))
+def test_rank_with_an_invalid_number_closes_only_its_connection(server, listener):
+    secret = server.variables[SUPERVISOR_ADDRESS_VARIABLE].rsplit(":", 1)[1].encode()
+    with connect(server) as connection:
+        peer_nonce, own_nonce = connection.recv(100).rstrip(b"\n"), new_nonce()
+        up = Signed(secret, "up", peer_nonce, own_nonce)
+        connection.sendall(own_nonce + b"\n" + up.seal({"attempt": float("inf"), "rank": 0}))
         assert is_closed(connection)
-    assert works(lines, ears)
+    assert works(server, listener)
 
 
-def test_an_error_of_the_thread_itself_is_reported_and_does_not_end_it(lines, ears, monkeypatch, caplog):
+def test_error_of_the_server_thread_is_reported_and_survived(server, listener, monkeypatch, caplog):
     with monkeypatch.context() as patch:
-        patch.setattr(lines, "_accept", lambda: 1 // 0)
-        connection = stranger(lines)
+        patch.setattr(server, "_accept", lambda: 1 // 0)
+        connection = connect(server)
         wait_for(lambda: "receiving from the ranks failed" in caplog.text, 10, "the report")
-    assert works(lines, ears)
+    assert works(server, listener)
     connection.close()
 
 
-def test_lines_that_are_repeated_changed_or_sent_back_are_refused():
-    up, down = (Signed(b"secret", way, b"1", b"2") for way in ("up", "down"))
+def test_repeated_changed_or_reflected_lines_are_refused():
+    up, down = (Signed(b"secret", direction, b"1", b"2") for direction in ("up", "down"))
     line = up.seal({"x": 1})
     with pytest.raises(Unauthenticated):
         down.open(line)
@@ -195,29 +193,29 @@ def test_lines_that_are_repeated_changed_or_sent_back_are_refused():
             Signed(b"secret", "up").open(line)
 
 
-def test_a_rank_does_not_believe_a_supervisor_without_the_secret():
-    """Such as the word to begin, with variables that let other code be loaded."""
+def test_rank_rejects_a_supervisor_without_the_secret():
+    """For example, a start message with variables that load other code."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         opened: queue.SimpleQueue[SupervisorConnection] = queue.SimpleQueue()
-        where = f"127.0.0.1:{port}:secret"
-        thread = threading.Thread(target=lambda: opened.put(SupervisorConnection(where, ranks(), 0)))
+        address = f"127.0.0.1:{port}:secret"
+        thread = threading.Thread(target=lambda: opened.put(SupervisorConnection(address, ranks(), 0)))
         thread.start()
         connection, _ = server.accept()
         connection.sendall(new_nonce() + b"\n")
-        line = opened.get(timeout=10)
+        rank_connection = opened.get(timeout=10)
         assert b"secret" not in connection.recv(4096)
         connection.sendall(b"0" * 64 + b" " + json.dumps({"go": {"PYTHONPATH": "/evil"}}).encode() + b"\n")
         with pytest.raises(Unauthenticated):
-            line.receive(10)
+            rank_connection.receive(10)
         thread.join()
-        line.close()
+        rank_connection.close()
         connection.close()
 
 
-def test_a_rank_whose_line_was_cut_opens_another(lines, ears):
-    first = SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
-    opened = [SupervisorConnection(lines.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3), first]
+def test_rank_reconnects_after_a_lost_connection(server, listener):
+    first = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
+    opened = [SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3), first]
     first.heartbeat_interval_s = 0.05
 
     def next_line() -> SupervisorConnection:
@@ -226,8 +224,8 @@ def test_a_rank_whose_line_was_cut_opens_another(lines, ears):
         return opened.pop()
 
     start_heartbeat(next_line, lambda: {"beats": os.getpid()}, lambda line, message: None)
-    assert ears.heard.get(timeout=10)[2]
+    assert listener.messages.get(timeout=10)[2]
     first._socket.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + 10
-    while not ears.heard.get(timeout=10)[2]:
+    while not listener.messages.get(timeout=10)[2]:
         assert time.monotonic() < deadline

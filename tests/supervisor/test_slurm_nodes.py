@@ -1,4 +1,4 @@
-"""Which nodes are lost, by what `scontrol show node` prints and by what their slurmd says."""
+"""Lost nodes, from `scontrol show node` and from their slurmd."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NodeName=n2 Arch=x86_64 CoresPerSocket=1
 """
 
 
-def test_nodes_as_slurm_shows_them():
+def test_node_records_are_parsed():
     assert parse_nodes(RECORD) == [
         NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED"),
         NodeRecord("n2", "n2", 6818, "DOWN*+DRAIN"),
@@ -32,28 +32,28 @@ def test_nodes_as_slurm_shows_them():
 
 
 @pytest.mark.parametrize("port", ["x", "-1", "6818x", "99999", "9" * 5000])
-def test_a_port_that_cannot_exist_is_left_out(port):
+def test_invalid_port_is_replaced_by_the_default(port):
     assert parse_nodes(f"NodeName=n1 Port={port} State=IDLE\n") == [NodeRecord("n1", "n1", 6818, "IDLE")]
 
 
 @pytest.mark.parametrize("address", ["a" * 200, "\0"])
-def test_an_address_that_cannot_exist_says_nothing_about_the_node(address):
+def test_invalid_address_does_not_make_a_node_lost(address):
     assert node_trouble(NodeRecord("n1", address, 6818, "IDLE")) is None
 
 
 @pytest.mark.parametrize("state", ["DOWN", "DOWN*", "IDLE+POWERED_DOWN"])
-def test_a_node_that_is_down_is_lost(state):
+def test_down_node_is_lost(state):
     assert node_trouble(NodeRecord("n2", "127.0.0.1", 1, state)) == f"Slurm reports {state}"
 
 
-def test_a_node_whose_slurmd_answers_is_well_however_slurm_drains_it():
+def test_draining_node_with_responsive_slurmd_is_not_lost():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert (
             node_trouble(NodeRecord("n1", "127.0.0.1", server.getsockname()[1], "ALLOCATED*+DRAIN")) is None
         )
 
 
-def test_a_node_whose_slurmd_is_gone_is_lost():
+def test_node_without_slurmd_is_lost():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert "does not respond (ConnectionRefusedError)" in str(
@@ -61,11 +61,11 @@ def test_a_node_whose_slurmd_is_gone_is_lost():
     )
 
 
-def test_a_name_that_cannot_be_resolved_says_nothing_of_the_node():
+def test_unresolvable_name_does_not_make_a_node_lost():
     assert node_trouble(NodeRecord("n1", "no-such-host.invalid", 6818, "ALLOCATED")) is None
 
 
-def test_all_nodes_are_asked(monkeypatch, tmp_path):
+def test_all_nodes_are_checked(monkeypatch, tmp_path):
     monkeypatch.setattr(
         node_queries, "run_slurm", lambda command, _environ: RECORD if command[-1] == "n[1-2]" else ""
     )

@@ -1,4 +1,4 @@
-"""What follows from what the ranks say and do not say, with a step that only pretends."""
+"""The rank monitor with a fake step: launchers that stay after their ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 BEAT = {"phase": "step", "step": 1, "beats": 1, "spent": [0, 0, 0], "modules": [], "changed": []}
 
 
-class PretendStep:
+class FakeStep:
     def __init__(self, answer):
         self.answer, self.asked = answer, 0
 
@@ -32,44 +32,44 @@ class PretendStep:
 
 
 @pytest.fixture
-def heard(tmp_path, monkeypatch):
-    """A contact whose two ranks have come and gone, the step's answer and the events."""
+def run_monitor(tmp_path, monkeypatch):
+    """A monitor whose two ranks have connected and disconnected; it returns the step and the events."""
     monkeypatch.setattr(module, "_LAUNCHER_TIMEOUT_S", 0.0)
 
-    def heard(answer, leave=(0, 1)):
-        step, events = PretendStep(answer), queue.SimpleQueue()
+    def run_monitor(answer, leave=(0, 1)):
+        step, events = FakeStep(answer), queue.SimpleQueue()
         limits = PhaseLimits(None)
-        contact = RankMonitor(
+        monitor = RankMonitor(
             RunDir(tmp_path), 0, step, lambda message: 0, events.put, limits, lambda rank: "n1", 2
         )
         for rank in range(2):
-            contact.on_message(rank, BEAT)
+            monitor.on_message(rank, BEAT)
         for rank in leave:
-            contact.on_disconnect(rank)
-        contact.on_tick()
+            monitor.on_disconnect(rank)
+        monitor.on_tick()
         return step, events
 
-    return heard
+    return run_monitor
 
 
-def test_ranks_that_have_left_a_step_that_is_over_are_not_waited_for(heard):
-    _, events = heard(True)
+def test_stuck_launcher_of_an_ended_step_is_reported(run_monitor):
+    _, events = run_monitor(True)
     assert events.get(timeout=5) == LauncherStuck()
 
 
 @pytest.mark.parametrize("answer", [False, SchedulerError("out of reach")], ids=["goes on", "unknown"])
-def test_a_step_that_goes_on_is_left_alone(heard, answer):
-    step, events = heard(answer)
+def test_running_step_is_left_alone(run_monitor, answer):
+    step, events = run_monitor(answer)
     wait_for(lambda: step.asked, 5, "the question")
     assert events.empty()
 
 
-def test_nobody_is_asked_as_long_as_a_rank_is_there(heard):
-    step, events = heard(True, leave=(0,))
+def test_launcher_is_not_queried_while_a_rank_is_connected(run_monitor):
+    step, events = run_monitor(True, leave=(0,))
     assert (step.asked, events.empty()) == (0, True)
 
 
-def test_the_launcher_of_such_a_step_is_ended_and_the_attempt_has_failed():
+def test_stuck_launcher_is_killed_and_the_attempt_has_failed():
     events = queue.SimpleQueue()
 
     class Stuck:

@@ -1,4 +1,4 @@
-"""When it is worth to give an allocation back and ask for a larger one."""
+"""Scaling up: requests for a larger allocation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hpctrain.supervisor.scale_up import ScaleUpMonitor, should_scale_up
 
 
 @pytest.mark.parametrize(
-    ("nodes", "then", "left_s", "pause_s", "worth"),
+    ("nodes", "new_nodes", "left_s", "pause_s", "worth"),
     [
         (2, 4, 3600, 180, True),
-        # 4 × (400 − 180) = 880 = 1.1 × 2 × 400: no more than the margin.
+        # 4 × (400 − 180) = 880 = 1.1 × 2 × 400: exactly the margin.
         (2, 4, 400, 180, False),
         (2, 4, 401, 180, True),
         (3, 4, 3600, 180, True),
@@ -27,8 +27,8 @@ from hpctrain.supervisor.scale_up import ScaleUpMonitor, should_scale_up
         (2, 4, 10, 180, False),
     ],
 )
-def test_more_nodes_are_worth_a_pause(nodes, then, left_s, pause_s, worth):
-    assert should_scale_up(nodes, then, left_s, pause_s) is worth
+def test_scale_up_must_be_worth_the_pause(nodes, new_nodes, left_s, pause_s, worth):
+    assert should_scale_up(nodes, new_nodes, left_s, pause_s) is worth
 
 
 @pytest.mark.parametrize("refusals", [0, 1])

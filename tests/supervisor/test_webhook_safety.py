@@ -1,4 +1,4 @@
-"""Addresses that answer a notification with what an attacker or a broken proxy may send."""
+"""Webhook servers with answers of an attacker or a broken proxy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = Callable[[socket.socket], None]
 
 
 class Server:
-    """Answers each request in the same way, and keeps the paths of the requests."""
+    """A server that gives the same answer to each request and records the paths."""
 
     def __init__(self, answer: Answer, wrap: Callable[[socket.socket], socket.socket]) -> None:
         self.paths: list[str] = []
@@ -75,7 +75,7 @@ def _short_limits(monkeypatch) -> None:
     monkeypatch.setattr(notification_targets, "_PAUSE_S", 0.01)
 
 
-def sends(*parts: bytes) -> Answer:
+def send_parts(*parts: bytes) -> Answer:
     def answer(connection: socket.socket) -> None:
         for part in parts:
             connection.sendall(part)
@@ -83,8 +83,8 @@ def sends(*parts: bytes) -> Answer:
     return answer
 
 
-def without_end(begin: bytes, more: bytes, pause_s: float = 0.0) -> Answer:
-    """Send the same again and again, until the other end closes the connection."""
+def send_forever(begin: bytes, more: bytes, pause_s: float = 0.0) -> Answer:
+    """Send the same data repeatedly, until the other end closes the connection."""
 
     def answer(connection: socket.socket) -> None:
         connection.sendall(begin)
@@ -99,10 +99,12 @@ def without_end(begin: bytes, more: bytes, pause_s: float = 0.0) -> Answer:
 @pytest.mark.parametrize(
     "target", ["other", "file:///etc/passwd", "ftp://127.0.0.1:9/x", "itself", "\x1b]0;x\x07"]
 )
-def test_no_redirect_is_followed(code, target, tmp_path):
-    with serving(sends(b"HTTP/1.1 200 OK\r\n\r\n")) as other:
+def test_redirects_are_not_followed(code, target, tmp_path):
+    with serving(send_parts(b"HTTP/1.1 200 OK\r\n\r\n")) as other:
         location = {"other": other.address, "itself": "/hook?key=sekrit-42"}.get(target, target)
-        answer = sends(f"HTTP/1.1 {code} Moved\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode())
+        answer = send_parts(
+            f"HTTP/1.1 {code} Moved\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
+        )
         with serving(answer) as server, pytest.raises(OSError, match=str(code)) as error:
             post_json(server.address, {"text": "a"})
         assert server.paths == ["/hook?key=sekrit-42"] * 3
@@ -112,57 +114,59 @@ def test_no_redirect_is_followed(code, target, tmp_path):
 
 
 ENDLESS = {
-    "slow header": without_end(b"HTTP/1.1 200 OK\r\nX: ", b"x", 0.05),
-    "status line": without_end(b"HTTP/1.1 200 ", b"x" * 4096),
-    "headers": without_end(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 100),
-    "continue": without_end(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
-    "slow continue": without_end(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.05),
+    "slow header": send_forever(b"HTTP/1.1 200 OK\r\nX: ", b"x", 0.05),
+    "status line": send_forever(b"HTTP/1.1 200 ", b"x" * 4096),
+    "headers": send_forever(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 100),
+    "continue": send_forever(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
+    "slow continue": send_forever(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.05),
     "nothing": lambda connection: connection.recv(1),
-    "junk": without_end(b"", b"\xff" * 4096),
+    "junk": send_forever(b"", b"\xff" * 4096),
 }
 
 
 @pytest.mark.parametrize("answer", ENDLESS.values(), ids=ENDLESS)
-def test_an_answer_without_end_is_given_up(answer):
+def test_endless_answer_is_abandoned(answer):
     with serving(answer) as server:
-        begun = time.monotonic()
-        words = ""
+        start = time.monotonic()
+        message = ""
         try:
             post_json(server.address, {"text": "a"})
         except OSError as error:
-            words = str(error)
-        assert time.monotonic() - begun < 10
-    assert words or len(server.paths) == 1, "the status said that it was taken"
-    assert len(words) < 100
-    assert "sekrit" not in words
+            message = str(error)
+        assert time.monotonic() - start < 10
+    assert message or len(server.paths) == 1, "the status said that it was taken"
+    assert len(message) < 100
+    assert "sekrit" not in message
 
 
 BODIES = {
-    "endless": without_end(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536),
-    "huge length": without_end(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n", b"x" * 65536),
-    "chunks": without_end(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"ffff\r\n"),
-    "bad length": sends(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n"),
+    "endless": send_forever(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536),
+    "huge length": send_forever(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n", b"x" * 65536),
+    "chunks": send_forever(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"ffff\r\n"),
+    "bad length": send_parts(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n"),
 }
 
 
 @pytest.mark.parametrize("answer", BODIES.values(), ids=BODIES)
-def test_the_body_of_an_answer_is_not_read(answer):
+def test_body_of_the_answer_is_not_read(answer):
     with serving(answer) as server:
-        begun = time.monotonic()
+        start = time.monotonic()
         post_json(server.address, {"text": "a"})
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - start < 5
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not here")
 @pytest.mark.parametrize("subject", ["/CN=127.0.0.1", "/CN=elsewhere.example"])
-def test_an_untrusted_certificate_gets_no_message(tmp_path, subject):
+def test_untrusted_certificate_gets_no_message(tmp_path, subject):
     key, certificate = tmp_path / "key", tmp_path / "certificate"
-    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", subject]
-    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", subject]
+    subprocess.run(
+        [*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with serving(
-        sends(b"HTTP/1.1 200 OK\r\n\r\n"), lambda it: context.wrap_socket(it, server_side=True)
+        send_parts(b"HTTP/1.1 200 OK\r\n\r\n"), lambda it: context.wrap_socket(it, server_side=True)
     ) as server:
         with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED") as error:
             post_json(server.address.replace("http:", "https:"), {"text": "a"})
@@ -170,8 +174,8 @@ def test_an_untrusted_certificate_gets_no_message(tmp_path, subject):
     assert "sekrit" not in str(error.value)
 
 
-def test_plain_words_where_tls_was_expected_are_an_error():
-    with serving(sends(b"HTTP/1.1 200 OK\r\n\r\n")) as server, pytest.raises(OSError, match="SSL"):
+def test_plain_http_instead_of_tls_is_an_error():
+    with serving(send_parts(b"HTTP/1.1 200 OK\r\n\r\n")) as server, pytest.raises(OSError, match="SSL"):
         post_json(server.address.replace("http:", "https:"), {"text": "a"})
 
 
@@ -187,15 +191,15 @@ def test_plain_words_where_tls_was_expected_are_an_error():
         "https://127.0.0.1/sekrit-42\x00",
     ],
 )
-def test_an_address_that_cannot_be_posted_to_is_refused_without_its_secret(address):
+def test_invalid_address_is_refused_without_its_secret(address):
     with pytest.raises(SpecError, match="--notify") as error:
         NotifyConfig((address,)).check()
     assert "sekrit-42" not in str(error.value)
 
 
-def test_the_log_of_a_failure_holds_one_printable_line_without_the_secret(tmp_path, caplog):
+def test_log_of_a_failure_is_one_printable_line_without_the_secret(tmp_path, caplog):
     run = RunDir(tmp_path)
-    answer = sends(b"HTTP/1.1 500 \x1b]0;owned\x07" + b"/hook?key=sekrit-42 " * 500 + b"\r\n\r\n")
+    answer = send_parts(b"HTTP/1.1 500 \x1b]0;owned\x07" + b"/hook?key=sekrit-42 " * 500 + b"\r\n\r\n")
     with serving(answer) as server:
         notifier = Notifier(run, NotifyConfig((server.address,)), {})
         run.log_event("failure", 0, rank=0, cause="a cause")
