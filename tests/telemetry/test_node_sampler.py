@@ -1,4 +1,4 @@
-"""Nodes are measured while a run trains, by a process that goes with it."""
+"""Node sampling during a run, by a process that ends with it."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def submit(script: Path, *options: str, env: dict[str, str] | None = None) -> Ru
     return run
 
 
-def hpctrain(*words: str, env: dict[str, str] | None = None) -> int:
-    return run_command([sys.executable, "-m", "hpctrain", *words], env, check=False, timeout=90).returncode
+def hpctrain(*args: str, env: dict[str, str] | None = None) -> int:
+    return run_command([sys.executable, "-m", "hpctrain", *args], env, check=False, timeout=90).returncode
 
 
 def samplers(run: RunDir) -> list[int]:
-    words = "hpctrain.telemetry.sampling.sampler"
+    module = "hpctrain.telemetry.sampling.sampler"
     return [
         process.pid
         for process in run_processes(run.path)
-        if any(words in word for word in process.argv) and "hpctrain.runtime.worker" not in process.argv
+        if any(module in word for word in process.argv) and "hpctrain.runtime.worker" not in process.argv
     ]
 
 
@@ -63,7 +63,7 @@ def check_lines(run: RunDir, hosts: list[str]) -> None:
         assert lines[-1]["memory"] > 0
 
 
-def test_each_pretend_node_is_measured_until_its_ranks_end(script):
+def test_each_emulated_node_is_sampled_until_its_ranks_end(script):
     run = submit(script, "--backend=local")
     wait_for(lambda: len(run.all_telemetry()) == 2, 20, "a file for each node")
     assert len(samplers(run)) == 2
@@ -73,7 +73,7 @@ def test_each_pretend_node_is_measured_until_its_ranks_end(script):
     assert_no_process_left(run.path)
 
 
-def test_the_nodes_of_a_job_are_measured_and_no_longer_when_it_is_cancelled(slurm, script):
+def test_nodes_of_a_job_are_sampled_until_it_is_cancelled(slurm, script):
     run = submit(script, "--backend=slurm", env=slurm.env)
     wait_for(lambda: len(run.all_telemetry()) == 2, 30, "a file for each node")
     assert hpctrain("cancel", str(run.path), env=slurm.env) == 0
@@ -84,7 +84,7 @@ def test_the_nodes_of_a_job_are_measured_and_no_longer_when_it_is_cancelled(slur
     assert_no_process_left(run.path)
 
 
-def test_a_rank_that_is_killed_takes_it_along(script):
+def test_sampler_dies_with_its_rank(script):
     run = submit(script, "--backend=local")
     wait_for(lambda: len(samplers(run)) == 2, 20, "what measures the nodes")
     for process in run_processes(run.path):
@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_takes_it_along(script):
     assert_no_process_left(run.path)
 
 
-def test_it_can_be_switched_off(script):
+def test_sampling_can_be_switched_off(script):
     run = submit(script, "--backend=local", "--env", "HPCTRAIN_TELEMETRY=0")
     assert samplers(run) == []
     (run.path / "go-on").touch()
@@ -102,15 +102,15 @@ def test_it_can_be_switched_off(script):
     assert run.all_telemetry() == []
 
 
-def test_a_disk_that_takes_no_line_does_not_end_the_training(script):
+def test_unwritable_telemetry_does_not_end_the_training(script):
     run = submit(script, "--backend=local", "--setup", f"touch {script.parent}/run/telemetry")
     (run.path / "go-on").touch()
     assert hpctrain("wait", str(run.path)) == 0
     assert "node measurements have stopped" in run.rank_log(0, 0).read_text()
 
 
-def test_an_interpreter_that_finds_no_package_by_itself_measures_too(tmp_path):
-    """As in a container, where the package is mounted apart from all else."""
+def test_interpreter_without_installed_package_is_sampled(tmp_path):
+    """As in a container, where the package is mounted separately."""
     bare = tmp_path / "bare"
     run_command([sys.executable, "-m", "venv", "--without-pip", bare])
     root = Path(__file__).resolve().parents[2]

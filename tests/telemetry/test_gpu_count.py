@@ -1,4 +1,4 @@
-"""Counting GPUs."""
+"""Counting visible GPUs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ INSTALLED = ["GPU-aa11", "GPU-bb22", "GPU-cc33"]
         (["MIG-1", "MIG-2"], 2),
     ],
 )
-def test_what_is_listed_counts_up_to_the_first_that_is_not_there(listed, number):
+def test_listed_gpus_count_up_to_the_first_invalid_one(listed, number):
     assert count_visible(INSTALLED, listed) == number
 
 
 @pytest.mark.parametrize("listed", [None, ["0"], ["GPU-aa11"], ["MIG-1"]])
-def test_without_a_driver_nothing_counts(listed):
+def test_no_gpus_count_without_a_driver(listed):
     assert count_visible([], listed) == 0

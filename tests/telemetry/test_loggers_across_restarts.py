@@ -1,4 +1,4 @@
-"""Loggers of a run that is stopped and goes on: one curve, without a step twice; and trackers that hang."""
+"""Loggers of a run that is stopped and resumed: one curve without repeated steps; and hanging trackers."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def submit(tmp_path: Path, *, hangs: bool) -> RunDir:
     return run
 
 
-def hpctrain(*words: str) -> None:
-    run_command([sys.executable, "-m", "hpctrain", *words], timeout=110)
+def hpctrain(*args: str) -> None:
+    run_command([sys.executable, "-m", "hpctrain", *args], timeout=110)
 
 
 def steps(run: RunDir) -> list[int]:
@@ -83,7 +83,7 @@ def steps(run: RunDir) -> list[int]:
 
 
 @pytest.mark.long
-def test_a_run_that_is_stopped_and_goes_on_has_one_curve_everywhere(tmp_path):
+def test_stopped_and_resumed_run_has_one_curve_everywhere(tmp_path):
     pytest.importorskip("tensorboard")
     run = submit(tmp_path, hangs=False)
     wait_for(lambda: len(steps(run)) >= 5, 60, "steps")
@@ -94,19 +94,21 @@ def test_a_run_that_is_stopped_and_goes_on_has_one_curve_everywhere(tmp_path):
     assert len(losses) == 40
     for points in (csv_points(run.path), tensorboard_points(run.path)):
         assert len(points) == 40
-        told = {point[:2]: point[2] for point in points}
-        assert told == {point: pytest.approx(loss, rel=1e-6) for point, loss in losses.items()}
-    own = (run.path / "own.txt").read_text().splitlines()
-    words = [line for line in own if not line[0].isdigit()]
-    assert words == ["start None 20", "stopped", "start first 20", "completed"]
-    assert [line for line in own if line[0].isdigit()] == [f"{n} {loss!r}" for (_, n), loss in losses.items()]
+        values = {point[:2]: point[2] for point in points}
+        assert values == {point: pytest.approx(loss, rel=1e-6) for point, loss in losses.items()}
+    own_lines = (run.path / "own.txt").read_text().splitlines()
+    markers = [line for line in own_lines if not line[0].isdigit()]
+    assert markers == ["start None 20", "stopped", "start first 20", "completed"]
+    assert [line for line in own_lines if line[0].isdigit()] == [
+        f"{n} {loss!r}" for (_, n), loss in losses.items()
+    ]
     first, second = read_json_lines(run.environment)
     assert (first["attempt"], second["attempt"]) == (0, 1)
     assert first["settings"]["global_batch_size"] == 20
 
 
 @pytest.mark.long
-def test_a_tracker_that_hangs_holds_up_no_step_and_the_end_by_half_a_minute_at_most(tmp_path):
+def test_hanging_tracker_delays_no_step_and_the_end_by_half_a_minute(tmp_path):
     run = submit(tmp_path, hangs=True)
     hpctrain("wait", str(run.path))
     assert_no_process_left(run.path)

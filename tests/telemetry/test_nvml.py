@@ -1,4 +1,4 @@
-"""What is read of GPUs, and what of those that are gone; by a pretended driver, where none can be had."""
+"""GPU readings from a fake driver, including a lost GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpctrain.telemetry.sampling.sampler import TelemetrySampler
         ([], []),
     ],
 )
-def test_parts_of_a_gpu_are_read_by_a_pretended_driver(monkeypatch, listed, memory):
+def test_mig_parts_are_read_with_fake_driver(monkeypatch, listed, memory):
     install_fake_driver(monkeypatch, FakeDriver())
     with GpuReader(listed) as gpus:
         readings = gpus.read(traffic=True)
@@ -39,7 +39,7 @@ def test_parts_of_a_gpu_are_read_by_a_pretended_driver(monkeypatch, listed, memo
     assert all(reading.util is None and reading.throttled == () for reading in readings)
 
 
-def test_all_that_a_pretended_driver_tells_is_read(monkeypatch):
+def test_all_readings_of_fake_driver_are_read(monkeypatch):
     install_fake_driver(monkeypatch, DetailedFakeDriver())
     with GpuReader() as gpus:
         assert gpus.names == ["H100"]
@@ -63,8 +63,8 @@ def test_all_that_a_pretended_driver_tells_is_read(monkeypatch):
     assert (without_traffic.pcie_rx, without_traffic.nvlink_rx) == (None, None)
 
 
-def test_a_pretended_gpu_that_is_lost_while_the_run_goes_on(monkeypatch, tmp_path):
-    """Its driver then answers every question with an error; the node is measured on."""
+def test_lost_gpu_does_not_stop_the_sampler(monkeypatch, tmp_path):
+    """The fake driver then answers every query with an error; the node is still sampled."""
     driver = DetailedFakeDriver()
     install_fake_driver(monkeypatch, driver)
     path, now = tmp_path / "node-000.jsonl", [0.0]
@@ -77,11 +77,11 @@ def test_a_pretended_gpu_that_is_lost_while_the_run_goes_on(monkeypatch, tmp_pat
             driver.lost = second > 5
             now[0] = second
             sampler.read()
-    begin, whole, *gone = read_json_lines(path)
+    begin, complete, *lost = read_json_lines(path)
     assert begin["gpu_names"] == ["H100"]
-    assert whole["gpu_util"] == [83.0]
-    assert len(gone) == 2
-    for line in gone:
+    assert complete["gpu_util"] == [83.0]
+    assert len(lost) == 2
+    for line in lost:
         assert not any(name in line for name in ("gpu_util", "gpu_memory", "gpu_throttled"))
         assert line["memory"] > 0
 
@@ -89,7 +89,7 @@ def test_a_pretended_gpu_that_is_lost_while_the_run_goes_on(monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     "number", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 999]
 )
-def test_without_a_driver_that_answers_there_is_no_gpu(monkeypatch, number):
+def test_no_gpus_without_a_working_driver(monkeypatch, number):
     class NoDriver(FakeDriver):
         def nvmlInit(self) -> None:  # noqa: N802
             raise pynvml.NVMLError(number)
@@ -100,7 +100,7 @@ def test_without_a_driver_that_answers_there_is_no_gpu(monkeypatch, number):
     assert count_gpus({}) == 0
 
 
-def test_an_image_without_pynvml_has_no_gpu(monkeypatch):
+def test_no_gpus_without_pynvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with GpuReader() as gpus:
         assert gpus.read() == []

@@ -14,21 +14,21 @@ VALUES = st.one_of(st.none(), st.floats(-1e9, 1e9), st.floats(-1, 1))
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=400), st.integers(8, 100))
-def test_a_thinned_curve_keeps_its_ends_its_spikes_and_its_gaps(values, most):
+def test_downsampled_curve_keeps_ends_spikes_and_gaps(values, max_points):
     points = [(float(step), value) for step, value in enumerate(values)]
-    kept = downsample(points, most)
+    kept = downsample(points, max_points)
     assert kept[0] == points[0]
     assert kept[-1] == points[-1]
     assert set(kept) <= set(points)
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
-    assert len(kept) <= max(most, 5 * (most // 4 + 1))
-    known = [value for value in values if value is not None]
-    if known:
-        assert {min(known), max(known)} <= {value for _, value in kept}
+    assert len(kept) <= max(max_points, 5 * (max_points // 4 + 1))
+    finite = [value for value in values if value is not None]
+    if finite:
+        assert {min(finite), max(finite)} <= {value for _, value in kept}
     assert (None in values) == (None in [value for _, value in kept])
 
 
-def test_every_spike_of_a_long_curve_is_seen():
+def test_downsampling_keeps_every_spike():
     spikes = set(range(777, 100_000, 9973))
     points = [(step, 100.0 if step in spikes else 1.0) for step in range(100_000)]
     kept = downsample(points, 4000)
@@ -36,17 +36,17 @@ def test_every_spike_of_a_long_curve_is_seen():
     assert {x for x, value in kept if value == 100.0} == spikes
 
 
-def test_of_a_step_trained_twice_the_later_line_counts():
-    story = started_run(0).steps(1, 5, every=1).after(0, "failure", rank=0).after(0, "started")
-    story.steps(4, 6, every=1, loss=9.0)
-    curves = MetricCurves.from_records(story.metrics)
+def test_later_record_of_a_repeated_step_counts():
+    history = started_run(0).steps(1, 5, every=1).after(0, "failure", rank=0).after(0, "started")
+    history.steps(4, 6, every=1, loss=9.0)
+    curves = MetricCurves.from_records(history.metrics)
     assert curves.points("loss")[-3:] == [(4, 9.0), (5, 9.0), (6, 9.0)]
     assert curves.points("loss", curves.superseded) == [(4, 1 / 4), (5, 1 / 5)]
     assert curves.by_attempt == {0: (1, 5), 1: (4, 6)}
     assert curves.lowest("loss") == (3, 1 / 3)
 
 
-def test_lines_of_one_step_and_attempt_are_joined():
+def test_records_of_one_step_and_attempt_are_merged():
     lines = [{"step": 1, "loss": 2.0, "attempt": 0}, {"step": 1, "val_loss": 3.0, "attempt": 0}]
     curves = MetricCurves.from_records(lines)
     assert curves.names == ["loss", "val_loss"]
@@ -55,13 +55,13 @@ def test_lines_of_one_step_and_attempt_are_joined():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", None, True, [1], 10**400])
-def test_what_is_no_number_is_a_gap(value):
+def test_non_finite_values_are_gaps(value):
     curves = MetricCurves.from_records([{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}])
     assert curves.points("loss") == [(1, 1.0), (2, None)]
 
 
-def test_rates_are_those_of_each_attempt():
-    story = started_run(0).steps(1, 9, every=0.5).after(0, "failure", rank=0).after(100, "started")
-    story.steps(5, 13, every=0.25)
-    told = step_rates(story.metrics, story.events[0]["time"])
-    assert [rate for _, rate in told] == [2.0, 2.0, None, 4.0, 4.0]
+def test_step_rates_are_computed_per_attempt():
+    history = started_run(0).steps(1, 9, every=0.5).after(0, "failure", rank=0).after(100, "started")
+    history.steps(5, 13, every=0.25)
+    rates = step_rates(history.metrics, history.events[0]["time"])
+    assert [rate for _, rate in rates] == [2.0, 2.0, None, 4.0, 4.0]
