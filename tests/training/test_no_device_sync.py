@@ -1,7 +1,7 @@
-"""No step waits for the device: nothing of hpctrain's takes a value out of a tensor that may lie on one.
+"""No step waits for the device: hpctrain never reads the value of a tensor that may be on one.
 
-There need not be a GPU for this test. It looks at who asks a tensor for its value, on the CPU, where that
-costs nothing: allowed are the lines that do so only after they have asked whether the tensor lies there.
+This test needs no GPU. It records the callers that read a tensor's value, on the CPU, where that is free:
+only those may do so that have checked the tensor's device.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from train_regression import Gan, Noisy, Regression, Tokens, samples
 import hpctrain
 import hpctrain.training.loop.training_loop
 
-#: Whatever gives a value to the host, which has to wait for it then.
-TELLING = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
+#: Methods that copy a value to the host, which must wait for it.
+SYNCHRONIZING_METHODS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
 OURS = str(Path(hpctrain.__file__).parent)
-#: By file and function: what lies on the CPU by then, such as indices and sums that have arrived.
+#: By file and function: values that are on the CPU, such as indices and received sums.
 ALLOWED = {
     ("metric_accumulator.py", "_double"),
     ("train_step.py", "_record_norm"),
@@ -30,34 +30,34 @@ ALLOWED = {
 
 
 @pytest.fixture
-def asked(monkeypatch) -> set[tuple[str, str]]:
-    """File and function of ours that have asked a tensor for its value, in a step."""
-    found: set[tuple[str, str]] = set()
+def readers(monkeypatch) -> set[tuple[str, str]]:
+    """Files and functions of hpctrain that read a tensor's value during a step."""
+    readers_: set[tuple[str, str]] = set()
 
-    def watched(name: str):
-        tell = getattr(torch.Tensor, name)
+    def watch(name: str):
+        read = getattr(torch.Tensor, name)
 
-        def told(self, *args, **kwargs):
+        def record_and_read(self, *args, **kwargs):
             frame = sys._getframe(1)
             if frame.f_code.co_filename.startswith(OURS):
-                found.add((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
-            return tell(self, *args, **kwargs)
+                readers_.add((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
+            return read(self, *args, **kwargs)
 
-        return told
+        return record_and_read
 
     steps = hpctrain.training.loop.training_loop.TrainingLoop._steps
 
     def watched_steps(self):
         with monkeypatch.context() as patch:
-            for name in TELLING:
-                patch.setattr(torch.Tensor, name, watched(name))
+            for name in SYNCHRONIZING_METHODS:
+                patch.setattr(torch.Tensor, name, watch(name))
             yield from steps(self)
 
     monkeypatch.setattr(hpctrain.training.loop.training_loop.TrainingLoop, "_steps", watched_steps)
-    return found
+    return readers_
 
 
-class Heard(hpctrain.Callback):
+class ReadMetrics(hpctrain.Callback):
     def on_step_end(self, trainer, module, metrics):
         assert metrics["loss"] > 0
 
@@ -68,31 +68,31 @@ class Heard(hpctrain.Callback):
         (Regression, {}),
         (Regression, {"gradient_clip_norm": 1.0, "gradient_clip_value": 0.5, "micro_batch_size": 2}),
         (Regression, {"lr_reference_batch_size": 5, "warmup_steps": 3, "precision": "bf16-mixed"}),
-        (Regression, {"callbacks": [Heard()], "recompute": ["body"]}),
+        (Regression, {"callbacks": [ReadMetrics()], "recompute": ["body"]}),
         (Noisy, {"num_workers": 1}),
         (Tokens, {"micro_batch_size": 2}),
         (Gan, {"micro_batch_size": 2}),
     ],
     ids=["plain", "clipped", "warmed-up", "heard", "noisy", "tokens", "gan"],
 )
-def test_no_step_asks_a_tensor_for_its_value(asked, module, settings):
+def test_no_step_reads_a_tensor_value(readers, module, settings):
     hpctrain.Trainer(max_steps=5, global_batch_size=10, checkpoint_every=None, **settings).fit(
         module(), samples()
     )
-    assert asked
-    assert asked <= ALLOWED
+    assert readers
+    assert readers <= ALLOWED
 
 
-def test_one_that_does_is_found(asked, monkeypatch):
+def test_reader_is_detected(readers, monkeypatch):
     scalars = hpctrain.training.loop.training_loop.TrainStep._scalars
 
-    def curious(self, output):
-        found = scalars(self, output)
-        assert found["loss"] < 1e9
-        return found
+    def read_scalars(self, output):
+        result = scalars(self, output)
+        assert result["loss"] < 1e9
+        return result
 
-    monkeypatch.setattr(hpctrain.training.loop.training_loop.TrainStep, "_scalars", curious)
-    # The file of whoever asks is this one, which counts as ours for once.
+    monkeypatch.setattr(hpctrain.training.loop.training_loop.TrainStep, "_scalars", read_scalars)
+    # The caller is in this file, which counts as part of hpctrain here.
     monkeypatch.setattr(sys.modules[__name__], "OURS", str(Path(__file__).parent))
     hpctrain.Trainer(max_steps=2, checkpoint_every=None).fit(Regression(), samples())
-    assert ("test_no_waiting.py", "curious") in asked
+    assert ("test_no_device_sync.py", "read_scalars") in readers

@@ -21,7 +21,7 @@ def test_every_epoch_is_a_permutation(num_samples, seed, epoch):
 
 @given(st.integers(1, 20_000), st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_part_is_the_part_of_the_whole(num_samples, data):
+def test_any_range_equals_that_range_of_the_whole_order(num_samples, data):
     start = data.draw(st.integers(0, num_samples))
     stop = data.draw(st.integers(start, num_samples))
     order = SampleOrder(num_samples, 7)
@@ -56,17 +56,17 @@ def test_positions_and_neighbours_are_uniform(num_samples):
     assert chi_square(pairs.values(), rounds, num_pairs) < upper_limit(num_pairs - 1)
 
 
-def test_positions_and_neighbours_of_a_large_data_set_are_uniform():
-    """Where samples lie among a billion, and what follows on them, in a grid of 32 × 32 cells each."""
+def test_positions_and_neighbours_of_a_large_dataset_are_uniform():
+    """Positions among a billion samples, and their successors, in a grid of 32 × 32 cells each."""
     size, part, cells = 10**9, 40_000, 32
     order = SampleOrder(size, 11)
     for epoch, start in [(0, 0), (3, 777_777_777), (4, size - part)]:
         drawn = order.indices(epoch, start, start + part)
-        where = torch.div(drawn * cells, size, rounding_mode="floor")
-        places = torch.arange(part) * cells // part
+        sample_cells = torch.div(drawn * cells, size, rounding_mode="floor")
+        position_cells = torch.arange(part) * cells // part
         grids = {
-            "sample by position": places * cells + where,
-            "sample by the one before": where[:-1] * cells + where[1:],
+            "sample by position": position_cells * cells + sample_cells,
+            "sample by the one before": sample_cells[:-1] * cells + sample_cells[1:],
             "distance of neighbours": ((drawn[1:] - drawn[:-1]) % size) * cells**2 // size,
             "last bits of neighbours": (drawn[:-1] % cells) * cells + drawn[1:] % cells,
         }
@@ -76,7 +76,7 @@ def test_positions_and_neighbours_of_a_large_data_set_are_uniform():
 
 
 @pytest.mark.parametrize("bits", [30, 40, 61])
-def test_any_size_starts_at_once_anywhere_and_repeats_nothing(bits):
+def test_any_range_of_a_large_order_has_no_repeats(bits):
     size = 2**bits + 1
     order = SampleOrder(size, 2)
     for start in (0, size // 3, size - 5000):
@@ -94,20 +94,20 @@ def upper_limit(degrees):
     return degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
-def test_a_huge_data_set_starts_at_once():
-    begun = time.perf_counter()
+def test_huge_dataset_starts_at_once():
+    start = time.perf_counter()
     order = SampleOrder(10**12, 1)
     assert len(set(order.indices(5, 10**12 - 100, 10**12).tolist())) == 100
-    assert time.perf_counter() - begun < 1
+    assert time.perf_counter() - start < 1
 
 
-def test_positions_outside_are_refused():
+def test_positions_out_of_range_are_refused():
     with pytest.raises(IndexError, match=r"\[0, 11\).*\[0, 10\]"):
         SampleOrder(10, 1).indices(0, 0, 11)
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))
-def test_shares_cover_everything_once(count, world_size):
+def test_ranges_of_ranks_cover_everything_once(count, world_size):
     ranges = [split_range(count, rank, world_size) for rank in range(world_size)]
     assert [i for low, high in ranges for i in range(low, high)] == list(range(count))
     sizes = [high - low for low, high in ranges]

@@ -1,4 +1,4 @@
-"""What cannot be trained, or not as it is asked, is refused before the first step, with the reason."""
+"""Unsupported modules, data and settings are refused before the first step, with the reason."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hpctrain.training.data.step_source import StopCondition
 
 
 @pytest.mark.parametrize(("data", "settings"), [((), {}), ((samples(),), {"validate_every": None})])
-def test_early_stopping_without_validations_is_refused(data, settings):
+def test_early_stopping_without_validation_is_refused(data, settings):
     trainer = hpctrain.Trainer(max_steps=1, callbacks=hpctrain.EarlyStopping("val_f1"), **settings)
     with pytest.raises(hpctrain.UserError, match="monitors 'val_f1', but there is no validation"):
         trainer.fit(Regression(), samples(), *data)
 
 
-def test_a_wrong_metric_is_answered_with_those_that_there_are(tmp_path):
+def test_unknown_metric_is_reported_with_available_ones(tmp_path):
     class Model(Regression):
         def validation_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx).detach()
@@ -38,7 +38,7 @@ def test_a_wrong_metric_is_answered_with_those_that_there_are(tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"callbacks": hpctrain.EarlyStopping("nope")}, {"keep_best": 1, "monitor": "val_nope"}]
 )
-def test_a_metric_that_no_validation_gives_is_said_before_the_first_step(tmp_path, settings):
+def test_missing_metric_is_reported_before_the_first_step(tmp_path, settings):
     class Model(Regression):
         def validation_step(self, batch, batch_idx):
             return {"f1": super().training_step(batch, batch_idx).detach()}
@@ -50,7 +50,7 @@ def test_a_metric_that_no_validation_gives_is_said_before_the_first_step(tmp_pat
 
 
 class Foreign(Regression):
-    """Its head is another one by now."""
+    """The optimizer has the parameters of another head."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
@@ -62,7 +62,7 @@ class Second(Regression):
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("module", "message"),
     [
         (nn.Linear(1, 1), "a Linear, which has no configure_optimizers"),
         (Foreign(), "none of the module's 4 trainable parameters"),
@@ -70,12 +70,12 @@ class Second(Regression):
     ],
     ids=["no Module", "foreign", "LBFGS"],
 )
-def test_what_cannot_be_trained_is_refused(module, words):
-    with pytest.raises(hpctrain.UserError, match=words):
+def test_unsupported_module_is_refused(module, message):
+    with pytest.raises(hpctrain.UserError, match=message):
         hpctrain.Trainer(max_steps=1).fit(module, samples())
 
 
-def test_a_loader_is_no_data_set():
+def test_data_loader_is_not_a_dataset():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*samples()), batch_size=5)
     with pytest.raises(hpctrain.UserError, match=r"train_dataset is a DataLoader; pass its TensorDataset"):
         hpctrain.Trainer(max_steps=1).fit(Regression(), loader)
@@ -83,7 +83,7 @@ def test_a_loader_is_no_data_set():
         hpctrain.Trainer(max_steps=1).fit(Regression(), samples(), loader)
 
 
-def test_a_checkpoint_of_another_optimizer_is_said_to_be_one(tmp_path):
+def test_checkpoint_of_another_optimizer_is_reported(tmp_path):
     class WithAdam(Regression):
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=0.1)
@@ -97,13 +97,13 @@ def test_a_checkpoint_of_another_optimizer_is_said_to_be_one(tmp_path):
 
 
 @pytest.mark.parametrize("metric", ["", None])
-def test_early_stopping_goes_by_a_name(metric):
+def test_early_stopping_needs_a_metric_name(metric):
     with pytest.raises(hpctrain.UserError, match="must be the name of a metric"):
         hpctrain.EarlyStopping(metric)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "settings",
     [
         {"gradient_clip_norm": 0},
         {"gradient_clip_value": "1"},
@@ -121,14 +121,15 @@ def test_early_stopping_goes_by_a_name(metric):
     ],
     ids=str,
 )
-def test_settings_out_of_their_range_are_refused(wrong):
-    with pytest.raises(hpctrain.UserError, match=next(iter(wrong))):
-        hpctrain.Trainer(max_steps=1, **wrong)
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(hpctrain.UserError, match=next(iter(settings))):
+        hpctrain.Trainer(max_steps=1, **settings)
 
 
-def test_a_pretended_rank_with_another_number_of_steps_is_told_of():
-    team = SimpleNamespace(
-        all_gather=lambda own: [own, {**own, "max_steps": 4}], ranks=SimpleNamespace(world_size=2)
+def test_differing_numbers_of_steps_on_ranks_are_reported():
+    group = SimpleNamespace(
+        all_gather=lambda identity: [identity, {**identity, "max_steps": 4}],
+        ranks=SimpleNamespace(world_size=2),
     )
     with pytest.raises(
         hpctrain.UserError, match=r"'max_steps': 3.* on rank 0, but .*'max_steps': 4.* on rank 1"
@@ -137,6 +138,6 @@ def test_a_pretended_rank_with_another_number_of_steps_is_told_of():
             samples(),
             LoaderConfig(global_batch_size=4),
             DataRank(0, 2),
-            team,
+            group,
             StopCondition(3),
         )

@@ -1,4 +1,4 @@
-"""How many samples are computed with at once."""
+"""Automatic micro-batch size."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from hpctrain.training.optim.micro_batch_size import fits_in_memory, largest_tha
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
-def test_the_largest_part_that_fits_is_found_in_few_trials(share, limit):
-    tried: list[int] = []
+def test_largest_fitting_micro_batch_is_found_in_few_trials(share, limit):
+    trials: list[int] = []
 
     def fits(count: int) -> bool:
-        tried.append(count)
+        trials.append(count)
         return count <= limit
 
-    found = largest_that_fits(share, fits)
-    parts = -(-share // found)
-    assert found <= limit
+    size = largest_that_fits(share, fits)
+    parts = -(-share // size)
+    assert size <= limit
     assert parts == 1 or -(-share // (parts - 1)) > limit
-    assert len(tried) <= 2 * share.bit_length() + 1
+    assert len(trials) <= 2 * share.bit_length() + 1
 
 
-def test_where_not_even_one_sample_fits_the_user_is_told():
+def test_error_if_not_even_one_sample_fits():
     with pytest.raises(hpctrain.UserError, match="even a training step with one sample"):
         largest_that_fits(10, lambda count: False)
 
 
-def test_a_trial_leaves_gradients_buffers_and_random_generators_as_they_were():
+def test_trial_restores_gradients_buffers_and_random_generators():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     before, generators = {k: v.clone() for k, v in module.state_dict().items()}, rng.capture_rng_state()
 
@@ -51,16 +51,16 @@ def test_a_trial_leaves_gradients_buffers_and_random_generators_as_they_were():
     assert all(torch.equal(value, generators[name]) for name, value in rng.capture_rng_state().items())
 
 
-def test_a_trial_that_runs_out_of_memory_does_not_fit():
+def test_trial_that_runs_out_of_memory_does_not_fit():
     def forward_backward() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")  # what torch raises on a GPU
+        raise torch.OutOfMemoryError("CUDA out of memory")  # torch raises this on a GPU
 
     module = nn.Linear(2, 2)
     assert not fits_in_memory(module, torch.device("cpu"), forward_backward)
 
 
 class Wide(hpctrain.Module):
-    """Needs memory in proportion to the samples that it is given at once, and notes their number."""
+    """Needs memory in proportion to the batch size, and records it."""
 
     def __init__(self, bytes_a_sample: int = 0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Wide(hpctrain.Module):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def test_without_a_gpu_auto_takes_the_whole_share(monkeypatch):
+def test_auto_uses_the_whole_share_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = Wide()
     trainer = hpctrain.Trainer(max_steps=3, global_batch_size=12, micro_batch_size="auto")
@@ -86,7 +86,7 @@ def test_without_a_gpu_auto_takes_the_whole_share(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_auto_takes_what_fits_and_keeps_it_after_a_stop(tmp_path):
+def test_auto_finds_a_size_on_a_gpu_and_keeps_it_after_a_stop(tmp_path):
     free, _ = torch.cuda.mem_get_info()
     module = Wide(bytes_a_sample=free // 10)
     settings = {"global_batch_size": 32, "micro_batch_size": "auto", "run_dir": tmp_path}
@@ -95,14 +95,14 @@ def test_on_a_gpu_auto_takes_what_fits_and_keeps_it_after_a_stop(tmp_path):
     size = max(trained)
     assert 5 <= size <= 9
     assert sum(trained) == 64
-    assert int(module.norm.num_batches_tracked) == len(trained)  # those of the trials do not count
-    again = Wide(bytes_a_sample=free // 100)
-    hpctrain.Trainer(max_steps=4, **settings).fit(again, torch.rand(64, 4))
-    assert set(again.seen) == {size}
+    assert int(module.norm.num_batches_tracked) == len(trained)  # without those of the trials
+    resumed = Wide(bytes_a_sample=free // 100)
+    hpctrain.Trainer(max_steps=4, **settings).fit(resumed, torch.rand(64, 4))
+    assert set(resumed.seen) == {size}
 
 
 @pytest.mark.gpu
-def test_running_out_of_memory_tells_what_to_do():
+def test_out_of_memory_error_has_a_hint():
     free, _ = torch.cuda.mem_get_info()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Wide(free // 10), torch.rand(64, 4))
@@ -110,8 +110,8 @@ def test_running_out_of_memory_tells_what_to_do():
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_is_handed_over_without_waiting_for_it():
-    """A step of half a second: the next one begins long before it is done."""
+def test_step_on_a_gpu_is_started_without_waiting():
+    """Each step takes half a second; the next one starts long before it ends."""
 
     class Slow(Wide):
         begun: list[float] = []  # noqa: RUF012
@@ -122,7 +122,7 @@ def test_a_step_on_a_gpu_is_handed_over_without_waiting_for_it():
             return super().training_step(batch, batch_idx)
 
     data = torch.rand(64, 4)
-    hpctrain.Trainer(max_steps=2, global_batch_size=32).fit(Wide(), data)  # loads what CUDA loads late
+    hpctrain.Trainer(max_steps=2, global_batch_size=32).fit(Wide(), data)  # loads what CUDA loads lazily
     module = Slow()
     hpctrain.Trainer(max_steps=2, global_batch_size=32).fit(module, data)
     first, second = module.begun

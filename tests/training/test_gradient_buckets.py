@@ -1,4 +1,4 @@
-"""The parts in which gradients are sent: of the size asked for, and told to whoever reads of the run."""
+"""Gradient buckets: their size, and their record in the run."""
 
 from __future__ import annotations
 
@@ -42,28 +42,31 @@ trainer.fit(Wide(), TensorDataset(torch.randn(64, 256)))
 
 
 @pytest.mark.ranks
-def test_gradients_go_in_parts_of_the_size_that_was_asked_for(tmp_path):
+def test_gradients_are_sent_in_buckets_of_the_requested_size(tmp_path):
     script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
     script.write_text(SCRIPT)
-    words = ["submit", "--backend=local", "--ntasks-per-node=2", "--run-dir", run.path, "--follow", script]
-    run_command([sys.executable, "-m", "hpctrain", *words], timeout=110)
+    args = ["submit", "--backend=local", "--ntasks-per-node=2", "--run-dir", run.path, "--follow", script]
+    run_command([sys.executable, "-m", "hpctrain", *args], timeout=110)
     sizes = json.loads((run.path / "sizes").read_text())
-    (told,) = read_json_lines(run.environment)
+    (environment_record,) = read_json_lines(run.environment)
     assert len(sizes) > 2
-    assert (told["gradient_buckets"], told["gradient_bytes"]) == (len(sizes), sum(sizes))
-    assert told["settings"]["bucket_cap_mb"] == 0.6
+    assert (environment_record["gradient_buckets"], environment_record["gradient_bytes"]) == (
+        len(sizes),
+        sum(sizes),
+    )
+    assert environment_record["settings"]["bucket_cap_mb"] == 0.6
     spent = [record["spent"] for record in read_json_lines(run.metrics)]
-    assert sum(each["communication"] for each in spent) > 0
-    assert all(sum(each.values()) - each["all"] <= each["all"] + 1e-5 for each in spent)
+    assert sum(times["communication"] for times in spent) > 0
+    assert all(sum(times.values()) - times["all"] <= times["all"] + 1e-5 for times in spent)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "pipeline", "dp"])
-def test_strategies_that_send_otherwise_refuse_it(strategy):
+def test_strategies_without_buckets_refuse_bucket_cap_mb(strategy):
     with pytest.raises(UserError, match=r"bucket_cap_mb is 1, but strategy is .*applies only to"):
         hpctrain.Trainer(max_steps=1, strategy=strategy, bucket_cap_mb=1)
 
 
 @pytest.mark.parametrize("value", [0, -1, "25"])
-def test_a_size_that_is_none_is_refused(value):
+def test_invalid_bucket_size_is_refused(value):
     with pytest.raises(UserError, match="bucket_cap_mb"):
         hpctrain.Trainer(max_steps=1, bucket_cap_mb=value)

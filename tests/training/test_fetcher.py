@@ -1,4 +1,4 @@
-"""Samples become the batches that torch's DataLoader makes, in the fastest way that the data set allows."""
+"""Fetching of batches: equal to those of torch's DataLoader, in the fastest way for each dataset."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def fetcher(dataset, collate_fn=None):
 @pytest.mark.parametrize(
     "dataset", [(X, Y.numpy()), {"x": X, "y": Y}, X, Subset(TensorDataset(X, Y), range(5, 10))]
 )
-def test_small_batches_that_are_fetched_at_once_are_those_that_are_fetched_one_by_one(dataset):
-    ours = fetcher(dataset)
-    orders = [(0, torch.randint(0, ours.num_samples, (size,))) for size in [3, 1, 5, 3] * 20]
-    batches = list(ours.batches(iter(orders)))
+def test_prefetched_small_batches_equal_single_fetches(dataset):
+    fetcher_ = fetcher(dataset)
+    orders = [(0, torch.randint(0, fetcher_.num_samples, (size,))) for size in [3, 1, 5, 3] * 20]
+    batches = list(fetcher_.batches(iter(orders)))
     assert len(batches) == len(orders)
     for (epoch, indices), batch in zip(orders, batches, strict=True):
-        torch.testing.assert_close(batch, ours.fetch(epoch, indices), rtol=0, atol=0)
+        torch.testing.assert_close(batch, fetcher_.fetch(epoch, indices), rtol=0, atol=0)
 
 
-def test_large_batches_are_fetched_when_they_are_asked_for():
-    taken = []
+def test_large_batches_are_fetched_on_demand():
+    requested = []
 
     def orders():
         for number in range(3):
-            taken.append(number)
+            requested.append(number)
             yield 0, torch.arange(2)
 
     batches = fetcher(torch.zeros(4, 100_000)).batches(orders())
     assert next(batches).shape == (2, 100_000)
-    assert taken == [0]
+    assert requested == [0]
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,19 @@ def test_large_batches_are_fetched_when_they_are_asked_for():
         ([(x, int(y)) for x, y in zip(X, Y, strict=True)], SampleFetcher),
     ],
 )
-def test_batches_are_those_of_a_data_loader(dataset, kind):
-    ours = fetcher(dataset)
-    assert type(ours) is kind
-    assert ours.num_samples == 10
-    (theirs,) = DataLoader(dataset, batch_sampler=[[3, 1, 9]])
-    batch = ours.fetch(0, torch.tensor([3, 1, 9]))
-    assert type(batch) is type(theirs)
-    for mine, other in zip(batch, theirs, strict=True):
-        assert torch.equal(mine, other)
-        assert mine.dtype == other.dtype
+def test_batches_equal_those_of_a_data_loader(dataset, kind):
+    fetcher_ = fetcher(dataset)
+    assert type(fetcher_) is kind
+    assert fetcher_.num_samples == 10
+    (expected,) = DataLoader(dataset, batch_sampler=[[3, 1, 9]])
+    batch = fetcher_.fetch(0, torch.tensor([3, 1, 9]))
+    assert type(batch) is type(expected)
+    for actual, other in zip(batch, expected, strict=True):
+        assert torch.equal(actual, other)
+        assert actual.dtype == other.dtype
 
 
-def test_arrays_tuples_and_dicts_are_indexed_a_batch_at_a_time(tmp_path):
+def test_arrays_tuples_and_dicts_are_indexed_per_batch(tmp_path):
     np.save(tmp_path / "x.npy", X.numpy())
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     indices = torch.tensor([5, 0])
@@ -97,18 +97,21 @@ def test_arrays_tuples_and_dicts_are_indexed_a_batch_at_a_time(tmp_path):
     assert torch.equal(y, Y[indices])
     assert fetcher({"x": X, "y": Y.numpy()}).fetch(0, indices)["y"].tolist() == [5, 0]
     first, second = random_split(TensorDataset(X, Y), [7, 3])
-    rest = Subset(second, [2, 0])
+    subset_of_second = Subset(second, [2, 0])
     assert type(fetcher(first)) is ColumnFetcher
-    assert fetcher(rest).fetch(0, torch.tensor([0, 1]))[1].tolist() == [second.indices[2], second.indices[0]]
+    assert fetcher(subset_of_second).fetch(0, torch.tensor([0, 1]))[1].tolist() == [
+        second.indices[2],
+        second.indices[0],
+    ]
 
 
-def test_a_collate_function_gets_samples():
+def test_collate_function_gets_samples():
     batch = fetcher(TensorDataset(X, Y), collate_fn=lambda samples: len(samples)).fetch(0, torch.arange(3))
     assert batch == 3
 
 
 @pytest.mark.parametrize(
-    ("dataset", "words"),
+    ("dataset", "message"),
     [
         ([], "train_dataset is empty"),
         (torch.empty(0, 3), "train_dataset is empty"),
@@ -118,15 +121,15 @@ def test_a_collate_function_gets_samples():
         (7, "train_dataset is a int, which has no length"),
     ],
 )
-def test_what_is_no_data_set_is_refused_in_words(dataset, words):
-    with pytest.raises(hpctrain.UserError, match=re.escape(words)):
+def test_invalid_dataset_is_refused(dataset, message):
+    with pytest.raises(hpctrain.UserError, match=re.escape(message)):
         fetcher(dataset)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", [torch.arange(11), ShardedDataset([4, 0, 7]), ShardedDataset([11])])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
+def test_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
     for world_size in (1, 3, 5):
         seen = []
         for rank in range(world_size):

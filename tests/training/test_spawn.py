@@ -1,4 +1,4 @@
-"""`ddp_spawn`, `dp` and `devices=…`: what a process does that trains on several devices by itself."""
+"""`ddp_spawn`, `dp` and `devices=…`: one process that trains on several devices."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ torch.save((weights, trainer.step, trainer.metrics, losses.seen), "out")
 """
 
 
-def test_the_callers_module_has_the_weights(tmp_path):
-    """With any strategy, also the script's own, and with no guard around it; no process begins it anew.
+def test_module_of_the_caller_has_the_weights(tmp_path):
+    """Any strategy works, also the script's own, without a main guard; no process runs the script again.
 
-    What is no tensor comes back too, and so does what callbacks would keep in a checkpoint.
+    Values other than tensors also come back, and so does the state of callbacks.
     """
     (tmp_path / "script.py").write_text(UNGUARDED)
     printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
@@ -125,7 +125,7 @@ hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2, algorithm="own"
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("mode", "message"),
     [
         (
             "pickle",
@@ -135,17 +135,19 @@ hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2, algorithm="own"
         pytest.param("user", " of 2 failed:\nFailing.training_step returned", marks=pytest.mark.long),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, how, message):
+def test_errors_are_reported_to_the_caller(tmp_path, mode, message):
     (tmp_path / "script.py").write_text(FAILING)
-    done = run_command([sys.executable, "script.py", how], VARIABLES, cwd=tmp_path, check=False, timeout=110)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert how != "fail" or "Rank 1 of 2 failed:" in done.stderr
+    result = run_command(
+        [sys.executable, "script.py", mode], VARIABLES, cwd=tmp_path, check=False, timeout=110
+    )
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert mode != "fail" or "Rank 1 of 2 failed:" in result.stderr
 
 
 @contextlib.contextmanager
-def slow_caller(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A script in a process group of its own, whose two ranks have begun to train."""
+def running_caller(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script in its own process group, whose two ranks are training."""
     (folder / "script.py").write_text(FAILING)
     with subprocess.Popen(
         [sys.executable, "script.py", "slow"],
@@ -162,18 +164,18 @@ def slow_caller(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_all_and_is_told_of_once(tmp_path):
-    with slow_caller(tmp_path) as caller:
-        os.killpg(caller.pid, signal.SIGINT)  # as a terminal does: to the ranks, too
-        _, told = caller.communicate(timeout=30)
+def test_ctrl_c_ends_all_ranks_with_one_traceback(tmp_path):
+    with running_caller(tmp_path) as caller:
+        os.killpg(caller.pid, signal.SIGINT)  # like a terminal: to the ranks, too
+        _, stderr = caller.communicate(timeout=30)
     assert caller.returncode == -signal.SIGINT
-    assert told.count("Traceback") == 1
+    assert stderr.count("Traceback") == 1
     wait_for(lambda: not is_group_alive(caller.pid), 30, "the end of the ranks")
 
 
 @pytest.mark.long
 def test_ranks_die_with_their_caller(tmp_path):
-    with slow_caller(tmp_path) as caller:
+    with running_caller(tmp_path) as caller:
         caller.kill()
     wait_for(lambda: not is_group_alive(caller.pid), 30, "the end of the ranks")
 
@@ -187,12 +189,12 @@ def is_group_alive(group: int) -> bool:
 
 
 @pytest.mark.long
-def test_a_stop_is_passed_on_and_the_run_goes_on(tmp_path):
-    """The caller leaves with code 75 when its ranks have saved; nothing is left behind."""
+def test_stop_is_forwarded_and_the_run_resumes(tmp_path):
+    """The caller exits with 75 after its ranks have saved; no process is left."""
     training = {"strategy": "ddp_spawn", "devices": 2, "run_dir": str(tmp_path / "run"), "sleep": 0.02}
-    words = [sys.executable, str(SCRIPT), str(tmp_path / "out")]
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "out")]
     with subprocess.Popen(
-        [*words, json.dumps([{**training, "max_steps": 5000}])], env=environment(VARIABLES)
+        [*command, json.dumps([{**training, "max_steps": 5000}])], env=environment(VARIABLES)
     ) as first:
         metrics = tmp_path / "run" / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 60, "three steps")
@@ -200,7 +202,7 @@ def test_a_stop_is_passed_on_and_the_run_goes_on(tmp_path):
         assert first.wait(60) == 75
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
-    run_command([*words, json.dumps([{**training, "max_steps": step + 3, "sleep": 0}])], VARIABLES)
+    run_command([*command, json.dumps([{**training, "max_steps": step + 3, "sleep": 0}])], VARIABLES)
     (result,) = torch.load(tmp_path / "out")
     assert result["step"] == step + 3
     for name, value in train_manually(step + 3).items():
@@ -237,14 +239,14 @@ print(parts, seen)
 """
 
 
-def test_dp_splits_the_batch_and_its_end_sees_all_of_it(tmp_path):
+def test_dp_splits_the_batch_and_step_end_sees_all_of_it(tmp_path):
     (tmp_path / "script.py").write_text(WHOLE_BATCH)
     printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
     assert "'ddp' is faster" in printed
     assert printed.splitlines()[-1] == "[4, 3, 3, 4, 3, 3] [(10, [4, 3, 3]), (10, [4, 3, 3])]"
 
 
-def test_dp_is_refused_among_several_ranks(tmp_path):
+def test_dp_is_refused_with_several_ranks(tmp_path):
     from helpers.fork_server import run_forked
 
     run_forked(

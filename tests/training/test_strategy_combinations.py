@@ -1,4 +1,4 @@
-"""Every strategy with everything that a trainer can be asked for: it trains, or is refused with the reason.
+"""Every strategy with every feature: it trains, or is refused with the reason.
 
 docs/strategies.md has the same table.
 """
@@ -23,8 +23,8 @@ SCRIPT = SCRIPTS / "train_with_strategies.py"
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 STRATEGIES = ["ddp", "ddp2", "dp", "zero1", "zero2", "zero3", "horovod", "pipeline"]
-#: What is asked for, by the words of the table.
-WISHES: dict[str, dict] = {
+#: Features, in the terms of the table.
+FEATURES: dict[str, dict] = {
     "bf16-mixed": {"precision": "bf16-mixed"},
     "16-mixed": {"precision": "16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
@@ -39,7 +39,7 @@ WISHES: dict[str, dict] = {
     "activation checkpointing": {"recompute": ["net.*"]},
     "`compile`": {"compile": {"backend": "eager"}},
 }
-#: Why not. All else works.
+#: Refused combinations. All others work.
 REFUSED = {
     ("zero2", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
     ("zero3", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
@@ -56,44 +56,47 @@ REFUSED = {
 
 @cache
 def outcomes(strategy: str) -> dict[str, dict]:
-    """What came of each wish, on two ranks; dp is for one process."""
-    trainings = [{"strategy": strategy, "max_steps": 2, **wish} for wish in WISHES.values()]
+    """Return the outcome of each feature on two ranks; dp uses one process."""
+    trainings = [{"strategy": strategy, "max_steps": 2, **feature} for feature in FEATURES.values()]
     with TemporaryDirectory() as folder:
         out = Path(folder, "out")
         if strategy == "dp":
             trainings = [{**training, "devices": 2} for training in trainings]
         ranks = 1 if strategy == "dp" else 2
         run_forked(SCRIPT, [str(out), json.dumps(trainings)], VARIABLES, ranks=ranks, timeout=110)
-        return dict(zip(WISHES, torch.load(out, weights_only=True), strict=True))
+        return dict(zip(FEATURES, torch.load(out, weights_only=True), strict=True))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_trains_or_says_why_not(strategy, wish):
+def test_combination_trains_or_is_refused_with_the_reason(strategy, feature):
     if strategy == "horovod" and find_spec("horovod") is None:
         pytest.skip("Horovod is not installed (scripts/install_horovod.sh)")
-    outcome = outcomes(strategy)[wish]
-    if reason := REFUSED.get((strategy, wish)):
+    outcome = outcomes(strategy)[feature]
+    if reason := REFUSED.get((strategy, feature)):
         assert reason in outcome["error"]
         return
     assert "error" not in outcome, outcome
     assert outcome["step"] == 2
-    coarse = wish in ("bf16-mixed", "16-mixed", "bf16-true")
-    if wish == "clipping":
-        for name, value in outcomes("ddp")[wish]["weights"].items():
+    low_precision = feature in ("bf16-mixed", "16-mixed", "bf16-true")
+    if feature == "clipping":
+        for name, value in outcomes("ddp")[feature]["weights"].items():
             assert torch.allclose(outcome["weights"][name], value, rtol=1e-6, atol=1e-9), name
-    elif wish not in ("a stream", "batch norm"):  # another order of samples; statistics of a rank's share
+    elif feature not in (
+        "a stream",
+        "batch norm",
+    ):  # different order of samples; statistics of a rank's share
         for name, value in (
-            train_alternately(2) if wish == "optimizers in turns" else train_manually(2)
+            train_alternately(2) if feature == "optimizers in turns" else train_manually(2)
         ).items():
-            got = outcome["weights"][name].double()
+            actual = outcome["weights"][name].double()
             assert torch.allclose(
-                got, value, rtol=0.02 if coarse else 1e-9, atol=0.02 if coarse else 1e-12
+                actual, value, rtol=0.02 if low_precision else 1e-9, atol=0.02 if low_precision else 1e-12
             ), name
 
 
-def test_the_tests_that_the_documentation_names_are_there():
+def test_tests_named_in_the_documentation_exist():
     text = (REPOSITORY / "docs" / "strategies.md").read_text()
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
     assert len(named) > 20
@@ -102,7 +105,7 @@ def test_the_tests_that_the_documentation_names_are_there():
         assert f"def {name}(" in path.read_text(), f"{file}::{name}"
 
 
-def test_the_documentation_has_the_same_table():
+def test_documentation_has_the_same_table():
     text = (REPOSITORY / "docs" / "strategies.md").read_text()
     lines = re.search(r"\n(\| with .*?)\n\n", text, re.DOTALL)[1].splitlines()
     columns = [cell.strip().strip("`") for cell in lines[0].split("|")[2:-1]]
@@ -110,5 +113,7 @@ def test_the_documentation_has_the_same_table():
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]
     }
-    for wish in WISHES:
-        assert rows[wish] == ["no" if (strategy, wish) in REFUSED else "yes" for strategy in STRATEGIES], wish
+    for feature in FEATURES:
+        assert rows[feature] == [
+            "no" if (strategy, feature) in REFUSED else "yes" for strategy in STRATEGIES
+        ], feature

@@ -1,4 +1,4 @@
-"""Data workers: deaf to the job, bound to their rank, and heard of when they fail."""
+"""Loader workers: signals, death with their rank, and reported failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpctrain.training.data.sample_seeds import SampleSeeds
 
 
 class Numbers(Dataset):
-    """Numbers, and something that happens when one of them is fetched."""
+    """Numbers, and an action when one of them is fetched."""
 
     def __init__(self, action=None, at: int = 7, length: int = 40) -> None:
         self.action, self.at, self.length = action, at, length
@@ -46,7 +46,7 @@ def batches(dataset, num_workers=2, timeout_s=60.0, size=4):
     )
 
 
-def kill_myself():
+def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -55,51 +55,51 @@ def fail():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_a_data_set_raises_names_the_sample_and_the_epoch(num_workers):
+def test_dataset_error_names_sample_and_epoch(num_workers):
     with pytest.raises(KeyError) as caught:
         list(batches(Numbers(fail), num_workers))
-    told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "no such picture" in told
-    assert "raised while train_dataset was fetching sample 7 in epoch 3" in told
+    error_text = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "no such picture" in error_text
+    assert "raised while train_dataset was fetching sample 7 in epoch 3" in error_text
     if num_workers:
-        assert "in fail" in told  # the traceback of the worker
+        assert "in fail" in error_text  # the traceback of the worker
 
 
-def test_a_worker_that_dies_is_named_with_the_sample_that_it_was_at():
-    begun = time.monotonic()
-    words = r"data worker 1 \(pid \d+\) was killed by SIGKILL at sample 7 of train_dataset, epoch 3.*memory"
-    with pytest.raises(hpctrain.HpctrainError, match=words):
-        list(batches(Numbers(kill_myself)))
-    assert time.monotonic() - begun < 20
+def test_dead_worker_is_reported_with_its_sample():
+    start = time.monotonic()
+    message = r"data worker 1 \(pid \d+\) was killed by SIGKILL at sample 7 of train_dataset, epoch 3.*memory"
+    with pytest.raises(hpctrain.HpctrainError, match=message):
+        list(batches(Numbers(kill_self)))
+    assert time.monotonic() - start < 20
 
 
-def test_a_worker_that_is_stuck_is_given_up_after_the_limit_and_does_not_hold_up_the_end(monkeypatch):
+def test_stuck_worker_is_abandoned_after_the_limit(monkeypatch):
     monkeypatch.setattr(workers_module, "_POLL_INTERVAL_S", 0.2)
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(
         hpctrain.HpctrainError,
         match=r"within 0.5 s \(dataloader_timeout_s\)(.|\n)*sample 7 of train_dataset, epoch 3",
     ):
         list(batches(Numbers(lambda: time.sleep(300)), timeout_s=0.5))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10
 
 
-def test_leaving_early_ends_workers_that_are_busy():
-    begun = time.monotonic()
-    with closing(batches(Numbers(lambda: time.sleep(300), at=30))) as loaded:
-        assert next(loaded).tolist() == [0, 1, 2, 3]
-    assert time.monotonic() - begun < 10  # and the fixture of all tests finds no process left
+def test_closing_early_ends_busy_workers():
+    start = time.monotonic()
+    with closing(batches(Numbers(lambda: time.sleep(300), at=30))) as loaded_batches:
+        assert next(loaded_batches).tolist() == [0, 1, 2, 3]
+    assert time.monotonic() - start < 10  # and the autouse fixture finds no process left
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
-def test_a_signal_at_birth_does_not_kill_a_worker(number):
-    """A signal between the fork and the first instruction of the worker: here the fork itself sends it."""
+def test_signal_at_birth_does_not_kill_a_worker(number):
+    """The signal arrives between the fork and the worker's first instruction: the fork itself sends it."""
 
-    def signal_myself():
+    def signal_self():
         os.kill(os.getpid(), number)
 
     armed = [True]
-    os.register_at_fork(after_in_child=lambda: armed[0] and signal_myself())
+    os.register_at_fork(after_in_child=lambda: armed[0] and signal_self())
     try:
         assert torch.cat(list(batches(Numbers()))).tolist() == list(range(40))
     finally:
@@ -107,13 +107,13 @@ def test_a_signal_at_birth_does_not_kill_a_worker(number):
 
 
 @pytest.mark.ranks
-def test_workers_are_deaf_to_the_job_s_signals_and_hear_of_their_rank_s_end(tmp_path):
+def test_workers_ignore_job_signals_and_die_with_their_rank(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_workers import Numbers, batches
+from test_loader_workers import Numbers, batches
 loaded = batches(Numbers(lambda: time.sleep(300), at=39, length=40))
 for _ in range(9):
     next(loaded)
@@ -130,8 +130,8 @@ next(loaded)
     ) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
-        told = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text()
-        children = [int(pid) for pid in told.split()]
+        children_text = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text()
+        children = [int(pid) for pid in children_text.split()]
         assert len(children) == 2
         for number in (signal.SIGTERM, signal.SIGUSR2):
             for pid in children:
@@ -151,13 +151,13 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers(tmp_path):
+def test_failed_rank_does_not_wait_for_its_workers(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_workers import Numbers, batches
+from test_loader_workers import Numbers, batches
 loaded = batches(Numbers(lambda: time.sleep(300), at=30))
 next(loaded)
 keep = [loaded]

@@ -1,4 +1,4 @@
-"""What a data set draws belongs to the sample: not to a worker, a rank, or a start of the run."""
+"""Random draws of a dataset depend on the sample, not on the worker, the rank or the attempt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAWS = {
 
 
 class Noisy(Dataset):
-    """A sample is its index and what was drawn for it."""
+    """A sample is its index and its random draw."""
 
     def __init__(self, draw: Any, length: int = 24) -> None:
         self.draw, self.length = draw, length
@@ -65,116 +65,119 @@ class NoisyStream(ShardedDataset):
         return part
 
 
-def samples_of(dataset: Any, legs: list[tuple[int, int, int]], seed: int = 1) -> list[Any]:
-    """What was trained in two epochs, in legs of (steps, ranks, workers), sorted by epoch and sample."""
-    until, step, state, seen = StopCondition(None, 2), 0, None, []
-    for num_steps, world_size, num_workers in [*legs, (100, 1, 0)]:
-        loading = LoaderConfig(seed, 5, num_workers, collate_fn=list)
+def trained_samples(dataset: Any, segments: list[tuple[int, int, int]], seed: int = 1) -> list[Any]:
+    """Return the samples of two epochs, sorted, trained in segments of (steps, ranks, workers)."""
+    stop_condition, step, state, samples = StopCondition(None, 2), 0, None, []
+    for num_steps, world_size, num_workers in [*segments, (100, 1, 0)]:
+        config = LoaderConfig(seed, 5, num_workers, collate_fn=list)
 
-        def make(deal, team, loading=loading):
-            return make_step_source(dataset, loading, deal, team, until)
+        def make(data_rank, group, config=config):
+            return make_step_source(dataset, config, data_rank, group, stop_condition)
 
         if world_size > 1:
-            # Ranks are threads of one process here, which has one set of global generators.
-            pieces = [ranked(make, rank, world_size, step, num_steps) for rank in range(world_size)]
-            seen += [sample for piece in pieces for sample in piece]
+            # Ranks are threads of one process here, which share one set of global generators.
+            pieces = [samples_of_rank(make, rank, world_size, step, num_steps) for rank in range(world_size)]
+            samples += [sample for part in pieces for sample in part]
             step += num_steps
             continue
-        leg = train_steps(make, 1, num_steps, after=step, state=state)
-        seen += [
-            (one["epoch"], sample) for one in leg.steps for _, batch in one["micro"][0] for sample in batch
+        segment = train_steps(make, 1, num_steps, after=step, state=state)
+        samples += [
+            (step_["epoch"], sample)
+            for step_ in segment.steps
+            for _, batch in step_["micro"][0]
+            for sample in batch
         ]
-        step, state = step + len(leg.steps), leg.state
-    return sorted(seen)
+        step, state = step + len(segment.steps), segment.state
+    return sorted(samples)
 
 
-def ranked(make: Any, rank: int, world_size: int, step: int, num_steps: int) -> list[Any]:
+def samples_of_rank(make: Any, rank: int, world_size: int, step: int, num_steps: int) -> list[Any]:
     from hpctrain.training.data.batch_plan import DataRank
 
-    feed = make(DataRank(rank, world_size), ALONE)
-    feed.begin(step)
-    seen = []
+    source = make(DataRank(rank, world_size), ALONE)
+    source.begin(step)
+    samples = []
     try:
-        for _, one in zip(range(num_steps), feed.steps(), strict=False):
-            seen += [
-                (one.rank_batch.epoch, sample)
-                for micro in one.micro_batches
+        for _, step_data in zip(range(num_steps), source.steps(), strict=False):
+            samples += [
+                (step_data.rank_batch.epoch, sample)
+                for micro in step_data.micro_batches
                 for sample in micro.batch[: micro.num_samples]
             ]
     finally:
-        feed.close()
-    return seen
+        source.close()
+    return samples
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_draws_depend_on_seed_epoch_and_index_alone(draw):
-    whole = samples_of(Noisy(draw), [])
-    assert samples_of(Noisy(draw), [(2, 3, 0), (1, 1, 2), (3, 4, 1)]) == whole
-    drawn = [value for _, (_, value) in whole]
+def test_draws_depend_on_seed_epoch_and_index_only(draw):
+    uninterrupted = trained_samples(Noisy(draw), [])
+    assert trained_samples(Noisy(draw), [(2, 3, 0), (1, 1, 2), (3, 4, 1)]) == uninterrupted
+    drawn = [value for _, (_, value) in uninterrupted]
     assert len(set(drawn)) == len(drawn) == 48  # every epoch and every sample differs
-    assert samples_of(Noisy(draw), [], seed=2) != whole
+    assert trained_samples(Noisy(draw), [], seed=2) != uninterrupted
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5), st.just(0)), max_size=4))
 @settings(max_examples=25, deadline=None)
-def test_draws_are_the_same_through_any_stops_and_world_sizes(legs):
+def test_draws_are_the_same_through_stops_and_world_sizes(segments):
     draw = DRAWS["torch's global generator"]
-    assert samples_of(Noisy(draw), legs[:2]) == samples_of(Noisy(draw), [])
+    assert trained_samples(Noisy(draw), segments[:2]) == trained_samples(Noisy(draw), [])
 
 
-def test_several_samples_at_once_have_a_generator_each():
+def test_samples_of_getitems_have_their_own_generators():
     dataset = NoisyItems(None)
-    whole = samples_of(dataset, [])
-    assert samples_of(dataset, [(2, 3, 0), (1, 1, 2)]) == whole
-    drawn = [value for _, (_, value) in whole]
+    uninterrupted = trained_samples(dataset, [])
+    assert trained_samples(dataset, [(2, 3, 0), (1, 1, 2)]) == uninterrupted
+    drawn = [value for _, (_, value) in uninterrupted]
     assert len(set(drawn)) == len(drawn)
 
 
-def test_a_subset_does_not_hide_the_samples():
+def test_subset_keeps_the_sample_generators():
     dataset = Subset(Noisy(DRAWS["torch's generator of the sample"]), list(range(3, 20)))
-    assert samples_of(dataset, [(3, 2, 0), (1, 1, 2)]) == samples_of(dataset, [])
+    assert trained_samples(dataset, [(3, 2, 0), (1, 1, 2)]) == trained_samples(dataset, [])
 
 
 @pytest.mark.parametrize("name", ["torch's global generator", "numpy's generator of the sample"])
-def test_draws_of_a_stream_depend_on_the_sample_alone(name):
+def test_draws_of_a_stream_depend_on_the_sample_only(name):
     dataset = NoisyStream([7, 3, 9])
     dataset.draw = DRAWS[name]
-    whole = samples_of(dataset, [])
-    assert samples_of(dataset, [(2, 1, 2), (2, 1, 0), (1, 1, 1)]) == whole
-    assert len({sample[2] for _, sample in whole}) == 38
+    uninterrupted = trained_samples(dataset, [])
+    assert trained_samples(dataset, [(2, 1, 2), (2, 1, 0), (1, 1, 1)]) == uninterrupted
+    assert len({sample[2] for _, sample in uninterrupted}) == 38
 
 
-def test_the_rank_s_own_generators_are_not_disturbed():
+def test_generators_of_the_rank_are_not_affected():
     rng.seed_all(3)
     before = rng.capture_rng_state()
-    samples_of(Noisy(DRAWS["numpy's global generator"]), [(1, 1, 1)])
+    trained_samples(Noisy(DRAWS["numpy's global generator"]), [(1, 1, 1)])
     after = rng.capture_rng_state()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_a_collate_function_draws_depends_on_its_samples_and_not_on_what_was_fetched_before():
+def test_draws_of_collate_fn_depend_on_its_samples_only():
     def noisy(samples: list[float]) -> torch.Tensor:
         return torch.tensor(samples) + torch.rand(len(samples))
 
     data = [float(i) for i in range(8)]
     seeds = SampleSeeds(1, "training")
     fetched = []
-    for before in (0, 3):
+    for num_earlier in (0, 3):
         fetcher = make_fetcher(data, noisy, seeds, "train_dataset")
-        for _ in range(before):
+        for _ in range(num_earlier):
             fetcher.fetch(0, torch.tensor([1, 2]))
-        own = torch.get_rng_state()
+        rank_state = torch.get_rng_state()
         fetched.append(fetcher.fetch(0, torch.tensor([5, 6])))
-        assert torch.equal(torch.get_rng_state(), own)
+        assert torch.equal(torch.get_rng_state(), rank_state)
     assert torch.equal(*fetched)
 
 
-def test_outside_of_a_training_a_generator_is_there_too():
+def test_sample_generator_works_outside_of_training():
     torch.manual_seed(1)
     assert hpctrain.sample_generator("python").random() != hpctrain.sample_generator("python").random()
 
 
-def test_wrong_uses_are_refused_in_words():
+def test_invalid_uses_are_refused():
     with pytest.raises(hpctrain.UserError, match="choose from 'torch', 'numpy' and 'python'"):
         hpctrain.sample_generator("jax")
 
@@ -183,4 +186,4 @@ def test_wrong_uses_are_refused_in_words():
             return [hpctrain.sample_generator() for _ in indices]
 
     with pytest.raises(hpctrain.UserError, match=r"index=None\).* 5 samples"):
-        samples_of(Forgetful(None), [])
+        trained_samples(Forgetful(None), [])

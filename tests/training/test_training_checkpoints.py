@@ -1,4 +1,4 @@
-"""When a training saves: by step, by what pays off, before it is ended; and what it takes along."""
+"""Checkpoints of a training: schedule, content, final save and retention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DAY = 86_400.0
 
 
 class Line(hpctrain.Module):
-    """Counts its own steps in what it keeps beside its weights; stops at a step when told."""
+    """Counts its own steps in extra state; runs actions at given steps."""
 
     def __init__(self, at=None) -> None:
         super().__init__()
@@ -86,19 +86,19 @@ def steps(run_dir):
     return sorted(committed_steps(RunDir(run_dir).checkpoints))
 
 
-# --- what a checkpoint keeps ---------------------------------------------------------------------------
+# --- content -------------------------------------------------------------------------------------------
 
 
-def test_what_the_module_keeps_of_its_own_comes_back(tmp_path):
-    whole = fit(tmp_path / "whole", 6)
+def test_extra_state_of_the_module_is_restored(tmp_path):
+    uninterrupted = fit(tmp_path / "whole", 6)
     fit(tmp_path / "parts", 3)
-    parts = fit(tmp_path / "parts", 6)
-    assert parts.seen["steps"] == whole.seen["steps"] == 6
-    assert torch.equal(parts.seen["mean"], whole.seen["mean"])
-    assert parts.seen["words"] == ("a", None, 0.1)
+    resumed = fit(tmp_path / "parts", 6)
+    assert resumed.seen["steps"] == uninterrupted.seen["steps"] == 6
+    assert torch.equal(resumed.seen["mean"], uninterrupted.seen["mean"])
+    assert resumed.seen["words"] == ("a", None, 0.1)
 
 
-def test_what_cannot_be_kept_is_named_by_its_path_before_anything_is_trained(tmp_path):
+def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
     module = Line()
     module.seen["deep"] = [{"lock": threading.Lock()}]
     with pytest.raises(CheckpointError, match=r"state/user/seen/deep/0/lock is a _thread.lock"):
@@ -106,8 +106,8 @@ def test_what_cannot_be_kept_is_named_by_its_path_before_anything_is_trained(tmp
     assert not RunDir(tmp_path).metrics.exists()
 
 
-class Several(Line):
-    """Two optimizers that share out the parameters, and a schedule each."""
+class TwoOptimizers(Line):
+    """Two optimizers for different parameters, each with a schedule."""
 
     def configure_optimizers(self):
         optimizers = [torch.optim.AdamW([self.layer.weight], lr=0.1), torch.optim.SGD([self.layer.bias], 0.1)]
@@ -117,16 +117,16 @@ class Several(Line):
         ]
 
 
-def test_several_optimizers_and_schedulers_are_continued(tmp_path):
-    whole = fit(tmp_path / "whole", 6, Several())
-    fit(tmp_path / "parts", 3, Several())
-    parts = fit(tmp_path / "parts", 6, Several())
-    assert torch.equal(parts.layer.weight, whole.layer.weight)
-    assert torch.equal(parts.layer.bias, whole.layer.bias)
+def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
+    uninterrupted = fit(tmp_path / "whole", 6, TwoOptimizers())
+    fit(tmp_path / "parts", 3, TwoOptimizers())
+    resumed = fit(tmp_path / "parts", 6, TwoOptimizers())
+    assert torch.equal(resumed.layer.weight, uninterrupted.layer.weight)
+    assert torch.equal(resumed.layer.bias, uninterrupted.layer.bias)
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("make_optimizers", "message"),
     [
         (lambda m: [torch.optim.SGD(m.parameters(), 0.1)] * 2, "assigns layer.weight to optimizer 0"),
         (lambda m: ([], []), "returned ([], [])"),
@@ -142,26 +142,26 @@ def test_several_optimizers_and_schedulers_are_continued(tmp_path):
         ),
     ],
 )
-def test_what_would_train_otherwise_than_expected_is_refused(tmp_path, answer, words):
+def test_unsupported_optimizer_configuration_is_refused(tmp_path, make_optimizers, message):
     module = Line()
-    optimizer = answer(module)
+    optimizer = make_optimizers(module)
     if isinstance(optimizer, list):
         optimizer[1] = torch.optim.Adam(module.parameters())
     module.configure_optimizers = lambda: optimizer
-    with pytest.raises(UserError, match=re.escape(words)):
+    with pytest.raises(UserError, match=re.escape(message)):
         fit(tmp_path, module=module)
 
 
-def test_the_state_is_that_of_the_step_however_late_it_is_written(tmp_path, monkeypatch):
-    """The disk takes no byte before training is a step further."""
+def test_saved_state_is_that_of_the_step_even_if_written_late(tmp_path, monkeypatch):
+    """The disk accepts no data until training is one step further."""
     reached = threading.Event()
     from hpctrain.checkpoint import saver
 
     commit = saver.write_and_commit
 
-    def late(site, step, own):
+    def late(site, step, own_files):
         assert step == 6 or reached.wait(20)
-        return commit(site, step, own)
+        return commit(site, step, own_files)
 
     monkeypatch.setattr(saver, "write_and_commit", late)
     module = Line(at={5: reached.set})
@@ -179,10 +179,10 @@ def test_the_state_is_that_of_the_step_however_late_it_is_written(tmp_path, monk
         assert torch.equal(late_one["module"]["layer.weight"], prompt["module"]["layer.weight"])
 
 
-# --- which stay ----------------------------------------------------------------------------------------
+# --- retention -----------------------------------------------------------------------------------------
 
 
-def test_retention_by_newest_by_step_and_by_score(tmp_path):
+def test_retention_by_newest_step_and_score(tmp_path):
     fit(
         tmp_path,
         12,
@@ -197,70 +197,70 @@ def test_retention_by_newest_by_step_and_by_score(tmp_path):
     assert steps(tmp_path) == [3, 5, 10, 11, 12]
     listed, rule = list_checkpoints(RunDir(tmp_path), verify=True)
     assert (rule.metric, rule.mode) == ("val_up", "min")
-    assert [one.step for one in listed if one.best] == [3]
-    assert [one.step for one in listed if one.newest] == [12]
+    assert [entry.step for entry in listed if entry.best] == [3]
+    assert [entry.step for entry in listed if entry.newest] == [12]
 
 
-def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
+def test_unknown_monitor_metric_is_reported_with_available_ones(tmp_path):
     with pytest.raises(UserError, match=r"monitor is 'accuracy'.*'loss', 'val_loss', 'val_up'"):
         fit(tmp_path, keep_best=1, monitor="accuracy", validate_every=2)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"keep_every": 0}, "keep_every is 0"),
         ({"keep_best": -1}, "keep_best is -1"),
         ({"mode": "low"}, "mode is 'low'; it must be 'min' or 'max'"),
     ],
 )
-def test_rules_out_of_range_are_refused(settings, words):
-    with pytest.raises(UserError, match=re.escape(words)):
+def test_retention_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         hpctrain.Trainer(max_steps=1, **settings)
 
 
-def test_a_fast_folder_takes_the_saves_first_and_is_clean_at_the_end(tmp_path):
-    fast = tmp_path / "fast"
-    fast.mkdir()
-    fit(tmp_path / "run", 6, local_checkpoints=fast)
+def test_local_tier_gets_saves_first_and_is_clean_at_the_end(tmp_path):
+    tier = tmp_path / "fast"
+    tier.mkdir()
+    fit(tmp_path / "run", 6, local_checkpoints=tier)
     saved = [(event["step"], event["tier"]) for event in events(tmp_path / "run", "checkpoint")]
     assert saved[0] == (2, "local")
     assert (6, "shared") in saved
     assert steps(tmp_path / "run")[-1] == 6
-    assert list(fast.iterdir()) == []
+    assert list(tier.iterdir()) == []
 
 
-def test_a_fast_folder_that_is_not_there_is_not_made_and_the_saves_go_to_the_run_folder(tmp_path, capsys):
+def test_missing_local_tier_is_not_created_and_saves_go_to_the_run_folder(tmp_path, capsys):
     fit(tmp_path / "run", 4, local_checkpoints=tmp_path / "nope" / "deep")
     assert "no such folder on this node" in capsys.readouterr().out
     assert not (tmp_path / "nope").exists()
     assert steps(tmp_path / "run")[-1] == 4
 
 
-def test_the_best_by_a_validation_that_there_is_not_are_refused(tmp_path):
+def test_keep_best_without_validation_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"keep_best=2 .*monitor='val_loss'.* no validation set"):
         fit(tmp_path, keep_best=2)
 
 
-def test_a_changed_learning_rate_is_not_ignored_in_silence(tmp_path, capsys):
+def test_ignored_learning_rate_is_reported(tmp_path, capsys):
     fit(tmp_path, 2)
     capsys.readouterr()
     module = Line()
     module.rate = 0.5
     fit(tmp_path, 4, module)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert re.search(
-        r"lr stays [\d.]+, the value in the checkpoint, although the script now sets 0.5\.", said
+        r"lr stays [\d.]+, the value in the checkpoint, although the script now sets 0.5\.", output
     )
     fit(tmp_path, 6)
     assert "the value in the checkpoint" not in capsys.readouterr().out
 
 
-def test_a_schedule_is_no_change_of_the_learning_rate():
+def test_schedule_does_not_count_as_changed_learning_rate():
     parameter = torch.nn.Parameter(torch.ones(1))
 
-    def make(rate, **more):
-        optimizer = torch.optim.SGD([parameter], lr=rate, **more)
+    def make(rate, **kwargs):
+        optimizer = torch.optim.SGD([parameter], lr=rate, **kwargs)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
     old, schedule = make(0.1)
@@ -269,14 +269,14 @@ def test_a_schedule_is_no_change_of_the_learning_rate():
     assert old.param_groups[0]["lr"] < 0.1
     state = old.state_dict()
     assert ignored_hyperparameters([make(0.1)[0]], [state]) == []
-    (said,) = ignored_hyperparameters([make(0.2)[0]], [state])
-    assert said.startswith("lr stays 0.1, the value in the checkpoint, although the script now sets 0.2.")
-    (said,) = ignored_hyperparameters([make(0.1, momentum=0.9)[0]], [state])
-    assert said.startswith("momentum stays 0")
+    (message,) = ignored_hyperparameters([make(0.2)[0]], [state])
+    assert message.startswith("lr stays 0.1, the value in the checkpoint, although the script now sets 0.2.")
+    (message,) = ignored_hyperparameters([make(0.1, momentum=0.9)[0]], [state])
+    assert message.startswith("momentum stays 0")
     assert ignored_hyperparameters([old], None) == []
 
 
-def test_a_run_of_whose_checkpoints_none_is_whole_is_not_trained_again_unasked(tmp_path):
+def test_run_with_only_corrupt_checkpoints_is_not_restarted_silently(tmp_path):
     fit(tmp_path, 4)
     for step in steps(tmp_path):
         (RunDir(tmp_path).checkpoint(step) / "manifest.json").write_text("torn")
@@ -291,19 +291,19 @@ def test_a_run_of_whose_checkpoints_none_is_whole_is_not_trained_again_unasked(t
     assert steps(tmp_path)[-1] == 6
 
 
-# --- what goes wrong with a disk -----------------------------------------------------------------------
+# --- disk errors ---------------------------------------------------------------------------------------
 
 
-def test_a_save_that_fails_is_said_and_tried_again_later_and_not_at_each_step(tmp_path, capsys, monkeypatch):
+def test_failed_save_is_reported_and_retried_after_a_pause(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cadence_module, "_MIN_BACKOFF_S", 0.05)
     run = RunDir(tmp_path)
     run.checkpoints.write_text("in the way")
-    tried = []
+    attempted = []
     begin = CheckpointStore.async_save
     monkeypatch.setattr(
         CheckpointStore,
         "async_save",
-        lambda self, step, *a, **k: (tried.append(step), begin(self, step, *a, **k)),
+        lambda self, step, *a, **k: (attempted.append(step), begin(self, step, *a, **k)),
     )
     module = Line(at={n: lambda: time.sleep(0.02) for n in range(1, 60)} | {30: run.checkpoints.unlink})
     fit(tmp_path, 60, module, checkpoint_every=1)
@@ -312,32 +312,32 @@ def test_a_save_that_fails_is_said_and_tried_again_later_and_not_at_each_step(tm
     assert "step 1 " in failures[0]["cause"]
     assert "Training continues" in capsys.readouterr().out
     assert "rank" not in failures[0], "a failed save is no failed rank"
-    assert len([step for step in tried if step < 30]) == len(failures), "in the pause nothing is tried"
+    assert len([step for step in attempted if step < 30]) == len(failures), "in the pause nothing is tried"
     assert steps(tmp_path)[-1] == 60
     assert len(events(tmp_path, "checkpoint")) > 3
 
 
-def test_lines_wait_until_they_can_be_written(tmp_path):
-    said: list[str] = []
+def test_records_are_buffered_until_they_can_be_written(tmp_path):
+    messages: list[str] = []
     folder = tmp_path / "run"
-    lines = BufferedLineWriter(folder / "metrics.jsonl", said.append)
+    lines = BufferedLineWriter(folder / "metrics.jsonl", messages.append)
     for i in range(3):
         lines.append({"step": i})
-    assert len(said) == 1
-    assert "No such file or directory" in said[0]
+    assert len(messages) == 1
+    assert "No such file or directory" in messages[0]
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"torn": ')
     lines.append({"step": 3})
     lines.flush()
     assert [record["step"] for record in read_json_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert "is writable again" in said[1]
+    assert "is writable again" in messages[1]
 
 
-# --- when ----------------------------------------------------------------------------------------------
+# --- interval ------------------------------------------------------------------------------------------
 
 
-def test_the_interval_is_young_and_dalys():
-    # By Young's √(2 · 60 s · 1 day) = 3220 s; Daly's terms of higher order take 40 s of it off.
+def test_optimal_interval_is_that_of_young_and_daly():
+    # By Young's √(2 · 60 s · 1 day) = 3220 s; Daly's terms of higher order reduce it by 40 s.
     assert optimal_interval_s(60, DAY) == pytest.approx(
         3220 * (1 + 0.01863 / 3 + 0.01863**2 / 9) - 60, rel=1e-3
     )
@@ -345,9 +345,9 @@ def test_the_interval_is_young_and_dalys():
 
 
 @pytest.mark.parametrize(("save_s", "mtbf_s"), [(1.0, 600.0), (60.0, DAY), (120.0, 3600.0)])
-def test_the_interval_is_about_the_one_that_loses_least_in_a_simulation(save_s, mtbf_s):
+def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
     def overhead(interval_s: float) -> float:
-        """Daly's exact expectation of wall time over work, restarts taken for free."""
+        """Return Daly's exact expectation of wall time over work, without restart times."""
         return mtbf_s * math.expm1((interval_s + save_s) / mtbf_s) / interval_s
 
     best = optimal_interval_s(save_s, mtbf_s)
@@ -355,12 +355,12 @@ def test_the_interval_is_about_the_one_that_loses_least_in_a_simulation(save_s, 
     assert overhead(best) <= least * 1.001
 
 
-def test_the_interval_is_not_shorter_than_writing_takes_or_anybody_needs():
+def test_interval_has_lower_limits():
     assert checkpoint_interval_s(1e-6, 0.0, 10.0) == 10.0
     assert checkpoint_interval_s(0.1, 500.0, DAY) == 500.0
 
 
-def test_the_documentations_examples_of_the_interval():
+def test_documented_interval_examples_are_correct():
     page = (REPOSITORY / "docs" / "checkpoints.md").read_text()
     row = r"\| (\d+) \| ([\d.]+) s \| (none|(\d+) days, (\d+) interruptions) \| (\d+) s \|"
     rows = re.findall(row, page)
@@ -380,11 +380,11 @@ def attempt(begin, end, *, nodes=2, saved=None, state=None):
     yield {"kind": "checkpoint", "time": end, "step": 1}
 
 
-def test_interruptions_are_counted_from_the_record_of_the_run():
+def test_interruptions_are_counted_from_events():
     history = [
         *attempt(0.0, 100.0),  # killed
         *attempt(150.0, 250.0, saved=True),  # preempted, and saved
-        *attempt(300.0, 400.0, saved=False),  # preempted, and did not
+        *attempt(300.0, 400.0, saved=False),  # preempted, and not saved
         *attempt(500.0, 600.0, nodes=4),  # this one
     ]
     assert InterruptionHistory.from_events(history) == InterruptionHistory(2, 2 * 300.0 + 4 * 100.0)
@@ -393,7 +393,7 @@ def test_interruptions_are_counted_from_the_record_of_the_run():
     assert InterruptionHistory(0, 9 * DAY).node_mtbf_s(DAY) == 10 * DAY
 
 
-def test_the_estimate_comes_to_what_really_happens():
+def test_estimated_mtbf_converges():
     generator, true_mtbf_s, node_seconds, count = random.Random(1), 5_000.0, 0.0, 0
     while count < 2000:
         node_seconds += generator.expovariate(1 / true_mtbf_s)
@@ -409,56 +409,56 @@ class Clock:
         return self.now
 
 
-def test_auto_saves_by_the_clock_and_sooner_where_more_nodes_can_fail():
+def test_auto_interval_is_shorter_with_more_nodes():
     clock = Clock()
-    one, many = (CheckpointSchedule("auto", num_nodes=n, clock=clock) for n in (1, 100))
-    for cadence in (one, many):
-        cadence.on_save_started(1.0)
-        assert not cadence.is_due_by_time()
-        cadence.on_save_committed(5.0)
-    assert 8 < one.interval_s / many.interval_s < 11
+    single_node, many = (CheckpointSchedule("auto", num_nodes=n, clock=clock) for n in (1, 100))
+    for schedule in (single_node, many):
+        schedule.on_save_started(1.0)
+        assert not schedule.is_due_by_time()
+        schedule.on_save_committed(5.0)
+    assert 8 < single_node.interval_s / many.interval_s < 11
     clock.now = many.interval_s
     assert many.is_due_by_time()
-    assert not one.is_due_by_time()
+    assert not single_node.is_due_by_time()
     many.on_save_started(1.0)
     clock.now = 1e6
     assert not many.is_due_by_time(), "one is in flight"
 
 
-def test_a_failure_is_followed_by_pauses_that_grow_and_a_success_by_none():
+def test_failed_saves_are_followed_by_growing_pauses():
     clock = Clock()
-    cadence = CheckpointSchedule(1000, clock=clock)
+    schedule = CheckpointSchedule(1000, clock=clock)
     pauses = []
     for _ in range(10):
-        cadence.on_save_started(0.0)
-        cadence.on_save_failed()
+        schedule.on_save_started(0.0)
+        schedule.on_save_failed()
         begin = clock.now
-        assert not cadence.is_due_by_time()
-        while cadence.in_backoff:
+        assert not schedule.is_due_by_time()
+        while schedule.in_backoff:
             clock.now += 1.0
         pauses.append(clock.now - begin)
-        assert cadence.is_due_by_time(), "tried again before the next step that is due"
+        assert schedule.is_due_by_time(), "tried again before the next step that is due"
     assert pauses == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600]
-    cadence.on_save_started(0.0)
-    cadence.on_save_committed(1.0)
-    assert not cadence.is_due_by_time()
-    assert not cadence.in_backoff
+    schedule.on_save_started(0.0)
+    schedule.on_save_committed(1.0)
+    assert not schedule.is_due_by_time()
+    assert not schedule.in_backoff
 
 
-def test_what_the_site_knows_of_interruptions_is_heard(tmp_path, monkeypatch):
+def test_invalid_node_mtbf_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_NODE_MTBF_S", "often")
     with pytest.raises(UserError, match="HPCTRAIN_NODE_MTBF_S is 'often'"):
         fit(tmp_path)
 
 
-# --- the last save -------------------------------------------------------------------------------------
+# --- final save ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("left_s", "write_s", "in_flight_s", "plan"),
     [
         (math.inf, None, None, FinalSavePlan.AFTER_PENDING_SAVE),
-        (1.0, None, None, FinalSavePlan.AFTER_PENDING_SAVE),  # nothing is known against it
+        (1.0, None, None, FinalSavePlan.AFTER_PENDING_SAVE),  # no estimate speaks against it
         (30.0, 10.0, None, FinalSavePlan.AFTER_PENDING_SAVE),
         (30.0, 10.0, 9.0, FinalSavePlan.AFTER_PENDING_SAVE),
         (20.0, 10.0, 1.0, FinalSavePlan.REPLACE_PENDING_SAVE),
@@ -468,11 +468,11 @@ def test_what_the_site_knows_of_interruptions_is_heard(tmp_path, monkeypatch):
         (-1.0, 1.0, None, FinalSavePlan.NONE),
     ],
 )
-def test_only_what_fits_into_the_grace_is_begun(left_s, write_s, in_flight_s, plan):
+def test_final_save_must_fit_into_the_grace_period(left_s, write_s, in_flight_s, plan):
     assert plan_final_save(left_s, write_s, in_flight_s) is plan
 
 
-def test_what_is_left_of_the_grace_counts_from_the_signal():
+def test_remaining_grace_counts_from_the_signal():
     flag = StopFlag()
     grace = StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120"}, flag)
     assert grace.left_s() == math.inf
@@ -490,21 +490,19 @@ def test_what_is_left_of_the_grace_counts_from_the_signal():
 
 
 @pytest.mark.parametrize(("grace", "saved"), [("SIGTERM=60", True), ("SIGTERM=1", False)])
-def test_a_stop_saves_if_that_fits_and_else_says_that_the_last_one_stands(
-    tmp_path, monkeypatch, capsys, grace, saved
-):
+def test_stop_saves_if_there_is_time_and_reports_otherwise(tmp_path, monkeypatch, capsys, grace, saved):
     monkeypatch.setenv("HPCTRAIN_STOP_GRACE", grace)
     run = RunDir(tmp_path)
 
-    def stop_once_one_is_saved():
+    def stop_after_first_checkpoint():
         wait_for(lambda: run.checkpoint(2).is_dir(), 10, "the checkpoint of step 2")
-        time.sleep(0.1)  # until it is told of
+        time.sleep(0.1)  # until it is reported
         signal.raise_signal(signal.SIGTERM)
 
-    module = Line(at={3: stop_once_one_is_saved})
-    with pytest.raises(SystemExit) as leaving:
+    module = Line(at={3: stop_after_first_checkpoint})
+    with pytest.raises(SystemExit) as exit_info:
         fit(tmp_path, 20, module, checkpoint_every=2)
-    assert leaving.value.code == 75
+    assert exit_info.value.code == 75
     (stop,) = events(tmp_path, "signal")
     assert stop["saved"] is saved
     assert (stop["step"] in steps(tmp_path)) is saved
@@ -515,7 +513,7 @@ def test_a_stop_saves_if_that_fits_and_else_says_that_the_last_one_stands(
     assert fit(tmp_path, 20).seen["steps"] == 20
 
 
-def test_an_error_while_a_save_is_written_ends_the_training_at_once(tmp_path, monkeypatch):
+def test_error_during_a_save_ends_the_training_at_once(tmp_path, monkeypatch):
     from hpctrain.checkpoint import saver
 
     stuck = threading.Event()
@@ -524,14 +522,14 @@ def test_an_error_while_a_save_is_written_ends_the_training_at_once(tmp_path, mo
     def crash():
         raise ZeroDivisionError
 
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, 6, Line(at={3: crash}))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10
     stuck.set()
 
 
-def test_validation_and_metrics_stand_in_order_beside_saves_in_the_background(tmp_path):
+def test_validation_and_metrics_are_in_order_during_async_saves(tmp_path):
     fit(tmp_path, 8, validate_every=2, checkpoint_every=1)
     records = list(read_json_lines(RunDir(tmp_path).metrics))
     assert [record["step"] for record in records] == list(range(1, 9))
