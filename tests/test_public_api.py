@@ -1,4 +1,4 @@
-"""The public names are those that were decided on, and importing them costs nothing."""
+"""The public names, and the cost of importing them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_every_error_is_public_and_has_an_exit_code():
     assert {getattr(errors, name).exit_code for name in classes} == {1, 2, 3, 4}
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_name_is_an_attribute_error():
     assert not hasattr(hpctrain, "nothing")
 
 
-def test_importing_hpctrain_imports_neither_torch_nor_a_part_of_itself_but_errors():
+def test_import_loads_neither_torch_nor_other_modules():
     code = "import hpctrain, sys; print(*[m for m in sys.modules if m.startswith(('torch', 'hpctrain'))])"
     assert run_command([sys.executable, "-c", code]).stdout.split() == [
         "hpctrain._version",

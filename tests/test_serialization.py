@@ -1,4 +1,4 @@
-"""Calls and results on their way: what cannot be pickled is named, down to the attribute."""
+"""Serialized calls and results: unpicklable values are reported with their attribute path."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def local_function():
         ([functools.partial(add, b=LOCK)], {}, "the arguments of argument 0['b'] is a _thread.lock"),
     ],
 )
-def test_the_argument_that_cannot_be_pickled_is_named(args, kwargs, culprit):
+def test_unpicklable_argument_is_reported_with_its_path(args, kwargs, culprit):
     with pytest.raises(UserError) as caught:
         CallPayload.serialize(FunctionCall(add, tuple(args), kwargs))
     assert str(caught.value).startswith(f"add(): {culprit}, which cannot be pickled: cannot pickle ")
@@ -78,20 +78,20 @@ def test_the_argument_that_cannot_be_pickled_is_named(args, kwargs, culprit):
         (functools.partial(add, LOCK), "add(): the arguments of the function[0] is a _thread.lock"),
     ],
 )
-def test_what_the_function_brings_along_is_named(function, culprit):
+def test_unpicklable_part_of_the_function_is_reported(function, culprit):
     with pytest.raises(UserError) as caught:
         CallPayload.serialize(FunctionCall(function))
     assert str(caught.value).startswith(culprit)
 
 
-def test_a_structure_that_contains_itself_is_searched_once():
+def test_recursive_structure_is_searched_once():
     loop = [LOCK]
     loop.insert(0, loop)
     with pytest.raises(UserError, match="_thread"):
         dumps(loop, "f", [("result", loop)])
 
 
-def test_an_object_that_refuses_in_its_own_words_is_named_itself():
+def test_object_with_its_own_pickling_error_is_reported():
     class Stubborn:
         def __reduce__(self):
             raise RuntimeError("not me")
@@ -100,18 +100,18 @@ def test_an_object_that_refuses_in_its_own_words_is_named_itself():
         dumps([Stubborn()], "f", [("result", [Stubborn()])])
 
 
-def test_a_parcel_is_read_without_opening_it(tmp_path):
+def test_payload_is_read_without_deserializing_it(tmp_path):
     path = tmp_path / "p.pkl"
     path.write_bytes(
         CallPayload.serialize(FunctionCall(add, (1,), {"b": 2}), retry_on_exception=True).to_bytes()
     )
-    parcel = CallPayload.read(path)
-    assert parcel.retry_on_exception
-    assert parcel.sys_path == tuple(map(os.path.realpath, sys.path))
-    assert parcel.deserialize()() == 3
+    payload = CallPayload.read(path)
+    assert payload.retry_on_exception
+    assert payload.sys_path == tuple(map(os.path.realpath, sys.path))
+    assert payload.deserialize()() == 3
 
 
-def test_a_parcel_can_be_read_where_the_functions_module_is_not_found(tmp_path):
+def test_payload_is_read_without_the_functions_module(tmp_path):
     module = tmp_path / "mine.py"
     module.write_text("def f():\n    return 5\n")
     code = (
@@ -120,10 +120,10 @@ def test_a_parcel_can_be_read_where_the_functions_module_is_not_found(tmp_path):
         "CallPayload.serialize(FunctionCall(mine.f)).write(pathlib.Path('p.pkl'))"
     )
     run_command([sys.executable, "-c", code, tmp_path], cwd=tmp_path)
-    parcel = CallPayload.read(tmp_path / "p.pkl")
-    assert str(tmp_path) in parcel.sys_path
+    payload = CallPayload.read(tmp_path / "p.pkl")
+    assert str(tmp_path) in payload.sys_path
     with pytest.raises(ModuleNotFoundError, match="mine"):
-        parcel.deserialize()
+        payload.deserialize()
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_a_parcel_can_be_read_where_the_functions_module_is_not_found(tmp_path):
         (Config, "Config"),
     ],
 )
-def test_what_a_function_is_called(function, name):
+def test_function_name(function, name):
     assert FunctionCall(function).name == name
