@@ -1,4 +1,4 @@
-"""Recorder for launcher variables: runs every launch in `launches.py`, for replay in `test_recordings.py`.
+"""Run every launch of `launches.py` and record its variables, for `test_recorded_launches.py`.
 
     python scripts/record_launches.py [--horovodrun PATH] [--sshd PATH] [--to FOLDER] [NAME ...]
 

@@ -1,4 +1,4 @@
-"""Lines that a crash or a full disk has cut are passed over; files that others may not touch are private."""
+"""Files: torn lines are skipped, and private files are private."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hpctrain.serialization import CallPayload
 
 
 @pytest.fixture
-def torn(tmp_path: Path) -> Path:
+def torn_file(tmp_path: Path) -> Path:
     """A file whose second line was cut before another was written."""
     path = tmp_path / "lines.jsonl"
     append_json_line(path, {"step": 1})
@@ -38,11 +38,11 @@ def torn(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_line_behind_a_torn_one_stands_alone(torn):
-    assert torn.read_text() == '{"step": 1}\n{"step": \n{"step": 2}\n'
+def test_line_after_a_torn_one_is_separate(torn_file):
+    assert torn_file.read_text() == '{"step": 1}\n{"step": \n{"step": 2}\n'
 
 
-def test_no_empty_lines_are_written_where_nothing_is_torn(tmp_path):
+def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
     path = tmp_path / "log"
     for line in ("one", "zwölf \ud800"):
         append_line(path, line)
@@ -58,16 +58,16 @@ def test_no_empty_lines_are_written_where_nothing_is_torn(tmp_path):
         lambda path: reversed(list(read_last_records(path))),
     ],
 )
-def test_readers_pass_over_a_torn_line_and_say_so_once(torn, read, caplog):
+def test_readers_skip_a_torn_line_with_one_warning(torn_file, read, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert [record["step"] for record in read(torn)] == [1, 2]
-    (said,) = caplog.messages
-    assert str(torn) in said
-    assert "torn" in said
+            assert [record["step"] for record in read(torn_file)] == [1, 2]
+    (message,) = caplog.messages
+    assert str(torn_file) in message
+    assert "torn" in message
 
 
-def test_a_last_line_without_an_end_may_be_about_to_be_written(tmp_path, caplog):
+def test_unfinished_last_line_is_not_reported(tmp_path, caplog):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step": 1}\n{"st')
     assert (
@@ -80,7 +80,7 @@ def test_a_last_line_without_an_end_may_be_about_to_be_written(tmp_path, caplog)
 
 
 @pytest.mark.ranks
-def test_a_run_whose_record_is_torn_goes_on_at_once(tmp_path):
+def test_run_with_a_torn_record_continues(tmp_path):
     run = RunDir(tmp_path / "run")
     script = tmp_path / "script.py"
     script.write_text("print('here')\n")
@@ -97,7 +97,7 @@ def test_a_run_whose_record_is_torn_goes_on_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(("umask", "shared", "folder"), [(0o002, 0o644, 0o755), (0o077, 0o600, 0o700)])
-def test_only_the_owner_writes_whatever_the_umask(tmp_path, umask, shared, folder):
+def test_only_the_owner_writes_under_any_umask(tmp_path, umask, shared, folder):
     before = os.umask(umask)
     try:
         make_folder(tmp_path / "open" / "inner")
@@ -125,7 +125,7 @@ def test_only_the_owner_writes_whatever_the_umask(tmp_path, umask, shared, folde
     }
 
 
-def test_a_private_file_takes_the_place_of_one_that_others_could_read(tmp_path):
+def test_private_file_replaces_a_readable_one(tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text("old")
     path.chmod(0o644)
@@ -136,7 +136,7 @@ def test_a_private_file_takes_the_place_of_one_that_others_could_read(tmp_path):
     assert os.listdir(tmp_path) == ["spec.yaml"]
 
 
-def test_a_lock_that_others_can_read_becomes_private(tmp_path):
+def test_readable_lock_becomes_private(tmp_path):
     path = tmp_path / "lock"
     path.touch()
     path.chmod(0o644)

@@ -1,4 +1,4 @@
-"""Messages between ranks: those that arrive, and those that are refused."""
+"""Messages between ranks: accepted and refused ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def signed_store() -> SignedStore:
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """The type and message of the error that an action raises on this rank; empty if there is none."""
+    """Return type and message of the error that an action raises on this rank; an empty string if none."""
     try:
         action()
     except (HpctrainError, RuntimeError) as error:
@@ -78,19 +78,23 @@ def values() -> dict:
     }
 
 
-def is_same(got: object, expected: object) -> bool:
+def is_same(actual: object, expected: object) -> bool:
     if isinstance(expected, torch.Tensor | np.ndarray):
         return (
-            type(got) is type(expected)
-            and got.dtype == expected.dtype
-            and got.shape == expected.shape
-            and bool((got == expected).all())
+            type(actual) is type(expected)
+            and actual.dtype == expected.dtype
+            and actual.shape == expected.shape
+            and bool((actual == expected).all())
         )
     if isinstance(expected, dict):
-        return list(got) == list(expected) and all(is_same(got[key], expected[key]) for key in expected)
+        return list(actual) == list(expected) and all(is_same(actual[key], expected[key]) for key in expected)
     if isinstance(expected, list | tuple):
-        return len(got) == len(expected) and all(map(is_same, got, expected)) and type(got) is type(expected)
-    return got == expected and type(got) is type(expected)
+        return (
+            len(actual) == len(expected)
+            and all(map(is_same, actual, expected))
+            and type(actual) is type(expected)
+        )
+    return actual == expected and type(actual) is type(expected)
 
 
 def exchange_values() -> None:
@@ -106,7 +110,7 @@ def exchange_values() -> None:
 
 
 def assert_signed(store: SignedStore, group: str) -> None:
-    """Only counters are in the store without a code."""
+    """Fail if the store has unsigned entries other than counters."""
     content = {key: store._store.get(key) for key in store._store.list_keys()}
     signed = [key for key, value in content.items() if key.startswith("hpctrain/") and not value.isdigit()]
     assert all(store.get(key) for key in signed)
@@ -137,7 +141,7 @@ def join_with_own_secret() -> str:
     return error_of(lambda: join(f"of {rank()}"))
 
 
-def test_rank_with_another_secret_is_named_with_the_store_and_its_connections():
+def test_rank_with_another_secret_is_reported_with_the_store_and_its_connections():
     error = error_on_rank_0(join_with_own_secret)
     assert error.startswith("Unauthenticated the store's entry 'hpctrain/0/devices/seats/")
     assert "store at 127.0.0.1:" in error
@@ -153,7 +157,7 @@ def join_without_group_secret() -> str:
     return error_of(lambda: messages.prove_world(b"a guess"))
 
 
-def test_program_in_the_place_of_a_rank_is_detected():
+def test_program_in_place_of_a_rank_is_detected():
     error = error_on_rank_0(join_without_group_secret)
     assert error.startswith(
         "Unauthenticated rank 1 of 2 did not prove the secret of this run: another program"
@@ -162,7 +166,7 @@ def test_program_in_the_place_of_a_rank_is_detected():
 
 
 def join_with_changed_address() -> str:
-    """Rank 0 changes the address of rank 1's gloo in the store before it reads that."""
+    """Rank 0 changes the address of rank 1's gloo in the store before it reads it."""
     init_process_group = dist.init_process_group
 
     def change_and_init(*args, **kwargs):
@@ -179,8 +183,8 @@ def join_with_changed_address() -> str:
     return error_of(join)
 
 
-def test_address_that_was_changed_in_the_store_is_refused():
-    """So no relay between two ranks is possible."""
+def test_changed_address_in_the_store_is_refused():
+    """This prevents a relay between two ranks."""
     error = error_on_rank_0(join_with_changed_address)
     assert error.startswith("Unauthenticated the store's entry 'hpctrain/0/0//cpu//0/1' was written by")
 
@@ -192,23 +196,23 @@ def join_without_proof_of_rank_1() -> str:
     return error_of(join)
 
 
-def test_rank_that_does_not_prove_the_secret_in_time_is_named():
+def test_rank_without_timely_proof_of_the_secret_is_reported():
     error = error_on_rank_0(join_without_proof_of_rank_1)
     assert error.startswith("RendezvousError rank 0 waited ")
     assert " s for rank 1 to prove the secret: " in error
     assert "store at 127.0.0.1:" in error
 
 
-def send_wrong_length(how: str) -> str:
+def send_wrong_length(operation: str) -> str:
     context = join()
     if rank() == 1:
         messages._header = lambda *_, header=messages._header: header(*_) + 1
-    return error_of(lambda: context.all_gather("") if how == "gather" else context.broadcast("", 1))
+    return error_of(lambda: context.all_gather("") if operation == "gather" else context.broadcast("", 1))
 
 
-@pytest.mark.parametrize("how", ["gather", "broadcast"])
-def test_changed_length_is_refused(how):
-    error = error_on_rank_0(send_wrong_length, how)
+@pytest.mark.parametrize("operation", ["gather", "broadcast"])
+def test_changed_length_is_refused(operation):
+    error = error_on_rank_0(send_wrong_length, operation)
     assert error.startswith("Unauthenticated the length of a message from member 1 has a wrong")
 
 
@@ -219,7 +223,7 @@ def send_wrong_code(path: Path) -> str:
     return error_of(lambda: context.all_gather(pickle.dumps(Evil(path)) if rank() else b""))
 
 
-def test_message_without_the_right_code_is_refused(tmp_path):
+def test_message_with_a_wrong_code_is_refused(tmp_path):
     error = error_on_rank_0(send_wrong_code, tmp_path / "evil")
     assert "member 1 has a wrong authentication code" in error
     assert not (tmp_path / "evil").exists()

@@ -1,4 +1,4 @@
-"""What a wheel carries, and what an installation offers."""
+"""Contents of a wheel, and scripts of an installation."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
-def test_wheel_carries_every_template(wheel: list[str]) -> None:
+def test_wheel_has_every_template(wheel: list[str]) -> None:
     templates = {path.name for path in (REPO / "slurm_templates").iterdir() if path.is_file()}
     assert templates
     assert {f"hpctrain/slurm_templates/{name}" for name in templates} <= set(wheel)
 
 
-def test_wheel_carries_type_marker_and_licence(wheel: list[str]) -> None:
+def test_wheel_has_type_marker_and_licence(wheel: list[str]) -> None:
     assert "hpctrain/py.typed" in wheel
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
 
 
-def test_wheel_carries_nothing_else(wheel: list[str]) -> None:
+def test_wheel_has_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     assert tops == {"hpctrain", "hydra_plugins", "hpctrain-0.1.0.dist-info"}
 
@@ -53,7 +53,7 @@ def test_console_script_starts() -> None:
     assert callable(script.load())
 
 
-def test_the_last_line_of_make_test_says_what_was_not_tested(tmp_path):
+def test_make_test_ends_with_a_list_of_skipped_tests(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""`run_on_ranks`: values come back, and what goes wrong on a rank fails the test with its traceback."""
+"""`run_on_ranks`: results, and failures on a rank with their traceback."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def compare_on_rank_1(other: int) -> None:
     dist.barrier()
 
 
-def wait_for_each_other_in_vain(folder: Path) -> None:
+def wait_for_each_other_forever(folder: Path) -> None:
     (folder / str(dist.get_rank())).write_text(str(os.getpid()))
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()
 
 
-def end_on_rank_1(how: str) -> int:
+def end_on_rank_1(mode: str) -> int:
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL) if mode == "kill" else os._exit(0)
     return 7
 
 
@@ -68,15 +68,15 @@ def test_failed_assertion_of_a_rank_shows_its_values():
     assert text.count("begins") == 2
 
 
-def test_ranks_that_are_late_are_killed(tmp_path):
+def test_late_ranks_are_killed(tmp_path):
     with pytest.raises(AssertionError, match=r"no end after 3 s of ranks \[0, 1\]") as error:
-        run_on_ranks(wait_for_each_other_in_vain, tmp_path, timeout=3)
-    assert "in wait_for_each_other_in_vain" in str(error.value)  # the stack of rank 1
+        run_on_ranks(wait_for_each_other_forever, tmp_path, timeout=3)
+    assert "in wait_for_each_other_forever" in str(error.value)  # the stack of rank 1
     for rank in "01":
         assert not Path("/proc", (tmp_path / rank).read_text()).exists()
 
 
-def test_rank_that_ends_early_fails_the_test_unless_that_is_expected():
+def test_rank_that_ends_early_fails_the_test_unless_expected():
     with pytest.raises(AssertionError, match="rank 1 of 2 ended with exit code 0 before it returned"):
         run_on_ranks(end_on_rank_1, "exit")
     with pytest.raises(AssertionError, match="rank 1 of 2 ended with exit code -9 before it returned"):

@@ -1,4 +1,4 @@
-"""One format for the numbers that people read."""
+"""Formats of numbers for people."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_numbers_have_five_significant_digits(value, text):
         (38400, "GPU", "38\u202f400 GPUs"),
     ],
 )
-def test_one_thing_is_singular(value, noun, text):
+def test_one_is_singular(value, noun, text):
     assert pluralize(value, noun) == text
 
 
@@ -57,7 +57,7 @@ def test_one_thing_is_singular(value, noun, text):
         (None, "–", "–"),
     ],
 )
-def test_disks_are_in_powers_of_ten_and_memory_in_powers_of_two(num_bytes, size, memory):
+def test_disk_sizes_use_powers_of_ten_and_memory_powers_of_two(num_bytes, size, memory):
     assert (format_size(num_bytes), format_memory(num_bytes)) == (size, memory)
 
 
@@ -72,9 +72,9 @@ def test_disks_are_in_powers_of_ten_and_memory_in_powers_of_two(num_bytes, size,
         (1e6, "11 d 14 h"),
     ],
 )
-def test_durations_have_two_units_at_most(seconds, text):
+def test_durations_have_at_most_two_units(seconds, text):
     assert format_duration(seconds) == text
 
 
-def test_control_characters_reach_no_terminal():
+def test_control_characters_are_removed():
     assert "\x1b" not in printable("\x1b[31mred")

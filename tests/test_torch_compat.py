@@ -23,7 +23,7 @@ ALLOWED = {"torch_compat.py", "heartbeat.py"}
 
 
 def private_imports(path: Path) -> list[str]:
-    found = []
+    imports = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -31,17 +31,17 @@ def private_imports(path: Path) -> list[str]:
             names = [alias.name for alias in node.names if alias.name.startswith("torch")]
         else:
             continue
-        found += [name for name in names if any(part.startswith("_") for part in name.split("."))]
-    return found
+        imports += [name for name in names if any(part.startswith("_") for part in name.split("."))]
+    return imports
 
 
 def test_no_other_module_imports_private_parts_of_torch():
-    found = {path.name: private_imports(path) for path in PACKAGE.rglob("*.py") if path.name not in ALLOWED}
-    assert {name: imports for name, imports in found.items() if imports} == {}
+    private = {path.name: private_imports(path) for path in PACKAGE.rglob("*.py") if path.name not in ALLOWED}
+    assert {name: imports for name, imports in private.items() if imports} == {}
     assert private_imports(PACKAGE / "torch_compat.py")
 
 
-def test_storage_info_is_the_place_of_a_tensor():
+def test_storage_info_is_the_location_of_a_tensor():
     fields = [field.name for field in dataclasses.fields(torch_compat.StorageInfo)]
     assert fields[:3] == ["relative_path", "offset", "length"]
     info = torch_compat.StorageInfo("__0_0.distcp", 64, 128)
@@ -60,7 +60,7 @@ def test_pytree_maps_nested_batches():
     assert doubled["x"][1][0].tolist() == [2, 2]
 
 
-def test_the_worker_info_of_a_data_worker_can_be_set(monkeypatch):
+def test_worker_info_of_a_loader_worker_can_be_set(monkeypatch):
     monkeypatch.setattr(torch_compat.dataloader_worker, "_worker_info", "this one")
     assert torch.utils.data.get_worker_info() == "this one"
 
@@ -77,6 +77,6 @@ def fully_shard_leaves_traces() -> None:
 
 
 @pytest.mark.ranks
-def test_fully_shard_leaves_the_traces_that_are_removed():
+def test_fully_shard_adds_only_known_attributes():
     # A process group of this process would remain in torch's caches, and a fork in another thread would hang.
     run_on_ranks(fully_shard_leaves_traces, world_size=1)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from hpctrain.tracebacks import fold
 
-HERE = Path(__file__).parents[1] / "hpctrain"
+PACKAGE = Path(__file__).parents[1] / "hpctrain"
 TORCH = "/opt/lib/python3.12/site-packages/torch"
 
 TRACE = f"""\
 Traceback (most recent call last):
   File "/home/me/torch/train.py", line 26, in <module>
     trainer.fit(Line(), data)
-  File "{HERE}/training/trainer.py", line 98, in fit
+  File "{PACKAGE}/training/trainer.py", line 98, in fit
     fit.run()
   File "{TORCH}/nn/modules/module.py", line 1778, in _wrapped_call_impl
     return self._call_impl(*args, **kwargs)
@@ -24,7 +24,7 @@ KeyError: 'x'
 """
 
 
-def test_frames_of_hpctrain_and_torch_are_folded_and_the_users_and_the_last_line_stay():
+def test_frames_of_hpctrain_and_torch_are_folded():
     assert fold(TRACE).splitlines() == [
         "Traceback (most recent call last):",
         '  File "/home/me/torch/train.py", line 26, in <module>',
@@ -37,7 +37,7 @@ def test_frames_of_hpctrain_and_torch_are_folded_and_the_users_and_the_last_line
     ]
 
 
-def test_a_traceback_that_ends_in_torch_keeps_the_error():
+def test_traceback_that_ends_in_torch_keeps_the_error():
     inside = f'  File "{TORCH}/nn/functional.py", line 1, in linear\n    return f(x)\n'
     text = (
         f'Traceback (most recent call last):\n  File "/a.py", line 1, in f\n    g()\n{inside}RuntimeError: m'
@@ -45,11 +45,11 @@ def test_a_traceback_that_ends_in_torch_keeps_the_error():
     assert fold(text).splitlines()[-2:] == ["  … 1 frame of hpctrain and torch", "RuntimeError: m"]
 
 
-def test_a_traceback_without_a_frame_of_the_users_stays_as_it_is():
-    text = f'Traceback (most recent call last):\n  File "{HERE}/x.py", line 1, in f\n    g()\nOSError: m\n'
+def test_traceback_without_user_frames_is_unchanged():
+    text = f'Traceback (most recent call last):\n  File "{PACKAGE}/x.py", line 1, in f\n    g()\nOSError: m\n'
     assert fold(text) == text
 
 
-def test_a_message_of_several_lines_stays():
+def test_multi_line_message_is_kept():
     message = "ValueError: first\n    second, indented\nthird\n"
     assert fold(TRACE.replace("KeyError: 'x'\n", message)).endswith(message)

@@ -1,4 +1,4 @@
-"""Where hpctrain unpickles: only files and pipes that its own user has written, each place listed here."""
+"""Unpickling: only files and pipes that the own user has written; every use is listed here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hpctrain
 
 PACKAGE = Path(hpctrain.__file__).parent
 
-#: By file: how often it unpickles, and from what. Never from a socket, or a store that ranks share.
+#: By file: the number of uses, and their source. Never a socket, or a store that ranks share.
 LISTED = {
     "serialization.py": (2, "the call in the run folder, which the user has submitted"),
     "jobs/executor/function_runs.py": (2, "results and exceptions in the run folder"),
@@ -24,7 +24,7 @@ REFUSED = {
     *("send_object_list", "recv_object_list", "broadcast_object", "allgather_object", "PGTransport"),
 }
 MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-#: The options that keep these from unpickling all that they find.
+#: The options that keep these functions from unpickling everything.
 SAFE_WITH = {
     "torch.load": ("weights_only", "True"),
     **dict.fromkeys(("np.load", "numpy.load"), ("allow_pickle", "False")),
@@ -32,7 +32,7 @@ SAFE_WITH = {
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """What a module calls, by dotted names."""
+    """Yield a module's calls with their dotted names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
@@ -43,14 +43,14 @@ def unpickles(name: str) -> bool:
     return module in MODULES and function in ("load", "loads", "Unpickler", "open")
 
 
-def test_every_place_that_unpickles_is_listed():
-    found = Counter(
+def test_every_use_of_pickle_is_listed():
+    uses = Counter(
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         for name, _ in calls(ast.parse(path.read_text(encoding="utf-8")))
         if unpickles(name)
     )
-    assert found == {path: count for path, (count, _) in LISTED.items()}
+    assert uses == {path: count for path, (count, _) in LISTED.items()}
 
 
 def test_nothing_is_unpickled_from_peers():
@@ -58,7 +58,7 @@ def test_nothing_is_unpickled_from_peers():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module in MODULES:
-                # Imported by name, a call could not be found.
+                # a call of a name that was imported directly would not be found
                 assert not {alias.name for alias in node.names} & {"load", "loads", "Unpickler"}, path
         for name, call in calls(tree):
             assert name.rpartition(".")[2] not in REFUSED, f"{path}: {name} unpickles what peers send"

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded; what was not finished does not count and is in nobody's way."""
+"""Committing and loading: round trips, leftovers of unfinished saves, and the manifest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path):
+def test_loaded_state_equals_saved_state(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     saved = save(store, 100)
     assert saved.path == tmp_path / "checkpoints" / "step-00000100"
@@ -40,12 +40,12 @@ def test_what_is_loaded_is_what_was_saved(tmp_path):
     )
 
 
-def test_no_checkpoint(tmp_path):
+def test_no_checkpoint_is_loaded_from_missing_folder(tmp_path):
     assert CheckpointStore(tmp_path / "none").load_newest() == (None, [])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_the_tensors_without_hpctrain(tmp_path):
+def test_dcp_reads_tensors_without_hpctrain(tmp_path):
     folder = save(CheckpointStore(tmp_path), 1).path
     target = {"state/module/weight": torch.empty(2, 3), "state/half": torch.empty(5, dtype=torch.bfloat16)}
     dcp.load(target, checkpoint_id=folder, no_dist=True)
@@ -56,7 +56,7 @@ def test_torch_reads_the_tensors_without_hpctrain(tmp_path):
     assert torch.equal(whole["state/transposed"], STATE["transposed"])
 
 
-def test_reading_unpickles_nothing(tmp_path, monkeypatch):
+def test_loading_unpickles_nothing(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     save(store, 1)
 
@@ -68,8 +68,8 @@ def test_reading_unpickles_nothing(tmp_path, monkeypatch):
     assert equal(store.load_newest()[0].state, STATE)
 
 
-def test_torch_load_never_runs_code_of_a_file():
-    """Every call in the package says so itself, whatever torch's default is."""
+def test_every_torch_load_sets_weights_only():
+    """Every call in the package sets it, whatever torch's default is."""
     calls = [
         (path, node)
         for path in (REPOSITORY / "hpctrain").rglob("*.py")
@@ -84,7 +84,7 @@ def test_torch_load_never_runs_code_of_a_file():
     assert unsafe == []
 
 
-def test_a_state_of_another_shape_follows(tmp_path):
+def test_state_may_change_shape_between_saves(tmp_path):
     store = CheckpointStore(tmp_path)
     for step, state in enumerate(
         ({"a": torch.ones(3)}, {"a": torch.ones(4), "b": torch.zeros(2)}, {"b": torch.ones(2).half()}), 1
@@ -93,10 +93,10 @@ def test_a_state_of_another_shape_follows(tmp_path):
         assert equal(store.load_newest()[0].state, state)
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
-    left = tmp_path / temporary_name(10, boot_identity(), "0123abcd")
-    left.mkdir()
-    (left / "__0_0.distcp").write_bytes(b"half of it")
+def test_next_save_removes_leftovers_of_killed_save(tmp_path):
+    leftover = tmp_path / temporary_name(10, boot_identity(), "0123abcd")
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half of it")
     deleting = tmp_path / ".deleting-step-00000001-0123abcd"
     deleting.mkdir()
     store = CheckpointStore(tmp_path)
@@ -105,13 +105,13 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
     assert names(tmp_path) == ["step-00000005"]
 
 
-def test_what_another_attempt_may_be_writing_on_this_machine_is_left_alone(tmp_path):
+def test_folder_locked_by_another_attempt_is_not_removed(tmp_path):
     with CheckpointDir(tmp_path).temporary_folder(temporary_name(10, boot_identity(), "0123abcd")) as other:
         save(CheckpointStore(tmp_path), 5)
         assert names(tmp_path) == [other.name, "step-00000005"]
 
 
-def test_what_another_machine_began_is_left_alone_while_it_may_be_writing(tmp_path):
+def test_folder_of_another_machine_is_removed_only_when_old(tmp_path):
     other = tmp_path / temporary_name(10, "another0", "0123abcd")
     other.mkdir()
     (other / "__0_0.distcp").write_bytes(b"half of it")
@@ -126,7 +126,7 @@ def test_what_another_machine_began_is_left_alone_while_it_may_be_writing(tmp_pa
     assert names(tmp_path) == ["step-00000005", "step-00000006", "step-00000007"]
 
 
-def test_a_step_that_is_there_already_is_left_as_it_is(tmp_path):
+def test_existing_step_is_not_overwritten(tmp_path):
     folder = CheckpointStore(tmp_path).save(5, {"x": torch.ones(2)}, {}).path
     before = (folder / "manifest.json").read_bytes()
     CheckpointStore(tmp_path).save(5, {"x": torch.ones(2)}, {})
@@ -134,19 +134,19 @@ def test_a_step_that_is_there_already_is_left_as_it_is(tmp_path):
     assert names(tmp_path) == ["step-00000005"]
 
 
-def test_a_value_that_json_cannot_hold_is_refused_with_its_path(tmp_path):
+def test_unsupported_value_is_refused_with_its_path(tmp_path):
     with pytest.raises(CheckpointError, match=r"state/scheduler/fn is a builtins\.object"):
         CheckpointStore(tmp_path).save(1, {"scheduler": {"fn": object()}}, {})
     assert list(committed_steps(tmp_path)) == []
 
 
-def test_a_tensor_that_cannot_be_stored_is_refused_with_its_path(tmp_path):
+def test_sparse_tensor_is_refused_with_its_path(tmp_path):
     with pytest.raises(CheckpointError, match=r"state/weights is a tensor of layout torch\.sparse_coo"):
         CheckpointStore(tmp_path).save(1, {"weights": torch.eye(2).to_sparse()}, {})
     assert steps(tmp_path) == []
 
 
-def test_the_manifest_is_json_that_others_can_read(tmp_path):
+def test_manifest_is_plain_json_and_lists_all_files(tmp_path):
     folder = save(CheckpointStore(tmp_path), 7, score=0.5).path
     record = json.loads((folder / "manifest.json").read_text())
     assert (record["step"], record["world_size"], record["score"]) == (7, 1, 0.5)
@@ -159,11 +159,11 @@ def test_the_manifest_is_json_that_others_can_read(tmp_path):
 @pytest.mark.parametrize(
     "value", [0.1 + 0.2, 1e-320, 2**70, float("inf"), "ü\n", [(1,), {"$tensor": 1}], {1: {2: 3}}]
 )
-def test_plain_values_survive_exactly(value):
+def test_plain_values_round_trip_exactly(value):
     plain, tensors = split_tree(value, "x")
     assert equal(join_tree(json.loads(json.dumps(plain)), tensors), value)
 
 
-def test_nothing_is_left_in_the_folder_by_a_save(tmp_path):
+def test_save_leaves_no_temporary_files(tmp_path):
     save(CheckpointStore(tmp_path), 1)
     assert [path for path in Path(tmp_path).rglob(".*") if path.name != ".metadata"] == []

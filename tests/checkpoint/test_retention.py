@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention rules: checkpoints that are kept and deleted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCORES = {5: 0.9, 10: 0.1, 15: None, 20: 0.5, 25: 0.4, 30: float("nan")}
         (Retention(last=2, every=15, best=1), [10, 15, 25, 30]),
     ],
 )
-def test_rules(tmp_path, retention, kept):
+def test_retention_keeps_expected_steps(tmp_path, retention, kept):
     store = CheckpointStore(tmp_path, retention=retention)
     for step, score in SCORES.items():
         store.save(step, {"x": torch.tensor(step)}, {}, score=score)
@@ -50,7 +50,7 @@ def test_rules(tmp_path, retention, kept):
         mode=st.sampled_from(["min", "max"]),
     ),
 )
-def test_the_newest_and_the_best_always_stay(scores, retention):
+def test_newest_and_best_are_always_kept(scores, retention):
     kept = retention.steps_to_keep(scores)
     assert kept <= scores.keys()
     assert set(sorted(scores)[-retention.last :]) <= kept
@@ -61,12 +61,12 @@ def test_the_newest_and_the_best_always_stay(scores, retention):
 
 
 @pytest.mark.parametrize("rule", [{"last": 0}, {"every": 0}, {"best": -1}, {"last": True}, {"mode": "most"}])
-def test_a_rule_out_of_its_range_is_refused(rule):
+def test_rule_out_of_range_is_refused(rule):
     with pytest.raises(UserError, match=next(iter(rule))):
         Retention(**rule)
 
 
-def test_nothing_is_deleted_while_the_new_one_cannot_be_trusted(tmp_path, monkeypatch):
+def test_nothing_is_deleted_when_new_checkpoint_is_corrupt(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, retention=Retention(last=1))
     store.save(1, {"x": torch.zeros(2)}, {})
     commit = type(store._target.directory).commit
@@ -83,7 +83,7 @@ def test_nothing_is_deleted_while_the_new_one_cannot_be_trusted(tmp_path, monkey
     assert CheckpointStore(tmp_path).load_newest()[0].step == 1
 
 
-def test_what_a_fake_file_system_does_not_delete_is_said_and_stays_hidden(tmp_path, monkeypatch):
+def test_failed_deletion_is_noted_and_folder_is_hidden(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, retention=Retention(last=1))
     store.save(1, {"x": torch.zeros(2)}, {})
 
@@ -100,7 +100,7 @@ def test_what_a_fake_file_system_does_not_delete_is_said_and_stays_hidden(tmp_pa
     assert names(tmp_path) == ["step-00000003"]
 
 
-def test_broken_ones_are_neither_deleted_nor_counted(tmp_path):
+def test_corrupt_checkpoints_are_neither_deleted_nor_counted(tmp_path):
     store = CheckpointStore(tmp_path, retention=Retention(last=2))
     for step in (1, 2):
         store.save(step, {"x": torch.zeros(2)}, {})
@@ -112,7 +112,7 @@ def test_broken_ones_are_neither_deleted_nor_counted(tmp_path):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_what_a_run_deletes_while_it_is_listed_is_not_called_broken(tmp_path, monkeypatch, verify):
+def test_checkpoint_deleted_during_listing_is_not_reported_corrupt(tmp_path, monkeypatch, verify):
     run = RunDir(tmp_path)
     store = CheckpointStore(run.checkpoints)
     for step in (1, 2, 3):

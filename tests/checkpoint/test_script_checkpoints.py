@@ -1,4 +1,4 @@
-"""Whether a script's own files in the run's `checkpoints` folder count as new."""
+"""Detection of new files that a script writes into the run's `checkpoints` folder."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token,
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher, newest_file
 
 
-def test_nothing_new(tmp_path):
+def test_watcher_finds_nothing_without_new_files(tmp_path):
     assert ScriptCheckpointWatcher(tmp_path / "none").newest_since() is None
     (tmp_path / "last.ckpt").write_text("1")
     assert ScriptCheckpointWatcher(tmp_path).newest_since() is None
 
 
-def test_a_new_file(tmp_path):
+def test_watcher_finds_new_file(tmp_path):
     before = ScriptCheckpointWatcher(tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / "step-100").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-100" / "model.safetensors").write_text("1")
     assert before.newest_since() == tmp_path / "checkpoints" / "step-100" / "model.safetensors"
 
 
-def test_a_file_written_anew_even_by_a_clock_that_is_behind(tmp_path):
+def test_watcher_finds_rewritten_file_with_older_time(tmp_path):
     path = tmp_path / "last.ckpt"
     path.write_text("1")
     before = ScriptCheckpointWatcher(tmp_path)
@@ -29,14 +29,14 @@ def test_a_file_written_anew_even_by_a_clock_that_is_behind(tmp_path):
     assert before.newest_since() == path
 
 
-def test_a_file_that_is_gone_is_no_checkpoint(tmp_path):
+def test_watcher_ignores_deleted_file(tmp_path):
     (tmp_path / "last.ckpt").write_text("1")
     before = ScriptCheckpointWatcher(tmp_path)
     (tmp_path / "last.ckpt").unlink()
     assert before.newest_since() is None
 
 
-def test_the_trainers_own_are_told_by_it_with_their_steps(tmp_path):
+def test_watcher_ignores_checkpoints_of_the_trainer(tmp_path):
     before = ScriptCheckpointWatcher(tmp_path)
     saving = temporary_name(200, boot_identity(), new_save_token())
     deleting = saving.replace("saving", "deleting")
@@ -46,7 +46,7 @@ def test_the_trainers_own_are_told_by_it_with_their_steps(tmp_path):
     assert before.newest_since() is None
 
 
-def test_the_newest_file_and_its_time(tmp_path):
+def test_newest_file_is_returned_with_its_time(tmp_path):
     assert newest_file(tmp_path / "none") is None
     for name, seconds in (("old.ckpt", 1000), ("new.ckpt", 2000)):
         (tmp_path / name).write_text("1")

@@ -1,4 +1,4 @@
-"""Training of a module sharded by `fully_shard`: saved, and resumed on another number of ranks."""
+"""Training with `fully_shard`: saving, and resuming on another number of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Net(Module):
 
 
 class NoData:
-    """A data position without a state."""
+    """A data position without state."""
 
     def identity(self):
         return {}
@@ -46,7 +46,7 @@ class NoData:
         return []
 
 
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
+def to_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -59,7 +59,7 @@ def make_table() -> sharded_tensor.ShardedTensor:
 
 
 def train_from_newest(folder: Path, last_step: int) -> list[float]:
-    """Resume from the newest checkpoint; sums of squares of the weights and of the optimizer state."""
+    """Resume from the newest checkpoint; return sums of squares of weights and optimizer state."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = Net()
     if world_size > 1:
@@ -82,13 +82,17 @@ def train_from_newest(folder: Path, last_step: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         state.step = step
-    sharded = [isinstance(value, DTensor) for kept in optimizer.state.values() for value in kept.values()]
+    sharded = [
+        isinstance(value, DTensor) for tensors in optimizer.state.values() for value in tensors.values()
+    ]
     assert any(sharded) == (world_size > 1), "the optimizer state is sharded as its parameter is"
     store.async_save(last_step, {**state.tree(), "table": make_table()}, {})
     assert store.close() == []
-    sums = [gathered(parameter).pow(2).sum().item() for parameter in module.parameters()]
-    for kept in optimizer.state.values():
-        sums += [gathered(kept[name]).pow(2).sum().item() for name in ("step", "exp_avg", "exp_avg_sq")]
+    sums = [to_full_tensor(parameter).pow(2).sum().item() for parameter in module.parameters()]
+    for tensors in optimizer.state.values():
+        sums += [
+            to_full_tensor(tensors[name]).pow(2).sum().item() for name in ("step", "exp_avg", "exp_avg_sq")
+        ]
     return sums
 
 

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoints`: the list, its verification, and weights on their way out and in."""
+"""`hpctrain checkpoints`: list, verify, export and import."""
 
 from __future__ import annotations
 
@@ -52,30 +52,30 @@ def train(run_dir: Path, max_steps: int, module: Net | None = None, **settings) 
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """`hpctrain checkpoints …` in an empty folder, in this process."""
+    """Run `hpctrain checkpoints …` in an empty folder, in this process."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*words: str) -> Result:
-        return CliRunner().invoke(cli, ["checkpoints", *words])
+    def call(*args: str) -> Result:
+        return CliRunner().invoke(cli, ["checkpoints", *args])
 
     return call
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Net]:
-    """A run with checkpoints of the steps 2, 4 and 6, and its module at the end."""
+    """A run with checkpoints of steps 2, 4 and 6, and its final module."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     return folder, train(folder, 6, keep_best=1, validate_every=2)
 
 
 @pytest.fixture
 def run(trained: tuple[Path, Net], tmp_path: Path) -> RunDir:
-    """A copy of that run, to be broken."""
+    """A copy of that run, which tests may damage."""
     subprocess.run(["cp", "-r", str(trained[0]), str(tmp_path / "run")], check=True)
     return RunDir(tmp_path / "run")
 
 
-def test_the_list_tells_step_size_ranks_and_which_is_newest_and_best(command: Command, run: RunDir) -> None:
+def test_list_shows_step_size_ranks_newest_and_best(command: Command, run: RunDir) -> None:
     text = command("run")
     assert text.exit_code == 0
     head, *rows = text.stdout.splitlines()
@@ -94,21 +94,21 @@ def test_the_list_tells_step_size_ranks_and_which_is_newest_and_best(command: Co
         assert (record["world_size"], record["tier"], record["problems"]) == (1, "shared", [])
 
 
-def test_the_list_needs_no_torch_and_the_word_list_may_be_left_out(run: RunDir) -> None:
+def test_list_imports_no_torch_and_is_the_default_command(run: RunDir) -> None:
     probe = (
         "import sys; from hpctrain.cli.main import cli\n"
         "cli(['checkpoints', *sys.argv[1:]], standalone_mode=False)\n"
         "print(sorted({'torch', 'safetensors', 'numpy'} & set(sys.modules)))"
     )
-    said = [
-        run_command([sys.executable, "-c", probe, *words, str(run.path), "--verify"]).stdout
-        for words in ([], ["list"])
+    outputs = [
+        run_command([sys.executable, "-c", probe, *subcommand, str(run.path), "--verify"]).stdout
+        for subcommand in ([], ["list"])
     ]
-    assert said[0] == said[1]
-    assert said[0].splitlines()[-1] == "[]"
+    assert outputs[0] == outputs[1]
+    assert outputs[0].splitlines()[-1] == "[]"
 
 
-def test_verify_names_each_broken_file_and_what_is_wrong_with_it(command: Command, run: RunDir) -> None:
+def test_verify_reports_each_damaged_file(command: Command, run: RunDir) -> None:
     newest = run.checkpoint(6)
     state, tensors = newest / "state.json", newest / "tensors.json"
     content = bytearray(state.read_bytes())
@@ -122,29 +122,29 @@ def test_verify_names_each_broken_file_and_what_is_wrong_with_it(command: Comman
     assert f"step 6: {tensors} is missing" in verified.stderr
     assert "1 checkpoint is damaged" in verified.stderr
     assert [line.split()[0] for line in verified.stdout.splitlines() if "newest" in line] == ["4"]
-    found = command("run", "--verify", "--json")
-    assert found.exit_code == 1
-    assert [len(record["problems"]) for record in json.loads(found.stdout)] == [0, 0, 2]
+    listed = command("run", "--verify", "--json")
+    assert listed.exit_code == 1
+    assert [len(record["problems"]) for record in json.loads(listed.stdout)] == [0, 0, 2]
 
 
-def test_what_a_run_has_set_aside_is_shown(command: Command, run: RunDir) -> None:
+def test_list_shows_checkpoints_set_aside(command: Command, run: RunDir) -> None:
     (run.checkpoint(6) / "manifest.json").unlink()
     assert command("run").exit_code == 1
     train(run.path, 6)
-    shown = command("run")
-    assert shown.exit_code == 0
-    assert "step-00000006.broken-0: damaged" in shown.stderr
+    result = command("run")
+    assert result.exit_code == 0
+    assert "step-00000006.broken-0: damaged" in result.stderr
     records = json.loads(command("run", "--json").stdout)
     assert [record["step"] for record in records if record["set_aside"]] == [6]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-def test_exported_weights_are_those_of_the_module_and_load_without_hpctrain(
+def test_exported_weights_load_without_hpctrain(
     command: Command, trained: tuple[Path, Net], name: str
 ) -> None:
-    said = command("export", str(trained[0]), name)
-    assert said.exit_code == 0, said.stderr
-    assert "(step 6)" in said.stdout
+    result = command("export", str(trained[0]), name)
+    assert result.exit_code == 0, result.stderr
+    assert "(step 6)" in result.stdout
     plain = nn.Module()
     plain.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     weights = load_file(name) if name.endswith(".safetensors") else torch.load(name, weights_only=True)
@@ -154,7 +154,7 @@ def test_exported_weights_are_those_of_the_module_and_load_without_hpctrain(
     assert [path.name for path in Path.cwd().iterdir()] == [name], "a temporary file is left"
 
 
-def test_export_chooses_by_step_or_score_and_keeps_what_is_there(
+def test_export_selects_by_step_or_score_and_never_overwrites(
     command: Command, trained: tuple[Path, Net]
 ) -> None:
     run = str(trained[0])
@@ -167,48 +167,48 @@ def test_export_chooses_by_step_or_score_and_keeps_what_is_there(
     expected = load_on_cpu(RunDir(trained[0]).checkpoint(4)).state["module"]
     assert torch.equal(torch.load("a.pt", weights_only=True)["net.0.weight"], expected["net.0.weight"])
     assert "(step " in command("export", run, "best.pt", "--best").stdout
-    for words, why in (
+    for args, message in (
         (["b.pt", "--step", "3"], "No checkpoint of step 3"),
         (["b.onnx"], "ends in '.onnx'"),
         (["b.safetensors", "--all"], "can store only tensors"),
         (["nowhere/b.pt"], "nowhere"),
         (["b.pt", "--step", "4", "--best"], "Use only one of these options"),
     ):
-        answer = command("export", run, *words)
-        assert answer.exit_code in (1, 2)
-        assert why in answer.stderr
+        result = command("export", run, *args)
+        assert result.exit_code in (1, 2)
+        assert message in result.stderr
 
 
-def test_export_passes_over_a_broken_checkpoint_and_says_so(command: Command, run: RunDir) -> None:
+def test_export_skips_damaged_checkpoint_with_a_warning(command: Command, run: RunDir) -> None:
     with open(run.checkpoint(6) / "state.json", "ab") as file:
         file.write(b" ")
-    said = command("export", "run", "model.pt")
-    assert said.exit_code == 0
-    assert "(step 4)" in said.stdout
-    assert "Using the previous checkpoint" in said.stderr
-    asked = command("export", "run", "other.pt", "--step", "6")
-    assert asked.exit_code == 1
+    result = command("export", "run", "model.pt")
+    assert result.exit_code == 0
+    assert "(step 4)" in result.stdout
+    assert "Using the previous checkpoint" in result.stderr
+    explicit = command("export", "run", "other.pt", "--step", "6")
+    assert explicit.exit_code == 1
     assert not Path("other.pt").exists()
 
 
-def test_everything_exported_is_everything_imported(command: Command, trained: tuple[Path, Net]) -> None:
+def test_full_export_round_trips_through_import(command: Command, trained: tuple[Path, Net]) -> None:
     assert command("export", str(trained[0]), "all.pt", "--all", "--step", "4").exit_code == 0
     torch.load("all.pt", weights_only=True)
-    said = command("import", "copy", "all.pt")
-    assert said.exit_code == 0, said.stderr
-    assert "imported: 9 weights and buffers, 1 optimizer, 1 scheduler" in said.stdout
+    result = command("import", "copy", "all.pt")
+    assert result.exit_code == 0, result.stderr
+    assert "imported: 9 weights and buffers, 1 optimizer, 1 scheduler" in result.stdout
     continued = train(Path("copy"), 6)
     for key, value in trained[1].state_dict().items():
         assert torch.equal(continued.state_dict()[key], value), key
 
 
-def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
+def test_import_of_state_dict_starts_a_run(command: Command) -> None:
     module = Net()
     torch.save({f"module._orig_mod.{key}": value for key, value in module.state_dict().items()}, "plain.pt")
-    said = command("import", "new", "plain.pt")
-    assert said.exit_code == 0, said.stderr
-    assert "removed the prefix 'module.' (added by DistributedDataParallel)" in said.stdout
-    assert "no optimizer state: the optimizer starts from scratch" in said.stdout
+    result = command("import", "new", "plain.pt")
+    assert result.exit_code == 0, result.stderr
+    assert "removed the prefix 'module.' (added by DistributedDataParallel)" in result.stdout
+    assert "no optimizer state: the optimizer starts from scratch" in result.stdout
     loaded = load_on_cpu(RunDir(Path("new")).checkpoint(0))
     assert torch.equal(loaded.state["module"]["net.0.weight"], module.net[0].weight)
     Path("train.py").write_text("pass")
@@ -221,8 +221,8 @@ def test_a_state_dict_alone_is_the_start_of_a_run(command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command, monkeypatch) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it and leaves it
+def test_lightning_checkpoint_is_imported_with_its_optimizer(command: Command, monkeypatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it and does not restore it
     import lightning
 
     class LightningNet(lightning.LightningModule):
@@ -251,11 +251,11 @@ def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command,
     assert "contains objects of argparse.Namespace" in refused.stderr
     assert "--allow argparse.Namespace" in refused.stderr
     assert not Path("new").exists()
-    said = command("import", "new", "last.ckpt", "--allow", "argparse.Namespace")
-    assert said.exit_code == 0, said.stderr
-    assert f"step 5, from last.ckpt (Lightning {lightning.__version__})" in said.stdout
-    assert "hyper_parameters" in said.stdout.split("omitted: ")[1].splitlines()[0]
-    assert "the position in the data" in said.stdout
+    result = command("import", "new", "last.ckpt", "--allow", "argparse.Namespace")
+    assert result.exit_code == 0, result.stderr
+    assert f"step 5, from last.ckpt (Lightning {lightning.__version__})" in result.stdout
+    assert "hyper_parameters" in result.stdout.split("omitted: ")[1].splitlines()[0]
+    assert "the position in the data" in result.stdout
     state = load_on_cpu(RunDir(Path("new")).checkpoint(5)).state
     moments = trainer.optimizers[0].state_dict()["state"]
     for index, values in moments.items():
@@ -265,7 +265,7 @@ def test_lightnings_checkpoint_is_continued_with_its_optimizer(command: Command,
     assert continued.step == 6
 
 
-def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunDir) -> None:
+def test_unsupported_import_is_refused(command: Command, run: RunDir) -> None:
     torch.save({"epochs": 3, "loss": 0.5}, "nothing.pt")
     Path("text.pt").write_text("no checkpoint")
     Path("hello.pt").write_text("hello")
@@ -273,7 +273,7 @@ def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunD
     Path("text.safetensors").write_text("no checkpoint")
     torch.save({"state_dict": {"w": torch.zeros(1)}, "step": 4}, "old.pt")
     torch.save(torch.zeros(1), "tensor.pt")
-    for words, why in (
+    for args, message in (
         (["new", "nothing.pt"], "but no state_dict"),
         (["new", "text.pt"], "was not written by torch.save"),
         (["new", "text.safetensors"], "is not a safetensors file"),
@@ -284,38 +284,38 @@ def test_what_cannot_be_imported_is_refused_in_words(command: Command, run: RunD
         (["new", "old.pt", "--allow", "no.such.Class"], "'no.such.Class' (--allow) cannot be imported"),
         (["run", "old.pt"], "has a checkpoint of step 6, but old.pt would become step 4"),
     ):
-        answer = command("import", *words)
-        assert answer.exit_code == 2, answer.output
-        assert why in answer.stderr
+        result = command("import", *args)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
     assert not Path("new").exists()
 
 
-def test_no_code_of_a_file_is_run(command: Command) -> None:
+def test_import_executes_no_code_of_the_file(command: Command) -> None:
     class Trap:
         def __reduce__(self):
             return (print, ("executed",))
 
     torch.save({"state_dict": {"w": torch.zeros(1)}, "more": Trap()}, "trap.pt")
-    answer = command("import", "new", "trap.pt")
-    assert answer.exit_code == 2
-    assert "executed" not in answer.output
-    assert "print" in answer.stderr
+    result = command("import", "new", "trap.pt")
+    assert result.exit_code == 2
+    assert "executed" not in result.output
+    assert "print" in result.stderr
 
 
-def test_a_run_that_is_going_takes_no_import(command: Command) -> None:
+def test_import_into_active_run_is_refused(command: Command) -> None:
     run = RunDir(Path("runs/going").absolute())
     run.path.mkdir(parents=True)
     run.spec.touch()
     run.log_event("submitted", 0, job_id="17", backend="slurm")
     torch.save({"w": torch.zeros(1)}, "w.pt")
-    answer = command("import", "going", "w.pt")
-    assert answer.exit_code == 2
-    assert "Run going is UNKNOWN" in answer.stderr
+    result = command("import", "going", "w.pt")
+    assert result.exit_code == 2
+    assert "Run going is UNKNOWN" in result.stderr
 
 
-def test_a_folder_that_holds_an_import_is_told_from_no_run(command: Command) -> None:
+def test_status_of_imported_but_unsubmitted_run_is_refused(command: Command) -> None:
     torch.save({"w": torch.zeros(1)}, "weights.pt")
     assert command("import", "new", "weights.pt").exit_code == 0
-    answer = CliRunner().invoke(cli, ["status", "new"])
-    assert answer.exit_code == 2
-    assert "'new' has checkpoints but has never been submitted" in answer.output
+    result = CliRunner().invoke(cli, ["status", "new"])
+    assert result.exit_code == 2
+    assert "'new' has checkpoints but has never been submitted" in result.output

@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""The command line, end to end."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from helpers.waiting import wait_for
 from hpctrain.cli.common import json_text
 
 
-def test_help_names_every_command(hpctrain):
-    done = hpctrain("--help")
-    assert done.returncode == 0
+def test_help_lists_every_command(hpctrain):
+    result = hpctrain("--help")
+    assert result.returncode == 0
     for name in ("submit", "status", "list", "logs", "wait", "cancel", "requeue", "env", "exec", "sandbox"):
-        assert f"\n  {name} " in done.stdout
+        assert f"\n  {name} " in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "message"),
     [
         (["submti", "train.py"], "Did you mean 'submit'"),
         (["submit"], "Missing argument 'SCRIPT'"),
@@ -61,48 +61,48 @@ def test_help_names_every_command(hpctrain):
         (["wait", "--timeout", "-1", "nothing"], "-1"),
     ],
 )
-def test_bad_input_ends_with_2_and_words(hpctrain, tmp_path, args, words):
-    done = hpctrain(*args)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+def test_bad_input_exits_with_2_and_a_message(hpctrain, tmp_path, args, message):
+    result = hpctrain(*args)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
 @pytest.mark.ranks
-def test_a_file_that_cannot_be_read_is_one_sentence(hpctrain, tmp_path):
+def test_unreadable_file_is_a_one_line_error(hpctrain, tmp_path):
     assert hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py").returncode == 0
     (tmp_path / "r" / "events.jsonl").unlink()
     (tmp_path / "r" / "events.jsonl").mkdir()
-    done = hpctrain("status", "r")
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    result = hpctrain("status", "r")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
     assert "events.jsonl': Is a directory" in line
 
 
-def test_slurm_that_does_not_answer_ends_with_3(hpctrain):
-    done = hpctrain("submit", "--backend", "slurm", "train.py", env={"SLURM_CONF": "/nowhere"})
-    assert done.returncode == 3
-    assert "Slurm does not respond on this machine" in done.stderr
+def test_unreachable_slurm_exits_with_3(hpctrain):
+    result = hpctrain("submit", "--backend", "slurm", "train.py", env={"SLURM_CONF": "/nowhere"})
+    assert result.returncode == 3
+    assert "Slurm does not respond on this machine" in result.stderr
 
 
-def test_a_dry_run_executes_nothing_of_the_project(hpctrain, tmp_path):
-    """Whatever a cloned or unpacked project may bring, only a real submission runs it."""
-    ran = tmp_path / "ran"
+def test_dry_run_executes_no_code_of_the_project(hpctrain, tmp_path):
+    """Only a real submission runs code that a cloned or unpacked project brings."""
+    marker = tmp_path / "ran"
     project = tmp_path / "project"
     project.mkdir()
-    (project / "job.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    (project / "monitor").write_text(f"#!/bin/sh\ntouch {ran}\n")
+    (project / "job.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    (project / "monitor").write_text(f"#!/bin/sh\ntouch {marker}\n")
     (project / "monitor").chmod(0o755)
     run_command(["git", "init", "-q", project])
     run_command(["git", "-C", project, "config", "core.fsmonitor", str(project / "monitor")])
-    attack = f"{{% set x = cycler.__init__.__globals__.os.popen('touch {ran}').read() %}}"
+    attack = f"{{% set x = cycler.__init__.__globals__.os.popen('touch {marker}').read() %}}"
     (project / "t.sbatch.j2").write_text(attack + '{% extends "cpu.sbatch.j2" %}')
-    touch = f"touch {ran}"
+    command_line = f"touch {marker}"
     for template, code in (("", 0), ("template: ./t.sbatch.j2\n", 2)):
         (project / "hpctrain.yaml").write_text(
-            f"{template}setup: [{touch}]\nnotify: [{touch}]\nenv: {{BASH_ENV: ./monitor}}\n"
+            f"{template}setup: [{command_line}]\nnotify: [{command_line}]\nenv: {{BASH_ENV: ./monitor}}\n"
         )
         command = [
             sys.executable,
@@ -115,31 +115,31 @@ def test_a_dry_run_executes_nothing_of_the_project(hpctrain, tmp_path):
             "local",
             "job.py",
         ]
-        done = run_command(command, cwd=project, check=False)
-        assert done.returncode == code, done.stderr
-        assert ("is blocked" in done.stderr) == bool(code)
-        assert not ran.exists()
+        result = run_command(command, cwd=project, check=False)
+        assert result.returncode == code, result.stderr
+        assert ("is blocked" in result.stderr) == bool(code)
+        assert not marker.exists()
 
 
-def test_dry_run_prints_the_script_alone_and_creates_nothing(hpctrain, tmp_path):
-    done = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "a b", "train.py")
-    assert done.returncode == 0
-    assert done.stdout.startswith("#!/bin/bash\n")
-    assert done.stdout.endswith(f"-m hpctrain.supervisor '{tmp_path}/a b'\n")
+def test_dry_run_prints_only_the_script_and_creates_nothing(hpctrain, tmp_path):
+    result = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "a b", "train.py")
+    assert result.returncode == 0
+    assert result.stdout.startswith("#!/bin/bash\n")
+    assert result.stdout.endswith(f"-m hpctrain.supervisor '{tmp_path}/a b'\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
 @pytest.mark.ranks
-def test_the_whole_way(hpctrain, tmp_path):
-    """Submitted, followed to the end, looked at, and continued."""
+def test_run_is_submitted_followed_inspected_and_continued(hpctrain, tmp_path):
+    """One run through submit, status, logs, wait, list, cancel and a second submit."""
     args = ["--lr", "0.1", "--", "--help", "$(x)", "a\nb", "--nodes", "9"]
     options = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "2", "--run-dir", "r"]
-    done = hpctrain("submit", *options, "--follow", "train.py", *args)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"args {args!r}\n"
-    assert "== attempt 0: starting, world size 4, nodes 2" in done.stderr
-    assert "r: COMPLETED" in done.stderr
-    assert "hpctrain status r" in done.stderr
+    result = hpctrain("submit", *options, "--follow", "train.py", *args)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"args {args!r}\n"
+    assert "== attempt 0: starting, world size 4, nodes 2" in result.stderr
+    assert "r: COMPLETED" in result.stderr
+    assert "hpctrain status r" in result.stderr
     assert (tmp_path / "r" / "job.sbatch").read_text() == hpctrain(
         "submit", "--dry-run", *options, "train.py"
     ).stdout
@@ -149,8 +149,8 @@ def test_the_whole_way(hpctrain, tmp_path):
     assert (status["state"], status["attempt"], status["backend"]) == ("COMPLETED", 0, "local")
     assert "state       COMPLETED" in hpctrain("status", "r").stdout
     assert hpctrain("status", "--runs-dir=.").stdout.startswith("r  COMPLETED")
-    here = ("--runs-dir=.", "--json")
-    assert hpctrain("status", *here).stdout == hpctrain("list", *here).stdout
+    list_args = ("--runs-dir=.", "--json")
+    assert hpctrain("status", *list_args).stdout == hpctrain("list", *list_args).stdout
     assert hpctrain("logs", "r", "--rank", "3").stdout == f"args {args!r}\n"
     assert "Available: ranks 0-3" in hpctrain("logs", "r", "--rank", "4").stderr
     assert hpctrain("wait", "r").returncode == 0
@@ -161,8 +161,8 @@ def test_the_whole_way(hpctrain, tmp_path):
     assert "has already finished" in hpctrain("cancel", "r").stdout
     assert "only running runs" in hpctrain("requeue", "r").stderr
 
-    again = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--json", "train.py", "second")
-    facts = json.loads(again.stdout)
+    resubmitted = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--json", "train.py", "second")
+    facts = json.loads(resubmitted.stdout)
     assert (facts["run_id"], facts["backend"], facts["run_dir"]) == ("r", "local", str(tmp_path / "r"))
     waited = hpctrain("wait", "r", "--json")
     assert json.loads(waited.stdout)["attempt"] == 1
@@ -170,7 +170,7 @@ def test_the_whole_way(hpctrain, tmp_path):
 
 
 @pytest.mark.ranks
-def test_an_array_names_its_tasks_and_each_script_its_number(hpctrain, tmp_path):
+def test_array_task_has_its_own_logs_and_index(hpctrain, tmp_path):
     (tmp_path / "task.py").write_text(
         "import os\nprint(os.environ['HPCTRAIN_ARRAY_TASK_ID'], os.environ['SLURM_ARRAY_TASK_ID'])\n"
     )
@@ -185,19 +185,19 @@ def test_an_array_names_its_tasks_and_each_script_its_number(hpctrain, tmp_path)
 
 
 @pytest.mark.ranks
-def test_a_failure_ends_with_4_and_the_cause_comes_first(hpctrain, tmp_path):
+def test_failure_exits_with_4_and_prints_the_cause_first(hpctrain, tmp_path):
     (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
-    done = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "bad.py")
-    assert done.returncode == 4
-    cause = next(line for line in done.stderr.splitlines() if line.startswith("cause"))
+    result = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "bad.py")
+    assert result.returncode == 4
+    cause = next(line for line in result.stderr.splitlines() if line.startswith("cause"))
     assert "boom" in cause
-    assert "r/logs/attempt-" in done.stderr.partition(cause)[2].splitlines()[1]
+    assert "r/logs/attempt-" in result.stderr.partition(cause)[2].splitlines()[1]
     assert hpctrain("wait", "r").returncode == 4
     assert_no_process_left(tmp_path / "r")
 
 
 @pytest.mark.ranks
-def test_looking_away_leaves_the_run_alone(hpctrain, tmp_path):
+def test_interrupting_follow_keeps_the_run_alive(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     command = [
         sys.executable,
@@ -221,32 +221,32 @@ def test_looking_away_leaves_the_run_alone(hpctrain, tmp_path):
     assert process.returncode == 130
     assert "hpctrain logs -f r" in err
     assert json.loads(hpctrain("status", "r", "--json").stdout)["state"] == "RUNNING"
-    done = hpctrain("wait", "r", "--timeout", "0.1")
-    assert done.returncode == 1
-    assert "RUNNING" in done.stderr
+    result = hpctrain("wait", "r", "--timeout", "0.1")
+    assert result.returncode == 1
+    assert "RUNNING" in result.stderr
     assert json.loads(hpctrain("cancel", "r", "--json").stdout)["cancelled"] is True
     assert hpctrain("wait", "r").returncode == 4
     assert_no_process_left(tmp_path / "r")
 
 
-def test_a_script_that_is_no_python_is_refused_with_its_line(hpctrain, tmp_path):
+def test_script_with_syntax_error_is_refused_with_its_line(hpctrain, tmp_path):
     (tmp_path / "bad.py").write_text("x = 1\nif x\n")
-    done = hpctrain("submit", "bad.py")
-    assert done.returncode == 2
-    assert "syntax error in line 2" in done.stderr
+    result = hpctrain("submit", "bad.py")
+    assert result.returncode == 2
+    assert "syntax error in line 2" in result.stderr
 
 
-def test_a_folder_with_a_specification_of_something_else_is_no_run(hpctrain, tmp_path):
+def test_folder_with_foreign_spec_is_not_a_run(hpctrain, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "spec.yaml").write_text("openapi: 3.0.0\n")
-    done = hpctrain("submit", "--backend", "local", "--run-dir", "other", "train.py")
-    assert done.returncode == 2
-    assert "neither empty nor a run" in done.stderr
+    result = hpctrain("submit", "--backend", "local", "--run-dir", "other", "train.py")
+    assert result.returncode == 2
+    assert "neither empty nor a run" in result.stderr
     assert (tmp_path / "other" / "spec.yaml").read_text() == "openapi: 3.0.0\n"
 
 
 @pytest.mark.ranks
-def test_closed_standard_streams_do_not_cost_the_run_its_lock(hpctrain, tmp_path):
+def test_run_stays_locked_when_standard_streams_are_closed(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)\n")
     command = f"{sys.executable} -m hpctrain submit --backend local --run-dir r slow.py <&- >&- 2>&-"
     subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), check=True, timeout=60)
@@ -257,7 +257,7 @@ def test_closed_standard_streams_do_not_cost_the_run_its_lock(hpctrain, tmp_path
     assert_no_process_left(tmp_path / "r", timeout=30)
 
 
-def test_what_is_no_number_is_a_text_in_a_document():
+def test_non_finite_numbers_become_strings_in_json():
     document = {"loss": float("nan"), "best": [float("inf"), -float("inf"), 1.5], "state": None}
     text = json_text(document)
     assert json.loads(text, parse_constant=pytest.fail) == {

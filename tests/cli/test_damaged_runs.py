@@ -1,4 +1,4 @@
-"""Run folders that are damaged, or made to harm their readers: commands end, and only with errors of ours."""
+"""Damaged or malicious run folders: commands end, with hpctrain's own errors only."""
 
 from __future__ import annotations
 
@@ -88,24 +88,24 @@ ODD: dict[str, Callable[[Path], object]] = {
 }
 
 
-def text_of(records: list[dict]) -> str:
+def to_jsonl(records: list[dict]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def write_run(runs: Path, name: str = "r") -> RunDir:
-    """A run that has failed, with one file of each kind."""
+    """A failed run with one file of each kind."""
     run = RunDir(runs / name)
     for folder in (run.attempt_logs(0), run.failures, run.telemetry(0).parent):
         folder.mkdir(parents=True)
     contents = {
         run.spec: json.dumps(SPEC),
-        run.events: text_of(EVENTS),
-        run.metrics: text_of(METRICS),
-        run.environment: text_of([{"args": "--a b", "attempt": 0, "time": 1_764_000_001.0}]),
-        run.telemetry(0): text_of([{"time": 1_764_000_002.0, "host": "n1", "gpu_util": [5.0]}]),
+        run.events: to_jsonl(EVENTS),
+        run.metrics: to_jsonl(METRICS),
+        run.environment: to_jsonl([{"args": "--a b", "attempt": 0, "time": 1_764_000_001.0}]),
+        run.telemetry(0): to_jsonl([{"time": 1_764_000_002.0, "host": "n1", "gpu_util": [5.0]}]),
         run.failure(0, 0): json.dumps(FAILURE),
         run.rank_log(0, 0): "step\n",
-        run.log_index(0, 0): text_of([{"time": 1_764_000_002.0, "rank": 0, "bytes": 5}]),
+        run.log_index(0, 0): to_jsonl([{"time": 1_764_000_002.0, "rank": 0, "bytes": 5}]),
         run.slurm_log: "srun: x\n",
     }
     for path, content in contents.items():
@@ -113,28 +113,28 @@ def write_run(runs: Path, name: str = "r") -> RunDir:
     return run
 
 
-def call(runs: Path, *argv: str) -> Result:
-    """Run a command in this process, without Slurm. Only an exception of hpctrain's own is accepted."""
-    done = CliRunner(env={"PATH": "/nonexistent"}).invoke(cli, [*argv, "--runs-dir", str(runs)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise AssertionError(f"{argv}: {done.exception!r}") from done.exception
-    assert done.exit_code in (0, 1, 2, 3, 4), (argv, done.output)
-    return done
+def invoke(runs: Path, *argv: str) -> Result:
+    """Run a command in this process, without Slurm. Only hpctrain's own exceptions are accepted."""
+    result = CliRunner(env={"PATH": "/nonexistent"}).invoke(cli, [*argv, "--runs-dir", str(runs)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise AssertionError(f"{argv}: {result.exception!r}") from result.exception
+    assert result.exit_code in (0, 1, 2, 3, 4), (argv, result.output)
+    return result
 
 
-def files_of(run: RunDir) -> list[Path]:
+def list_files(run: RunDir) -> list[Path]:
     return sorted(path for path in run.path.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("number", range(9))
-def test_what_is_no_file_ends_no_command(tmp_path, number, odd):
+def test_commands_survive_special_files(tmp_path, number, kind):
     run = write_run(tmp_path)
-    path = files_of(run)[number]
+    path = list_files(run)[number]
     path.unlink()
-    ODD[odd](path)
+    ODD[kind](path)
     for argv in COMMANDS:
-        call(tmp_path, *argv)
+        invoke(tmp_path, *argv)
 
 
 @pytest.mark.parametrize(
@@ -150,38 +150,38 @@ def test_what_is_no_file_ends_no_command(tmp_path, number, odd):
         {"kind": ["seen"]},
     ],
 )
-def test_a_damaged_event_is_skipped_with_a_warning(tmp_path, damage, caplog):
+def test_damaged_event_is_skipped_with_a_warning(tmp_path, damage, caplog):
     run = write_run(tmp_path)
-    run.events.write_text(text_of([*EVENTS, damage]))
-    done = call(tmp_path, "status", "r", "--json")
-    assert json.loads(done.stdout)["state"] == "FAILED"
+    run.events.write_text(to_jsonl([*EVENTS, damage]))
+    result = invoke(tmp_path, "status", "r", "--json")
+    assert json.loads(result.stdout)["state"] == "FAILED"
     assert f"Skipped a damaged line in {run.events}" in caplog.text
     for argv in COMMANDS:
-        assert call(tmp_path, *argv).exit_code in (0, 4), argv
+        assert invoke(tmp_path, *argv).exit_code in (0, 4), argv
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_a_damaged_run_hides_no_other(tmp_path, odd):
+@pytest.mark.parametrize("kind", ODD)
+def test_damaged_run_does_not_hide_others(tmp_path, kind):
     write_run(tmp_path, "good")
     run = write_run(tmp_path, "bad")
     run.events.unlink()
-    ODD[odd](run.events)
-    done = call(tmp_path, "list")
-    assert done.exit_code == 0
-    good, bad = sorted(done.stdout.splitlines(), reverse=True)
+    ODD[kind](run.events)
+    result = invoke(tmp_path, "list")
+    assert result.exit_code == 0
+    good, bad = sorted(result.stdout.splitlines(), reverse=True)
     assert good.startswith("good  FAILED")
     assert bad.startswith("bad   UNKNOWN")
     assert f"cannot read {run.events}: " in bad
-    cancelled = call(tmp_path, "cancel", "bad")
+    cancelled = invoke(tmp_path, "cancel", "bad")
     assert cancelled.exit_code == 1
     assert str(run.events) in cancelled.stderr
 
 
-def test_metrics_that_cannot_be_read_leave_the_state_known(tmp_path, caplog):
+def test_unreadable_metrics_do_not_hide_the_state(tmp_path, caplog):
     run = write_run(tmp_path)
     run.metrics.unlink()
     os.mkfifo(run.metrics)
-    status = json.loads(call(tmp_path, "status", "r", "--json").stdout)
+    status = json.loads(invoke(tmp_path, "status", "r", "--json").stdout)
     assert (status["state"], status["step"], status["loss"]) == ("FAILED", None, None)
     assert f"Cannot read {run.metrics}: Not a regular file." in caplog.text
 
@@ -211,36 +211,36 @@ values = st.recursive(
 
 
 @st.composite
-def damages(draw: st.DrawFn, content: bytes) -> bytes:
-    """The content of a file with a field of another type or none, cut, or replaced by random bytes."""
-    how = draw(st.sampled_from(["field", "field", "field", "cut", "bytes", "as it is"]))
-    if how == "cut":
+def damaged_content(draw: st.DrawFn, content: bytes) -> bytes:
+    """Return the content of a file with a changed or missing field, cut, or replaced by random bytes."""
+    damage = draw(st.sampled_from(["field", "field", "field", "cut", "bytes", "as it is"]))
+    if damage == "cut":
         return content[: draw(st.integers(0, len(content)))] + draw(st.sampled_from([b"", b"\n", b"\n{}\n"]))
-    if how == "bytes":
+    if damage == "bytes":
         return draw(st.binary(max_size=60))
     try:
         records = [json.loads(line) for line in content.splitlines()]
     except ValueError:
         return content
-    for _ in range(draw(st.integers(1, 3)) if how == "field" else 0):
+    for _ in range(draw(st.integers(1, 3)) if damage == "field" else 0):
         record = draw(st.sampled_from(records))
         name = draw(st.sampled_from(sorted(record)))
         if draw(st.booleans()):
             record[name] = draw(values)
         elif len(record) > 1:
             del record[name]
-    return text_of(records).encode()
+    return to_jsonl(records).encode()
 
 
-# A failing example is not shrunk: each takes seconds, and what fails is told by the exception.
+# Failing examples are not shrunk: each takes seconds, and the exception shows the cause.
 @pytest.mark.slow
 @settings(
     max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
 )
 @given(st.data())
-def test_garbage_in_a_run_folder_is_no_bug(tmp_path_factory, data):
+def test_commands_survive_random_run_folders(tmp_path_factory, data):
     runs = tmp_path_factory.mktemp("runs")
-    for path in files_of(write_run(runs)):
-        path.write_bytes(data.draw(damages(path.read_bytes()), label=path.name))
+    for path in list_files(write_run(runs)):
+        path.write_bytes(data.draw(damaged_content(path.read_bytes()), label=path.name))
     for argv in COMMANDS:
-        call(runs, *argv)
+        invoke(runs, *argv)

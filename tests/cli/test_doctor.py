@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: what it prints, writes and ends with."""
+"""`hpctrain doctor`: output, profile file and exit code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 
-def test_a_real_site_is_looked_at_and_written_down(hpctrain, slurm, tmp_path):
+def test_doctor_examines_a_real_site_and_writes_its_profile(hpctrain, slurm, tmp_path):
     before = sorted(tmp_path.iterdir())
-    done = hpctrain("doctor", "--json", "--write", "site.yaml", env=slurm.env)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    standings = {(one["topic"], one["name"]): one["standing"] for one in found["findings"]}
-    assert found["problems"] == 0
+    result = hpctrain("doctor", "--json", "--write", "site.yaml", env=slurm.env)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    standings = {(finding["topic"], finding["name"]): finding["standing"] for finding in report["findings"]}
+    assert report["problems"] == 0
     assert standings["Slurm", "version"] == "ok"
     # Without accounting, and with the short limits of the sandbox.
     assert standings["Slurm", "accounting"] == standings["Slurm", "KillWait"] == "note"
@@ -24,8 +24,8 @@ def test_a_real_site_is_looked_at_and_written_down(hpctrain, slurm, tmp_path):
     assert standings["Runs folder", "locking"] == "ok"
     assert standings["This machine", "gloo"] == "ok"
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "site.yaml"])
-    assert yaml.safe_load((tmp_path / "site.yaml").read_text()) == found["profile"]
-    assert found["profile"]["site"]["slurm"]["cluster"] == slurm.name
+    assert yaml.safe_load((tmp_path / "site.yaml").read_text()) == report["profile"]
+    assert report["profile"]["site"]["slurm"]["cluster"] == slurm.name
 
     env = {**slurm.env, "HPCTRAIN_SITE_CONFIG": str(tmp_path / "site.yaml")}
     submit = hpctrain(
@@ -48,23 +48,23 @@ def test_a_real_site_is_looked_at_and_written_down(hpctrain, slurm, tmp_path):
 
 @pytest.fixture
 def broken_torch(tmp_path) -> dict[str, str]:
-    """Variables under which torch cannot be imported, which also saves the seconds that it takes."""
+    """Variables that make torch unimportable, which also saves the seconds of its import."""
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')\n")
     return {"PYTHONPATH": str(tmp_path)}
 
 
 @pytest.mark.slow
-def test_without_slurm_this_machine_is_looked_at_and_a_problem_is_an_exit_code(hpctrain, broken_torch):
-    done = hpctrain("doctor", env=broken_torch)
-    assert done.returncode == 1
-    lines = [line.split() for line in done.stdout.splitlines()]
+def test_doctor_without_slurm_exits_with_1_on_a_problem(hpctrain, broken_torch):
+    result = hpctrain("doctor", env=broken_torch)
+    assert result.returncode == 1
+    lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[0] == ["Slurm"]
     assert lines[1][:2] == ["ok", "none"]
-    assert "runs will use this machine" in done.stdout
-    assert "problem  torch" in done.stdout
-    assert "cannot be imported: ImportError: libcudart.so.13 is missing" in done.stdout
-    assert "→ No rank can start." in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("1 problem")
+    assert "runs will use this machine" in result.stdout
+    assert "problem  torch" in result.stdout
+    assert "cannot be imported: ImportError: libcudart.so.13 is missing" in result.stdout
+    assert "→ No rank can start." in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("1 problem")
     refused = hpctrain("doctor", "--write", "site.yaml", env=broken_torch)
     assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
         2,
@@ -75,26 +75,26 @@ def test_without_slurm_this_machine_is_looked_at_and_a_problem_is_an_exit_code(h
     )
 
 
-def test_a_look_that_fails_is_a_line_a_fake_scontrol(hpctrain, slurm, broken_torch, tmp_path):
+def test_failed_query_is_one_finding(hpctrain, slurm, broken_torch, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "scontrol").write_text("#!/bin/sh\necho 'error: Access denied' >&2\nexit 1\n")
     (folder / "scontrol").chmod(0o755)
     env = {**slurm.env, **broken_torch, "PATH": f"{folder}:{os.environ['PATH']}"}
-    found = json.loads(hpctrain("doctor", "--json", env=env).stdout)["findings"]
-    lines = [(one["topic"], one["value"], one["standing"]) for one in found]
-    words = "(scontrol failed: error: Access denied)"
+    findings = json.loads(hpctrain("doctor", "--json", env=env).stdout)["findings"]
+    lines = [(finding["topic"], finding["value"], finding["standing"]) for finding in findings]
+    reason = "(scontrol failed: error: Access denied)"
     assert lines[:2] == [
-        ("Slurm", f"Cannot read Slurm's configuration {words}", "note"),
-        ("Slurm", f"Cannot read the partitions {words}", "note"),
+        ("Slurm", f"Cannot read Slurm's configuration {reason}", "note"),
+        ("Slurm", f"Cannot read the partitions {reason}", "note"),
     ]
     assert ("Jobs", "accepted", "ok") in lines
 
 
-def test_a_slurm_that_does_not_answer_is_a_problem(hpctrain, broken_torch, tmp_path):
+def test_unreachable_slurm_is_a_problem(hpctrain, broken_torch, tmp_path):
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=gone\nSlurmctldHost=localhost\nSlurmctldPort=1\nAuthType=auth/none\n")
-    done = hpctrain("doctor", "--json", env={**broken_torch, "SLURM_CONF": str(conf)})
-    assert done.returncode == 1
-    slurm = json.loads(done.stdout)["findings"][0]
+    result = hpctrain("doctor", "--json", env={**broken_torch, "SLURM_CONF": str(conf)})
+    assert result.returncode == 1
+    slurm = json.loads(result.stdout)["findings"][0]
     assert (slurm["topic"], slurm["name"], slurm["standing"]) == ("Slurm", "silent", "problem")

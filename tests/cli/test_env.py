@@ -24,16 +24,16 @@ TORCHRUN = {
 }
 
 
-def test_outside_of_any_job_it_is_one_process(hpctrain):
-    done = hpctrain("env")
-    assert done.returncode == 0
-    rows = {line[:18].strip(): line[18:].split() for line in done.stdout.splitlines()}
+def test_env_outside_a_job_describes_one_process(hpctrain):
+    result = hpctrain("env")
+    assert result.returncode == 0
+    rows = {line[:18].strip(): line[18:].split() for line in result.stdout.splitlines()}
     assert (rows["rank"][0], rows["world size"][0], rows["environment"][0]) == ("0", "1", "local")
     assert rows["device"][0] == "cpu"
-    assert all(len(words) > 1 for words in rows.values()), "each line has its source"
+    assert all(len(columns) > 1 for columns in rows.values()), "each line has its source"
 
 
-def test_json_has_value_and_source_of_each(hpctrain):
+def test_json_has_value_and_source_of_each_fact(hpctrain):
     facts = json.loads(hpctrain("env", "--json", env=TORCHRUN).stdout)
     assert {name: fact["value"] for name, fact in facts.items() if name != "host"} == {
         "rank": 5,
@@ -56,54 +56,54 @@ def test_json_has_value_and_source_of_each(hpctrain):
 @pytest.mark.parametrize(
     "address", ["n1", "a b", "$(touch pwned)", "'; touch pwned; '", "`touch pwned`", "a\nb"]
 )
-def test_shell_lines_can_be_evaluated_whatever_they_hold(hpctrain, tmp_path, address):
+def test_shell_output_can_be_evaluated_safely(hpctrain, tmp_path, address):
     lines = hpctrain("env", "--shell", env={**TORCHRUN, "MASTER_ADDR": address}).stdout
     expected = {**TORCHRUN, "MASTER_ADDR": address, "NODE_RANK": "1"}
     script = f'eval {shlex.quote(lines)}; printf "%s|" ' + " ".join(f'"${name}"' for name in expected)
-    done = run_command(["sh", "-euc", script], cwd=tmp_path)
-    assert done.stdout.split("|")[:-1] == list(expected.values())
+    result = run_command(["sh", "-euc", script], cwd=tmp_path)
+    assert result.stdout.split("|")[:-1] == list(expected.values())
     assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--shell",)])
-def test_a_contradiction_ends_with_2_and_nothing_to_evaluate(hpctrain, options):
-    done = hpctrain("env", *options, env={**TORCHRUN, "RANK": "8"})
-    assert done.returncode == 2
-    assert "rank 8 (RANK)" in done.stderr
-    assert done.stdout == ("false\n" if options == ("--shell",) else "")
+def test_contradictory_environment_exits_with_2(hpctrain, options):
+    result = hpctrain("env", *options, env={**TORCHRUN, "RANK": "8"})
+    assert result.returncode == 2
+    assert "rank 8 (RANK)" in result.stderr
+    assert result.stdout == ("false\n" if options == ("--shell",) else "")
 
 
-def test_eval_of_a_refusal_fails(tmp_path):
+def test_eval_of_failed_env_fails(tmp_path):
     script = f'set -e; eval "$({sys.executable} -m hpctrain env --shell)"; echo went on'
-    done = run_command(["sh", "-c", script], {"WORLD_SIZE": "8"}, cwd=tmp_path, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "WORLD_SIZE is 8" in done.stderr
+    result = run_command(["sh", "-c", script], {"WORLD_SIZE": "8"}, cwd=tmp_path, check=False)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "WORLD_SIZE is 8" in result.stderr
 
 
-def test_one_form_at_a_time(hpctrain):
-    done = hpctrain("env", "--json", "--shell")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Use only one of these options" in done.stderr
+def test_env_options_are_mutually_exclusive(hpctrain):
+    result = hpctrain("env", "--json", "--shell")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "Use only one of these options" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("visible", "code", "words"),
+    ("num_gpus", "exit_code", "message"),
     [(4, 0, "cuda:1"), (2, 2, "4 ranks on this node (LOCAL_WORLD_SIZE), but only 2 GPUs")],
 )
-def test_with_a_faked_driver_the_device_is_the_planned_one(monkeypatch, visible, code, words):
-    monkeypatch.setattr(nvml, "count_gpus", lambda environ: visible)
+def test_env_shows_planned_device_with_fake_driver(monkeypatch, num_gpus, exit_code, message):
+    monkeypatch.setattr(nvml, "count_gpus", lambda environ: num_gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    done = CliRunner().invoke(cli, ["env"], env=TORCHRUN)
-    assert done.exit_code == code
-    assert words in done.output
-    # What is known is shown, whether there is a device for the rank or not.
-    assert "world size        8" in done.output
+    result = CliRunner().invoke(cli, ["env"], env=TORCHRUN)
+    assert result.exit_code == exit_code
+    assert message in result.output
+    # Known facts are shown even without a device for the rank.
+    assert "world size        8" in result.output
     facts = json.loads(CliRunner().invoke(cli, ["env", "--json"], env=TORCHRUN).stdout)
-    assert (facts["rank"]["value"], facts["device"]["value"]) == (5, None if code else "cuda:1")
+    assert (facts["rank"]["value"], facts["device"]["value"]) == (5, None if exit_code else "cuda:1")
 
 
-def test_in_a_step_of_slurm_every_task_sees_its_own(slurm, tmp_path):
+def test_each_task_of_slurm_step_sees_its_own_rank(slurm, tmp_path):
     step = ["srun", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1", f"--output={tmp_path}/%t"]
     run_command([*step, sys.executable, "-m", "hpctrain", "env", "--json"], slurm.env)
     seen = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
@@ -112,5 +112,5 @@ def test_in_a_step_of_slurm_every_task_sees_its_own(slurm, tmp_path):
     assert len({facts["host"]["value"] for facts in seen}) == 2
     assert {facts["host"]["value"] for facts in seen} <= set(slurm.nodes)
     assert {facts["environment"]["value"] for facts in seen} == {"slurm"}
-    # The sandbox's GPUs have no driver, but Slurm hands them out.
+    # The sandbox's GPUs have no driver, but Slurm allocates them.
     assert [facts["device"]["source"][-1] for facts in seen] == ["0", "1", "0", "1"]

@@ -1,4 +1,4 @@
-"""The command line starts at once: it never imports torch, and little else."""
+"""Imports of the command line: it starts fast and never imports torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from helpers import REPOSITORY
 from helpers.commands import run_command
 
-# Each takes longer to import than the rest of a dry run together, or is a sign that something does.
+# Each takes longer to import than the rest of a dry run together, or shows that something does.
 HEAVY = {"torch", "numpy", "rich", "submitit", "importlib.metadata", "asyncio"}
 #: Modules that a dry run does not need.
-MOST_OF_ALL = {
+UNNEEDED_IN_DRY_RUN = {
     "socket",
     "hpctrain.jobs.runs.run_status",
     "hpctrain.jobs.runs.status_poller",
@@ -43,17 +43,17 @@ def test_no_command_imports_torch(hpctrain, tmp_path, args):
         assert (
             hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py").returncode == 0
         )
-    done = run_command([sys.executable, "-c", PROBE, *args], cwd=tmp_path)
-    imported = set(done.stderr.split())
+    result = run_command([sys.executable, "-c", PROBE, *args], cwd=tmp_path)
+    imported = set(result.stderr.split())
     assert not HEAVY & imported
     if args[0] == "submit":
-        assert not MOST_OF_ALL & imported
+        assert not UNNEEDED_IN_DRY_RUN & imported
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_the_start_runs():
+def test_startup_benchmark_runs():
     # No limit: a busy machine must not fail the tests.
-    done = run_command(
+    result = run_command(
         [sys.executable, REPOSITORY / "benchmarks/cli_startup.py", "--rounds", "1", "--limit", "inf"]
     )
-    assert "ratio" in done.stdout
+    assert "ratio" in result.stdout

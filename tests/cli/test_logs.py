@@ -1,4 +1,4 @@
-"""`hpctrain logs` of runs with several ranks."""
+"""`hpctrain logs` for runs with several ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
 
-#: The second rank prints first, by two notes of the time.
+#: The second rank prints first, by two entries of the log index.
 SCRIPT = """
 import os, sys, time
 rank, attempt = int(os.environ["RANK"]), int(os.environ["HPCTRAIN_ATTEMPT"])
@@ -31,20 +31,20 @@ TWO_RANKS = ("--backend", "local", "--ntasks-per-node", "2", "--run-dir", "r")
 
 
 @pytest.fixture
-def crashed(hpctrain, tmp_path):
-    """A run that failed once, and then went well."""
+def crashed_once(hpctrain, tmp_path):
+    """A run that failed once and then completed."""
     (tmp_path / "crash.py").write_text(SCRIPT)
-    again = ("--restart-policy", "user-error.retries=1")
-    done = hpctrain("submit", *TWO_RANKS, *again, "--follow", "crash.py")
-    assert done.returncode == 0, done.stderr
-    return done
+    retry = ("--restart-policy", "user-error.retries=1")
+    result = hpctrain("submit", *TWO_RANKS, *retry, "--follow", "crash.py")
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 @pytest.mark.ranks
-def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
-    # What --follow prints is of rank 0 alone.
-    assert crashed.stdout.splitlines()[-1] == "late 0 of 1"
-    assert "[" not in crashed.stdout
+def test_logs_of_all_ranks_are_merged_by_time(hpctrain, crashed_once):
+    # --follow prints the output of rank 0 only.
+    assert crashed_once.stdout.splitlines()[-1] == "late 0 of 1"
+    assert "[" not in crashed_once.stdout
 
     first, *others = hpctrain("logs", "r").stdout.splitlines()
     assert first == "[1] early 1"
@@ -64,50 +64,49 @@ def test_logs_of_all_ranks_in_the_order_of_time(hpctrain, crashed):
     assert errors.stdout.startswith("attempt 0: rank 1 on ")
     assert 'raise ValueError("no such thing")' in errors.stdout
     assert hpctrain("logs", "-f", "r", "--errors").stdout == errors.stdout
-    none = hpctrain("logs", "r", "--errors", "--attempt", "1")
-    assert (none.returncode, none.stdout) == (0, "")
-    assert "Run r has no recorded failures." in none.stderr
+    empty = hpctrain("logs", "r", "--errors", "--attempt", "1")
+    assert (empty.returncode, empty.stdout) == (0, "")
+    assert "Run r has no recorded failures." in empty.stderr
 
 
 @pytest.mark.ranks
-def test_a_rank_that_dies_before_it_opens_its_log_is_quoted(hpctrain, tmp_path):
+def test_crash_before_the_log_is_opened_is_reported_from_slurm_log(hpctrain, tmp_path):
     shadow = tmp_path / "shadow"
     shadow.mkdir()
     (shadow / "json.py").write_text("raise ImportError('shadowed')\n")
     options = ("--max-failures", "2", "--env", f"PYTHONPATH={shadow}", "--follow")
-    done = hpctrain("submit", *TWO_RANKS, *options, "train.py")
-    assert done.returncode == 4
-    assert "attempt 0 failed; restarting" in done.stderr
-    words = re.compile(
+    result = hpctrain("submit", *TWO_RANKS, *options, "train.py")
+    assert result.returncode == 4
+    assert "attempt 0 failed; restarting" in result.stderr
+    pattern = re.compile(
         r"attempt 1: failure: rank [01] on local-0: exit code 1: ImportError: shadowed \(log: (.*)\)"
     )
-    named = words.search(done.stderr)
-    assert named is not None, done.stderr
-    assert named[1] == str(tmp_path / "r" / "logs" / "slurm.log")
+    match = pattern.search(result.stderr)
+    assert match is not None, result.stderr
+    assert match[1] == str(tmp_path / "r" / "logs" / "slurm.log")
 
     status = json.loads(hpctrain("status", "r", "--json").stdout)
     assert status["cause"].endswith("exit code 1: ImportError: shadowed")
-    assert status["log"] == named[1]
+    assert status["log"] == match[1]
     errors = hpctrain("logs", "r", "--errors").stdout
     assert "    raise ImportError('shadowed')\nImportError: shadowed\nlog: " in errors
-    nothing = hpctrain("logs", "r")
-    assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert "Run r is FAILED: its ranks wrote no output. Use `hpctrain logs --errors`" in nothing.stderr
+    empty = hpctrain("logs", "r")
+    assert (empty.returncode, empty.stdout) == (0, "")
+    assert "Run r is FAILED: its ranks wrote no output. Use `hpctrain logs --errors`" in empty.stderr
     assert "wrote no output in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
 
 
 @pytest.mark.ranks
-def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, tmp_path):
+def test_empty_logs_are_distinguished_from_missing_ones(hpctrain, tmp_path):
     (tmp_path / "still.py").write_text("import time\ntime.sleep(60)\n")
     options = ("--backend", "local", "--array", "0-1%1", "--run-dir", "r")
     assert hpctrain("submit", *options, "still.py").returncode == 0
     attempt = tmp_path / "r" / "task-0" / "logs" / "attempt-000"
     wait_for(attempt.exists, 30, "the first start")
-    nothing = hpctrain("logs", "r/task-0")
-    assert (nothing.returncode, nothing.stdout) == (0, "")
+    empty = hpctrain("logs", "r/task-0")
+    assert (empty.returncode, empty.stdout) == (0, "")
     assert (
-        "task-0 is RUNNING: its ranks have not written any output yet. Use `hpctrain logs -f`"
-        in nothing.stderr
+        "task-0 is RUNNING: its ranks have not written any output yet. Use `hpctrain logs -f`" in empty.stderr
     )
     waiting = hpctrain("logs", "r/task-1")
     assert (waiting.returncode, waiting.stdout) == (0, "")
@@ -118,7 +117,7 @@ def test_logs_in_which_nothing_is_written_yet_are_told_from_lost_ones(hpctrain, 
 
 
 @pytest.mark.ranks
-def test_following_an_array_shows_all_of_it_and_tells_that_a_task_failed(hpctrain, tmp_path):
+def test_following_an_array_shows_all_tasks_and_reports_a_failed_one(hpctrain, tmp_path):
     (tmp_path / "task.py").write_text(
         "import os\n"
         "task, rank = os.environ['HPCTRAIN_ARRAY_TASK_ID'], os.environ['RANK']\n"
@@ -127,31 +126,31 @@ def test_following_an_array_shows_all_of_it_and_tells_that_a_task_failed(hpctrai
         "assert task != '9', 'nine is bad'\n"
     )
     array = ("--array", "9-10%2", "--max-failures", "1", *TWO_RANKS)
-    done = hpctrain("submit", *array, "--follow", "task.py")
-    assert done.returncode == 4, done.stderr
-    lines = done.stdout.splitlines()
-    # Of each task rank 0 alone.
+    result = hpctrain("submit", *array, "--follow", "task.py")
+    assert result.returncode == 4, result.stderr
+    lines = result.stdout.splitlines()
+    # Only rank 0 of each task.
     assert {line for line in lines if "has rank" in line} == {
         *("[task-9]  task 9 has rank 0", "[task-10] task 10 has rank 0")
     }
     assert "[task-10] no end of the line" in lines
-    assert re.search(r"== job is [A-Z]+ \(2 tasks: ", done.stderr)
-    assert "== [task-10] attempt 0: starting, world size 2, nodes 1" in done.stderr
+    assert re.search(r"== job is [A-Z]+ \(2 tasks: ", result.stderr)
+    assert "== [task-10] attempt 0: starting, world size 2, nodes 1" in result.stderr
     assert re.search(
-        r"== \[task-9\]  attempt 0: failure: rank [01] on .*: AssertionError: nine is bad", done.stderr
+        r"== \[task-9\]  attempt 0: failure: rank [01] on .*: AssertionError: nine is bad", result.stderr
     )
-    assert "r: FAILED, 2 tasks: 1 FAILED, 1 COMPLETED" in done.stderr
+    assert "r: FAILED, 2 tasks: 1 FAILED, 1 COMPLETED" in result.stderr
 
-    looked = hpctrain("logs", "-f", "r", "--rank", "1", "--rank", "0")
-    assert looked.returncode == 4
-    assert "[task-10] [1] task 10 has rank 1" in looked.stdout.splitlines()
+    followed = hpctrain("logs", "-f", "r", "--rank", "1", "--rank", "0")
+    assert followed.returncode == 4
+    assert "[task-10] [1] task 10 has rank 1" in followed.stdout.splitlines()
     errors = hpctrain("logs", "-f", "r", "--errors").stdout.splitlines()
     assert errors[0].startswith("[task-9]  attempt 0: rank ")
     assert all(line.startswith("[task-9]  ") for line in errors)
 
-    # Of an array that goes on with some tasks, the others are no news.
-    again = hpctrain("submit", *array[2:], "--array", "9", "--follow", "task.py")
-    assert {line[:8] for line in again.stdout.splitlines()} == {"[task-9]"}
+    # When only some tasks of an array are submitted again, the others are not shown.
+    resubmitted = hpctrain("submit", *array[2:], "--array", "9", "--follow", "task.py")
+    assert {line[:8] for line in resubmitted.stdout.splitlines()} == {"[task-9]"}
     refused = hpctrain("logs", "r")
     assert refused.returncode == 2
     assert "a job array of 2 tasks" in refused.stderr
@@ -159,7 +158,7 @@ def test_following_an_array_shows_all_of_it_and_tells_that_a_task_failed(hpctrai
 
 
 @pytest.mark.ranks
-def test_looking_away_from_an_array_leaves_all_its_tasks_alone(hpctrain, tmp_path):
+def test_interrupting_follow_of_an_array_keeps_all_tasks_alive(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     options = ("--backend", "local", "--array", "0-1%2", "--run-dir", "r", "--follow")
     command = [sys.executable, "-m", "hpctrain", "submit", *options, "slow.py"]
@@ -180,7 +179,7 @@ def test_looking_away_from_an_array_leaves_all_its_tasks_alone(hpctrain, tmp_pat
 
 
 @pytest.mark.ranks
-def test_looking_away_from_logs_leaves_the_run_alone(hpctrain, tmp_path):
+def test_interrupting_logs_keeps_the_run_alive(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     assert hpctrain("submit", *TWO_RANKS, "slow.py").returncode == 0
     command = [sys.executable, "-m", "hpctrain", "logs", "-f", "r"]
@@ -204,7 +203,7 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link 
 
 
 @pytest.mark.parametrize("options", [[], ["--errors"]])
-def test_a_terminal_gets_no_escapes_of_a_log_but_colours(hpctrain, tmp_path, options):
+def test_terminal_output_keeps_colours_but_no_other_escapes(hpctrain, tmp_path, options):
     run = RunDir(tmp_path / "r")
     run.attempt_logs(0).mkdir(parents=True)
     run.failures.mkdir()
@@ -213,16 +212,16 @@ def test_a_terminal_gets_no_escapes_of_a_log_but_colours(hpctrain, tmp_path, opt
     run.log_event("submitted", 0, job_id="1", backend="local")
     run.log_event("failure", 0, rank=0, cause=f"x{HOSTILE}", log=str(run.rank_log(0, 0)))
     run.failure(0, 0).write_text(json.dumps({"rank": 0, "traceback": HOSTILE}))
-    ours, theirs = pty.openpty()
+    master, slave = pty.openpty()
     argv = [sys.executable, "-m", "hpctrain", "logs", "r", *options]
-    subprocess.run(argv, cwd=tmp_path, env=environment(), stdout=theirs, check=True, timeout=60)
-    os.close(theirs)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
-    assert "\x1b[31mred\x1b[0m link" in shown
-    assert "\ttab" in shown
-    assert not re.search(r"\x1b(?!\[(31|0)m)|[\x00\x07\x9b]|title|http", shown)
-    # A pipe gets what the script printed, for a pager or a file.
+    subprocess.run(argv, cwd=tmp_path, env=environment(), stdout=slave, check=True, timeout=60)
+    os.close(slave)
+    output = os.read(master, 65536).decode()
+    os.close(master)
+    assert "\x1b[31mred\x1b[0m link" in output
+    assert "\ttab" in output
+    assert not re.search(r"\x1b(?!\[(31|0)m)|[\x00\x07\x9b]|title|http", output)
+    # A pipe gets the unchanged output, for a pager or a file.
     assert "\x1b]0;title\x07" in hpctrain("logs", "r", *options).stdout
 
 
@@ -252,16 +251,16 @@ hpctrain.Trainer(max_steps=20, global_batch_size=8, seed=1).fit(Line(), data)
 
 
 @pytest.mark.ranks
-def test_the_cause_comes_first_with_the_users_frames_and_its_victims_in_a_line(hpctrain, tmp_path):
+def test_failure_shows_cause_with_user_frames_and_one_line_per_victim(hpctrain, tmp_path):
     (tmp_path / "cause.py").write_text(CAUSE)
-    done = hpctrain("submit", *TWO_RANKS, "--max-failures", "1", "--follow", "cause.py")
-    assert done.returncode == 4
-    (victim,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
+    result = hpctrain("submit", *TWO_RANKS, "--max-failures", "1", "--follow", "cause.py")
+    assert result.returncode == 4
+    (victim,) = [line for line in result.stdout.splitlines() if line.startswith("hpctrain: ")]
     assert victim.startswith(
         "hpctrain: this rank exited because rank 1 on local-0 (KeyError) failed: Runtime"
     )
-    assert "Traceback" not in done.stdout
-    lines = [line.strip() for line in done.stderr.splitlines()]
+    assert "Traceback" not in result.stdout
+    lines = [line.strip() for line in result.stderr.splitlines()]
     first = lines.index("Traceback (most recent call last):")
     assert lines.count("Traceback (most recent call last):") == 1
     assert lines[first - 1].startswith("== attempt 0: failure: rank 1 on local-0: KeyError: 'smoothing'")

@@ -1,4 +1,4 @@
-"""`hpctrain report`: where it writes, in which form, and what it takes."""
+"""`hpctrain report`: output path, format and arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVENTS = [
 
 @pytest.fixture
 def run(tmp_path) -> RunDir:
-    """A training that nobody submitted."""
+    """A training run without a submission."""
     run = RunDir(tmp_path / "runs" / "digits")
     run.path.mkdir(parents=True)
     run.events.write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
@@ -43,10 +43,10 @@ def run(tmp_path) -> RunDir:
     return run
 
 
-def test_a_page_in_the_run_folder(hpctrain, run):
-    done = hpctrain("report", "digits")
-    assert done.stdout == "Report written to runs/digits/report.html\n"
-    assert done.returncode == 0
+def test_page_is_written_to_the_run_folder(hpctrain, run):
+    result = hpctrain("report", "digits")
+    assert result.stdout == "Report written to runs/digits/report.html\n"
+    assert result.returncode == 0
     assert run.report.read_text().startswith("<!doctype html>")
 
 
@@ -57,49 +57,49 @@ def test_json_is_one_document(hpctrain, run):
         assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == 100_000_000
 
 
-def test_what_is_no_number_is_no_reason_for_broken_json(hpctrain, run):
+def test_non_finite_metrics_give_valid_json(hpctrain, run):
     with run.metrics.open("a") as file:
         file.write('{"step": 51, "loss": NaN, "time": 1764000051, "attempt": 0, "epoch": Infinity}\n')
     text = hpctrain("report", "digits", "--json").stdout
     json.loads(text, parse_constant=pytest.fail)
 
 
-def test_the_form_is_what_the_file_ends_in(hpctrain, run, tmp_path):
+def test_format_follows_the_file_extension(hpctrain, run, tmp_path):
     assert hpctrain("report", "digits", "-o", "digits.md").returncode == 0
     assert (tmp_path / "digits.md").read_text().startswith("# digits: COMPLETED\n")
     assert hpctrain("report", "digits", "--format", "md").stdout == (tmp_path / "digits.md").read_text()
     assert hpctrain("report", "digits", "-o", "-").stdout.startswith("<!doctype html>")
 
 
-def test_a_comparison_has_to_be_told_where_to_go(hpctrain, run, tmp_path):
-    done = hpctrain("report", "digits", "digits")
-    assert done.returncode == 2
-    assert "--output comparison.html" in done.stderr
+def test_comparison_needs_an_output_file(hpctrain, run, tmp_path):
+    result = hpctrain("report", "digits", "digits")
+    assert result.returncode == 2
+    assert "--output comparison.html" in result.stderr
     assert hpctrain("report", "digits", "digits", "-o", "both.html").returncode == 0
     assert "Comparison of 2 runs" in (tmp_path / "both.html").read_text()
     assert len(json.loads(hpctrain("report", "digits", "digits", "--json").stdout)) == 2
 
 
-def test_a_run_that_is_not_there(hpctrain, run):
-    done = hpctrain("report", "digit")
-    assert done.returncode == 2
-    assert "There is no run 'digit'" in done.stderr
+def test_unknown_run_is_refused(hpctrain, run):
+    result = hpctrain("report", "digit")
+    assert result.returncode == 2
+    assert "There is no run 'digit'" in result.stderr
 
 
-def test_a_folder_that_cannot_be_written(hpctrain, run):
-    done = hpctrain("report", "digits", "-o", "nowhere/report.html")
-    assert done.returncode == 2
-    assert "Cannot write the report to nowhere/report.html (--output): No such file" in done.stderr
+def test_unwritable_output_is_refused(hpctrain, run):
+    result = hpctrain("report", "digits", "-o", "nowhere/report.html")
+    assert result.returncode == 2
+    assert "Cannot write the report to nowhere/report.html (--output): No such file" in result.stderr
 
 
-def test_an_ending_that_is_no_format(hpctrain, run):
-    done = hpctrain("report", "digits", "-o", "report.pdf")
-    assert done.returncode == 2
-    assert "ends in .pdf, which is not a report format" in done.stderr
+def test_unknown_extension_is_refused(hpctrain, run):
+    result = hpctrain("report", "digits", "-o", "report.pdf")
+    assert result.returncode == 2
+    assert "ends in .pdf, which is not a report format" in result.stderr
 
 
 @pytest.mark.ranks
-def test_tasks_of_an_array_are_compared(hpctrain, tmp_path):
+def test_report_of_an_array_compares_its_tasks(hpctrain, tmp_path):
     submitted = hpctrain("submit", "--backend", "local", "--array", "0-1", "--run-dir", "a", "train.py")
     assert submitted.returncode == 0, submitted.stderr
     assert hpctrain("wait", "a").returncode == 0
@@ -108,22 +108,22 @@ def test_tasks_of_an_array_are_compared(hpctrain, tmp_path):
     assert {document["state"] for document in documents} == {"COMPLETED"}
     assert hpctrain("report", "a").stdout == "Report written to a/report.html\n"
     assert "Comparison of 2 runs" in RunDir(tmp_path / "a").report.read_text()
-    done = hpctrain("report", "a", "a/task-1")
-    assert (done.returncode, "Comparing 3 runs requires an output file" in done.stderr) == (2, True)
+    result = hpctrain("report", "a", "a/task-1")
+    assert (result.returncode, "Comparing 3 runs requires an output file" in result.stderr) == (2, True)
     assert hpctrain("report", "a/task-1").returncode == 0
     assert RunDir(tmp_path / "a").task(1).report.exists()
 
 
 @pytest.mark.ranks
-def test_a_cancelled_run_whose_supervisor_was_killed(hpctrain, tmp_path):
-    """The request to cancel is what is left; it is gone once the run is submitted again."""
+def test_cancelled_run_is_reported_as_cancelled_after_its_supervisor_was_killed(hpctrain, tmp_path):
+    """Only the cancel request is left; it is removed when the run is submitted again."""
     (tmp_path / "wait.py").write_text("import time\ntime.sleep(60)\n")
     submit = ("submit", "--backend", "local", "--run-dir", "r")
     assert hpctrain(*submit, "wait.py").returncode == 0
     run = RunDir(tmp_path / "r")
     wait_for(lambda: any(event["kind"] == "started" for event in run.read_events()), 30, "the ranks")
     run.cancel_request.touch()
-    end_run(run)
+    kill_run(run)
     report = json.loads(hpctrain("report", "r", "--json").stdout)
     assert (report["state"], report["attempts"][0]["end"]) == ("CANCELLED", "cancelled")
     assert hpctrain(*submit, "train.py").returncode == 0
@@ -134,8 +134,8 @@ def test_a_cancelled_run_whose_supervisor_was_killed(hpctrain, tmp_path):
     assert "lost job" not in hpctrain("report", "r", "--format", "md").stdout
 
 
-def end_run(run: RunDir) -> None:
-    """Kill supervisor and ranks, as a node that goes down does."""
+def kill_run(run: RunDir) -> None:
+    """Kill supervisor and ranks, as the failure of a node does."""
     pids = [int(next(event["job_id"] for event in run.read_events() if event["kind"] == "submitted"))]
     for pid in pids:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -146,14 +146,14 @@ def end_run(run: RunDir) -> None:
     wait_for(lambda: not is_locked(run.lock), 30, "the end of the supervisor")
 
 
-def spec_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
-    """What `submit` would write into `spec.yaml` on a cluster that has all of it, but for the run's name."""
-    given = submit.command.make_context("submit", list(words)).params
-    asked = {name: given[name] for name in known_options()}
-    settings = resolve_options(asked, source=COMMAND_LINE_SOURCE, assignments=(), environ={}, cwd=folder)
+def spec_of(argv: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return the `spec.yaml` that `submit` would write, without the run's name."""
+    params = submit.command.make_context("submit", list(argv)).params
+    options = {name: params[name] for name in known_options()}
+    settings = resolve_options(options, source=COMMAND_LINE_SOURCE, assignments=(), environ={}, cwd=folder)
     spec = build_spec(
-        given["script"],
-        given["args"],
+        params["script"],
+        params["args"],
         settings.options,
         backend="slurm",
         cwd=folder,
@@ -187,7 +187,7 @@ def spec_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
         ["--array", "0-3%2", "--resume-mode", "successor", "--gpu-request-style", "gpus-per-node"],
     ],
 )
-def test_the_command_that_runs_it_again_asks_for_the_same(tmp_path, options):
+def test_resubmit_command_reproduces_the_spec(tmp_path, options):
     first = spec_of([*options, "train.py", "--lr", "0.1", "a 'b' $c", "", "--name=x"], tmp_path)
     cd, command = resubmit_command(first)[-2:]
     assert shlex.split(cd) == ["cd", str(tmp_path)]
@@ -196,12 +196,12 @@ def test_the_command_that_runs_it_again_asks_for_the_same(tmp_path, options):
 
 
 @pytest.mark.parametrize("spec", [{}, {"script": 3, "workdir": "/"}, {"script": "/a.py"}])
-def test_there_is_no_command_where_too_little_is_known(spec):
+def test_no_resubmit_command_without_a_complete_spec(spec):
     assert resubmit_command(spec) == []
 
 
-def test_the_benchmark_of_a_large_run_runs():
+def test_report_benchmark_runs():
     # No limit: a busy machine must not fail the tests.
-    words = ["--steps", "2000", "--nodes", "2", "--rounds", "1", "--limit", "inf"]
-    done = run_command([sys.executable, REPOSITORY / "benchmarks/report.py", *words])
-    assert "ratio" in done.stdout
+    options = ["--steps", "2000", "--nodes", "2", "--rounds", "1", "--limit", "inf"]
+    result = run_command([sys.executable, REPOSITORY / "benchmarks/report.py", *options])
+    assert "ratio" in result.stdout

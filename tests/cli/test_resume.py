@@ -1,4 +1,4 @@
-"""`hpctrain resume`, on this machine."""
+"""`hpctrain resume` with the local backend."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def invoke(*words: str) -> str:
-    result = CliRunner().invoke(cli, words)
+def invoke(*args: str) -> str:
+    result = CliRunner().invoke(cli, args)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -39,9 +39,9 @@ def invoke(*words: str) -> str:
 def test_resume_repeats_the_submission_with_changed_options(workdir: Path) -> None:
     invoke("submit", "--backend=local", "--run-dir=runs/a", "--env=COLOR=red", "train.py", "--lr", "0.1")
     invoke("wait", "a")
-    away = workdir / "elsewhere"
-    away.mkdir()
-    os.chdir(away)
+    elsewhere = workdir / "elsewhere"
+    elsewhere.mkdir()
+    os.chdir(elsewhere)
     document = json.loads(invoke("resume", "../runs/a", "--ntasks-per-node=2", "--env=COLOR=blue", "--json"))
     assert document["run_dir"] == str(workdir / "runs/a")
     invoke("wait", str(workdir / "runs/a"))
@@ -51,8 +51,8 @@ def test_resume_repeats_the_submission_with_changed_options(workdir: Path) -> No
     assert load_spec(run.spec).workdir == str(workdir)
 
 
-def refusal(*words: str) -> str:
-    result = CliRunner().invoke(cli, words)
+def refusal(*args: str) -> str:
+    result = CliRunner().invoke(cli, args)
     assert result.exit_code == 2, result.output
     return result.stderr
 
@@ -74,21 +74,21 @@ def test_resume_refuses_an_active_run(workdir: Path) -> None:
     invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
     try:
         wait_for(lambda: RunDir(workdir / "runs/a").attempts(), 20, "the first attempt")
-        words = "Run a is still running. Cancel it first, or use `hpctrain requeue a`."
-        assert words in refusal("resume", "a")
-        assert words in refusal("resume", "a", "--nodes=2")
+        message = "Run a is still running. Cancel it first, or use `hpctrain requeue a`."
+        assert message in refusal("resume", "a")
+        assert message in refusal("resume", "a", "--nodes=2")
     finally:
         invoke("cancel", "a")
         CliRunner().invoke(cli, ["wait", "a"])
 
 
-def test_resume_makes_no_wild_guess_for_an_unknown_option(workdir: Path) -> None:
+def test_resume_refuses_an_unknown_option_without_a_suggestion(workdir: Path) -> None:
     invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
     invoke("wait", "a")
     assert "No such option '--bogus'. `hpctrain submit --help`" in refusal("resume", "a", "--bogus")
 
 
-def test_resume_of_one_task_of_an_array(workdir: Path) -> None:
+def test_resume_of_one_array_task_leaves_the_others(workdir: Path) -> None:
     invoke("submit", "--backend=local", "--run-dir=runs/a", "--array=0-1", "train.py")
     invoke("wait", "a")
     invoke("resume", "runs/a/task-1", "--env=COLOR=blue")
@@ -102,6 +102,6 @@ def test_new_runs_are_created_in_runs_dir(workdir: Path) -> None:
     invoke("wait", "--runs-dir=experiments", document["run_id"])
 
 
-def test_a_run_and_its_folder_have_a_short_repr() -> None:
+def test_run_and_run_dir_have_a_short_repr() -> None:
     run = Run(RunDir(Path("runs/x")), {"TOKEN": "secret"})
     assert (repr(run), repr(run.dir), str(run.dir)) == ("Run('runs/x')", "RunDir('runs/x')", "runs/x")

@@ -1,4 +1,4 @@
-"""`hpctrain serve`: pages for whoever has the token, live, and nothing else for anybody."""
+"""`hpctrain serve`: live pages for clients with the token, and nothing for others."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ EVENTS = [
 ]
 
 
-class Served:
-    """A server in a process of its own, and how to ask it."""
+class ReportServer:
+    """A server in its own process, with an HTTP client."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,17 +51,17 @@ class Served:
         assert match, line
         self.address, self.port, self.token = match[0], int(match[1]), match[2]
 
-    def ask(self, path: str, method: str = "GET", *, token: bool = True, **headers: str):
-        """Status, headers and text of an answer."""
+    def request(self, path: str, method: str = "GET", *, token: bool = True, **headers: str):
+        """Return status, headers and body of a response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent_headers = {name.replace("_", "-"): value for name, value in headers.items()}
         if token:
-            sent["Authorization"] = f"Bearer {self.token}"
-        connection.request(method, path, headers=sent)
-        answer = connection.getresponse()
-        text = answer.read().decode()
+            sent_headers["Authorization"] = f"Bearer {self.token}"
+        connection.request(method, path, headers=sent_headers)
+        response = connection.getresponse()
+        text = response.read().decode()
         connection.close()
-        return answer.status, answer.headers, text
+        return response.status, response.headers, text
 
 
 def write(run: RunDir, events: list[dict], steps: range) -> None:
@@ -101,62 +101,62 @@ def folder(tmp_path_factory) -> Path:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Served]:
-    """A server that ends with Ctrl-C, and has had nothing to complain about."""
-    served = Served(folder)
+def serving(folder: Path) -> Iterator[ReportServer]:
+    """A server that is ended by Ctrl-C and must print no errors."""
+    server = ReportServer(folder)
     try:
-        yield served
+        yield server
     finally:
-        served.process.send_signal(signal.SIGINT)
-        assert served.process.wait(20) == 0
-        served.process.stdout.close()
-    assert served.errors.read_text() == ""
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+        server.process.stdout.close()
+    assert server.errors.read_text() == ""
 
 
 @pytest.fixture(scope="module")
-def served(folder) -> Iterator[Served]:
-    with serving(folder) as served:
-        yield served
+def server(folder) -> Iterator[ReportServer]:
+    with serving(folder) as server:
+        yield server
 
 
 @pytest.mark.slow
-def test_all_runs_and_the_page_of_each(served):
-    status, headers, text = served.ask("/")
+def test_index_lists_all_runs_and_links_to_their_pages(server):
+    status, headers, text = server.request("/")
     assert status == 200
     assert "a b&amp;&lt;i&gt;" in text
     assert headers["Cache-Control"] == "no-store"
     addresses = re.findall(r'href="(/run/[^"]*)"', text)
     assert sorted(addresses) == ["/run/a%20b%26%3Ci%3E", "/run/digits"]
     for address in addresses:
-        status, _, text = served.ask(address)
+        status, _, text = server.request(address)
         assert status == 200
         assert '<table id="ledger">' in text
         assert "connect-src 'self'" in text
 
 
-def test_the_token_becomes_a_cookie_that_no_script_and_no_other_page_has(served):
-    path = served.address.partition(str(served.port))[2]
-    status, headers, text = served.ask(path, token=False)
+def test_token_becomes_an_http_only_same_site_cookie(server):
+    path = server.address.partition(str(server.port))[2]
+    status, headers, text = server.request(path, token=False)
     assert (status, headers["Location"], text) == (303, "/", "")
     cookie = headers["Set-Cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
-    assert served.ask("/", token=False, Cookie=cookie.split(";")[0])[0] == 200
+    assert server.request("/", token=False, Cookie=cookie.split(";")[0])[0] == 200
 
 
-def test_a_link_to_a_run_leads_to_its_page(served):
+def test_link_with_token_redirects_to_the_run_page(server):
     for path in ("/run/digits", "/run/a%20b%26%3Ci%3E"):
-        status, headers, _ = served.ask(f"{path}?token={served.token}", token=False)
+        status, headers, _ = server.request(f"{path}?token={server.token}", token=False)
         assert (status, headers["Location"]) == (303, path)
         cookie = headers["Set-Cookie"].split(";")[0]
-        assert served.ask(headers["Location"], token=False, Cookie=cookie)[0] == 200
+        assert server.request(headers["Location"], token=False, Cookie=cookie)[0] == 200
 
 
 @pytest.mark.parametrize(
     "path", ["//evil.example/", "/\\\\evil.example", "/run/..%2F..%2Fx", "/run//evil.example", "/x"]
 )
-def test_a_link_with_the_token_leads_to_no_other_place(served, path):
-    status, headers, _ = served.ask(f"{path}?token={served.token}", token=False)
+def test_link_with_token_redirects_nowhere_else(server, path):
+    status, headers, _ = server.request(f"{path}?token={server.token}", token=False)
     location = headers.get("Location")
     assert status in (303, 404)
     assert location is None or re.fullmatch(r"/(run/[^/\\]+)?", location)
@@ -173,11 +173,11 @@ def test_a_link_with_the_token_leads_to_no_other_place(served, path):
     ],
 )
 @pytest.mark.parametrize("path", ["/", "/run/digits", "/?token=x", "/?token=", "/?" + "token=x&" * 8])
-def test_without_the_token_there_is_nothing(served, path, headers):
-    status, answer, text = served.ask(path, token=False, **headers)
+def test_requests_without_token_are_forbidden(server, path, headers):
+    status, response_headers, text = server.request(path, token=False, **headers)
     assert status == 403
     assert "digits" not in text
-    assert "Set-Cookie" not in answer
+    assert "Set-Cookie" not in response_headers
 
 
 @pytest.mark.parametrize(
@@ -193,17 +193,17 @@ def test_without_the_token_there_is_nothing(served, path, headers):
         {"Sec_Fetch_Site": "same-site"},
     ],
 )
-def test_pages_of_others_get_nothing_even_with_the_token(served, headers):
-    status, _, text = served.ask("/run/digits", **headers)
+def test_cross_site_requests_are_forbidden_even_with_the_token(server, headers):
+    status, _, text = server.request("/run/digits", **headers)
     assert status == 403
     assert "digits" not in text
 
 
-def test_the_page_itself_may_ask(served):
-    own = f"127.0.0.1:{served.port}"
-    for host in (own, f"localhost:{served.port}"):
-        asked = {"Host": host, "Origin": f"http://{host}", "Sec_Fetch_Site": "same-origin"}
-        assert served.ask("/run/digits", **asked)[0] == 200
+def test_same_origin_requests_are_allowed(server):
+    authority = f"127.0.0.1:{server.port}"
+    for host in (authority, f"localhost:{server.port}"):
+        headers = {"Host": host, "Origin": f"http://{host}", "Sec_Fetch_Site": "same-origin"}
+        assert server.request("/run/digits", **headers)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -230,60 +230,60 @@ def test_the_page_itself_may_ask(served):
         "/run/" + quote("/etc/passwd", safe=""),
     ],
 )
-def test_no_path_leads_out_of_the_runs(served, path):
-    status, _, text = served.ask(path)
+def test_no_path_leads_outside_the_runs_folder(server, path):
+    status, _, text = server.request(path)
     assert status in (403, 404)
     assert "secret" not in text
     assert "outside" not in text
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
-def test_nothing_can_be_changed(served, method):
-    assert served.ask("/run/digits", method)[0] == 405
+def test_other_methods_are_not_allowed(server, method):
+    assert server.request("/run/digits", method)[0] == 405
 
 
-def test_looking_writes_nothing(served, folder):
+def test_requests_write_nothing(server, folder):
     def state() -> dict[str, str]:
         files = (path for path in folder.rglob("*") if path.is_file())
         return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     before = state()
-    served.ask("/")
-    served.ask("/run/digits")
-    served.ask("/run/digits", "HEAD")
+    server.request("/")
+    server.request("/run/digits")
+    server.request("/run/digits", "HEAD")
     assert state() == before
 
 
-def test_what_has_not_changed_is_not_sent_again(served, folder):
-    _, headers, _ = served.ask("/run/digits")
+def test_unchanged_page_is_not_sent_again(server, folder):
+    _, headers, _ = server.request("/run/digits")
     tag = headers["ETag"]
-    status, _, text = served.ask("/run/digits", If_None_Match=tag)
+    status, _, text = server.request("/run/digits", If_None_Match=tag)
     assert (status, text) == (304, "")
     write(RunDir(folder / "digits"), [], range(51, 53))
-    # A page is kept for a few times as long as it took to make it.
+    # A page is cached for a few times as long as its rendering took.
     wait_for(
-        lambda: served.ask("/run/digits", If_None_Match=tag)[0] == 200, 20, "the page with the new steps"
+        lambda: server.request("/run/digits", If_None_Match=tag)[0] == 200, 20, "the page with the new steps"
     )
-    assert served.ask("/run/digits")[1]["ETag"] != tag
+    assert server.request("/run/digits")[1]["ETag"] != tag
 
 
 @pytest.mark.parametrize("path", ["//[x/", "/?" + "token=x&" * 80, "/?token=%ff%fe"])
-def test_what_is_no_address_gets_a_word_and_nothing_is_printed(served, path):
-    assert served.ask(path)[0] < 500
+def test_malformed_address_gets_an_error_and_prints_nothing(server, path):
+    assert server.request(path)[0] < 500
 
 
-def test_strangers_that_say_nothing_keep_nobody_out(served):
-    """More of them than are listened to at once; the oldest makes room."""
+def test_idle_connections_do_not_block_others(server):
+    """More than are served at once; the oldest is closed."""
     with ExitStack() as stack:
         for _ in range(100):
-            one = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5))
-            one.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
-        assert served.ask("/run/digits")[0] == 200
-        tasks = Path(f"/proc/{served.process.pid}/task")
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 5))
+            connection.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+        assert server.request("/run/digits")[0] == 200
+        tasks = Path(f"/proc/{server.process.pid}/task")
         wait_for(lambda: len(list(tasks.iterdir())) < 40, 20, "the threads of those that were let go")
 
 
-def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
+def test_symlinks_out_of_the_folder_are_not_followed(tmp_path):
     for folder in ("runs/inside", "outside"):
         run = RunDir(tmp_path / folder)
         write(run, EVENTS, range(1, 3))
@@ -295,20 +295,20 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
     (run.code / "submission-000.json").write_text('{"commit": "abc"}')
     os.symlink(tmp_path / "secret.txt", run.code / "submission-000.diff")
     os.mkfifo(run.environment)
-    with serving(tmp_path / "runs") as served:
-        assert "Not shown: 1 link that points outside this folder." in served.ask("/")[2]
-        assert served.ask("/run/linked")[0] == 404
-        status, _, text = served.ask("/run/inside")
+    with serving(tmp_path / "runs") as server:
+        assert "Not shown: 1 link that points outside this folder." in server.request("/")[2]
+        assert server.request("/run/linked")[0] == 404
+        status, _, text = server.request("/run/inside")
         assert status == 200
         assert "commit abc" in text
         assert "secret" not in text
 
 
-def test_a_page_that_takes_long_is_made_once_for_all_who_look_and_not_at_every_change(folder, monkeypatch):
-    pages, made = RunPages(folder), []
+def test_slow_page_is_rendered_once_for_all_clients_and_then_cached(folder, monkeypatch):
+    pages, rendered = RunPages(folder), []
 
     def render(status: object) -> str:
-        made.append(status)
+        rendered.append(status)
         time.sleep(0.2)
         return "the page"
 
@@ -318,36 +318,36 @@ def test_a_page_that_takes_long_is_made_once_for_all_who_look_and_not_at_every_c
         assert set(pool.map(pages.page, ["digits"] * 4)) == {"the page"}
     write(RunDir(folder / "digits"), [], range(101, 103))
     assert pages.tag("digits") == tag
-    assert len(made) == 1
+    assert len(rendered) == 1
     wait_for(lambda: pages.tag("digits") != tag, 10, "the time until it is worth another")
     pages.page("digits")
-    assert len(made) == 2
+    assert len(rendered) == 2
 
 
-def test_it_listens_on_this_machine_only(served):
+def test_server_listens_on_loopback_only(server):
     other = socket.gethostbyname(socket.gethostname())
     if other.startswith("127.0.0.1"):
         other = "127.0.0.2"
-    with socket.socket() as one:
-        one.settimeout(5)
-        assert one.connect_ex((other, served.port)) != 0
+    with socket.socket() as client:
+        client.settimeout(5)
+        assert client.connect_ex((other, server.port)) != 0
 
 
-def test_a_port_that_is_taken(hpctrain, served):
-    done = hpctrain("serve", "--port", str(served.port))
-    assert done.returncode == 2
-    assert f"port {served.port} (--port)" in done.stderr
+def test_port_in_use_is_refused(hpctrain, server):
+    result = hpctrain("serve", "--port", str(server.port))
+    assert result.returncode == 2
+    assert f"port {server.port} (--port)" in result.stderr
 
 
 @pytest.mark.ranks
-def test_a_page_in_a_browser_follows_the_run(served, folder, tmp_path):
+def test_page_in_a_browser_follows_the_run(server, folder, tmp_path):
     if chromium.find() is None:
         pytest.skip("needs a Chromium: scripts/install_for_tests.sh installs one")
     run = RunDir(folder / "digits")
     with chromium.Chromium(tmp_path / "profile") as browser:
-        browser.open(served.address)
+        browser.open(server.address)
         assert browser.evaluate("document.querySelectorAll('#runs tbody tr').length") == 2
-        browser.open(f"http://127.0.0.1:{served.port}/run/digits")
+        browser.open(f"http://127.0.0.1:{server.port}/run/digits")
         browser.evaluate("document.getElementById('loss-chart-log').click()")
         steps = "document.querySelector('.figures dd').textContent"
         before = int(browser.evaluate(steps))
@@ -357,11 +357,11 @@ def test_a_page_in_a_browser_follows_the_run(served, folder, tmp_path):
         assert browser.evaluate("document.documentElement.dataset.state") == "live"
         assert browser.evaluate("document.querySelectorAll('#loss-chart canvas').length") == 1
         assert browser.console == []
-        assert {address.split("/")[2] for address in browser.requests} == {f"127.0.0.1:{served.port}"}
+        assert {address.split("/")[2] for address in browser.requests} == {f"127.0.0.1:{server.port}"}
 
 
-def test_a_folder_that_is_not_there_yet(tmp_path):
-    with serving(tmp_path / "runs") as served:
-        assert "This folder has no runs yet." in served.ask("/")[2]
+def test_missing_runs_folder_gives_an_empty_index(tmp_path):
+    with serving(tmp_path / "runs") as server:
+        assert "This folder has no runs yet." in server.request("/")[2]
         os.mkdir(tmp_path / "runs")
-        assert served.ask("/")[0] == 200
+        assert server.request("/")[0] == 200

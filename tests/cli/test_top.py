@@ -1,4 +1,4 @@
-"""`hpctrain top`: without a terminal, on one, and to its end."""
+"""`hpctrain top`: with and without a terminal."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ for step in range(1, 21):
 
 def submit(hpctrain, tmp_path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = hpctrain("submit", "--backend", "local", "--run-dir", "r", "train.py")
-    assert done.returncode == 0, done.stderr
+    result = hpctrain("submit", "--backend", "local", "--run-dir", "r", "train.py")
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.ranks
-def test_a_terminal_is_shown_the_run_to_its_end(hpctrain, tmp_path):
+def test_top_on_a_terminal_follows_the_run_to_its_end(hpctrain, tmp_path):
     submit(hpctrain, tmp_path)
     argv = [sys.executable, "-m", "hpctrain", "top", "r", "--interval", "0.2"]
-    shown = run_on_terminal(argv, tmp_path, columns=50)
-    assert "RUNNING" in shown or "PENDING" in shown
-    last = shown[shown.rindex("r  ") :]
+    output = run_on_terminal(argv, tmp_path, columns=50)
+    assert "RUNNING" in output or "PENDING" in output
+    last = output[output.rindex("r  ") :]
     assert "r  COMPLETED" in last
     assert "20 of 20" in last
-    assert "\x1b[31m" not in shown
+    assert "\x1b[31m" not in output
 
 
 @pytest.mark.ranks
-def test_without_a_terminal_one_look_is_printed(hpctrain, tmp_path):
+def test_top_without_a_terminal_prints_once(hpctrain, tmp_path):
     submit(hpctrain, tmp_path)
     assert hpctrain("wait", "r").returncode == 0
     for options in ([], ["--once"]):
-        done = hpctrain("top", "r", *options)
-        assert done.stdout.startswith("r  COMPLETED, attempt 0\nstep   20 of 20  ████")
-        assert "\x1b" not in done.stdout
+        result = hpctrain("top", "r", *options)
+        assert result.stdout.startswith("r  COMPLETED, attempt 0\nstep   20 of 20  ████")
+        assert "\x1b" not in result.stdout
     document = json.loads(hpctrain("top", "r", "--json").stdout)
     assert (document["state"], document["step"], document["loss"]) == ("COMPLETED", 20, 1 / 20)
     assert document["events"][0]["kind"] == "finished"
 
 
 @pytest.mark.long
-def test_a_job_array_and_a_run_that_is_not_there(hpctrain, tmp_path):
+def test_top_refuses_arrays_and_unknown_runs(hpctrain, tmp_path):
     assert hpctrain("top", "nothing").returncode == 2
     assert (
         hpctrain("submit", "--backend", "local", "--array", "0-1", "--run-dir", "a", "train.py").returncode
         == 0
     )
     assert hpctrain("wait", "a").returncode == 0
-    done = hpctrain("top", "a")
-    assert done.returncode == 2
-    assert "task-0" in done.stderr
+    result = hpctrain("top", "a")
+    assert result.returncode == 2
+    assert "task-0" in result.stderr

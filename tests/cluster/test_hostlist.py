@@ -14,35 +14,35 @@ from hypothesis import strategies as st
 from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.errors import UserError
 
-#: A question to the oracle costs a fraction of a millisecond, so thousands of them take seconds.
+#: One query to scontrol takes a fraction of a millisecond, so thousands take seconds.
 MANY = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-#: Where each question is a process of its own.
-FEWER = settings(MANY, max_examples=150)
+#: For queries that need a process each.
+FEWER_EXAMPLES = settings(MANY, max_examples=150)
 
 
 class Scontrol:
-    """One scontrol that answers any number of questions, since it reads commands from a pipe."""
+    """One scontrol process that answers any number of queries through a pipe."""
 
     _LAST = "the-end"
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def show(self, what: str, text: str) -> list[str] | None:
-        """The lines of `scontrol show WHAT TEXT`, None where it refuses. The text has no spaces."""
-        asked, answer = self._process.stdin, self._process.stdout
-        assert asked is not None
-        assert answer is not None
-        asked.write(f"show {what} {text}\nshow hostnames {self._LAST}\n")
-        asked.flush()
+    def show(self, kind: str, text: str) -> list[str] | None:
+        """Return the lines of `scontrol show KIND TEXT`, or None if it refuses. The text has no spaces."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(f"show {kind} {text}\nshow hostnames {self._LAST}\n")
+        stdin.flush()
         lines = []
-        for line in answer:
+        for line in stdout:
             if line == f"{self._LAST}\n":
                 break
             lines.append(line.rstrip("\n"))
-        # It repeats each question after its prompt.
+        # It repeats each query after its prompt.
         first, *lines, last = lines
-        assert (first, last) == (f"scontrol: show {what} {text}", f"scontrol: show hostnames {self._LAST}")
+        assert (first, last) == (f"scontrol: show {kind} {text}", f"scontrol: show hostnames {self._LAST}")
         if any(line.startswith("Invalid hostlist") for line in lines):
             return None
         return list(filter(None, lines))
@@ -53,7 +53,7 @@ class Scontrol:
 
 @pytest.fixture(scope="module")
 def scontrol(slurm) -> Iterator[Scontrol]:
-    # So wide a terminal that its line editor breaks no line.
+    # A terminal so wide that the line editor breaks no line.
     env = environment({**slurm.env, "COLUMNS": "100000", "TERM": "dumb"})
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -78,19 +78,19 @@ def cpu_time(function: Callable[[Any], object], argument: object) -> float:
 
 
 def expand_by_argument(slurm, hostlist: str) -> list[str]:
-    """What scontrol prints for a list with spaces."""
+    """Return scontrol's output for a list with spaces."""
     return run_command(["scontrol", "show", "hostnames", hostlist], slurm.env).stdout.split()
 
 
 def numbers(longest_range: int) -> Iterator[str]:
-    """Numbers and ranges, most of them around the places where the number of digits changes."""
+    """Yield numbers and ranges, mostly around changes of the number of digits."""
     for number in (0, 1, 5, 8, 9, 10, 11, 42, 98, 99, 100, 101, 998, 999, 1000, 1001, 9999, 10000, 100000):
         for width in (0, 2, 3, 4, 6):
             first = str(number).zfill(width)
             yield first
-            for more in (0, 1, 2, 3, 10, 12, 90, 101, 999, 1200):
-                if more <= longest_range:
-                    yield from (f"{first}-{number + more}", f"{first}-{number + more:05}")
+            for length in (0, 1, 2, 3, 10, 12, 90, 101, 999, 1200):
+                if length <= longest_range:
+                    yield from (f"{first}-{number + length}", f"{first}-{number + length:05}")
 
 
 def brackets(longest_range: int) -> st.SearchStrategy[str]:
@@ -102,25 +102,25 @@ def joined(*parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.tuples(*parts).map("".join)
 
 
-words = st.sampled_from(["", "n", "a", "rack", "gpu-a", "x1", "0", "b.", "_", "N", "-"])
-names = joined(words, st.sampled_from(["", *numbers(-1)])).filter(bool)
+prefixes = st.sampled_from(["", "n", "a", "rack", "gpu-a", "x1", "0", "b.", "_", "N", "-"])
+names = joined(prefixes, st.sampled_from(["", *numbers(-1)])).filter(bool)
 bracketed = (
-    joined(words, brackets(1200))
-    | joined(words, brackets(12), words, brackets(12))
-    | joined(words, brackets(3), words, brackets(3), words, brackets(3))
-    | joined(words, brackets(2), words, brackets(2), words, brackets(2), words, brackets(2))
+    joined(prefixes, brackets(1200))
+    | joined(prefixes, brackets(12), prefixes, brackets(12))
+    | joined(prefixes, brackets(3), prefixes, brackets(3), prefixes, brackets(3))
+    | joined(prefixes, brackets(2), prefixes, brackets(2), prefixes, brackets(2), prefixes, brackets(2))
 )
 lists = st.lists(names | bracketed, min_size=1, max_size=6)
 
 
 def parts(items: list[str]) -> list[str]:
-    """The list of all items, and each list that is a part of it: many questions out of one draw."""
+    """Return all contiguous sublists of the items, joined: many queries from one draw."""
     return [
         ",".join(items[start:end]) for start in range(len(items)) for end in range(start + 1, len(items) + 1)
     ]
 
 
-#: Texts that are hardly ever node lists, and lists in which something is changed, added or left out.
+#: Texts that are rarely node lists, and lists with a changed, added or missing part.
 texts = st.text("ab019-[],.", min_size=1, max_size=20) | st.builds(
     lambda items, place, new, length: (
         (text := ",".join(items))[: place % len(text)] + new + text[place % len(text) + length :]
@@ -138,12 +138,12 @@ texts = st.text("ab019-[],.", min_size=1, max_size=20) | st.builds(
 @example(["a[1-2]b[1-2]c[3]", "x[0-1]c[0-2]s[0-1]d[1-3],y[7]z[1-2]"])
 @example(["n[0000000000000000000000001-2]", "n[1-3,2,2],n2,n1,n1"])
 @example(["[1-3],7,a1-2,n[1-65536]"])
-def test_expands_as_scontrol(scontrol, hostlists):
+def test_expansion_matches_scontrol(scontrol, hostlists):
     for hostlist in hostlists:
         assert expand_hostlist(hostlist) == scontrol.expand(hostlist)
 
 
-@FEWER
+@FEWER_EXAMPLES
 @given(
     st.lists(
         joined(
@@ -157,13 +157,13 @@ def test_expands_as_scontrol(scontrol, hostlists):
 @example("a b")
 @example("n [1-2]")
 @example("n[1-2] [3-4],\tx")
-def test_spaces_are_read_as_by_scontrol(slurm, hostlist):
-    # What begins with a hyphen would be an option.
+def test_spaces_are_parsed_like_scontrol(slurm, hostlist):
+    # A leading hyphen would be an option.
     assert expand_hostlist(f"n{hostlist}") == expand_by_argument(slurm, f"n{hostlist}")
 
 
 def is_well_formed(text: str) -> bool:
-    """The grammar once more: bit by bit where the code has one expression."""
+    """Check the grammar again, step by step instead of by one expression."""
     outside = re.sub(r"\[.*?\]", "", text)
     if "[" in outside or "]" in outside:
         return False
@@ -177,7 +177,7 @@ def is_well_formed(text: str) -> bool:
 
 @MANY
 @given(texts)
-def test_any_text_is_refused_or_expanded_as_by_scontrol(scontrol, text):
+def test_any_text_is_refused_or_expanded_like_scontrol(scontrol, text):
     refusal = ""
     try:
         expanded = expand_hostlist(text)
@@ -194,14 +194,14 @@ def test_any_text_is_refused_or_expanded_as_by_scontrol(scontrol, text):
     assert oracle is None if text_after_bracket else expanded == oracle
 
 
-@FEWER
+@FEWER_EXAMPLES
 @given(bracketed, st.sampled_from(["b", "-ib", ".example.org", "0", "x1"]))
-def test_text_after_the_last_bracket_is_added_to_each_name(item, text):
+def test_text_after_the_last_bracket_is_appended_to_each_name(item, text):
     assert expand_hostlist(f"{item}{text},z") == [*(name + text for name in expand_hostlist(item)), "z"]
 
 
 class TestDifferencesFromSlurm:
-    """Each is on purpose, and stands in the docstring of the module."""
+    """Deliberate differences, listed in the docstring of the module."""
 
     @pytest.mark.parametrize(
         ("hostlist", "names"),
@@ -212,12 +212,12 @@ class TestDifferencesFromSlurm:
             ("n[1-65537]", [f"n{number}" for number in range(1, 65538)]),
         ],
     )
-    def test_taken_here_and_refused_there(self, scontrol, hostlist, names):
+    def test_lists_accepted_here_but_refused_by_slurm(self, scontrol, hostlist, names):
         assert scontrol.expand(hostlist) is None
         assert expand_hostlist(hostlist) == names
 
     @pytest.mark.parametrize(
-        ("hostlist", "there"),
+        ("hostlist", "by_slurm"),
         [
             ("n[1-2", ["n]"]),
             ("n1]", ["n1]"]),
@@ -231,18 +231,18 @@ class TestDifferencesFromSlurm:
             ("é1", ["é1"]),
         ],
     )
-    def test_refused_here_and_taken_there(self, scontrol, hostlist, there):
-        assert scontrol.expand(hostlist) == there
+    def test_lists_refused_here_but_accepted_by_slurm(self, scontrol, hostlist, by_slurm):
+        assert scontrol.expand(hostlist) == by_slurm
         with pytest.raises(UserError, match="malformed"):
             expand_hostlist(hostlist)
 
-    @pytest.mark.parametrize(("hostlist", "there"), [("n[1, 2]", ["n1", "n02"]), ("n1\n", ["n1"])])
-    def test_spaces_refused_here_and_taken_there(self, slurm, hostlist, there):
-        assert expand_by_argument(slurm, hostlist) == there
+    @pytest.mark.parametrize(("hostlist", "by_slurm"), [("n[1, 2]", ["n1", "n02"]), ("n1\n", ["n1"])])
+    def test_spaces_refused_here_but_accepted_by_slurm(self, slurm, hostlist, by_slurm):
+        assert expand_by_argument(slurm, hostlist) == by_slurm
         with pytest.raises(UserError, match="malformed"):
             expand_hostlist(hostlist)
 
-    def test_numbers_of_more_than_64_bits(self, scontrol):
+    def test_numbers_beyond_64_bits_are_exact(self, scontrol):
         assert scontrol.expand("n99999999999999999999") == ["n18446744073709551615"]
         assert expand_hostlist("n99999999999999999999") == ["n99999999999999999999"]
         assert expand_hostlist("n[99999999999999999998-99999999999999999999]") == [
@@ -252,7 +252,7 @@ class TestDifferencesFromSlurm:
 
 
 @pytest.mark.parametrize(
-    ("hostlist", "place", "problem"),
+    ("hostlist", "position", "problem"),
     [
         ("n[1-", 2, "a '[' without a matching ']'"),
         ("n1]", 3, "a ']' without a matching '['"),
@@ -271,13 +271,13 @@ class TestDifferencesFromSlurm:
         ("n[" + "9" * 5000 + "-1]", 3, "'999"),
     ],
 )
-def test_malformed_list_is_quoted_with_the_place(hostlist, place, problem):
+def test_malformed_list_is_quoted_with_the_position(hostlist, position, problem):
     with pytest.raises(UserError) as caught:
         expand_hostlist(hostlist)
-    assert f"malformed at character {place}: {problem}" in str(caught.value)
+    assert f"malformed at character {position}: {problem}" in str(caught.value)
     _, quoted, caret = str(caught.value).splitlines()
     assert quoted.strip() == repr(hostlist) or len(hostlist) > 80
-    assert quoted[caret.index("^")] == (hostlist[place - 1] if hostlist[place - 1] != "\n" else "\\")
+    assert quoted[caret.index("^")] == (hostlist[position - 1] if hostlist[position - 1] != "\n" else "\\")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_malformed_list_is_quoted_with_the_place(hostlist, place, problem):
 @pytest.mark.parametrize(
     "after", ["", ",b" * 10, ",n[1-3]" * 100], ids=["at the end", "near it", "far from it"]
 )
-def test_only_the_part_around_the_place_of_a_long_list_is_quoted(before, after):
+def test_long_malformed_list_is_quoted_around_the_position(before, after):
     with pytest.raises(UserError) as caught:
         expand_hostlist(f"{before}n[7-x]{after}")
     _, quoted, caret = str(caught.value).splitlines()
@@ -311,11 +311,11 @@ def test_more_than_a_million_names_are_refused(hostlist):
     assert len(str(caught.value)) < 160
 
 
-def test_a_million_names_are_not_too_many():
+def test_a_million_names_are_accepted():
     assert len(expand_hostlist("a[1-1000]b[1-1000]")) == 1_000_000
 
 
-#: Neighbours that can be folded, and what breaks runs of them: other names, names twice, other widths.
+#: Names that can be folded, and breaks in their runs: other names, duplicates, other widths.
 name_lists = st.lists(
     names.map(lambda name: [name]) | bracketed.map(lambda item: expand_hostlist(item)[:40])
 ).map(lambda lists: [name for names in lists for name in names])
@@ -327,7 +327,7 @@ name_lists = st.lists(
 @example(["n099", "n100"])
 @example(["r1n1", "r1n2", "r2n1", "r2n2", "r3n1", "r3n2", "r4n1"])
 @example(["a", "a", "a1", "a1", "a01"])
-def test_compressed_list_expands_to_the_names_here_and_by_scontrol(scontrol, hosts):
+def test_compressed_list_expands_to_the_same_names(scontrol, hosts):
     compressed = compress_hostlist(hosts)
     assert expand_hostlist(compressed) == hosts
     if hosts:
@@ -336,8 +336,8 @@ def test_compressed_list_expands_to_the_names_here_and_by_scontrol(scontrol, hos
 
 @MANY
 @given(name_lists.filter(bool))
-def test_lists_that_scontrol_compressed_are_expanded(scontrol, hosts):
-    # Slurm reads no longer numbers, here as elsewhere.
+def test_lists_compressed_by_scontrol_are_expanded(scontrol, hosts):
+    # Slurm reads no longer numbers.
     assume(not any(re.search("[0-9]{19}", host) for host in hosts))
     [compressed] = scontrol.show("hostlist", ",".join(hosts))
     assert expand_hostlist(compressed) == hosts
@@ -357,12 +357,12 @@ def test_lists_that_scontrol_compressed_are_expanded(scontrol, hosts):
         (["a1b", "a2b"], "a1b,a2b"),
     ],
 )
-def test_runs_are_folded(hosts, compressed):
+def test_runs_of_numbers_are_folded(hosts, compressed):
     assert compress_hostlist(hosts) == compressed
 
 
 @pytest.mark.parametrize("shape", ["n{}", "rack{0}node{0}", "n{0:018}{0}"])
-def test_what_is_compressed_keeps_to_the_limits_of_slurm(slurm, shape):
+def test_compressed_list_keeps_to_the_limits_of_slurm(slurm, shape):
     hosts = [shape.format(number) for number in range(100_000)]
     compressed = compress_hostlist(hosts)
     assert expand_hostlist(compressed) == hosts
@@ -370,8 +370,8 @@ def test_what_is_compressed_keeps_to_the_limits_of_slurm(slurm, shape):
         assert expand_by_argument(slurm, compressed) == hosts
 
 
-def test_names_with_ever_more_zeros_are_compressed():
-    # Their list has millions of characters. A search for the last number from each of them takes 40 times as
+def test_names_with_ever_more_zeros_are_compressed_fast():
+    # Their list has millions of characters. Searching each of them for the last number would take 40 times as
     # long as expanding the list.
     names = ["n" + "0" * length for length in range(1, 3001)]
     compressed = compress_hostlist(names)
@@ -380,14 +380,14 @@ def test_names_with_ever_more_zeros_are_compressed():
 
 
 @pytest.mark.parametrize("name", ["", "a,b", "a b", "n[1-2]", "n1\n", "é"])
-def test_what_is_no_name_is_not_compressed(name):
+def test_invalid_name_is_not_compressed(name):
     with pytest.raises(UserError, match="is not a valid name in a node list") as caught:
         compress_hostlist(["n1", name])
     assert repr(name) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, 4, ["n1", "n2"], b"n[1-2]"])
-def test_what_is_no_text_is_refused(value):
+def test_non_text_is_refused(value):
     with pytest.raises(UserError, match=r"A node list must be a string .* but this is .*, of type") as caught:
         expand_hostlist(value)
     assert repr(value) in str(caught.value)

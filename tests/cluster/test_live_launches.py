@@ -1,4 +1,4 @@
-"""`detect` in every kind of launch, run here and now: on the Slurm of the tests, with what is installed."""
+"""`detect` under real launchers: the Slurm of the tests and the installed MPI implementations."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from hpctrain import sandbox
 
 pytestmark = pytest.mark.ranks
 
-#: Agents of torchrun take turns in importing torch; submitit looks now and then whether its job has ended.
+#: Agents of torchrun import torch one after the other; submitit polls for the end of its job.
 _LONG = {"torchrun-two-agents", "torchrun-alone-in-each-task", "submitit-slurm"}
 
 
 @pytest.mark.parametrize("launch", SLURM, ids=lambda launch: launch.name)
-def test_steps_of_srun_and_what_is_none(launch, tmp_path, slurm):
+def test_srun_steps_and_shells_are_detected(launch, tmp_path, slurm):
     check_detection(launch, run(launch, tmp_path, slurm.env, slurm.nodes))
 
 
-def _marked(launch: Launch) -> object:
+def _with_marks(launch: Launch) -> object:
     marks = [pytest.mark.slurm] if launch.needs_slurm else []
     marks += [pytest.mark.long] if launch.name in _LONG else []
     return pytest.param(launch, marks=marks, id=launch.name)
 
 
-@pytest.mark.parametrize("launch", [_marked(launch) for launch in OTHERS])
-def test_other_launchers(launch, tmp_path, request):
+@pytest.mark.parametrize("launch", [_with_marks(launch) for launch in OTHERS])
+def test_other_launchers_are_detected(launch, tmp_path, request):
     _need_commands(launch)
     box = request.getfixturevalue("slurm") if launch.needs_slurm else None
     check_detection(launch, run(launch, tmp_path, box.env if box else {}, box.nodes if box else []))
 
 
-def test_ten_nodes_of_three_tasks(tmp_path, request):
-    request.getfixturevalue("slurm")  # Where that cannot be had, this one cannot, either.
+def test_ten_nodes_with_three_tasks_each_are_detected(tmp_path, request):
+    request.getfixturevalue("slurm")  # If the shared cluster is unavailable, so is this one.
     box = sandbox.up(f"pytest-x{os.getpid()}", nodes=10, gpus_per_node=0, cpus_per_node=3)
     try:
         launch = Launch("ten-nodes", "srun -N10 --ntasks-per-node=3 --label PROBE")
@@ -51,14 +51,14 @@ def test_ten_nodes_of_three_tasks(tmp_path, request):
         box.down()
 
 
-def _version_of_openmpi() -> str:
+def _openmpi_version() -> str:
     return run_command(["mpirun.openmpi", "--version"]).stdout
 
 
 def _need_commands(launch: Launch) -> None:
     needed = ["mpirun.openmpi", "mpiexec.mpich", "unshare", "script"]
     missing = [name for name in needed if name in launch.command and not shutil.which(name)]
-    if "openmpi-" in launch.name and not missing and ") 4." not in _version_of_openmpi():
+    if "openmpi-" in launch.name and not missing and ") 4." not in _openmpi_version():
         pytest.skip("reads the variables of Open MPI 4")
     if "unshare" in launch.command and os.geteuid() != 0:
         missing.append("root, to make pretend hosts")

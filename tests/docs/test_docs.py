@@ -1,9 +1,9 @@
-"""Every command and every script that the documentation shows is run.
+"""Run every command and script in the documentation.
 
 The ```bash and ```python blocks of a page run from top to bottom in one folder that looks like the
-repository's root. An HTML comment in the line before a block changes that: `<!-- slurm -->` runs it on the
-real Slurm of the tests, `<!-- not run: why -->` leaves it out, `<!-- file: train.py -->` only writes it.
-Nothing else can be done with ```yaml and ```jinja.
+repository's root. An HTML comment before a block changes that: `<!-- slurm -->` runs it on the tests' Slurm,
+`<!-- not run: why -->` skips it, `<!-- file: train.py -->` only writes it. For ```yaml and ```jinja, these
+are the only options.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from helpers.processes import run_processes
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 TIMEOUT_S, LONG_TIMEOUT_S = 110, 400
 
-#: Pages whose blocks train for long; what they show is tested elsewhere, too.
+#: Pages whose blocks train for long; other tests cover what they show.
 LONG = {
     f"docs/{name}.md"
     for name in (
@@ -52,7 +52,7 @@ class Block:
     line: int
 
     def as_shell(self) -> str:
-        """What bash has to run for this block."""
+        """Return the shell commands that run this block."""
         if self.mark.startswith("not run:"):
             return ""
         if self.mark.startswith("file: "):
@@ -87,7 +87,7 @@ def script_of(page: Path) -> str:
 
 
 def pages() -> list[object]:
-    """Pages that have something to run, marked `slurm` where a block of them needs it, and `long`."""
+    """Return pages with blocks to run, marked `slurm` if a block needs it, and `long`."""
     params: list[object] = []
     for page in PAGES:
         if script_of(page):
@@ -101,7 +101,7 @@ def pages() -> list[object]:
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Iterator[Path]:
-    """A folder that looks like the repository's root; what a failed page leaves going there is ended."""
+    """A folder that looks like the repository's root; processes that a failed page left there are killed."""
     folder = tmp_path / "repo"
     folder.mkdir()
     for name in ("examples", "slurm_templates"):
@@ -115,7 +115,7 @@ def workplace(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Path:
-    """A folder for PATH with the `hpctrain` and `python` that the tests themselves run with."""
+    """A folder for PATH with the `hpctrain` and `python` of this test session."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, arguments in {"hpctrain": "-m hpctrain ", "python": ""}.items():
@@ -142,13 +142,13 @@ def test_blocks_run(page: Path, workplace: Path, commands: Path, request: pytest
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_marks_are_known(page: Path) -> None:
+def test_block_marks_are_known(page: Path) -> None:
     unknown = [block.mark for block in blocks_of(page) if block.mark and not _MARK.fullmatch(block.mark)]
     assert not unknown, f"{page.name}: {unknown} are no marks that this test knows"
 
 
-def test_local_links_lead_somewhere() -> None:
-    """The README's and CONTRIBUTING's; mkdocs checks those of its own pages."""
+def test_local_links_exist() -> None:
+    """Check README and CONTRIBUTING; mkdocs checks links between its own pages."""
     for page in PAGES[:2]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
@@ -166,7 +166,7 @@ def test_every_command_and_option_of_submit_is_documented() -> None:
             assert any(f"`{option}" in text for option in parameter.opts), parameter.opts
 
 
-def test_the_readme_leads_to_every_page():
+def test_readme_links_to_every_page():
     text = (REPO / "README.md").read_text()
     pages = [path.relative_to(REPO) for path in (REPO / "docs").glob("*.md")]
     assert [str(page) for page in pages if f"({page})" not in text] == []

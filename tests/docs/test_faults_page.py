@@ -1,4 +1,4 @@
-"""The page about faults names tests that there are."""
+"""The tests that the page about faults names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from helpers import REPOSITORY
 
 
-def test_each_test_that_the_page_names_is_there():
+def test_every_test_named_on_the_page_exists():
     text = (REPOSITORY / "docs" / "faults.md").read_text(encoding="utf-8")
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
     assert len(named) > 20

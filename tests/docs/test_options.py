@@ -1,4 +1,4 @@
-"""What the documentation says of options is what the commands say."""
+"""Options in the documentation match those of the commands."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from helpers import REPOSITORY
 from hpctrain.jobs.options.config_reader import read_config_file
 
 
-def test_the_tables_of_options_are_up_to_date() -> None:
+def test_option_tables_are_up_to_date() -> None:
     module = runpy.run_path(str(REPOSITORY / "scripts" / "write_options.py"))
     text = module["PAGE"].read_text(encoding="utf-8")
-    for place in ("submit", "the others"):
-        assert f"<!-- options of {place} -->" in text
+    for section in ("submit", "the others"):
+        assert f"<!-- options of {section} -->" in text
     assert text == module["filled_in"](text), "run .venv/bin/python scripts/write_options.py"
 
 
-def test_every_file_of_options_that_is_shown_is_valid(tmp_path: Path) -> None:
+def test_every_config_file_shown_is_valid(tmp_path: Path) -> None:
     text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 2

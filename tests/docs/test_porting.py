@@ -1,4 +1,4 @@
-"""The diffs of the porting guide are those of scripts that run."""
+"""The diffs of the porting guide match scripts that run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPTS = REPOSITORY / "examples" / "porting"
 SPEC = importlib.util.spec_from_file_location("diffs", REPOSITORY / "scripts" / "write_porting_diffs.py")
 
 
-def test_the_guide_shows_the_present_diffs():
+def test_guide_shows_the_current_diffs():
     diffs = importlib.util.module_from_spec(SPEC)
     SPEC.loader.exec_module(diffs)
     text = diffs.PAGE.read_text()
@@ -26,13 +26,13 @@ def test_the_guide_shows_the_present_diffs():
 @pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("script", sorted(path.stem for path in SCRIPTS.glob("*.py")))
-def test_both_sides_train_on_two_ranks(script, tmp_path):
+def test_scripts_before_and_after_train_on_two_ranks(script, tmp_path):
     if script.startswith("huggingface"):
         pytest.importorskip("transformers")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run_command(
+    result = run_command(
         [*torchrun, SCRIPTS / f"{script}.py"], {"OMP_NUM_THREADS": "1"}, cwd=tmp_path, timeout=110
     )
-    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([0-9.e-]+)", done.stdout + done.stderr)]
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([0-9.e-]+)", result.stdout + result.stderr)]
     if script.endswith("after"):
         assert losses[-1] < losses[0] / 10

@@ -1,4 +1,4 @@
-"""Another user of the node attacks a run: no code of theirs is run, and the run goes on to its end."""
+"""Another user of the node attacks a run: no code of theirs runs, and the run completes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node
 
 
 @contextmanager
-def attacker(how: str, file: Path) -> Iterator[subprocess.Popen[str]]:
+def attacker(attack: str, file: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of the user `nobody`, if this one may start any."""
     with subprocess.Popen(
-        [sys.executable, ATTACKER, how, file],
+        [sys.executable, ATTACKER, attack, file],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -46,8 +46,8 @@ def attacker(how: str, file: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def of_a_rank(run: Run, variable: str, attempt: int = 0) -> str:
-    """A variable of the ranks' environment, as soon as one of them has been started."""
+def rank_variable(run: Run, variable: str, attempt: int = 0) -> str:
+    """Return a variable of the ranks' environment as soon as one has started."""
 
     def find() -> str | None:
         environs = [process.environ for process in run_processes(run.path)]
@@ -57,16 +57,16 @@ def of_a_rank(run: Run, variable: str, attempt: int = 0) -> str:
     return wait_for(find, 60, f"a rank with {variable}", 0.01)
 
 
-@pytest.mark.parametrize("how", ["store", "addresses", pytest.param("group", marks=pytest.mark.long)])
-def test_a_stranger_in_the_place_of_a_rank_runs_no_code_and_the_run_goes_on(tmp_path_factory, how):
+@pytest.mark.parametrize("attack", ["store", "addresses", pytest.param("group", marks=pytest.mark.long)])
+def test_attacker_in_place_of_a_rank_runs_no_code_and_the_run_completes(tmp_path_factory, attack):
     folder = tmp_path_factory.mktemp("evil")
     evil = folder / "evil"
     folder.chmod(0o777)
     run = Run(tmp_path_factory.mktemp("run") / "run", {})
-    with attacker(how, evil) as process:
+    with attacker(attack, evil) as process:
         run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), str(JOB), "--epochs", "1")
         assert process.stdin is not None
-        process.stdin.write(f"{of_a_rank(run, 'MASTER_PORT')}\n")
+        process.stdin.write(f"{rank_variable(run, 'MASTER_PORT')}\n")
         process.stdin.flush()
         assert process.stdout is not None
         assert process.stdout.readline() == "sent\n"
@@ -74,14 +74,14 @@ def test_a_stranger_in_the_place_of_a_rank_runs_no_code_and_the_run_goes_on(tmp_
     assert not evil.exists()
     assert run.events("finished")[0]["state"] == "COMPLETED"
     failures = run.events("failure")
-    if how == "store":
+    if attack == "store":
         (failure,) = failures
         assert failure["class"] == "unauthenticated"
         assert "was written by a process that does not have the secret of this run" in failure["cause"]
         assert "store at 127.0.0.1:" in failure["cause"]
         if os.geteuid() == 0:
             assert "users with a connection from this node: nobody (uid 65534)" in failure["cause"]
-    if how == "addresses":
+    if attack == "addresses":
         (failure,) = failures
         assert failure["class"] == "unauthenticated"
         assert "the store's entry 'hpctrain/0/0//cpu//0/" in failure["cause"]
@@ -91,7 +91,7 @@ def test_a_stranger_in_the_place_of_a_rank_runs_no_code_and_the_run_goes_on(tmp_
 
 
 def listening_ports(pid: int) -> set[int]:
-    """The TCP ports at which a process listens, such as those of gloo."""
+    """Return the TCP ports at which a process listens, such as those of gloo."""
     with suppress(OSError):
         sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
         lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
@@ -106,7 +106,7 @@ def listening_ports(pid: int) -> set[int]:
 
 @contextmanager
 def junk_sender(run: Run, number: int) -> Iterator[dict[str, int]]:
-    """Send bytes that mean nothing to the store and to the ranks, as soon as they listen."""
+    """Send junk to the store and to the ranks as soon as they listen."""
     noise = random.Random(14)
     junk = [
         b"GET / HTTP/1.1\r\n\r\n",
@@ -141,7 +141,7 @@ def junk_sender(run: Run, number: int) -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def test_bytes_that_mean_nothing_end_no_run(tmp_path):
+def test_run_completes_despite_junk_on_its_ports(tmp_path):
     run = Run(tmp_path / "run", {})
     with junk_sender(run, 200) as sent:
         options = ["--run-dir", str(run.path), "--standby-workers", "never"]
@@ -154,7 +154,7 @@ def test_bytes_that_mean_nothing_end_no_run(tmp_path):
     assert_no_process_left(run.path)
 
 
-def test_an_attack_on_each_attempt_ends_the_run_after_max_failures(tmp_path):
+def test_attacks_on_each_attempt_end_the_run_after_max_failures(tmp_path):
     run = Run(tmp_path / "run", {})
     options = ["--run-dir", str(run.path), "--standby-workers", "never", "--max-failures", "2"]
     with attacker("store", tmp_path / "evil") as first, attacker("store", tmp_path / "evil") as second:
@@ -162,7 +162,7 @@ def test_an_attack_on_each_attempt_ends_the_run_after_max_failures(tmp_path):
         for attempt, process in enumerate((first, second)):
             wait_for(lambda n=attempt: len(run.events("started")) > n, 60, f"attempt {attempt}")
             assert process.stdin is not None
-            process.stdin.write(f"{of_a_rank(run, 'MASTER_PORT', attempt)}\n")
+            process.stdin.write(f"{rank_variable(run, 'MASTER_PORT', attempt)}\n")
             process.stdin.flush()
         assert run.wait() == 4
     assert [failure["class"] for failure in run.events("failure")] == ["unauthenticated"] * 2
@@ -178,12 +178,12 @@ def test_an_attack_on_each_attempt_ends_the_run_after_max_failures(tmp_path):
 
 
 @pytest.mark.long
-def test_hangs_are_found_after_a_stranger_has_talked_to_the_supervisor(tmp_path):
+def test_hangs_are_detected_after_a_stranger_connected_to_the_supervisor(tmp_path):
     run = Run(tmp_path / "run", {})
     options = ["--hang-timeout", "3", "--run-dir", str(run.path)]
     job = [str(JOB), "--hang", "loop", "--checkpoint-every", "100", "--epochs", "1"]
     run.hpctrain("submit", *SHAPE, *options, *job)
-    address, port, _ = of_a_rank(run, SUPERVISOR_ADDRESS_VARIABLE).rsplit(":", 2)
+    address, port, _ = rank_variable(run, SUPERVISOR_ADDRESS_VARIABLE).rsplit(":", 2)
     strangers = []
     for data in (b"[" * 60_000 + b"\n", b"x" * 1_000_000, b'{"token": ', *[b""] * 300):
         connection = socket.create_connection((address, int(port)), timeout=10)

@@ -1,4 +1,4 @@
-"""Runs that `hpctrain chaos` disturbs end as those that nobody disturbs."""
+"""Runs with faults from `hpctrain chaos` end like undisturbed ones."""
 
 from __future__ import annotations
 
@@ -12,38 +12,42 @@ LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
 
 
-def chaos(run: Run, *words: str) -> dict:
-    told = run.hpctrain("chaos", str(run.path), "--json", *words, timeout=RUN_LIMIT_S)
-    return json.loads(told.stdout)
+def chaos(run: Run, *options: str) -> dict:
+    result = run.hpctrain("chaos", str(run.path), "--json", *options, timeout=RUN_LIMIT_S)
+    return json.loads(result.stdout)
 
 
 @pytest.mark.long
-def test_a_local_run_of_which_a_rank_is_killed_twice(tmp_path, tmp_path_factory):
+def test_local_run_survives_two_killed_ranks(tmp_path, tmp_path_factory):
     reference = submit(tmp_path_factory.mktemp("reference") / "run", {}, LOCAL, step_s=0.0)
     run = submit(tmp_path / "run", {}, LOCAL, step_s=0.1, slow_attempts=2)
     run.wait_for_step(7)
-    told = run.hpctrain("chaos", str(run.path), "--dry-run", "--seed", "1", "--fault", "kill-rank").stdout
-    assert "would do kill-rank: rank " in told
+    preview = run.hpctrain("chaos", str(run.path), "--dry-run", "--seed", "1", "--fault", "kill-rank").stdout
+    assert "would do kill-rank: rank " in preview
     assert (run.events("chaos"), run.events("failure")) == ([], [])
-    struck = chaos(run, "--fault", "kill-rank", "--times", "2", "--every", "6", "--seed", "1")
-    assert struck == {"run_id": "run", "faults": 2, "seed": 1}
+    injected = chaos(run, "--fault", "kill-rank", "--times", "2", "--every", "6", "--seed", "1")
+    assert injected == {"run_id": "run", "faults": 2, "seed": 1}
     assert (run.wait(), reference.wait()) == (0, 0)
     assert_undisturbed(run, reference)
-    blows, failures = run.events("chaos"), run.events("failure")
-    assert [blow["fault"] for blow in blows] == ["kill-rank", "kill-rank"]
-    assert [blow["attempt"] for blow in blows] == [failure["attempt"] for failure in failures] == [0, 1]
-    assert [blow["ranks"] for blow in blows] == [[failure["rank"]] for failure in failures]
-    done = run.hpctrain("chaos", str(run.path), check=False)
+    injections, failures = run.events("chaos"), run.events("failure")
+    assert [injection["fault"] for injection in injections] == ["kill-rank", "kill-rank"]
     assert (
-        done.returncode,
-        "is COMPLETED; faults can only be injected" in done.stderr,
+        [injection["attempt"] for injection in injections]
+        == [failure["attempt"] for failure in failures]
+        == [0, 1]
+    )
+    assert [injection["ranks"] for injection in injections] == [[failure["rank"]] for failure in failures]
+    refused = run.hpctrain("chaos", str(run.path), check=False)
+    assert (
+        refused.returncode,
+        "is COMPLETED; faults can only be injected" in refused.stderr,
     ) == (2, True)
     assert_no_process_left(run.path)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_run_on_slurm_that_meets_every_fault(slurm, tmp_path, tmp_path_factory):
+def test_slurm_run_survives_every_fault(slurm, tmp_path, tmp_path_factory):
     reference = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, NODES, step_s=0.0)
     assert reference.wait() == 0
     run = submit(
@@ -54,6 +58,6 @@ def test_a_run_on_slurm_that_meets_every_fault(slurm, tmp_path, tmp_path_factory
         run.wait_for_step(2 + 6 * number)
         assert chaos(run, "--fault", fault)["faults"] == 1
     assert run.wait() == 0
-    assert [blow["fault"] for blow in run.events("chaos")] == faults
+    assert [injection["fault"] for injection in run.events("chaos")] == faults
     assert_undisturbed(run, reference)
     assert_no_process_left(run.path)

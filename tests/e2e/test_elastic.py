@@ -1,4 +1,4 @@
-"""Runs of MIN:MAX nodes: they start with what there is, and go on with what is left."""
+"""Runs with MIN:MAX nodes: they start on the free nodes and continue on those that are left."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def submit(path: Path, env: Mapping[str, str], shape: list[str], *, step_s: float) -> Run:
-    """Submit `train_classifier.py` without dropout, whose random numbers are a rank's own; does not wait."""
+    """Submit `train_classifier.py` without dropout, whose random numbers differ per rank. Does not wait."""
     run = Run(path, env)
-    words = ["--run-dir", str(path), str(JOB), "--step-s", str(step_s), "--dropout", "0"]
-    run.hpctrain("submit", *shape, *words)
+    args = ["--run-dir", str(path), str(JOB), "--step-s", str(step_s), "--dropout", "0"]
+    run.hpctrain("submit", *shape, *args)
     return run
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Run:
-    """The run that nobody disturbs: how many ranks there are changes nothing but rounding."""
+    """The undisturbed run; the number of ranks changes only rounding."""
     run = submit(
         tmp_path_factory.mktemp("reference") / "run", {}, ["--backend", "local", "--nodes", "1:2"], step_s=0.0
     )
@@ -35,7 +35,7 @@ def reference(tmp_path_factory) -> Run:
     return run
 
 
-def assert_same_and_over(run: Run, reference: Run) -> None:
+def assert_same_training_and_cleaned_up(run: Run, reference: Run) -> None:
     assert_same_training(run, reference)
     assert_no_process_left(run.path)
 
@@ -46,20 +46,20 @@ def sizes(run: Run) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def free_nodes(slurm):
-    """Wait until the nodes of the cluster are free, and so again at the end."""
+    """Wait until the cluster's nodes are free, before and after the test."""
 
-    def free() -> bool:
+    def all_idle() -> bool:
         return set(slurm.node_states().values()) == {"idle"}
 
-    wait_for(free, 60, "idle nodes", 0.2)
+    wait_for(all_idle, 60, "idle nodes", 0.2)
     yield
     for node, state in slurm.node_states().items():
         if "down" in state:
             slurm.start_node(node)
-    wait_for(free, 60, "idle nodes", 0.2)
+    wait_for(all_idle, 60, "idle nodes", 0.2)
 
 
-def test_a_node_that_dies_is_done_without(slurm, reference, free_nodes, tmp_path):
+def test_dead_node_shrinks_the_run(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
     victim = slurm.nodes[2]
@@ -75,10 +75,10 @@ def test_a_node_that_dies_is_done_without(slurm, reference, free_nodes, tmp_path
     assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (4, 3, [victim])
     assert run.events("failure")[0]["host"] == victim
     assert run.events("requeue") == []
-    assert_same_and_over(run, reference)
+    assert_same_training_and_cleaned_up(run, reference)
 
 
-def test_a_run_starts_with_the_nodes_that_are_free(slurm, reference, free_nodes, tmp_path):
+def test_run_starts_with_the_free_nodes(slurm, reference, free_nodes, tmp_path):
     blocking = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 300"]
     blocker = run_command(blocking, slurm.env).stdout.strip()
     try:
@@ -86,15 +86,15 @@ def test_a_run_starts_with_the_nodes_that_are_free(slurm, reference, free_nodes,
         run.wait_for_step(3)
     finally:
         run_command(["scancel", blocker], slurm.env)
-    # Requeued, it gets what there is then.
+    # After the requeue, it gets the nodes that are free then.
     wait_for(lambda: list(slurm.node_states().values()).count("idle") == 2, 30, "free nodes", 0.2)
     run.hpctrain("requeue", str(run.path))
     assert run.wait() == 0
     assert sizes(run) == [(2, 4), (4, 8)]
-    assert_same_and_over(run, reference)
+    assert_same_training_and_cleaned_up(run, reference)
 
 
-def test_a_run_grows_again_when_there_are_nodes(slurm, reference, free_nodes, tmp_path):
+def test_run_grows_when_nodes_become_free(slurm, reference, free_nodes, tmp_path):
     blocking = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 300"]
     blocker = run_command(blocking, slurm.env).stdout.strip()
     try:
@@ -106,12 +106,12 @@ def test_a_run_grows_again_when_there_are_nodes(slurm, reference, free_nodes, tm
     assert sizes(run) == [(2, 4), (4, 8)]
     (grow,) = run.events("grow")
     assert (grow["nodes_before"], grow["nodes"]) == (2, 4)
-    assert_same_and_over(run, reference)
+    assert_same_training_and_cleaned_up(run, reference)
 
 
-def test_a_node_that_dies_and_comes_back_is_taken_again(slurm, reference, free_nodes, tmp_path):
+def test_returned_node_is_used_again(slurm, reference, free_nodes, tmp_path):
     run = Run(tmp_path / "run", slurm.env)
-    words = [
+    args = [
         "--run-dir",
         str(run.path),
         str(JOB),
@@ -122,7 +122,7 @@ def test_a_node_that_dies_and_comes_back_is_taken_again(slurm, reference, free_n
         "--dropout",
         "0",
     ]
-    run.hpctrain("submit", *SHAPE, "--scale-up-after", "5", *words)
+    run.hpctrain("submit", *SHAPE, "--scale-up-after", "5", *args)
     run.wait_for_step(8)
     victim = slurm.nodes[3]
     slurm.kill_node(victim)
@@ -136,10 +136,10 @@ def test_a_node_that_dies_and_comes_back_is_taken_again(slurm, reference, free_n
         "shrink",
         "grow",
     ]
-    assert_same_and_over(run, reference)
+    assert_same_training_and_cleaned_up(run, reference)
 
 
-def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_path):
+def test_node_set_down_by_an_administrator_does_no_harm(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
     victim = slurm.nodes[1]
@@ -148,16 +148,16 @@ def test_a_node_that_is_taken_down_by_hand(slurm, reference, free_nodes, tmp_pat
         run_command(down, slurm.env)
         assert run.wait() == 0
     finally:
-        # Refused where it is back already.
+        # Refused if it is back already.
         resume = ["scontrol", "update", f"NodeName={victim}", "State=RESUME"]
         run_command(resume, slurm.env, check=False)
     # Slurm requeues the job at once; the node may be back before it starts again.
     (first, _), (second, _) = sizes(run)
     assert (first, second in (3, 4)) == (4, True)
-    assert_same_and_over(run, reference)
+    assert_same_training_and_cleaned_up(run, reference)
 
 
-def test_the_node_of_the_supervisor_dies(slurm, reference, free_nodes, tmp_path):
+def test_death_of_the_supervisors_node_does_no_harm(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
     victim = run.events("started")[0]["hosts"][0]
@@ -167,10 +167,10 @@ def test_the_node_of_the_supervisor_dies(slurm, reference, free_nodes, tmp_path)
     finally:
         slurm.start_node(victim)
     assert [number for number, _ in sizes(run)] == [4, 3]
-    assert_same_and_over(run, reference)
+    assert_same_training_and_cleaned_up(run, reference)
 
 
-def test_fewer_nodes_than_the_least_are_given_back(slurm, reference, free_nodes, tmp_path):
+def test_run_is_requeued_with_fewer_nodes_than_the_minimum(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, ["--nodes", "3:3", "--gpus-per-node", "2"], step_s=0.2)
     run.wait_for_step(8)
     victim = run.events("started")[0]["hosts"][2]
@@ -183,4 +183,4 @@ def test_fewer_nodes_than_the_least_are_given_back(slurm, reference, free_nodes,
     assert {number for number, _ in sizes(run)} == {3}
     assert victim not in run.events("started")[-1]["hosts"]
     assert run.events("shrink") == []
-    assert_same_and_over(run, reference)
+    assert_same_training_and_cleaned_up(run, reference)

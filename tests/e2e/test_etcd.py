@@ -1,4 +1,4 @@
-"""Agents of torchrun that meet at a real etcd server: the same checkpoints, the same restarts."""
+"""torchrun agents with a rendezvous on a real etcd server: same checkpoints, same restarts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory) -> Iterator[str]:
-    """An etcd server that answers version 2 of its interface."""
+    """An etcd server with version 2 of its API."""
     folder = tmp_path_factory.mktemp("etcd")
     ports = []
     for _ in range(2):
@@ -39,29 +39,29 @@ def endpoint(tmp_path_factory) -> Iterator[str]:
     with open(folder / "log", "wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        wait_for(lambda: answers(ports[0]), 60, "etcd")
+        wait_for(lambda: is_listening(ports[0]), 60, "etcd")
         yield f"127.0.0.1:{ports[0]}"
     finally:
         server.terminate()
         server.wait(30)
 
 
-def answers(port: int) -> bool:
+def is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def submit(path, endpoint: str, backend: str, step_s: float) -> Run:
     run = Run(path, {})
-    meeting = ["--launcher", "torchrun", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
+    launcher = ["--launcher", "torchrun", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
     run.hpctrain(
-        "submit", *SHAPE, *meeting, "--run-dir", str(path), str(JOB), "--step-s", str(step_s), timeout=120
+        "submit", *SHAPE, *launcher, "--run-dir", str(path), str(JOB), "--step-s", str(step_s), timeout=120
     )
     return run
 
 
 @pytest.mark.parametrize("backend", ["etcd-v2", "etcd"])
-def test_a_run_resumes_through_the_same_checkpoints(endpoint, tmp_path, backend):
+def test_run_with_etcd_rendezvous_resumes_from_the_same_checkpoints(endpoint, tmp_path, backend):
     reference = Run(tmp_path / "reference", {})
     reference.hpctrain("submit", *SHAPE, "--run-dir", str(reference.path), str(JOB), timeout=120)
     assert reference.wait() == 0

@@ -1,4 +1,4 @@
-"""Functions as jobs: on a real Slurm, and on pretend nodes of this machine."""
+"""Functions as jobs, on a real Slurm and with the local backend."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.timeout(300)
 _SLURM = pytest.param("slurm", marks=pytest.mark.slurm)
 LOCAL = pytest.mark.parametrize("backend", ["local"], indirect=True)
 SLURM = pytest.mark.parametrize("backend", [_SLURM], indirect=True)
-#: On Slurm, and on pretend nodes where there is time.
+#: On Slurm, and with the local backend in long tests.
 SLURM_FIRST = pytest.mark.parametrize(
     "backend", [_SLURM, pytest.param("local", marks=pytest.mark.long)], indirect=True
 )
-#: On pretend nodes, and on Slurm where there is time.
+#: With the local backend, and on Slurm in long tests.
 LOCAL_FIRST = pytest.mark.parametrize(
     "backend",
     ["local", pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.long])],
@@ -42,7 +42,7 @@ LOCAL_FIRST = pytest.mark.parametrize(
 
 @pytest.fixture
 def backend(request, monkeypatch) -> str:
-    """Puts this process where a user of that backend is."""
+    """The environment of a user of that backend, set in this process."""
     name: str = request.param
     env = environment(request.getfixturevalue("slurm").env if name == "slurm" else {})
     for variable in os.environ.keys() - env.keys():
@@ -54,7 +54,7 @@ def backend(request, monkeypatch) -> str:
 
 @pytest.fixture
 def executor(backend, tmp_path) -> Iterator[Executor]:
-    """Two nodes; what is still active at the end is cancelled, and no process is left."""
+    """Two nodes; active runs are cancelled at the end, and no process is left."""
     executor = Executor(tmp_path / "runs", backend=backend, nodes=2, snapshot=False)
     yield executor
     runs = list_runs(tmp_path / "runs", os.environ)
@@ -62,8 +62,8 @@ def executor(backend, tmp_path) -> Iterator[Executor]:
         run.cancel()
     for run in runs:
         run.wait_for_end(timeout=60)
-        for part in (run, *run.tasks()):
-            assert_no_process_left(part.dir.path, timeout=30)
+        for each in (run, *run.tasks()):
+            assert_no_process_left(each.dir.path, timeout=30)
 
 
 def wait_for_step(job: Job[Any], step: int) -> None:
@@ -85,7 +85,7 @@ def test_every_rank_has_a_result_and_the_process_group(executor, backend):
 
 
 @SLURM_FIRST
-def test_an_exception_comes_back_once_with_its_rank_host_and_log(executor):
+def test_exception_is_raised_once_with_rank_host_and_log(executor):
     executor.update_parameters(ntasks_per_node=2)
     job = executor.submit(executor_functions.fail_on, 3)
     error = job.exception()
@@ -107,13 +107,13 @@ def test_an_exception_comes_back_once_with_its_rank_host_and_log(executor):
 
 @pytest.mark.long
 @LOCAL
-def test_a_killed_rank_is_started_again(executor):
+def test_killed_rank_is_restarted(executor):
     assert executor.submit(executor_functions.die_once, 1).results() == ["1", "1"]
 
 
 @pytest.mark.long
 @LOCAL
-def test_max_failures_has_an_exception_tried_again(executor):
+def test_exception_is_retried_with_max_failures(executor):
     executor.update_parameters(max_failures=2, nodes=1)
     job = executor.submit(executor_functions.fail_on, 0)
     assert "no such thing" in str(job.exception())
@@ -122,7 +122,7 @@ def test_max_failures_has_an_exception_tried_again(executor):
 
 @pytest.mark.long
 @LOCAL
-def test_a_result_that_cannot_be_pickled_is_named(executor):
+def test_unpicklable_result_is_reported_with_its_path(executor):
     job = executor.submit(executor_functions.unpicklable, 1)
     error = job.exception()
     assert "rank 1 on local-1: UserError: unpicklable(): result['model'][0]" in str(error)
@@ -132,7 +132,7 @@ def test_a_result_that_cannot_be_pickled_is_named(executor):
 
 @pytest.mark.long
 @LOCAL
-def test_exits_of_the_function(executor):
+def test_sys_exit_of_function_completes_or_fails_the_job(executor):
     executor.update_parameters(nodes=1)
     with executor.batch():
         fine, bad = (
@@ -146,7 +146,7 @@ def test_exits_of_the_function(executor):
 
 @pytest.mark.long
 @SLURM_FIRST
-def test_a_preempted_training_returns_what_an_undisturbed_one_returns(executor):
+def test_preempted_training_returns_the_undisturbed_result(executor):
     undisturbed = executor.submit(executor_functions.train, step_s=0.0)
     job = executor.submit(executor_functions.train, step_s=0.1)
     submitted = job.run.dir.function.read_bytes()
@@ -161,7 +161,7 @@ def test_a_preempted_training_returns_what_an_undisturbed_one_returns(executor):
 
 
 @LOCAL_FIRST
-def test_all_ranks_of_a_plain_function_stop_after_the_same_step(executor):
+def test_all_ranks_of_a_function_stop_after_the_same_step(executor):
     job = executor.submit(executor_functions.count_with_own_file, 30)
     wait_for_step(job, 5)
     job.run.requeue()
@@ -173,7 +173,7 @@ def test_all_ranks_of_a_plain_function_stop_after_the_same_step(executor):
 
 @pytest.mark.long
 @LOCAL
-def test_checkpoint_is_called_on_all_ranks_and_says_what_comes_next(executor):
+def test_checkpoint_method_is_called_on_all_ranks_and_sets_the_next_call(executor):
     job = executor.submit(Count(), 20)
     submitted = job.run.dir.function.read_bytes()
     wait_for_step(job, 5)
@@ -187,7 +187,7 @@ def test_checkpoint_is_called_on_all_ranks_and_says_what_comes_next(executor):
 
 @pytest.mark.long
 @LOCAL
-def test_a_single_rank_needs_no_agreement_and_may_be_stopped_twice(executor):
+def test_single_rank_needs_no_consensus_and_may_be_stopped_twice(executor):
     executor.update_parameters(nodes=1)
     job = executor.submit(Count(agreed=False), 25)
     for step in (5, 15):
@@ -202,7 +202,7 @@ def test_a_single_rank_needs_no_agreement_and_may_be_stopped_twice(executor):
 
 @pytest.mark.long
 @LOCAL
-def test_several_ranks_without_an_agreement_start_anew(executor):
+def test_several_ranks_without_consensus_restart_from_the_beginning(executor):
     job = executor.submit(Count(agreed=False), 20)
     wait_for_step(job, 5)
     job.run.requeue()
@@ -213,7 +213,7 @@ def test_several_ranks_without_an_agreement_start_anew(executor):
 
 @pytest.mark.long
 @SLURM
-def test_a_job_waits_runs_and_is_cancelled(executor):
+def test_pending_and_running_jobs_can_be_cancelled(executor):
     executor.update_parameters(begin="now+1hour")
     waiting = executor.submit(executor_functions.sleep, 300)
     executor.update_parameters(begin=None)
@@ -233,7 +233,7 @@ def test_a_job_waits_runs_and_is_cancelled(executor):
 
 @pytest.mark.long
 @SLURM
-def test_map_array(executor):
+def test_map_array_returns_all_results(executor):
     executor.update_parameters(nodes=1)
     jobs = executor.map_array(lambda a, b: a * b, range(5), [10] * 5)
     assert [job.result() for job in jobs] == [0, 10, 20, 30, 40]
@@ -290,14 +290,14 @@ def sum_over_ranks(value):
 
 
 @pytest.mark.long
-def test_functions_of_the_program_and_of_modules_beside_it(tmp_path):
+def test_functions_of_the_program_and_its_modules_are_sent(tmp_path):
     (tmp_path / "experiments").mkdir()
     program = tmp_path / "experiments" / "launch.py"
     program.write_text(PROGRAM)
     program.with_name("mine.py").write_text(MODULE)
     run_command(["git", "init", "--quiet"], cwd=tmp_path)
-    done = run_command([sys.executable, "experiments/launch.py"], cwd=tmp_path, timeout=100)
-    value, seen = json.loads(done.stdout.splitlines()[-1])
+    result = run_command([sys.executable, "experiments/launch.py"], cwd=tmp_path, timeout=100)
+    value, seen = json.loads(result.stdout.splitlines()[-1])
     assert value == 14
     assert re.fullmatch(f"{tmp_path}/runs/functions-.*/code/.*/experiments/mine.py", seen.pop(0))
     assert seen == [str(tmp_path), 0, 1, 1, ["local-0"]]

@@ -1,4 +1,4 @@
-"""Faults of every kind on a real Slurm: whatever is killed, the losses are those of the undisturbed run."""
+"""Faults of every kind on a real Slurm: the losses are those of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reference(slurm, tmp_path_factory) -> Run:
 
 @pytest.fixture
 def free_nodes(slurm):
-    """Nodes that were killed are started again, and all are free at the end."""
+    """Restart killed nodes after the test and wait until all are free."""
     yield
     for node, state in slurm.node_states().items():
         if "down" in state or "*" in state:
@@ -40,53 +40,53 @@ def free_nodes(slurm):
 
 
 def supervisors(run: Run) -> list[ProcessInfo]:
-    """The process of the batch script, and the supervisor that it has started."""
-    found = [process for process in run_processes(run.path) if "hpctrain.supervisor" in process.argv]
-    pids = {process.pid for process in found}
-    return sorted(found, key=lambda process: process.parent in pids)
+    """Return the process of the batch script, and the supervisor that it started."""
+    matching = [process for process in run_processes(run.path) if "hpctrain.supervisor" in process.argv]
+    pids = {process.pid for process in matching}
+    return sorted(matching, key=lambda process: process.parent in pids)
 
 
-def assert_as_undisturbed(run: Run, reference: Run) -> None:
+def assert_like_undisturbed(run: Run, reference: Run) -> None:
     assert run.wait() == 0
     assert_undisturbed(run, reference)
     assert_no_process_left(run.path)
 
 
 @pytest.mark.long
-def test_kill_9_of_the_supervisor(slurm, reference, tmp_path):
+def test_kill_of_the_supervisor(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2)
     run.wait_for_step(14)
     os.kill(supervisors(run)[1].pid, signal.SIGKILL)
-    assert_as_undisturbed(run, reference)
+    assert_like_undisturbed(run, reference)
     assert [event["cause"] for event in run.events("failure")] == ["the supervisor was killed"]
     assert len(run.events("restart")) == 1
 
 
 @pytest.mark.long
-def test_kill_9_of_the_batch_script(slurm, reference, tmp_path):
+def test_kill_of_the_batch_script(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2)
     run.wait_for_step(14)
     os.kill(supervisors(run)[0].pid, signal.SIGKILL)
-    assert_as_undisturbed(run, reference)
+    assert_like_undisturbed(run, reference)
     assert len(run.events("started")) == 2
 
 
 @pytest.mark.long
-def test_kill_9_of_all_ranks_of_a_node(slurm, tmp_path, tmp_path_factory):
+def test_kill_of_all_ranks_of_a_node(slurm, tmp_path, tmp_path_factory):
     shape = ["--nodes", "2", "--gpus-per-node", "2"]
-    whole = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, shape, step_s=0.0)
-    assert whole.wait() == 0
+    undisturbed = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, shape, step_s=0.0)
+    assert undisturbed.wait() == 0
     run = submit(tmp_path / "run", slurm.env, shape, step_s=0.2)
     run.wait_for_step(14)
     for rank, process in run.ranks().items():
         if rank in (2, 3):
             os.kill(process.pid, signal.SIGKILL)
-    assert_as_undisturbed(run, whole)
+    assert_like_undisturbed(run, undisturbed)
     assert run.events("failure")[0]["rank"] in (2, 3)
 
 
 @pytest.mark.long
-def test_preempted_twice_in_a_row_at_random_moments(slurm, reference, tmp_path):
+def test_two_preemptions_at_random_moments(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2, slow_attempts=2)
     for attempt in range(2):
         wait_for(lambda number=attempt: number in run.dir.attempts(), RUN_LIMIT_S, f"attempt {attempt}")
@@ -95,22 +95,22 @@ def test_preempted_twice_in_a_row_at_random_moments(slurm, reference, tmp_path):
         if attempt == 0:
             wait_for(lambda: run.status()["state"] == "PENDING", 60, "the preemption", 0.5)
             wait_for(lambda: run.status() and len(run.dir.attempts()) > 1, 90, "the second start", 0.5)
-    assert_as_undisturbed(run, reference)
+    assert_like_undisturbed(run, reference)
     assert len(run.events("started")) >= 2
 
 
 @pytest.mark.long
-def test_the_time_limit_three_times_in_a_row(slurm, reference, tmp_path):
+def test_time_limit_three_times_in_a_row(slurm, reference, tmp_path):
     # Slurm counts limits in minutes, and may send its signal up to a minute early.
     limit = ["--time", "1", "--stop-before-limit", "15"]
     run = submit(tmp_path / "run", slurm.env, TWO, options=limit, step_s=3.0, slow_attempts=3)
     wait_for(lambda: run.status() and len(run.events("requeue")) >= 3, 350, "three requeues", 1.0)
-    assert_as_undisturbed(run, reference)
+    assert_like_undisturbed(run, reference)
     assert {event["class"] for event in run.events("requeue")} == {"time-limit"}
 
 
 @pytest.mark.long
-def test_slurmctld_is_down_for_30_seconds_and_a_rank_is_killed_meanwhile(slurm, reference, tmp_path):
+def test_kill_of_a_rank_while_slurmctld_is_down_for_30_seconds(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.5)
     run.wait_for_step(8)
     pid = slurm.daemons()["slurmctld"]
@@ -122,16 +122,16 @@ def test_slurmctld_is_down_for_30_seconds_and_a_rank_is_killed_meanwhile(slurm, 
     finally:
         slurm.start()
     assert time.monotonic() - down >= 30
-    assert_as_undisturbed(run, reference)
+    assert_like_undisturbed(run, reference)
 
 
 @pytest.mark.long
-def test_a_spare_node_takes_the_place_of_a_dead_one(slurm, reference, free_nodes, tmp_path):
+def test_spare_node_replaces_a_dead_one(slurm, reference, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, [*TWO, "--spare-nodes", "1"], step_s=0.2)
     run.wait_for_step(8)
     first = run.events("started")[0]["hosts"]
     slurm.kill_node(first[1])
-    assert_as_undisturbed(run, reference)
+    assert_like_undisturbed(run, reference)
     (replaced,) = run.events("replace")
     assert (replaced["nodes"], replaced["lost"]) == (2, [first[1]])
     assert run.events("started")[1]["hosts"] == replaced["hosts"]
@@ -140,13 +140,13 @@ def test_a_spare_node_takes_the_place_of_a_dead_one(slurm, reference, free_nodes
 
 
 @pytest.mark.long
-def test_a_node_at_fault_is_left_out_of_the_requeued_job(slurm, reference, tmp_path):
+def test_faulty_node_is_excluded_from_the_requeued_job(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.3, slow_attempts=2, checkpoint_every=1000)
     for attempt in range(2):
         wait_for(lambda number=attempt: number in run.dir.attempts(), RUN_LIMIT_S, f"attempt {attempt}")
         wait_for(lambda: len(run.ranks()) == 2, 60, "the ranks")
         run.kill_rank(1)
-    assert_as_undisturbed(run, reference)
+    assert_like_undisturbed(run, reference)
     suspect = run.events("failure")[0]["host"]
     (excluded,) = run.events("excluded")
     assert (excluded["hosts"], excluded["reason"]) == ([suspect], f"{suspect}: killed, 2 times")
@@ -155,18 +155,18 @@ def test_a_node_at_fault_is_left_out_of_the_requeued_job(slurm, reference, tmp_p
 
 
 @pytest.mark.long
-def test_a_rank_that_takes_ten_times_as_long_is_named_and_its_node_left_out(slurm, tmp_path):
+def test_straggler_is_reported_and_its_node_excluded(slurm, tmp_path):
     epochs = 50
     runs = []
     for name, slow in (("run", ["--slow-node", slurm.nodes[1]]), ("reference", [])):
         run = Run(tmp_path / name, slurm.env)
-        words = ["--run-dir", str(run.path), str(JOB), "--epochs", str(epochs), "--checkpoint-every", "50"]
+        args = ["--run-dir", str(run.path), str(JOB), "--epochs", str(epochs), "--checkpoint-every", "50"]
         step_s = ["--step-s", "0.03", "--slow-attempts", "9"] if slow else []
-        run.hpctrain("submit", *TWO, "--spare-nodes", "1", *words, *slow, *step_s)
+        run.hpctrain("submit", *TWO, "--spare-nodes", "1", *args, *slow, *step_s)
         runs.append(run)
         if slow:
-            # It is found in each stretch of twenty seconds, and every third time it counts.
-            wait_for(lambda run=run: len(lasting(run)) == 2, 250, "two lasting stragglers", 0.5)
+            # It is detected in each window of twenty seconds, and every third detection counts.
+            wait_for(lambda run=run: len(lasting_stragglers(run)) == 2, 250, "two lasting stragglers", 0.5)
             run.kill_rank(0)
         assert run.wait() == 0
     run, reference = runs
@@ -182,12 +182,12 @@ def test_a_rank_that_takes_ten_times_as_long_is_named_and_its_node_left_out(slur
     assert_no_process_left(run.path)
 
 
-def lasting(run: Run) -> list[dict[str, object]]:
+def lasting_stragglers(run: Run) -> list[dict[str, object]]:
     return [event for event in run.events("straggler") if event["lasting"]]
 
 
 @pytest.mark.long
-def test_a_rank_is_killed_while_the_disk_is_full(slurm, reference, tmp_path):
+def test_kill_of_a_rank_while_the_disk_is_full(slurm, reference, tmp_path):
     with mounted_disk(tmp_path / "disk", "size=16m") as disk:
         run = submit(
             disk / "run", slurm.env, TWO, options=["--no-code-snapshot"], step_s=0.2, slow_attempts=2
@@ -196,12 +196,12 @@ def test_a_rank_is_killed_while_the_disk_is_full(slurm, reference, tmp_path):
         with open(disk / "filler", "wb", buffering=0) as filler, suppress(OSError):
             while filler.write(bytes(1 << 12)):
                 pass
-        # Some steps that cannot be written down, and a save that fails.
+        # Some steps cannot be recorded, and a save fails.
         time.sleep(3)
         run.kill_rank(1)
         time.sleep(5)
         (disk / "filler").unlink()
-        assert_as_undisturbed(run, reference)
+        assert_like_undisturbed(run, reference)
         assert any("No space left" in event["cause"] for event in run.events("failure"))
 
 
@@ -222,26 +222,26 @@ print("the daemon is", "gone" if state in "ZX" else "there")
 """
 
 
-def test_what_has_left_the_session_does_not_survive_the_attempt(slurm, tmp_path):
-    script, note = tmp_path / "daemon.py", tmp_path / "pid"
+def test_daemon_of_a_rank_does_not_survive_the_attempt(slurm, tmp_path):
+    script, pid_file = tmp_path / "daemon.py", tmp_path / "pid"
     script.write_text(LEAVES_A_DAEMON)
     run = Run(tmp_path / "run", slurm.env)
-    run.hpctrain("submit", "--nodes", "1", "--run-dir", str(run.path), str(script), str(note))
-    wait_for(note.exists, 60, "the daemon")
+    run.hpctrain("submit", "--nodes", "1", "--run-dir", str(run.path), str(script), str(pid_file))
+    wait_for(pid_file.exists, 60, "the daemon")
     run.kill_rank(0)
     assert run.wait() == 0
     assert "the daemon is gone" in run.dir.rank_log(1, 0).read_text()
     assert_no_process_left(run.path)
 
 
-def test_a_users_error_ends_the_run_at_once_with_the_traceback_of_the_first_rank(slurm, tmp_path):
+def test_user_error_ends_the_run_with_the_traceback_of_the_first_rank(slurm, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no such thing')\n")
     run = Run(tmp_path / "run", slurm.env)
-    words = ["--run-dir", str(run.path), "--follow", str(script)]
-    done = run.hpctrain("submit", *TWO, *words, timeout=120, check=False)
-    assert done.returncode == 4
-    text = done.stdout + done.stderr
+    args = ["--run-dir", str(run.path), "--follow", str(script)]
+    result = run.hpctrain("submit", *TWO, *args, timeout=120, check=False)
+    assert result.returncode == 4
+    text = result.stdout + result.stderr
     assert "rank 1" in text
     assert "ValueError: no such thing" in text
     assert "line 3, in <module>" in text
@@ -252,8 +252,8 @@ def test_a_users_error_ends_the_run_at_once_with_the_traceback_of_the_first_rank
     assert_no_process_left(run.path)
 
 
-def test_what_was_submitted_is_what_the_policy_says(slurm, tmp_path):
-    """A row that the user changed: the same error is tried again."""
+def test_restart_policy_of_the_submission_is_applied(slurm, tmp_path):
+    """A row that the user changed: the same error is retried."""
     script = tmp_path / "broken.py"
     script.write_text("import os\nif os.environ['HPCTRAIN_ATTEMPT'] == '0':\n    raise ValueError('once')\n")
     run = Run(tmp_path / "run", slurm.env)
@@ -264,7 +264,7 @@ def test_what_was_submitted_is_what_the_policy_says(slurm, tmp_path):
 
 
 @pytest.mark.long
-def test_the_nodes_are_looked_at_before_the_start(slurm, tmp_path):
+def test_nodes_are_checked_before_the_start(slurm, tmp_path):
     shape = ["--nodes", "1:2", "--gpus-per-node", "1", "--node-check", "always"]
     run = submit(tmp_path / "run", slurm.env, shape, step_s=0.0)
     assert run.wait() == 0

@@ -1,4 +1,4 @@
-"""A rank that stops before the all-reduce: found, named, written down, and started again."""
+"""A rank that hangs before the all-reduce is detected, reported and restarted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
 
 
-def submit(path: Path, env: dict[str, str], shape: list[str], *words: str) -> Run:
+def submit(path: Path, env: dict[str, str], shape: list[str], *args: str) -> Run:
     run = Run(path, env)
     options = ["--hang-timeout", "3", "--run-dir", str(path)]
-    run.hpctrain("submit", *shape, *options, str(JOB), "--checkpoint-every", "6", *words)
+    run.hpctrain("submit", *shape, *options, str(JOB), "--checkpoint-every", "6", *args)
     return run
 
 
-def hang(tmp_path: Path, env: dict[str, str], shape: list[str], how: str, *more: str) -> tuple[Run, dict]:
-    """Run to the end; return what was recorded of the hang."""
-    run = submit(tmp_path / "run", env, shape, "--hang", how, *more)
+def hang(tmp_path: Path, env: dict[str, str], shape: list[str], mode: str, *args: str) -> tuple[Run, dict]:
+    """Run to the end; return the run and the recorded hang."""
+    run = submit(tmp_path / "run", env, shape, "--hang", mode, *args)
     assert run.wait() == 0
     (failure,) = run.events("failure")
     assert (failure["class"], failure["rank"]) == ("hang", 1)
@@ -29,8 +29,8 @@ def hang(tmp_path: Path, env: dict[str, str], shape: list[str], how: str, *more:
     return run, failure
 
 
-def test_a_rank_in_an_endless_loop_is_named_with_its_line(tmp_path):
-    # The first save is long, and would make the supervisor patient.
+def test_rank_in_endless_loop_is_reported_with_its_line(tmp_path):
+    # The first save takes long, and would extend the supervisor's timeout.
     run, failure = hang(tmp_path, {}, LOCAL, "loop", "--checkpoint-every", "100", "--epochs", "1")
     assert "rank 1 on local-1 is in never_return (hang.py:" in failure["cause"]
     assert "1 of 2 ranks waiting in" in failure["cause"]
@@ -40,7 +40,7 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line(tmp_path):
 
 
 @pytest.mark.long
-def test_a_rank_that_cannot_answer_prints_where_it_is(tmp_path):
+def test_unresponsive_rank_prints_its_stack(tmp_path):
     run, failure = hang(tmp_path, {}, LOCAL, "frozen")
     assert "rank 1 on local-1 does not respond" in failure["cause"]
     assert "in never_return" in run.dir.rank_log(0, 1).read_text()
@@ -55,9 +55,9 @@ def reference(slurm, tmp_path_factory) -> Run:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", ["loop", "sleep", "frozen", "stopped"])
-def test_a_hang_on_nodes_of_slurm(slurm, reference, tmp_path, how):
-    run, failure = hang(tmp_path, slurm.env, NODES, how)
+@pytest.mark.parametrize("mode", ["loop", "sleep", "frozen", "stopped"])
+def test_hang_on_slurm_is_detected_and_the_run_restarted(slurm, reference, tmp_path, mode):
+    run, failure = hang(tmp_path, slurm.env, NODES, mode)
     assert_undisturbed(run, reference)
-    where = "does not respond" if how in ("frozen", "stopped") else "is in never_return"
-    assert f"rank 1 on {failure['host']} {where}" in failure["cause"]
+    state = "does not respond" if mode in ("frozen", "stopped") else "is in never_return"
+    assert f"rank 1 on {failure['host']} {state}" in failure["cause"]

@@ -1,4 +1,4 @@
-"""The same faults with no Slurm at all: two pretend nodes on this machine."""
+"""The faults of `test_slurm.py` without Slurm: two emulated nodes on this machine."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_undisturbed_run_trains_every_sample_once(reference):
 
 
 @pytest.mark.long
-def test_preempted(reference, tmp_path):
-    # A preemption would leave no time to save; nobody ends a run that the user requeues.
+def test_preemption(reference, tmp_path):
+    # A preemption would leave no time to save; a user's requeue has no such limit.
     options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
     run = submit(tmp_path / "run", {}, SHAPE, options=options, step_s=0.1)
     run.wait_for_step(16)
@@ -56,7 +56,7 @@ def test_preempted(reference, tmp_path):
     assert_no_process_left(run.path)
 
 
-def test_kill_9_of_any_rank(reference, tmp_path):
+def test_kill_of_any_rank(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1)
     run.wait_for_step(20)
     victim = any_rank(WORLD_SIZE)
@@ -80,7 +80,7 @@ def test_time_limit(reference, tmp_path):
 
 
 @pytest.mark.long
-def test_kill_9_of_the_supervisor_leaves_no_rank_and_the_run_can_be_continued(reference, tmp_path):
+def test_kill_of_the_supervisor_ends_all_ranks_and_the_run_can_be_resubmitted(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1)
     run.wait_for_step(14)
     os.kill(int(run.status()["job_id"]), signal.SIGKILL)
@@ -92,30 +92,30 @@ def test_kill_9_of_the_supervisor_leaves_no_rank_and_the_run_can_be_continued(re
 
 
 @pytest.mark.long
-def test_cancel_saves_and_leaves_no_process_and_the_run_can_be_continued_on_three_ranks(tmp_path):
-    """Without dropout, which is another on another number of ranks."""
-    exact = ("--dropout", "0")
-    run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1, further=exact)
+def test_cancelled_run_saves_and_resumes_on_three_ranks(tmp_path):
+    """Without dropout, which depends on the number of ranks."""
+    no_dropout = ("--dropout", "0")
+    run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1, further=no_dropout)
     run.wait_for_step(14)
     run.hpctrain("cancel", str(run.path))
     wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED")
     assert_no_process_left(run.path)
     stopped = run.events("signal")[0]["step"]
     three = ["--backend", "local", "--nodes", "1", "--ntasks-per-node", "3"]
-    submit(run.path, {}, three, step_s=0.0, further=exact)
+    submit(run.path, {}, three, step_s=0.0, further=no_dropout)
     assert run.wait() == 0
     assert run.events("resumed")[0]["step"] == stopped
-    one = submit(tmp_path / "one", {}, ["--backend", "local"], step_s=0.0, further=exact)
-    assert one.wait() == 0
-    assert run.losses() == pytest.approx(one.losses(), rel=1e-5)
+    single_rank = submit(tmp_path / "one", {}, ["--backend", "local"], step_s=0.0, further=no_dropout)
+    assert single_rank.wait() == 0
+    assert run.losses() == pytest.approx(single_rank.losses(), rel=1e-5)
     assert_every_sample_once(run)
 
 
-def test_words_of_any_kind_arrive_untouched_and_none_is_executed(tmp_path):
+def test_arguments_arrive_unchanged_and_are_not_executed(tmp_path):
     check_arguments(["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"], {}, tmp_path)
 
 
-def test_variables_of_an_outer_torchrun_do_not_make_every_rank_the_only_one(tmp_path):
+def test_variables_of_an_outer_torchrun_are_ignored(tmp_path):
     env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "HPCTRAIN_ENVIRONMENT": "local"}
     run = submit(tmp_path / "run", env, ["--backend", "local", "--ntasks-per-node", "2"], step_s=0.0)
     assert run.wait() == 0
@@ -127,7 +127,7 @@ def test_variables_of_an_outer_torchrun_do_not_make_every_rank_the_only_one(tmp_
 
 
 @pytest.mark.long
-def test_a_script_started_by_hand_is_known_and_a_second_one_refused(tmp_path):
+def test_manually_started_job_is_recorded_and_a_second_one_refused(tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.0)
     assert run.wait() == 0
     script = ["bash", str(run.dir.job_script)]
@@ -144,7 +144,7 @@ def test_a_script_started_by_hand_is_known_and_a_second_one_refused(tmp_path):
 
 
 @pytest.mark.long
-def test_corrupted_newest_checkpoint_is_named_and_the_one_before_is_used(reference, tmp_path):
+def test_corrupt_newest_checkpoint_is_reported_and_previous_is_used(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.0)
     assert run.wait() == 0
     newest = run.dir.checkpoint(LAST_STEP)

@@ -1,4 +1,4 @@
-"""Modules and commands are runs like scripts, and their hangs are detected without a Trainer."""
+"""Runs of modules and commands, including hang detection without a Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .place import PLACE
 print(PLACE, "rank", os.environ["RANK"], sys.argv[1:], flush=True)
 sys.exit(int(os.environ.get("FAIL_WITH", "0")))
 """
-#: Two ranks that meet at each step. Rank 1 of the first attempt sleeps in the step of that number.
+#: Two ranks that synchronize at each step. Rank 1 of the first attempt sleeps in the given step.
 TRAINING = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -52,11 +52,11 @@ def workdir(tmp_path) -> Path:
     return tmp_path
 
 
-def submit(workdir: Path, *words: str, **variables: str) -> tuple[RunDir, int, str]:
+def submit(workdir: Path, *args: str, **variables: str) -> tuple[RunDir, int, str]:
     options = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
-    hpctrain = [sys.executable, "-m", "hpctrain", "submit", *options, "--follow", *words]
-    done = run_command(hpctrain, variables, cwd=workdir, check=False, timeout=100)
-    return RunDir(workdir / "run"), done.returncode, done.stdout + done.stderr
+    hpctrain = [sys.executable, "-m", "hpctrain", "submit", *options, "--follow", *args]
+    result = run_command(hpctrain, variables, cwd=workdir, check=False, timeout=100)
+    return RunDir(workdir / "run"), result.returncode, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_module_and_commands_run_with_their_arguments(workdir, program):
 
 
 @pytest.mark.parametrize("program", [["-m", "package.main"], ["--", "./run.sh", "-m", "package.main"]])
-def test_exit_code_of_a_program_is_a_failure(workdir, program):
+def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
     _, code, printed = submit(workdir, "--max-failures=1", *program, FAIL_WITH="3")
     assert code != 0
     assert "exit code 3" in printed or "sys.exit(3)" in printed
 
 
 @pytest.mark.parametrize(
-    ("program", "step", "place"),
+    ("program", "step", "location"),
     [
         (["train.py"], "0", "pause_here (train.py:"),
         (["train.py"], "20", "pause_here (train.py:"),
@@ -93,14 +93,14 @@ def test_exit_code_of_a_program_is_a_failure(workdir, program):
     ],
     ids=["before the first step", "between steps", "command"],
 )
-def test_rank_that_sleeps_in_a_plain_script_is_named_and_the_run_restarted(workdir, program, step, place):
+def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workdir, program, step, location):
     run, code, printed = submit(workdir, "--hang-timeout=2", *program, step)
     assert code == 0, printed
     causes = [event["cause"] for event in run.read_events() if event["kind"] == "failure"]
     assert len(causes) == 1
     assert causes[0].startswith("hung: ")
     assert "; rank 1 on " in causes[0]
-    assert place in causes[0]
+    assert location in causes[0]
     assert "trained" in run.rank_log(1, 0).read_text()
 
 

@@ -1,4 +1,4 @@
-"""A report about a run that was through a lot, on a real Slurm."""
+"""The report of a run with many faults, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def nodes_back(slurm):
-    """Start what was killed."""
+def restart_nodes(slurm):
+    """Restart killed nodes after the test."""
     yield
     for node, state in slurm.node_states().items():
         if "down" in state:
             slurm.start_node(node)
 
 
-def new_steps(run: Run, attempt: int) -> None:
+def wait_for_new_steps(run: Run, attempt: int) -> None:
     """Wait until an attempt has trained a few steps."""
     run_steps = lambda: [  # noqa: E731
         record["step"] for record in read_json_lines(run.dir.metrics) if record["attempt"] == attempt
@@ -39,38 +39,38 @@ def new_steps(run: Run, attempt: int) -> None:
     wait_for(lambda: len(run_steps()) >= 4, LIMIT_S, f"steps of attempt {attempt} of {run.path}")
 
 
-def shares_by_hand(events: list[dict]) -> dict[str, float]:
-    """Seconds between the events that begin and end a share."""
+def expected_shares(events: list[dict]) -> dict[str, float]:
+    """Return the seconds between the events that begin and end a share."""
     shares = {"queued": 0.0, "restarting": 0.0, "loading": 0.0}
-    turns = [event for event in events if event["kind"] not in ("checkpoint", "straggler", "seen")]
-    for event, follower in pairwise(turns):
-        seconds = follower["time"] - event["time"]
+    transitions = [event for event in events if event["kind"] not in ("checkpoint", "straggler", "seen")]
+    for event, successor in pairwise(transitions):
+        seconds = successor["time"] - event["time"]
         if event["kind"] == "resumed":
             shares["loading"] += event["seconds"]
-        elif follower["kind"] == "started" and event["kind"] in ("submitted", "requeue"):
+        elif successor["kind"] == "started" and event["kind"] in ("submitted", "requeue"):
             shares["queued"] += seconds
         elif event["kind"] in ("failure", "signal", "restart", "shrink", "replace", "excluded"):
             shares["restarting"] += seconds
     return shares
 
 
-def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
+def test_report_of_two_preemptions_a_crash_and_a_lost_node(slurm, restart_nodes, tmp_path):
     run = Run(tmp_path / "run", slurm.env)
     script = str(SCRIPTS / "train_slowly.py")
     shape = ["--nodes", "2", "--gpus-per-node", "1"]
     run.hpctrain("submit", *shape, "--run-dir", str(run.path), script, "0.4")
-    new_steps(run, 0)
+    wait_for_new_steps(run, 0)
     run.kill_rank(1)
     for attempt in (1, 2):
-        new_steps(run, attempt)
+        wait_for_new_steps(run, attempt)
         preempt(slurm.env)
-        # Where Slurm takes the batch host too, it requeues by itself, and no event says so.
+        # If Slurm also stops the batch host, it requeues by itself, without an event.
         wait_for(lambda n=attempt: len(run.events("signal")) == n, LIMIT_S, f"stop {attempt}")
         wait_for(lambda: run.status()["state"] != "COMPLETING", LIMIT_S, "the job to leave")
         wait_for(
             lambda n=attempt: run.status() and len(run.events("started")) == n + 2, LIMIT_S, "another start"
         )
-    new_steps(run, 3)
+    wait_for_new_steps(run, 3)
     slurm.kill_node(run.events("started")[-1]["hosts"][1])
     assert run.wait() == 0
 
@@ -84,14 +84,14 @@ def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
     events = list(run.dir.read_events())
     assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"]
     assert document["wall_us"] / 1e6 == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.001)
-    by_hand = shares_by_hand(events)
-    if ends[3] != "vanished":  # A job that is killed without a word has no event that says when.
-        assert shares["queued"] == pytest.approx(by_hand["queued"], abs=1)
-        assert shares["restarting"] == pytest.approx(by_hand["restarting"], abs=1)
-    assert shares["loading"] == pytest.approx(by_hand["loading"], abs=1)
+    expected = expected_shares(events)
+    if ends[3] != "vanished":  # A job that is killed without notice has no event with the time.
+        assert shares["queued"] == pytest.approx(expected["queued"], abs=1)
+        assert shares["restarting"] == pytest.approx(expected["restarting"], abs=1)
+    assert shares["loading"] == pytest.approx(expected["loading"], abs=1)
     assert shares["communicating"] > 0
     records = list(read_json_lines(run.dir.metrics))
-    # A stop before a validation is made up for: that step is logged once more, and not trained again.
+    # A stop before a validation is caught up: that step is logged again, but not trained again.
     resumed = {event["attempt"]: event["step"] for event in events if event["kind"] == "resumed"}
     trained = [record["step"] for record in records if record["step"] > resumed.get(record["attempt"], 0)]
     assert document["lost_steps"] == len(trained) - len(set(trained))
@@ -101,23 +101,24 @@ def test_two_preemptions_a_crash_and_a_lost_node(slurm, nodes_back, tmp_path):
     run.hpctrain("report", str(run.path))
     page = run.dir.report.read_text()
     assert all(word in page for word in ("SIGKILL", "SIGTERM", "lost work"))
-    told = run.hpctrain("report", str(run.path), "--format", "md").stdout
-    # A start over the node that is gone may fail once more before Slurm knows.
-    assert re.search(r"Interruptions: \d failures?, 2 stops(, 1 lost job)?\.", told)
+    markdown = run.hpctrain("report", str(run.path), "--format", "md").stdout
+    # A start on the lost node may fail once more before Slurm marks it down.
+    assert re.search(r"Interruptions: \d failures?, 2 stops(, 1 lost job)?\.", markdown)
     lost = next(row for row in document["ledger"] if row["what"] == "lost work")["us"] / 1e6
-    assert f"{format_duration(lost)} of lost work ({document['lost_steps']} steps repeated)" in told.replace(
-        "\\", ""
+    assert (
+        f"{format_duration(lost)} of lost work ({document['lost_steps']} steps repeated)"
+        in markdown.replace("\\", "")
     )
 
 
-def test_a_cancelled_run_whose_supervisor_could_not_record_that(slurm, tmp_path):
-    """The supervisor is stopped, as on a machine that is too busy, until Slurm kills it."""
+def test_report_of_a_cancelled_run_without_a_recorded_end(slurm, tmp_path):
+    """The supervisor is stopped, as on an overloaded machine, until Slurm kills it."""
     run = Run(tmp_path / "run", slurm.env)
-    sleeps, ends = tmp_path / "sleeps.py", tmp_path / "ends.py"
-    sleeps.write_text("import time\ntime.sleep(120)\n")
-    ends.write_text("")
+    sleep_script, empty_script = tmp_path / "sleeps.py", tmp_path / "ends.py"
+    sleep_script.write_text("import time\ntime.sleep(120)\n")
+    empty_script.write_text("")
     submit = ("submit", "--nodes", "1", "--ntasks-per-node", "1", "--run-dir", str(run.path))
-    run.hpctrain(*submit, str(sleeps))
+    run.hpctrain(*submit, str(sleep_script))
     wait_for(lambda: run.dir.attempts() and run.ranks(), LIMIT_S, "the rank")
     for process in run_processes(run.path):
         if "hpctrain.supervisor" in process.argv:
@@ -128,11 +129,11 @@ def test_a_cancelled_run_whose_supervisor_could_not_record_that(slurm, tmp_path)
     assert run.events("seen")[-1]["job_state"].startswith("CANCELLED")
     report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
     assert [attempt["end"] for attempt in report["attempts"]] == ["cancelled"]
-    run.hpctrain(*submit, str(ends))
+    run.hpctrain(*submit, str(empty_script))
     assert run.wait() == 0
     report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
-    ends_of = [(attempt["end"], attempt["followed_by"]) for attempt in report["attempts"]]
-    assert ends_of == [("cancelled", "submission"), ("completed", None)]
-    told = run.hpctrain("report", str(run.path), "--format", "md").stdout
-    assert "The run was cancelled and resubmitted once." in told
-    assert "lost job" not in told
+    attempt_ends = [(attempt["end"], attempt["followed_by"]) for attempt in report["attempts"]]
+    assert attempt_ends == [("cancelled", "submission"), ("completed", None)]
+    markdown = run.hpctrain("report", str(run.path), "--format", "md").stdout
+    assert "The run was cancelled and resubmitted once." in markdown
+    assert "lost job" not in markdown

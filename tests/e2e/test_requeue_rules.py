@@ -1,4 +1,4 @@
-"""Sites with other rules for requeues: what lint and documentation say of them is what happens."""
+"""Sites with other requeue rules behave as preflight and documentation say."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _preempt(run: Run) -> None:
 
 
 @pytest.mark.parametrize("site", [(0, "REQUEUE", 30), (1, "CANCEL", 30)], indirect=True, ids=str)
-def test_a_preempted_run_goes_on(site, tmp_path):
+def test_preempted_run_is_requeued(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
     _preempt(run)
     assert run.wait() == 0
@@ -49,7 +49,7 @@ def test_a_preempted_run_goes_on(site, tmp_path):
 
 
 @pytest.mark.parametrize("site", [(1, "CANCEL", 0)], indirect=True, ids=str)
-def test_a_run_that_is_cancelled_without_grace_saves_and_goes_on_in_a_successor(site, tmp_path):
+def test_run_cancelled_without_grace_saves_and_continues_in_a_successor(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
     _preempt(run)
     assert run.wait() == 0
@@ -61,7 +61,7 @@ def test_a_run_that_is_cancelled_without_grace_saves_and_goes_on_in_a_successor(
 
 
 @pytest.mark.parametrize("site", [(1, "CANCEL", 0)], indirect=True, ids=str)
-def test_a_run_that_wants_no_successor_goes_on_when_submitted_again(site, tmp_path):
+def test_run_without_successor_resumes_when_resubmitted(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, options=["--resume-mode", "requeue"], step_s=0.2)
     _preempt(run)
     wait_for(lambda: run.status()["state"] == "FAILED", RUN_LIMIT_S, "the run's end", 0.5)

@@ -1,6 +1,6 @@
-"""Values of `--env` stay in the environment of the ranks and in files that only the owner can read.
+"""Values of `--env` appear only in the ranks' environment and in files that only the owner can read.
 
-The run's own secrets stay in the environment of the ranks.
+The run's own secrets appear only in the ranks' environment.
 """
 
 from __future__ import annotations
@@ -38,61 +38,64 @@ assert os.environ["UID"] == "4711 $HOME"
 
 @contextmanager
 def recorded_command_lines() -> Iterator[set[str]]:
-    """Command lines of this machine, read again and again while the block lasts."""
-    found: set[str] = set()
-    over = threading.Event()
+    """Command lines of this machine, sampled during the block."""
+    lines: set[str] = set()
+    finished = threading.Event()
 
-    def look() -> None:
-        while not over.is_set():
+    def sample() -> None:
+        while not finished.is_set():
             for name in filter(str.isdigit, os.listdir("/proc")):
                 with suppress(OSError):
-                    found.add(Path("/proc", name, "cmdline").read_bytes().decode(errors="replace"))
+                    lines.add(Path("/proc", name, "cmdline").read_bytes().decode(errors="replace"))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
-        yield found
+        yield lines
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
-def holds(path: Path, text: str) -> bool:
+def contains(path: Path, text: str) -> bool:
     return text.encode() in path.read_bytes()
 
 
-def secrets_of(run: Run) -> set[str]:
-    """The run's own secrets, from the environment of its ranks and standby workers."""
+def run_secrets(run: Run) -> set[str]:
+    """Return the run's own secrets, from the environment of its ranks and standby workers."""
     names = (SECRET_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE)
-    found = [process.environ.get(name, "") for process in run_processes(run.path) for name in names]
-    return {value.rpartition(":")[2] for value in found if value}
+    values = [process.environ.get(name, "") for process in run_processes(run.path) for name in names]
+    return {value.rpartition(":")[2] for value in values if value}
 
 
-def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int, standby: str = "never") -> None:
-    """Train with a secret; nothing shows it while the run is active, nor afterwards."""
-    # Its parts, so that no command line of this test holds it.
+def check_secret_is_hidden(
+    env: Mapping[str, str], shape: list[str], folder: Path, umask: int, standby: str = "never"
+) -> None:
+    """Train with a secret and check that nothing exposes it, during the run and after it."""
+    # In parts, so that no command line of this test contains it.
     token = "sekrit-" + secrets.token_hex(8)
     folder.chmod(0o755)
     (folder / "token").write_text(token)
     # Standby workers are kept only for scripts that import torch.
     (folder / "job.py").write_text(SCRIPT if standby == "never" else f"import torch\n{SCRIPT}")
     run = Run(folder / "run", env)
-    words = ["submit", *shape, "--no-code-snapshot", "--standby-workers", standby, "--run-dir", str(run.path)]
+    options = ["--no-code-snapshot", "--standby-workers", standby, "--run-dir", str(run.path)]
+    command = ["submit", *shape, *options]
     variables = ["--env", "API_TOKEN", "--env", "UID=4711 $HOME"]
     hpctrain = [sys.executable, "-m", "hpctrain"]
     before = os.umask(umask)
     try:
         with recorded_command_lines() as command_lines:
-            run_command([*hpctrain, *words, *variables, folder / "job.py"], {**env, "API_TOKEN": token})
+            run_command([*hpctrain, *command, *variables, folder / "job.py"], {**env, "API_TOKEN": token})
             wait_for(lambda: len(list(run.path.glob("saw-*"))) == 2, 60, "both ranks")
-            own = secrets_of(run)
+            own = run_secrets(run)
             if standby != "never":
                 log = run.dir.supervisor_log
                 wait_for(lambda: "ready for attempt 1" in log.read_text(), 60, "standby workers")
-                own |= secrets_of(run)
+                own |= run_secrets(run)
                 run.kill_rank(1)
                 wait_for(lambda: len(run.events("started")) == 2, 60, "the second attempt")
-                own |= secrets_of(run)
+                own |= run_secrets(run)
             ps = run_command(["ps", "axww", "-o", "args"]).stdout
             (run.path / "leave").touch()
             assert run.wait() == 0, run.describe()
@@ -104,11 +107,11 @@ def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int, st
         assert secret not in ps
         assert [line for line in command_lines if secret in line] == []
     for secret in own:
-        assert [path for path in folder.rglob("*") if path.is_file() and holds(path, secret)] == []
-    with_token = [path for path in run.path.rglob("*") if path.is_file() and holds(path, token)]
+        assert [path for path in folder.rglob("*") if path.is_file() and contains(path, secret)] == []
+    with_token = [path for path in run.path.rglob("*") if path.is_file() and contains(path, token)]
     assert [path.name for path in with_token] == ["spec.yaml"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in with_token)
-    # Slurm makes the batch script's log, and the script its own files.
+    # Slurm creates the batch script's log; the script creates its own files.
     others = [path for path in run.path.rglob("*") if path.name not in ("slurm.log", "leave")]
     others = [path for path in others if not path.name.startswith("saw-")]
     assert [path for path in others if path.stat().st_mode & 0o022] == []
@@ -118,13 +121,13 @@ def check(env: Mapping[str, str], shape: list[str], folder: Path, umask: int, st
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002], ids=["022", "002"])
-def test_a_variable_of_a_local_run_is_on_no_command_line(tmp_path, umask):
-    check({}, ["--backend", "local", "--nodes", "2"], tmp_path, umask)
+def test_variable_of_a_local_run_is_on_no_command_line(tmp_path, umask):
+    check_secret_is_hidden({}, ["--backend", "local", "--nodes", "2"], tmp_path, umask)
 
 
-def test_a_variable_of_a_run_on_slurm_is_on_no_command_line(slurm, tmp_path):
-    check(slurm.env, ["--nodes", "2"], tmp_path, 0o002)
+def test_variable_of_a_slurm_run_is_on_no_command_line(slurm, tmp_path):
+    check_secret_is_hidden(slurm.env, ["--nodes", "2"], tmp_path, 0o002)
 
 
-def test_the_variables_and_secrets_of_standby_workers_are_on_no_command_line(tmp_path):
-    check({}, ["--backend", "local", "--nodes", "2"], tmp_path, 0o022, standby="1")
+def test_secrets_of_standby_workers_are_on_no_command_line(tmp_path):
+    check_secret_is_hidden({}, ["--backend", "local", "--nodes", "2"], tmp_path, 0o022, standby="1")

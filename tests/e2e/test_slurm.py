@@ -1,4 +1,4 @@
-"""Real preemption, kills and time limits on a real Slurm: the result is the undisturbed run's, to the bit."""
+"""Preemption, kills and time limits on a real Slurm: the result is bitwise the undisturbed run's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from helpers.waiting import wait_for
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
 WORLD_SIZE = 8
-#: Every rank takes two seconds of a core to start.
+#: Each rank takes two seconds of a core to start.
 FOUR_RANKS = ["--nodes", "4", "--gpus-per-node", "1"]
 
 pytestmark = pytest.mark.timeout(400)
 
 
-def undisturbed(slurm, tmp_path_factory, shape: list[str]) -> Run:
+def run_undisturbed(slurm, tmp_path_factory, shape: list[str]) -> Run:
     run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, shape, step_s=0.0)
     assert run.wait() == 0
     return run
@@ -32,31 +32,31 @@ def undisturbed(slurm, tmp_path_factory, shape: list[str]) -> Run:
 
 @pytest.fixture(scope="module")
 def reference(slurm, tmp_path_factory) -> Run:
-    return undisturbed(slurm, tmp_path_factory, SHAPE)
+    return run_undisturbed(slurm, tmp_path_factory, SHAPE)
 
 
 @pytest.fixture(scope="module")
 def four_ranks_reference(slurm, tmp_path_factory) -> Run:
-    return undisturbed(slurm, tmp_path_factory, FOUR_RANKS)
+    return run_undisturbed(slurm, tmp_path_factory, FOUR_RANKS)
 
 
 def test_four_ranks_preempted_by_an_urgent_job(slurm, four_ranks_reference, tmp_path):
     check_preemption(slurm, FOUR_RANKS, four_ranks_reference, tmp_path)
 
 
-def test_a_completed_run_that_slurm_requeues_is_not_trained_again(slurm, four_ranks_reference):
+def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, four_ranks_reference):
     reference = four_ranks_reference
     job_id = reference.events("submitted")[0]["job_id"]
     run_command(["scontrol", "requeue", job_id], slurm.env)
     run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
-    said = "the run is already complete; nothing to do"
-    wait_for(lambda: said in reference.dir.supervisor_log.read_text(), 60, "the second start of the job")
+    message = "the run is already complete; nothing to do"
+    wait_for(lambda: message in reference.dir.supervisor_log.read_text(), 60, "the second start of the job")
     assert reference.dir.attempts() == [0]
     assert reference.status()["state"] == "COMPLETED"
 
 
 @pytest.mark.long
-def test_preempted_by_an_urgent_job(slurm, reference, tmp_path):
+def test_preemption_by_an_urgent_job(slurm, reference, tmp_path):
     check_preemption(slurm, SHAPE, reference, tmp_path)
 
 
@@ -74,7 +74,7 @@ def check_preemption(slurm, shape: list[str], reference: Run, tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_a_requeue_leaves_the_time_that_saving_takes(slurm, tmp_path):
+def test_requeue_leaves_enough_time_to_save(slurm, tmp_path):
     options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
     run = submit(tmp_path / "run", slurm.env, FOUR_RANKS, options=options, step_s=0.1)
     run.wait_for_step(16)
@@ -87,7 +87,7 @@ def test_a_requeue_leaves_the_time_that_saving_takes(slurm, tmp_path):
 
 
 @pytest.mark.long
-def test_kill_9_of_any_rank(slurm, reference, tmp_path):
+def test_kill_of_any_rank(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.2)
     run.wait_for_step(20)
     victim = any_rank(WORLD_SIZE)
@@ -105,8 +105,8 @@ def test_kill_9_of_any_rank(slurm, reference, tmp_path):
 
 @pytest.mark.long
 def test_time_limit(slurm, four_ranks_reference, tmp_path):
-    # Slurm counts limits in minutes and sends the signal up to a minute early: on a busy machine the ranks
-    # of the first attempt may not have begun to train by then.
+    # Slurm counts limits in minutes and sends the signal up to a minute early: on a busy machine, the ranks
+    # of the first attempt may not train by then.
     options = ["--time", "1", "--stop-before-limit", "25"]
     run = submit(tmp_path / "run", slurm.env, FOUR_RANKS, options=options, step_s=1.2, slow_attempts=2)
     assert run.wait() == 0
@@ -129,7 +129,7 @@ def test_cancel_leaves_no_process(slurm, tmp_path):
 
 
 @pytest.mark.long
-def test_bare_scancel_is_no_reason_to_requeue(slurm, tmp_path):
+def test_plain_scancel_does_not_requeue(slurm, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, step_s=0.5)
     run.wait_for_step(2)
     run_command(["scancel", run.events("submitted")[0]["job_id"]], slurm.env)
@@ -138,12 +138,12 @@ def test_bare_scancel_is_no_reason_to_requeue(slurm, tmp_path):
     assert run.events("requeue") == []
 
 
-def test_words_of_any_kind_arrive_untouched_and_none_is_executed(slurm, tmp_path):
+def test_arguments_arrive_unchanged_and_are_not_executed(slurm, tmp_path):
     check_arguments(["--nodes", "2", "--ntasks-per-node", "1"], slurm.env, tmp_path)
 
 
 @pytest.mark.long
-def test_plain_ddp_script_with_its_own_checkpoint_is_requeued_and_finishes(slurm, tmp_path):
+def test_plain_ddp_script_is_requeued_and_finishes(slurm, tmp_path):
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
     run = Run(tmp_path / "run", slurm.env)

@@ -1,4 +1,4 @@
-"""Strategies besides ddp are preempted on a real Slurm, and come to the undisturbed run's result."""
+"""Other strategies than ddp, preempted on a real Slurm, reach the undisturbed run's result."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
         ("ddp", "local_sgd"),
     ],
 )
-def test_preempted_and_resumed(slurm, tmp_path, strategy, algorithm):
-    """Bitwise as if undisturbed; replicas that go their own way meet once more, when they are to stop."""
+def test_preempted_run_resumes_with_strategy(slurm, tmp_path, strategy, algorithm):
+    """The result is bitwise equal; diverging replicas synchronize once more before a stop."""
 
-    def started(name: str, step_s: float) -> Run:
+    def submit_run(name: str, step_s: float) -> Run:
         options = ["--env", f"HPCTRAIN_STRATEGY={strategy}"]
         return submit(
             tmp_path / name,
@@ -43,9 +43,9 @@ def test_preempted_and_resumed(slurm, tmp_path, strategy, algorithm):
             further=["--algorithm", algorithm],
         )
 
-    reference = started("reference", 0.0)
+    reference = submit_run("reference", 0.0)
     assert reference.wait() == 0
-    run = started("run", 0.2)
+    run = submit_run("run", 0.2)
     run.wait_for_step(10)
     preempt(slurm.env)
     assert run.wait() == 0

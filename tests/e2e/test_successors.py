@@ -1,4 +1,4 @@
-"""A site that does not requeue: a stopped run goes on in exactly one successor job, to the same losses."""
+"""Sites without requeue: a stopped run continues in exactly one successor job, with the same losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[sandbox.Sandbox]:
-    """A cluster that requeues no job by itself."""
+    """A cluster that does not requeue jobs."""
     name = f"chain-{os.getpid()}"
     try:
         yield sandbox.up(name, nodes=2, gpus_per_node=1, settings=["JobRequeue=0"])
@@ -40,17 +40,17 @@ def reference(site, tmp_path_factory) -> Run:
     return run
 
 
-def jobs_of(run: Run) -> list[str]:
-    """The jobs that the cluster has ever had of a run, however the run's record has them."""
+def list_jobs(run: Run) -> list[str]:
+    """Return all jobs of a run from Slurm's records, independent of the run's own."""
     listed = run_command(["squeue", "--noheader", "--states=all", "--Format=JobID:20,WorkDir:300"], run.env)
     return sorted(line.split()[0] for line in listed.stdout.splitlines() if line.split()[1] == str(run.path))
 
 
 def assert_chained(run: Run, number: int) -> None:
-    """The run has had that many jobs, each the successor of the one before, and none is left."""
+    """The run has had that many jobs, each the successor of the previous one, and no process is left."""
     submitted = run.events("submitted")
     ids = [event["job_id"] for event in submitted]
-    assert sorted(ids) == jobs_of(run)
+    assert sorted(ids) == list_jobs(run)
     assert [event.get("after") for event in submitted] == [None, *ids[:-1]]
     assert len(ids) == number
     assert run.status()["job_id"] == ids[-1]
@@ -58,10 +58,10 @@ def assert_chained(run: Run, number: int) -> None:
 
 
 @pytest.mark.long
-def test_preempted_by_an_urgent_job(site, reference, tmp_path):
+def test_preemption_by_an_urgent_job(site, reference, tmp_path):
     run = Run(tmp_path / "run", site.env)
-    done = run.hpctrain("submit", "--dry-run", *SHAPE, "--run-dir", str(run.path), str(Path(__file__)))
-    assert "JobRequeue=0): successors are chained" in done.stdout + done.stderr
+    result = run.hpctrain("submit", "--dry-run", *SHAPE, "--run-dir", str(run.path), str(Path(__file__)))
+    assert "JobRequeue=0): successors are chained" in result.stdout + result.stderr
     submit(run.path, site.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
     preempt(run.env, nodes=2, seconds=1)
@@ -83,7 +83,7 @@ def test_time_limit(site, reference, tmp_path):
 
 
 @pytest.mark.long
-def test_by_choice_where_the_site_would_requeue(slurm, reference, tmp_path):
+def test_successor_by_option_on_a_site_that_requeues(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, SHAPE, options=["--resume-mode", "successor"], step_s=0.2)
     run.wait_for_step(5)
     run.hpctrain("requeue", str(run.path))
@@ -93,7 +93,7 @@ def test_by_choice_where_the_site_would_requeue(slurm, reference, tmp_path):
 
 
 @pytest.mark.long
-def test_a_cancelled_run_has_no_successor(site, tmp_path):
+def test_cancelled_run_has_no_successor(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.5)
     run.wait_for_step(2)
     run.hpctrain("cancel", str(run.path))
@@ -102,7 +102,7 @@ def test_a_cancelled_run_has_no_successor(site, tmp_path):
 
 
 @pytest.mark.long
-def test_a_successor_that_waits_can_be_cancelled(site, tmp_path):
+def test_pending_successor_can_be_cancelled(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
     run.wait_for_step(2)
     blocking = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 60"]
@@ -119,7 +119,7 @@ def test_a_successor_that_waits_can_be_cancelled(site, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["killed after", "killed before", "answer lost", "never answered"])
-def test_exactly_one_successor_whatever_becomes_of_the_submission(site, reference, tmp_path, fault):
+def test_exactly_one_successor_for_every_submission_fault(site, reference, tmp_path, fault):
     path = tmp_path / "bin"
     path.mkdir()
     wrapper = path / "sbatch"
@@ -135,7 +135,7 @@ def test_exactly_one_successor_whatever_becomes_of_the_submission(site, referenc
     assert_chained(run, 2)
 
 
-#: In a job, it fails once as told, whoever calls it.
+#: Inside a job, it fails once as configured, whoever calls it.
 SBATCH = """#!/bin/sh
 tr '\\0' ' ' < /proc/$PPID/cmdline | grep -q hpctrain.supervisor || exec {real} "$@"
 [ -e {note} ] && exec {real} "$@"
@@ -150,7 +150,7 @@ esac
 """
 
 
-#: A site that says of itself that it requeues, and then does not.
+#: Requeue is refused, although the site's configuration allows it.
 SCONTROL = """#!/bin/sh
 [ "$1" = requeue ] && { echo once >> NOTE; echo "slurm_requeue error: Access/permission denied" >&2; exit 1; }
 exec REAL "$@"
@@ -158,7 +158,7 @@ exec REAL "$@"
 
 
 @pytest.mark.long
-def test_a_requeue_that_is_refused_though_the_site_requeues(slurm, reference, tmp_path):
+def test_refused_requeue_continues_in_a_successor(slurm, reference, tmp_path):
     path = tmp_path / "bin"
     path.mkdir()
     wrapper, note = path / "scontrol", tmp_path / "note"
@@ -175,7 +175,7 @@ def test_a_requeue_that_is_refused_though_the_site_requeues(slurm, reference, tm
 
 
 @pytest.mark.long
-def test_a_job_that_waits_for_the_run_waits_for_its_successor(site, tmp_path):
+def test_dependent_job_waits_for_the_successor(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
     run.wait_for_step(2)
     first = run.events("submitted")[0]["job_id"]
@@ -189,7 +189,7 @@ def test_a_job_that_waits_for_the_run_waits_for_its_successor(site, tmp_path):
 
 
 @pytest.mark.long
-def test_the_successor_of_an_array_task_touches_that_task_alone(site, tmp_path):
+def test_successor_of_an_array_task_leaves_other_tasks_alone(site, tmp_path):
     run = Run(tmp_path / "run", site.env)
     script = SCRIPTS / "train_classifier.py"
     shape = ["--nodes", "1", "--gpus-per-node", "1", "--array", "0-1"]
@@ -200,8 +200,8 @@ def test_the_successor_of_an_array_task_touches_that_task_alone(site, tmp_path):
     array = run.events("submitted")[0]["job_id"]
     tasks[1].hpctrain("requeue", str(tasks[1].path))
     assert run.wait() == 0
-    (alone,), chain = tasks[0].events("submitted"), tasks[1].events("submitted")
-    assert alone["job_id"] == f"{array}_0"
+    (single,), chain = tasks[0].events("submitted"), tasks[1].events("submitted")
+    assert single["job_id"] == f"{array}_0"
     assert chain[0]["job_id"] == chain[1]["after"] == f"{array}_1"
     assert chain[1]["job_id"].endswith("_1")
     assert tasks[0].events("signal") == []

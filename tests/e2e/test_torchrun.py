@@ -1,4 +1,4 @@
-"""Agents of torchrun under the supervisor: requeue, crashes and their causes, with a plain PyTorch script."""
+"""torchrun agents under the supervisor: requeue, crashes and their causes, with a plain PyTorch script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.processes import assert_no_process_left, run_processes
 from helpers.training_runs import RUN_LIMIT_S, Run
 from helpers.waiting import wait_for
 
-#: Attempt by attempt as the first argument says; the last one sums up the ranks.
+#: Each attempt follows the first argument; the last one sums over the ranks.
 SCRIPT = """
 import json, os, signal, sys, time
 attempt, rank = int(os.environ["HPCTRAIN_ATTEMPT"]), int(os.environ["RANK"])
@@ -41,8 +41,8 @@ def submit(tmp_path, env, shape, plan) -> Run:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = Run(tmp_path / "run", env)
-    words = ["--launcher", "torchrun", *shape, "--run-dir", str(run.path), str(script), json.dumps(plan)]
-    run.hpctrain("submit", *words)
+    command = ["--launcher", "torchrun", *shape, "--run-dir", str(run.path), str(script), json.dumps(plan)]
+    run.hpctrain("submit", *command)
     return run
 
 
@@ -57,15 +57,15 @@ def wait_until_ready(run: Run, attempt: int, ranks: int = 4) -> None:
 
 def assert_summed(run: Run, attempt: int, ranks: int = 4) -> None:
     for rank in range(ranks):
-        said = json.loads(run.dir.rank_log(attempt, rank).read_text().splitlines()[-1])
-        assert said["sum"] == ranks * (ranks + 1) // 2
+        result = json.loads(run.dir.rank_log(attempt, rank).read_text().splitlines()[-1])
+        assert result["sum"] == ranks * (ranks + 1) // 2
     assert run.status()["state"] == "COMPLETED"
     assert run.status()["attempt"] == attempt
     assert_no_process_left(run.path)
 
 
 @pytest.mark.long
-def test_requeued_on_slurm(slurm, tmp_path):
+def test_requeue_on_slurm(slurm, tmp_path):
     run = submit(
         tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "2"], ["wait"]
     )
@@ -81,7 +81,7 @@ def test_requeued_on_slurm(slurm, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_crash_is_named_and_all_start_again(tmp_path):
+def test_crash_is_reported_and_all_ranks_restart(tmp_path):
     shape = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "2", "--max-failures", "4"]
     shape += ["--restart-policy", "user-error.retries=1"]
     run = submit(tmp_path, {}, shape, ["raise", "kill"])
@@ -92,7 +92,7 @@ def test_a_crash_is_named_and_all_start_again(tmp_path):
     assert_summed(run, 2)
 
 
-def test_stop_requests_reach_ranks_without_slurm_and_nothing_outlives_an_agent(tmp_path):
+def test_stop_requests_reach_the_ranks_and_no_rank_outlives_its_agent(tmp_path):
     run = submit(tmp_path, {}, ["--backend", "local", "--ntasks-per-node", "2"], ["wait", "wait", "wait"])
     wait_until_ready(run, 0, 2)
     run.hpctrain("requeue", str(run.path))

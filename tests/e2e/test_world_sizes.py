@@ -1,4 +1,4 @@
-"""Stopped and continued in real processes, on other numbers of ranks and on the same."""
+"""Stop and resume in real processes, on the same and on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 
 
 def train(run: Path, ranks: int, *stop: int, last_step: int = LAST_STEP) -> dict[str, torch.Tensor] | None:
-    """Run until the end, or until rank `stop[1]` is told to stop in step `stop[0]` of this process."""
+    """Run to the end, or until rank `stop[1]` receives a stop signal in step `stop[0]` of this process."""
     env = {"HPCTRAIN_RUN_DIR": str(run), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     out = run.with_suffix(".pt")
-    said = run_forked(SCRIPT, [str(out), str(last_step), *map(str, stop)], env, ranks=ranks)
+    output = run_forked(SCRIPT, [str(out), str(last_step), *map(str, stop)], env, ranks=ranks)
     if stop:
-        assert "stopped" in said
+        assert "stopped" in output
         return None
     weights: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return weights
@@ -44,8 +44,8 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_json_lines(RunDir(run).metrics)}
 
 
-def trained(run: Path) -> list[tuple[int, Counter[int]]]:
-    """Of each step, which samples were trained in the attempt that made it, and how often."""
+def trained_samples(run: Path) -> list[tuple[int, Counter[int]]]:
+    """Return the samples of each step, with counts, from the attempt that trained it last."""
     steps: dict[int, dict[int, Counter[int]]] = {}
     for path in sorted((run / "samples").iterdir()):
         attempt = int(path.name.split("-")[1])
@@ -54,11 +54,11 @@ def trained(run: Path) -> list[tuple[int, Counter[int]]]:
     return [(step, attempts[max(attempts)]) for step, attempts in sorted(steps.items())]
 
 
-def relative_distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in other)
+def relative_distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    return max(float((first[name] - second[name]).norm() / second[name].norm()) for name in second)
 
 
-def test_4_2_3_4_ranks_train_what_an_undisturbed_run_trains(undisturbed, tmp_path):
+def test_run_on_4_2_3_4_ranks_equals_the_undisturbed_one(undisturbed, tmp_path):
     run = tmp_path / "run"
     for ranks, stop in ((4, (8, 2)), (2, (7, 0)), (3, (6, 1))):
         train(run, ranks, *stop)
@@ -69,12 +69,12 @@ def test_4_2_3_4_ranks_train_what_an_undisturbed_run_trains(undisturbed, tmp_pat
     assert [event["step"] for event in resumed] == [event["step"] for event in stopped]
     assert all(event["saved"] for event in stopped)
     assert len(stopped) == 3
-    assert trained(run) == trained(undisturbed[0])
-    whole_epochs = trained(run)[: 2 * STEPS_PER_EPOCH]
+    assert trained_samples(run) == trained_samples(undisturbed[0])
+    whole_epochs = trained_samples(run)[: 2 * STEPS_PER_EPOCH]
     assert set(sum((samples for _, samples in whole_epochs), Counter()).values()) == {2}
 
 
-def test_on_as_many_ranks_it_is_the_same_to_the_last_bit(undisturbed, tmp_path):
+def test_same_number_of_ranks_is_bitwise_equal(undisturbed, tmp_path):
     run = tmp_path / "run"
     for stop in ((5, 3), (9, 0)):
         train(run, 4, *stop)
@@ -92,4 +92,4 @@ def test_any_two_world_sizes_in_turn(undisturbed, tmp_path):
         train(run, before, 11, before - 1)
         weights = train(run, after)
         assert relative_distance(weights, undisturbed[1]) <= 1e-6, (before, after)
-        assert trained(run) == trained(undisturbed[0]), (before, after)
+        assert trained_samples(run) == trained_samples(undisturbed[0]), (before, after)

@@ -1,4 +1,4 @@
-"""The examples run as they stand: alone, under torchrun, and as a run of hpctrain."""
+"""The examples run unmodified: alone, under torchrun, and as a run of hpctrain."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ TINY_GPT = [
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What `command` prints, on stdout and then on stderr."""
-    done = run_command(command, {"OMP_NUM_THREADS": "1"}, cwd=cwd, timeout=TIMEOUT_S)
-    return done.stdout + done.stderr
+    """Return what `command` prints on stdout and then on stderr."""
+    result = run_command(command, {"OMP_NUM_THREADS": "1"}, cwd=cwd, timeout=TIMEOUT_S)
+    return result.stdout + result.stderr
 
 
 def accuracy(output: str) -> float:
@@ -46,30 +46,30 @@ def accuracy(output: str) -> float:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Loss of each step; of a step that was trained twice, the later one."""
+    """Return the loss of each step, the later one if it was trained twice."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
-def test_digits_alone_learns_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_digits_alone_learns_and_leaves_no_files(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "digits.py", cwd=tmp_path)
     assert accuracy(output) >= 97
     assert not list(tmp_path.iterdir())
 
 
-def test_the_demo_reaches_97_percent(tmp_path: Path) -> None:
-    """The command of `make demo`: two pretend nodes, four ranks."""
+def test_demo_reaches_97_percent(tmp_path: Path) -> None:
+    """The command of `make demo`: two emulated nodes, four ranks."""
     run_dir = tmp_path / "run"
     options = ["--backend", "local", "--run-dir", run_dir, "--nodes", "2", "--gpus-per-node", "2", "--follow"]
     output = run(*HPCTRAIN, "submit", *options, EXAMPLES / "digits.py", cwd=tmp_path)
     assert accuracy(output) >= 97
     assert set(losses(run_dir)) == set(range(1, 301))
     assert len(list((run_dir / "logs" / "attempt-000").glob("rank-*.log"))) == 4
-    for what in ("metrics.jsonl", "logs", "checkpoints"):
-        assert f"run/{what}" in output
+    for name in ("metrics.jsonl", "logs", "checkpoints"):
+        assert f"run/{name}" in output
 
 
-def test_gpt_alone_writes_something(tmp_path: Path) -> None:
+def test_gpt_alone_generates_text(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "gpt.py", *TINY_GPT, cwd=tmp_path)
     assert "nats per byte\nthe model writes:\n\ndef main(" in output
 
@@ -94,15 +94,15 @@ def test_gpt_loss_falls(tmp_path: Path) -> None:
     assert loss[12] < loss[1] - 0.5
 
 
-def test_plain_ddp_alone(tmp_path: Path) -> None:
+def test_plain_ddp_alone_trains_and_saves(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "plain_ddp.py", "--max-steps", "100", cwd=tmp_path)
     assert "step 100: loss" in output
     assert (tmp_path / "checkpoints" / "plain_ddp.pt").exists()
 
 
 @pytest.mark.long
-def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
-    """Stopped in the middle it saves and leaves with 75; the next start ends as an undisturbed run does."""
+def test_plain_ddp_resumes_after_a_requeue(tmp_path: Path) -> None:
+    """A stop saves and exits with 75; the next attempt ends like an undisturbed run."""
     run_dir = tmp_path / "run"
     script = [EXAMPLES / "plain_ddp.py", "--max-steps", "2000", "--save-every", "100"]
     shape = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
@@ -118,8 +118,8 @@ def test_plain_ddp_survives_a_requeue(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["lightning_sine", "accelerate_sine"])
-def test_a_script_of_another_library_alone_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
-    """Under hpctrain: tests/e2e/test_foreign.py."""
+def test_script_of_another_library_alone_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
+    """Under hpctrain: tests/e2e/test_other_frameworks.py."""
     first = run(*PYTHON, EXAMPLES / f"{name}.py", "--max-steps", "100", cwd=tmp_path)
     assert "trained 100 steps" in first
     second = run(*PYTHON, EXAMPLES / f"{name}.py", "--max-steps", "150", cwd=tmp_path)

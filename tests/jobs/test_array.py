@@ -1,4 +1,4 @@
-"""Job arrays on this machine, with supervisors of the tasks that only pretend."""
+"""Job arrays with the local backend and fake supervisors of their tasks."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def states(run: Run) -> list[str]:
     return [str(task.status().state) for task in run.tasks()]
 
 
-def most_at_once(run: Run) -> int:
-    """How many of the tasks were going at the same moment, by their own record."""
+def max_concurrent(run: Run) -> int:
+    """Return the maximum number of concurrent tasks, from their events."""
     changes = {"started": 1, "finished": -1}
-    turns = sorted(
+    transitions = sorted(
         (event["time"], changes[event["kind"]])
         for task in run.tasks()
         for event in task.dir.read_events()
         if event["kind"] in changes
     )
-    return max(accumulate(change for _, change in turns))
+    return max(accumulate(change for _, change in transitions))
 
 
 @pytest.mark.parametrize(("array", "at_once"), [("0-3", 1), ("0-5%3", 3)])
-def test_tasks_run_in_their_own_folders_and_no_more_at_once_than_allowed(prepared, array, at_once):
+def test_tasks_run_in_their_own_folders_within_the_throttle(prepared, array, at_once):
     submission = prepared("nap", array=array, run_dir="r")
     run = submit_prepared(submission)
     assert run.wait(timeout=30).state is RunState.COMPLETED
-    assert most_at_once(run) == at_once
+    assert max_concurrent(run) == at_once
     assert run.dir.tasks() == list(range(len(run.tasks())))
     for index, task in enumerate(run.tasks()):
         spec = load_spec(task.dir.spec)
@@ -57,12 +57,12 @@ def test_tasks_run_in_their_own_folders_and_no_more_at_once_than_allowed(prepare
     assert_no_process_left(run.dir.path)
 
 
-def test_how_tasks_run_here_is_said(prepared):
+def test_concurrency_of_local_tasks_is_noted(prepared):
     assert "one after another" in prepared(array="0-3").notes[0]
     assert "3 at once" in prepared(array="0-9%3").notes[0]
 
 
-def test_more_at_once_than_this_machine_has(prepared, monkeypatch):
+def test_throttle_beyond_the_machines_gpus_is_refused(prepared, monkeypatch):
     monkeypatch.setattr(nvml, "count_gpus", lambda environ: 3)
     prepared(array="0-3%3", gpus_per_node=1)
     with pytest.raises(SpecError, match=r"1 × 1 × 4 = 4 GPUs .*--array.* has 3"):
@@ -71,17 +71,17 @@ def test_more_at_once_than_this_machine_has(prepared, monkeypatch):
         prepared(array="0-9999%9000")
 
 
-def test_tasks_that_run_at_once_have_gpus_of_their_own(make_spec, monkeypatch):
+def test_concurrent_tasks_have_distinct_gpus(make_spec, monkeypatch):
     monkeypatch.setattr("hpctrain.supervisor.launch.local.count_gpus", lambda environ: 4)
     spec = make_spec(backend="local", array="0-3%2", nodes=2, gpus_per_node=1)
     array = LocalArray(RunDir(Path(spec.run_dir)), spec, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    assert [array._gpus_of(place) for place in (0, 1)] == [
+    assert [array._gpus_of(slot) for slot in (0, 1)] == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "6,7"},
     ]
 
 
-def test_a_task_is_cancelled_alone_whether_it_waits_or_runs(prepared):
+def test_pending_or_running_task_is_cancelled_alone(prepared):
     run = submit_prepared(prepared("sleep", array="0-3%2", run_dir="r"))
     wait_for(lambda: states(run).count("RUNNING") == 2, 20, "two tasks to run")
     first, *_, last = run.tasks()
@@ -98,7 +98,7 @@ def test_a_task_is_cancelled_alone_whether_it_waits_or_runs(prepared):
     assert_no_process_left(run.dir.path)
 
 
-def test_the_end_of_the_array_itself_ends_its_tasks(prepared):
+def test_end_of_the_array_supervisor_ends_its_tasks(prepared):
     run = submit_prepared(prepared("sleep", array="0-2%2", run_dir="r"))
     wait_for(lambda: states(run).count("RUNNING") == 2, 20, "two tasks to run")
     os.kill(int(run.dir.lock.read_text()), signal.SIGTERM)
@@ -106,21 +106,21 @@ def test_the_end_of_the_array_itself_ends_its_tasks(prepared):
     assert_no_process_left(run.dir.path)
 
 
-def test_a_task_that_vanishes_fails_and_the_others_go_on(prepared):
+def test_vanished_task_fails_and_the_others_continue(prepared):
     run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
     with pytest.raises(RunFailed, match="task-1: its supervisor exited with 9 without reporting a cause"):
         run.wait(timeout=20)
     assert states(run) == ["COMPLETED", "FAILED", "COMPLETED"]
 
 
-def test_tasks_whose_turn_never_comes_have_failed(prepared):
+def test_pending_tasks_fail_when_the_array_supervisor_is_killed(prepared):
     run = submit_prepared(prepared("sleep", array="0-1", run_dir="r"))
-    # Its lock is held already before it has a supervisor of its own.
+    # Its lock is held before it has its own supervisor.
     wait_for(run.tasks()[0].dir.rank_log(0, 0).exists, 20, "a task to run")
     assert states(run) == ["RUNNING", "PENDING"]
     os.kill(int(run.dir.lock.read_text()), signal.SIGKILL)
     wait_for(lambda: states(run) == ["RUNNING", "FAILED"], 20, "the other to be given up")
-    # Its supervisor is alive, so nobody else may start in that folder.
+    # Its supervisor is alive, so no other may start in that folder.
     with pytest.raises(SpecError, match="still active"):
         submit_prepared(prepared(array="0-1", run_dir="r"))
     run.tasks()[0].cancel()
@@ -128,18 +128,18 @@ def test_tasks_whose_turn_never_comes_have_failed(prepared):
     assert_no_process_left(run.dir.path)
 
 
-def test_some_tasks_of_an_array_are_continued(prepared):
+def test_some_tasks_of_an_array_are_resubmitted(prepared):
     run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
     run.wait_for_end(timeout=20)
-    again = submit_prepared(prepared(array="1,3", run_dir="r"))
-    assert again.wait(timeout=20).state is RunState.COMPLETED
-    assert [task.status().attempt for task in again.tasks()] == [0, 1, 0, 0]
-    old = next(run.dir.read_events())["job_id"]
-    jobs = [f"{old}_0", f"{again.job_id}_1", f"{old}_2", f"{again.job_id}_3"]
-    assert [task.job_id for task in again.tasks()] == jobs
+    resubmitted = submit_prepared(prepared(array="1,3", run_dir="r"))
+    assert resubmitted.wait(timeout=20).state is RunState.COMPLETED
+    assert [task.status().attempt for task in resubmitted.tasks()] == [0, 1, 0, 0]
+    first_id = next(run.dir.read_events())["job_id"]
+    jobs = [f"{first_id}_0", f"{resubmitted.job_id}_1", f"{first_id}_2", f"{resubmitted.job_id}_3"]
+    assert [task.job_id for task in resubmitted.tasks()] == jobs
 
 
-def test_an_array_that_is_going_refuses_another(prepared):
+def test_active_array_refuses_another_submission(prepared):
     run = submit_prepared(prepared("sleep", array="0-1", run_dir="r"))
     wait_for(lambda: states(run)[0] == "RUNNING", 20, "a task to run")
     with pytest.raises(SpecError, match="still active"):
@@ -149,10 +149,11 @@ def test_an_array_that_is_going_refuses_another(prepared):
     run.wait_for_end(timeout=20)
 
 
-def test_the_script_of_an_array_can_be_started_by_hand(prepared, monkeypatch):
+def test_script_of_an_array_can_be_started_manually(prepared, monkeypatch):
     run = submit_prepared(prepared(array="0-1", run_dir="r"))
     run.wait(timeout=20)
-    # Nobody is about to record this submission, so nothing is waited for; and it stays in this process.
+    # No submission is about to be recorded, so there is nothing to wait for. The supervisor runs in this
+    # process.
     monkeypatch.setattr("hpctrain.supervisor.acquire_run._RECORD_LIMIT_S", 0.0)
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -166,20 +167,20 @@ def test_the_script_of_an_array_can_be_started_by_hand(prepared, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "words"),
+    ("first", "second", "message"),
     [
         ({}, {"array": "0-1"}, "is a single run and cannot continue as a job array"),
         ({"array": "0-1"}, {}, "contains a job array. Name the tasks to resume"),
         ({"array": "0-1"}, {"run_dir": "r/task-1"}, r"a task of a job array. .* --run-dir \S+/r --array 1\."),
     ],
 )
-def test_a_run_goes_on_as_what_it_was(prepared, first, then, words):
+def test_array_and_single_run_cannot_continue_as_each_other(prepared, first, second, message):
     submit_prepared(prepared(run_dir="r", **first)).wait(timeout=20)
-    with pytest.raises(SpecError, match=words):
-        prepared(**{"run_dir": "r", **then})
+    with pytest.raises(SpecError, match=message):
+        prepared(**{"run_dir": "r", **second})
 
 
-def test_a_submission_that_fails_takes_away_only_what_it_made(prepared, tmp_path, monkeypatch):
+def test_failed_submission_removes_only_its_own_files(prepared, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError("no more processes")
 
@@ -198,7 +199,7 @@ def test_a_submission_that_fails_takes_away_only_what_it_made(prepared, tmp_path
 
 
 def test_every_task_of_a_large_array_is_followed(tmp_path):
-    """More of them than one look goes through."""
+    """More tasks than one poll covers."""
     array = RunDir(tmp_path / "r")
     for index in range(150):
         task = array.task(index)

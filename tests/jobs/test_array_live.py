@@ -1,4 +1,4 @@
-"""Job arrays on a real Slurm: each task is a run of its own, and what happens to one happens to it alone."""
+"""Job arrays on a real Slurm: each task is its own run, and events of one do not affect the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.states import RunState
 
-#: Its first attempt lasts until somebody ends it; the second tells where it is.
+#: The first attempt lasts until it is stopped; the second prints its variables.
 _SCRIPT = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -32,14 +32,14 @@ def environ(slurm) -> dict[str, str]:
 
 @pytest.fixture
 def submit(environ, tmp_path) -> Callable[..., Run]:
-    """Submit a script that waits, through the real supervisor."""
+    """Submit a waiting script through the real supervisor."""
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
 
     def call(**options: object) -> Run:
-        given = {"backend": "slurm", "run_dir": "r", **options}
+        all_options = {"backend": "slurm", "run_dir": "r", **options}
         return submit_prepared(
-            prepare_submission(script, (), given, environ=environ, cwd=tmp_path, python=sys.executable)
+            prepare_submission(script, (), all_options, environ=environ, cwd=tmp_path, python=sys.executable)
         )
 
     return call
@@ -50,7 +50,7 @@ def attempts(run: Run) -> list[int]:
 
 
 def test_twenty_tasks_with_a_throttle_have_their_folders_and_logs(prepared, environ, tmp_path):
-    """Under a name that is a file name pattern, and with supervisors that only pretend."""
+    """In a folder named like a file name pattern, with fake supervisors."""
     folder = tmp_path / "a%j %a"
     run = submit_prepared(prepared(array="0-38:2%4", run_dir=folder, backend="slurm", environ=environ))
     assert run.wait(timeout=60).state is RunState.COMPLETED
@@ -63,30 +63,32 @@ def test_twenty_tasks_with_a_throttle_have_their_folders_and_logs(prepared, envi
         assert task.dir.slurm_log.exists()
 
 
-def test_a_requeue_and_a_cancellation_meet_one_task_alone(submit):
+def test_requeue_and_cancel_affect_one_task_only(submit):
     """The last task of an array has the number of the whole array as its SLURM_JOB_ID."""
     run = submit(array="0-2")
     first, middle, last = run.tasks()
-    wait_for(lambda: all(started(task) for task in run.tasks()), 40, "all tasks to start")
+    wait_for(lambda: all(has_started(task) for task in run.tasks()), 40, "all tasks to start")
     last.requeue()
     assert last.wait(timeout=40).attempt == 1
     middle.cancel()
     wait_for(lambda: middle.status().state is RunState.CANCELLED, 20, "the end of the task")
     assert first.status().state is RunState.RUNNING
     assert attempts(run) == [1, 1, 2]
-    shown = json.loads(last.dir.rank_log(1, 0).read_text())
-    assert shown["HPCTRAIN_ARRAY_TASK_ID"] == "2"
-    assert shown["SLURM_ARRAY_JOB_ID"] == run.job_id
+    variables = json.loads(last.dir.rank_log(1, 0).read_text())
+    assert variables["HPCTRAIN_ARRAY_TASK_ID"] == "2"
+    assert variables["SLURM_ARRAY_JOB_ID"] == run.job_id
     run.cancel()
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
-    again = submit(array="1")
-    assert again.wait_for_end(timeout=40).tasks == {RunState.CANCELLED: 1, RunState.COMPLETED: 2}
+    resubmitted = submit(array="1")
+    assert resubmitted.wait_for_end(timeout=40).tasks == {RunState.CANCELLED: 1, RunState.COMPLETED: 2}
 
 
-def test_a_requeue_names_the_task_that_has_no_rank_yet_and_meets_the_others(submit):
+def test_requeue_reports_the_task_without_ranks_and_requeues_the_others(submit):
     run = submit(array="0-1", setup=["while [ $SLURM_ARRAY_TASK_ID = 1 ]; do sleep 0.2; done"])
     first, last = run.tasks()
-    wait_for(lambda: started(first) and last.status().state is RunState.RUNNING, 40, "both tasks to start")
+    wait_for(
+        lambda: has_started(first) and last.status().state is RunState.RUNNING, 40, "both tasks to start"
+    )
     with pytest.raises(SchedulerError, match=rf"No rank of job {last.job_id} is .* The other jobs"):
         run.requeue()
     assert first.wait(timeout=40).attempt == 1
@@ -95,9 +97,9 @@ def test_a_requeue_names_the_task_that_has_no_rank_yet_and_meets_the_others(subm
 
 
 @pytest.mark.long
-def test_a_task_is_preempted_alone(submit, environ):
+def test_preemption_affects_one_task_only(submit, environ):
     run = submit(array="0-1", exclusive=True)
-    wait_for(lambda: all(started(task) for task in run.tasks()), 40, "all tasks to start")
+    wait_for(lambda: all(has_started(task) for task in run.tasks()), 40, "all tasks to start")
     node = next(event["hosts"][0] for event in run.tasks()[1].dir.read_events() if event["kind"] == "started")
     run_command(["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true"], environ)
     assert run.tasks()[1].wait(timeout=60).attempt == 1
@@ -107,12 +109,12 @@ def test_a_task_is_preempted_alone(submit, environ):
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
 
 
-def test_a_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_path):
+def test_dependent_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_path):
     array = submit_prepared(
         prepared(array="0-1", run_dir="a", backend="slurm", sbatch={"hold": ""}, environ=environ)
     )
     after = submit_prepared(prepared(run_dir="b", backend="slurm", dependency="afterok:a", environ=environ))
-    one = submit_prepared(
+    after_task = submit_prepared(
         prepared(run_dir="c", backend="slurm", dependency="afterok:a/task-1", environ=environ)
     )
 
@@ -122,14 +124,14 @@ def test_a_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_path):
         ).stdout
 
     assert f"afterok:{array.job_id}_*(unfulfilled)" in dependency(after)
-    assert f"afterok:{array.job_id}_1(unfulfilled)" in dependency(one)
+    assert f"afterok:{array.job_id}_1(unfulfilled)" in dependency(after_task)
     run_command(["scontrol", "release", f"{array.job_id}_1"], environ)
-    assert one.wait(timeout=20).state is RunState.COMPLETED
+    assert after_task.wait(timeout=20).state is RunState.COMPLETED
     assert after.status().state is RunState.PENDING
     run_command(["scontrol", "release", f"{array.job_id}_0"], environ)
     assert after.wait(timeout=30).state is RunState.COMPLETED
 
 
-def started(task: Run) -> bool:
+def has_started(task: Run) -> bool:
     log = task.log_path()
     return log is not None and log.exists() and "ARRAY" in log.read_text()

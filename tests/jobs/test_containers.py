@@ -1,4 +1,4 @@
-"""Ranks in containers. Neither runtime can be had for tests, so each only pretends: `fake_container.py`."""
+"""Ranks in containers, with fake runtimes (`fake_container.py`): neither real one is available to tests."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ if os.environ["HPCTRAIN_ATTEMPT"] == sys.argv[2]:
 """
 
 
-class Place:
-    """A project, an image, and runtimes that only pretend, on the PATH."""
+class ContainerProject:
+    """A project, an image, and fake runtimes on the PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.project = folder / "my project"
@@ -61,8 +61,8 @@ class Place:
         self.data.mkdir()
         (self.data / "x.txt").write_text("data")
         self.image = folder / "torch.img"
-        of_image = {
-            # The interpreter that the tests run with has PyTorch; hpctrain is hidden in it.
+        image_env = {
+            # The interpreter of these tests has PyTorch; hpctrain is hidden in it.
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "A": "image",
             "B": "image",
@@ -74,7 +74,7 @@ class Place:
             "CUDA_VISIBLE_DEVICES": "image",
         }
         hidden = [str(folder), str(REPOSITORY / "hpctrain"), "/opt"]
-        self.image.write_text(json.dumps({"env": of_image, "hidden": hidden}))
+        self.image.write_text(json.dumps({"env": image_env, "hidden": hidden}))
         self.bin = folder / "bin"
         self.bin.mkdir()
         for name in ("apptainer", "srun"):
@@ -103,7 +103,7 @@ class Place:
         return submit_prepared(submission)
 
     def check(self, run: Run, attempt: int, rank: int) -> dict[str, str]:
-        """Hold against what they should be the things that a rank saw; returns its variables."""
+        """Check what a rank saw; return its variables."""
         seen = json.loads((run.dir.path / f"seen-{attempt}-{rank}.json").read_text())
         env = seen["env"]
         assert (env["A"], env["B"], env["C"], env["ONLY"]) == ("given $(x) '\"", "host", "image", "image")
@@ -116,55 +116,55 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path) -> Place:
+def project(tmp_path) -> ContainerProject:
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("the container that only pretends needs `unshare --mount`, which is not allowed here")
-    return Place(tmp_path)
+    return ContainerProject(tmp_path)
 
 
-def test_ranks_run_in_an_apptainer_that_only_pretends(place):
-    run = place.submit({}, "none", backend="local", ntasks_per_node=2)
+def test_ranks_run_in_fake_apptainer(project):
+    run = project.submit({}, "none", backend="local", ntasks_per_node=2)
     run.wait(timeout=60)
     for rank in (0, 1):
-        env = place.check(run, 0, rank)
+        env = project.check(run, 0, rank)
         assert env["CUDA_VISIBLE_DEVICES"] == ""
         assert not [name for name in env if name.startswith("APPTAINERENV_")]
 
 
-def test_a_requeue_in_an_apptainer_that_only_pretends(place):
-    run = place.submit({}, "0", backend="local", ntasks_per_node=2)
+def test_requeue_in_fake_apptainer(project):
+    run = project.submit({}, "0", backend="local", ntasks_per_node=2)
     wait_for(lambda: (run.dir.path / "seen-0-1.json").exists(), 60, "the first attempt")
     run.requeue()
     run.wait(timeout=60)
-    place.check(run, 1, 1)
+    project.check(run, 1, 1)
 
 
-def test_ranks_run_and_are_requeued_in_a_pyxis_that_only_pretends(place, slurm):
-    run = place.submit(slurm.env, "0", backend="slurm", nodes=2, gpus_per_node=2)
+def test_ranks_run_and_are_requeued_in_fake_pyxis(project, slurm):
+    run = project.submit(slurm.env, "0", backend="slurm", nodes=2, gpus_per_node=2)
     wait_for(
         lambda: all((run.dir.path / f"seen-0-{rank}.json").exists() for rank in range(4)), 60, "attempt 0"
     )
     run.requeue()
     run.wait(timeout=90)
-    devices = [place.check(run, 1, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(4)]
+    devices = [project.check(run, 1, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(4)]
     assert all(set(device.split(",")) <= {"0", "1"} for device in devices)
 
 
-def test_ranks_run_in_an_apptainer_that_only_pretends_under_slurm(place, slurm):
-    run = place.submit(slurm.env, "none", backend="slurm", nodes=2, container_runtime="apptainer")
+def test_ranks_run_in_fake_apptainer_under_slurm(project, slurm):
+    run = project.submit(slurm.env, "none", backend="slurm", nodes=2, container_runtime="apptainer")
     run.wait(timeout=60)
-    assert [place.check(run, 0, rank)["SLURM_PROCID"] for rank in (0, 1)] == ["0", "1"]
+    assert [project.check(run, 0, rank)["SLURM_PROCID"] for rank in (0, 1)] == ["0", "1"]
 
 
-def test_agents_of_torchrun_in_an_apptainer_that_only_pretends(place):
-    run = place.submit({}, "none", backend="local", ntasks_per_node=2, launcher="torchrun")
+def test_torchrun_agents_in_fake_apptainer(project):
+    run = project.submit({}, "none", backend="local", ntasks_per_node=2, launcher="torchrun")
     run.wait(timeout=90)
     for rank in (0, 1):
-        assert "TORCHELASTIC_RUN_ID" in place.check(run, 0, rank)
+        assert "TORCHELASTIC_RUN_ID" in project.check(run, 0, rank)
 
 
-def test_a_program_that_is_not_on_the_path_of_the_job_is_named(place):
-    run = place.submit({}, "none", backend="local", setup=["export PATH=/usr/bin:/bin"])
+def test_missing_runtime_on_the_path_of_the_job_is_reported(project):
+    run = project.submit({}, "none", backend="local", setup=["export PATH=/usr/bin:/bin"])
     with pytest.raises(RunFailed, match=r"Neither apptainer nor singularity is on the PATH.*--module"):
         run.wait(timeout=30)
 
@@ -180,37 +180,39 @@ def make(make_spec, tmp_path):
     return call
 
 
-def test_what_pyxis_is_told(make):
+def test_pyxis_options_have_mounts_and_variables(make):
     spec = make(mounts=("/scratch:/scratch", "/other:/home/me"), env=("HF_HOME",), gpus_per_node=2)
-    enclosed = containerize(spec, ["true"], ["MASTER_ADDR"], "")
-    assert enclosed.command == ["true"]
-    options = dict(option.split("=", 1) for option in enclosed.srun_options)
+    containerized = containerize(spec, ["true"], ["MASTER_ADDR"], "")
+    assert containerized.command == ["true"]
+    options = dict(option.split("=", 1) for option in containerized.srun_options)
     assert options["--container-image"] == "ubuntu"
     assert options["--container-workdir"] == "/home/me"
-    # The user's wins over ours at the same place; what lies in another mount needs none of its own.
+    # The user's mount wins over ours at the same target; paths inside another mount need none.
     package = f"{REPOSITORY / 'hpctrain'}:/opt/hpctrain/hpctrain:ro"
     assert options["--container-mounts"].split(",") == ["/other:/home/me", package, "/scratch:/scratch"]
     names = options["--container-env"].split(",")
     assert {"MASTER_ADDR", "HF_HOME", "SLURM_PROCID", "CUDA_VISIBLE_DEVICES"} <= set(names)
 
 
-def test_what_singularity_is_told(make, tmp_path):
+def test_singularity_command_and_variables(make, tmp_path):
     (tmp_path / "singularity").write_text("#!/bin/sh\nexec /usr/bin/env\n")
     (tmp_path / "singularity").chmod(0o755)
     spec = make("apptainer", gpus_per_node=1, nodes=2)
-    enclosed = containerize(spec, ["true"], ["A"], str(tmp_path))
-    assert enclosed.srun_options == ()
-    shell, c, line, _, *words = enclosed.command
+    containerized = containerize(spec, ["true"], ["A"], str(tmp_path))
+    assert containerized.srun_options == ()
+    shell, c, line, _, *argv = containerized.command
     assert (shell, c) == ("/bin/sh", "-c")
-    assert "/usr/bin/env" not in line  # a process of its own, whose command line would show the values
-    assert words[:3] == [str(tmp_path / "singularity"), "exec", "--nv"]
-    assert words[-4:] == ["--pwd", "/home/me", "docker://ubuntu", "true"]
-    done = subprocess.run(enclosed.command, env={"A": "a 'b' $c"}, capture_output=True, text=True, check=True)
-    seen = [line for line in done.stdout.splitlines() if line.startswith("SINGULARITYENV_")]
+    assert "/usr/bin/env" not in line  # a separate process, whose command line would show the values
+    assert argv[:3] == [str(tmp_path / "singularity"), "exec", "--nv"]
+    assert argv[-4:] == ["--pwd", "/home/me", "docker://ubuntu", "true"]
+    result = subprocess.run(
+        containerized.command, env={"A": "a 'b' $c"}, capture_output=True, text=True, check=True
+    )
+    seen = [line for line in result.stdout.splitlines() if line.startswith("SINGULARITYENV_")]
     assert seen == ["SINGULARITYENV_A=a 'b' $c"]
 
 
-def test_no_path_of_the_host_reaches_the_interpreter_inside(make):
+def test_interpreter_in_the_container_has_no_host_path(make):
     for spec in (
         make(python="/usr/bin/python3.12"),
         make(python="/usr/bin/python3.12", torchrun=TorchrunConfig()),
@@ -243,13 +245,13 @@ def test_no_path_of_the_host_reaches_the_interpreter_inside(make):
         ("/images/x.sqsh", "/images/x.sqsh", "/images/x.sqsh"),
     ],
 )
-def test_an_image_is_written_as_each_runtime_wants_it(image, pyxis, apptainer):
+def test_image_name_is_converted_for_each_runtime(image, pyxis, apptainer):
     assert Container(image=image, runtime="pyxis").image_name == pyxis
     assert Container(image=image, runtime="apptainer").image_name == apptainer
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"container_image": "x.img"}, "--container-image. not found"),
         ({"container_image": "./x"}, "--container-image. not found"),
@@ -263,17 +265,17 @@ def test_an_image_is_written_as_each_runtime_wants_it(image, pyxis, apptainer):
         ({"container_runtime": "apptainer"}, "--container-image is not given"),
     ],
 )
-def test_what_cannot_be_done_is_refused(prepared, options, words):
-    with pytest.raises(SpecError, match=words):
+def test_unsupported_container_options_are_refused(prepared, options, message):
+    with pytest.raises(SpecError, match=message):
         prepared(**options)
 
 
-def test_the_root_of_the_host_is_not_mounted(prepared, tmp_path):
+def test_root_of_the_host_is_not_mounted(prepared, tmp_path):
     with pytest.raises(SpecError, match="working folder is /, which would hide"):
         prepared(container_image="ubuntu", cwd=Path("/"), run_dir=tmp_path / "r")
 
 
-def test_a_file_may_say_how_containers_are_run_where_they_are(prepared, tmp_path):
+def test_config_file_may_set_runtime_and_mounts(prepared, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text(
         "container_runtime: apptainer\ncontainer_mounts: [data:/data, ~/x:/x]\n"
     )
@@ -284,30 +286,30 @@ def test_a_file_may_say_how_containers_are_run_where_they_are(prepared, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("known", "image", "runtime"),
+    ("available", "image", "runtime"),
     [
         (("pyxis", "apptainer"), "ubuntu", "pyxis"),
         (("singularity",), "ubuntu", "apptainer"),
         (("pyxis", "enroot"), "library://x", "apptainer"),
     ],
 )
-def test_auto_takes_what_the_site_has(tmp_path, known, image, runtime):
+def test_auto_chooses_the_runtime_of_the_site(tmp_path, available, image, runtime):
     from hpctrain.jobs.submit.container_builder import build_container
 
-    found = build_container(
-        {"container_image": image}, backend="slurm", known=known, cwd=tmp_path, environ={}
+    container = build_container(
+        {"container_image": image}, backend="slurm", known=available, cwd=tmp_path, environ={}
     )
-    assert found.runtime == runtime
+    assert container.runtime == runtime
     with pytest.raises(SpecError, match="No container runtime found on this machine"):
         build_container(
             {"container_image": "x"}, backend="slurm", known=("enroot",), cwd=tmp_path, environ={}
         )
 
 
-def test_an_image_for_another_runtime_is_refused(tmp_path):
+def test_image_of_another_runtime_is_refused(tmp_path):
     image = tmp_path / "x.sif"
     image.touch()
     container = Container(image=str(image), runtime="pyxis")
-    place = {"backend": "slurm", "cwd": tmp_path, "python": sys.executable}
+    defaults = {"backend": "slurm", "cwd": tmp_path, "python": sys.executable}
     with pytest.raises(SpecError, match="requires apptainer, but the runtime is pyxis"):
-        build_spec("train.py", [], {}, container=container, **place)
+        build_spec("train.py", [], {}, container=container, **defaults)

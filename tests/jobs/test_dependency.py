@@ -1,4 +1,4 @@
-"""Runs in the place of jobs, with records that were written by hand; test_slurm_live.py asks Slurm."""
+"""Runs in dependencies, with handwritten records; test_slurm_live.py queries a real Slurm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def resolve(tmp_path, make_spec) -> Callable[[str], tuple[str, list[str]]]:
             run.log_event("submitted", 0, job_id="17", backend="local" if name == "here" else "slurm")
         if name.isupper():
             run.log_event("finished", 0, state=name, cause="x")
-    # No Slurm answers here, so a run that has not recorded its end may still be going.
+    # No Slurm answers here, so a run without a recorded end may still be active.
     return lambda text: resolve_dependency(text, tmp_path, {"PATH": str(tmp_path)})
 
 
@@ -38,7 +38,7 @@ def resolve(tmp_path, make_spec) -> Callable[[str], tuple[str, list[str]]]:
         "expand:3",
     ],
 )
-def test_jobs_are_left_as_they_are(resolve, text):
+def test_dependencies_on_jobs_are_unchanged(resolve, text):
     assert resolve(text) == (text, [])
 
 
@@ -58,16 +58,16 @@ def test_jobs_are_left_as_they_are(resolve, text):
         ("afterburstbuffer:COMPLETED", "afterburstbuffer:17"),
     ],
 )
-def test_runs_become_jobs_and_what_is_fulfilled_is_left_out(resolve, text, resolved):
-    found, notes = resolve(text)
-    assert found == resolved
-    ended = [word for word in ("COMPLETED", "FAILED", "CANCELLED") if word in text]
+def test_runs_become_jobs_and_fulfilled_conditions_are_dropped(resolve, text, resolved):
+    result, notes = resolve(text)
+    assert result == resolved
+    states = [word for word in ("COMPLETED", "FAILED", "CANCELLED") if word in text]
     assert all("has no effect" in note for note in notes)
-    assert bool(notes) == bool(ended and "?afterok:going" not in text and "burst" not in text)
+    assert bool(notes) == bool(states and "?afterok:going" not in text and "burst" not in text)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("afterok:FAILED", "is FAILED, so the job would wait forever"),
         ("afterok:4,afterok:CANCELLED", "is CANCELLED, so"),
@@ -80,11 +80,11 @@ def test_runs_become_jobs_and_what_is_fulfilled_is_left_out(resolve, text, resol
         ("afterok:", "'afterok:' names neither a job nor a run"),
     ],
 )
-def test_what_can_never_be_is_refused(resolve, text, words):
-    with pytest.raises(SpecError, match=words):
+def test_impossible_dependency_is_refused(resolve, text, message):
+    with pytest.raises(SpecError, match=message):
         resolve(text)
 
 
-def test_a_run_that_is_not_there_is_named(resolve):
+def test_unknown_run_in_a_dependency_is_reported(resolve):
     with pytest.raises(RunNotFound, match="Did you mean 'FAILED'"):
         resolve("afterok:FAILE")

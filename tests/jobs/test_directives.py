@@ -12,11 +12,11 @@ from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
 from hpctrain.spec.directives import all_directives, directive_lines, quote_directive
 
-words = st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"))
+texts = st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"))
 
 
-def as_sbatch_reads(line: str) -> list[str]:
-    """The arguments in a line after `#SBATCH`, by sbatch's rules; test_slurm_live.py asks sbatch itself."""
+def parse_like_sbatch(line: str) -> list[str]:
+    """Return the arguments in a line after `#SBATCH`, by the rules of sbatch."""
     assert not re.search("(pack|het)job", line, re.IGNORECASE), "the border between parts of a job"
     assert "\n" not in line
     arguments, current, quote, escaped = [], None, "", False
@@ -45,15 +45,15 @@ def as_sbatch_reads(line: str) -> list[str]:
     return arguments
 
 
-@given(words)
+@given(texts)
 @example("packhetjob")
 @example("a # b")
 @example("\\")
-def test_sbatch_reads_back_what_was_quoted(value):
-    assert as_sbatch_reads(f" --comment={quote_directive(value)}") == [f"--comment={value}"]
+def test_quoted_values_are_read_back_by_sbatch(value):
+    assert parse_like_sbatch(f" --comment={quote_directive(value)}") == [f"--comment={value}"]
 
 
-def test_plain_values_are_left_as_they_are():
+def test_plain_values_are_not_quoted():
     assert quote_directive("/home/me/runs/a-1_b.c") == "/home/me/runs/a-1_b.c"
 
 
@@ -102,32 +102,32 @@ def test_directives_of_a_job(make_spec):
         ),
     ],
 )
-def test_gpus_are_asked_for_as_the_site_wants_it(make_spec, fields, lines):
-    asked = directive_lines(all_directives(make_spec(**fields)))
-    assert [line.removeprefix("#SBATCH --") for line in asked if "gpu" in line or "gres" in line] == lines
+def test_gpus_are_requested_in_the_style_of_the_site(make_spec, fields, lines):
+    requested = directive_lines(all_directives(make_spec(**fields)))
+    assert [line.removeprefix("#SBATCH --") for line in requested if "gpu" in line or "gres" in line] == lines
 
 
 @pytest.mark.parametrize(
-    ("backend", "asked", "directives"),
+    ("backend", "options", "directives"),
     [
         ("slurm", {"time": "unlimited"}, {"time": "UNLIMITED"}),
         ("slurm", {}, {}),
         ("local", {"time": "unlimited"}, {}),
     ],
 )
-def test_no_limit_is_another_thing_than_the_partitions(backend, asked, directives, tmp_path):
-    spec = build_spec("x.py", [], asked, backend=backend, cwd=tmp_path, python="/p")
+def test_unlimited_time_differs_from_no_time_option(backend, options, directives, tmp_path):
+    spec = build_spec("x.py", [], options, backend=backend, cwd=tmp_path, python="/p")
     assert (spec.time_limit_s, spec.directives) == (None, directives)
     assert all_directives(spec).get("time") == directives.get("time")
 
 
-def test_a_zero_is_a_value(tmp_path):
-    asked = {"mem": 0, "nice": 0, "exclusive": False}
-    spec = build_spec("x.py", [], asked, backend="slurm", cwd=tmp_path, python="/p")
+def test_zero_is_a_value(tmp_path):
+    options = {"mem": 0, "nice": 0, "exclusive": False}
+    spec = build_spec("x.py", [], options, backend="slurm", cwd=tmp_path, python="/p")
     assert spec.directives == {"mem": "0", "nice": "0"}
 
 
-def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
+def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
     directives = all_directives(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
     assert (directives["array"], directives["output"]) == (
         "0-3%2",
@@ -136,7 +136,7 @@ def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"nodes": "2"}, "Use --nodes"),
         ({"partition": "x"}, "Use --partition instead of --sbatch partition"),
@@ -152,12 +152,12 @@ def test_each_task_of_an_array_has_a_log_in_its_own_folder(make_spec):
         ({"hold": "no"}, "'no', but this flag of sbatch accepts no value"),
     ],
 )
-def test_what_sbatch_is_given_another_way_is_refused_and_names_it(given, words):
-    with pytest.raises(SpecError, match=words):
+def test_sbatch_option_with_its_own_option_is_refused(given, message):
+    with pytest.raises(SpecError, match=message):
         check_extra_directives(given)
 
 
-def test_other_options_of_sbatch_are_passed_on_and_flags_have_no_value():
+def test_other_sbatch_options_are_passed_and_flags_have_no_value():
     given = {"hint": "nomultithread", "hold": "true", "contiguous": "", "profile": "task"}
     assert check_extra_directives(given) == {
         "hint": "nomultithread",
@@ -178,12 +178,12 @@ def test_other_options_of_sbatch_are_passed_on_and_flags_have_no_value():
         ("3,1,1-2", (1, 2, 3), 0),
     ],
 )
-def test_tasks_of_an_array(text, indices, throttle):
+def test_array_is_parsed(text, indices, throttle):
     assert JobArray.parse(text) == JobArray(indices, throttle)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "'' is not a range"),
         ("a", "'a' is not a range"),
@@ -200,6 +200,6 @@ def test_tasks_of_an_array(text, indices, throttle):
         ("0-99999999999", "highest task number in Slurm"),
     ],
 )
-def test_what_is_no_array(text, words):
-    with pytest.raises(SpecError, match=words):
+def test_invalid_array_is_refused(text, message):
+    with pytest.raises(SpecError, match=message):
         JobArray.parse(text)

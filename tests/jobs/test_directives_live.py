@@ -1,4 +1,4 @@
-"""What a real Slurm makes of our directives: it has to be what was given, character by character."""
+"""Directives on a real Slurm: each must arrive as given, character by character."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.job_spec import JobSpec
 
-#: All that can stand in a line of a script: control characters are refused.
-words = st.text(
+#: All characters that a line of a script can contain; control characters are refused.
+texts = st.text(
     st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"),
     min_size=1,
     max_size=40,
@@ -29,7 +29,7 @@ words = st.text(
 live = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-# Free texts have a line of their own, all other fields no blank in them.
+# Free text has its own line; all other fields contain no blanks.
 FREE_TEXTS = {
     "JobName": r"^JobId=\d+ JobName=(.*)$",
     "Comment": r"^   Comment=(.*) $",
@@ -39,34 +39,34 @@ FREE_TEXTS = {
 }
 
 
-class Queue:
-    """Submits jobs that never start, and takes them out again."""
+class HeldJobs:
+    """Submit jobs that never start, and cancel them."""
 
     def __init__(self, env: dict[str, str], folder: Path) -> None:
         self.environ = environment(env)
         self.folder = folder
 
     def submit(self, spec: JobSpec) -> dict[str, str]:
-        """What Slurm tells of the job that it reads from our script."""
+        """Return Slurm's fields of the job from our script."""
         script = self.folder / "job.sbatch"
         script.write_text(render(spec))
-        done = run_command(["sbatch", "--hold", "--parsable", script], self.environ, check=False)
-        assert done.returncode == 0, f"{done.stderr}\n{script.read_text()}"
-        job = done.stdout.strip()
+        result = run_command(["sbatch", "--hold", "--parsable", script], self.environ, check=False)
+        assert result.returncode == 0, f"{result.stderr}\n{script.read_text()}"
+        job = result.stdout.strip()
         try:
-            shown = run_command(["scontrol", "show", "job", job], self.environ).stdout
+            output = run_command(["scontrol", "show", "job", job], self.environ).stdout
         finally:
             run_command(["scancel", job], self.environ)
-        fields = dict(re.findall(r"(\S+?)=(\S*)", shown))
+        fields = dict(re.findall(r"(\S+?)=(\S*)", output))
         for name, pattern in FREE_TEXTS.items():
-            if match := re.search(pattern, shown, re.MULTILINE):
+            if match := re.search(pattern, output, re.MULTILINE):
                 fields[name] = match[1]
         return fields
 
 
 @pytest.fixture
-def queue(slurm, tmp_path) -> Queue:
-    return Queue(slurm.env, tmp_path)
+def held_jobs(slurm, tmp_path) -> HeldJobs:
+    return HeldJobs(slurm.env, tmp_path)
 
 
 @pytest.fixture
@@ -75,20 +75,20 @@ def make(make_spec, tmp_path) -> Callable[..., JobSpec]:
 
 
 @live
-@given(name=words, comment=words, mail_user=words)
-def test_texts_arrive_character_by_character(queue, make, name, comment, mail_user):
+@given(name=texts, comment=texts, mail_user=texts)
+def test_texts_arrive_character_by_character(held_jobs, make, name, comment, mail_user):
     directives = {"comment": comment, "mail-user": mail_user, "mail-type": "END"}
-    fields = queue.submit(make(name=name, directives=directives))
+    fields = held_jobs.submit(make(name=name, directives=directives))
     assert (fields["JobName"], fields["Comment"], fields["MailUser"]) == (name, comment, mail_user)
 
 
 @live
-@given(folder=words.filter(lambda word: not {"/", "\\"}.intersection(word) and word not in (".", "..")))
-def test_a_run_folder_of_any_name_is_the_jobs_and_has_its_log(queue, make, folder):
-    run_dir = f"{queue.folder}/{folder}"
-    fields = queue.submit(make(run_dir=run_dir))
+@given(folder=texts.filter(lambda text: not {"/", "\\"}.intersection(text) and text not in (".", "..")))
+def test_run_folder_with_any_name_is_the_jobs_and_has_its_log(held_jobs, make, folder):
+    run_dir = f"{held_jobs.folder}/{folder}"
+    fields = held_jobs.submit(make(run_dir=run_dir))
     assert fields["WorkDir"] == run_dir
-    # What becomes of % is seen by jobs that run: here 22.05 replaces %% as well.
+    # Only a running job shows the effect of %: Slurm 22.05 replaces %% here as well.
     assert fields["StdOut"].count("/") == f"{run_dir}/logs/slurm.log".count("/")
 
 
@@ -103,8 +103,8 @@ def test_a_run_folder_of_any_name_is_the_jobs_and_has_its_log(queue, make, folde
         ({"array": "0-7:2%3"}, {"ArrayTaskId": "0,2,4,6%3", "ArrayTaskThrottle": "3"}),
     ],
 )
-def test_the_size_of_a_job_is_what_was_asked_for(queue, make, fields, shown):
-    assert queue.submit(make(**fields)).items() >= shown.items()
+def test_job_size_arrives(held_jobs, make, fields, shown):
+    assert held_jobs.submit(make(**fields)).items() >= shown.items()
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_the_size_of_a_job_is_what_was_asked_for(queue, make, fields, shown):
         ({"threads-per-core": "1"}, {"ReqB:S:C:T": "0:0:*:1"}),
     ],
 )
-def test_a_directive_is_what_was_given(queue, make, directives, shown):
-    assert queue.submit(make(directives=directives)).items() >= shown.items()
+def test_directive_arrives(held_jobs, make, directives, shown):
+    assert held_jobs.submit(make(directives=directives)).items() >= shown.items()
 
 
 @pytest.fixture(scope="module")
 def site(slurm) -> Iterator[sandbox.Sandbox]:
-    """A node with typed GPUs, a feature, licences and a reservation."""
+    """Nodes with typed GPUs, a feature, licences and a reservation."""
     name = f"pytest-d{os.getpid()}"
     try:
         box = sandbox.up(name, nodes=2, gpu_type="h100", settings=["Licenses=fluent:8"])
@@ -161,18 +161,18 @@ def site(slurm) -> Iterator[sandbox.Sandbox]:
         ({"directives": {"mem-per-gpu": "1G"}, "gpus_per_node": 1}, {"MemPerTres": "gres:gpu:1024"}),
     ],
 )
-def test_what_only_some_sites_have_is_what_was_given(site, tmp_path, make, fields, shown):
-    assert Queue(site.env, tmp_path).submit(make(**fields)).items() >= shown.items()
+def test_site_specific_directive_arrives(site, tmp_path, make, fields, shown):
+    assert HeldJobs(site.env, tmp_path).submit(make(**fields)).items() >= shown.items()
 
 
-def test_nodes_are_those_that_were_named(site, tmp_path, make):
-    one, other = site.nodes
-    fields = Queue(site.env, tmp_path).submit(make(directives={"nodelist": one, "exclude": other}))
-    assert (fields["ReqNodeList"], fields["ExcNodeList"]) == (one, other)
+def test_node_lists_arrive(site, tmp_path, make):
+    first, second = site.nodes
+    fields = HeldJobs(site.env, tmp_path).submit(make(directives={"nodelist": first, "exclude": second}))
+    assert (fields["ReqNodeList"], fields["ExcNodeList"]) == (first, second)
 
 
-def test_ranks_have_what_the_job_was_given(slurm, tmp_path):
-    """Since 22.05 srun takes over less from sbatch than before."""
+def test_ranks_have_the_resources_of_the_job(slurm, tmp_path):
+    """Since 22.05, srun inherits less from sbatch."""
     script = tmp_path / "train.py"
     script.write_text(
         "import json, os, subprocess\n"

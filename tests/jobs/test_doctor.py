@@ -1,4 +1,4 @@
-"""Each look of the doctor's by itself: at a site with its own plugin, at folders, containers and torch."""
+"""The checks of `hpctrain doctor`: a site with a job submit plugin, folders, containers and torch."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ end
 
 
 @pytest.fixture(scope="module")
-def plugged() -> Iterator[sandbox.Sandbox]:
-    """A cluster whose own plugin refuses what a test says."""
+def plugin_cluster() -> Iterator[sandbox.Sandbox]:
+    """A cluster with a job submit plugin that tests configure."""
     name = f"lua-{os.getpid()}"
     try:
         box = sandbox.up(name, nodes=1, gpus_per_node=1)
@@ -76,16 +76,16 @@ def plugged() -> Iterator[sandbox.Sandbox]:
 
 
 @pytest.fixture
-def site_that_refuses(plugged):
-    """What the tries find where a plugin refuses jobs of one kind."""
+def probe_refusing_site(plugin_cluster):
+    """Return the probe results at a site whose plugin refuses jobs of one kind."""
 
     def call(condition: str):
-        script = plugged.plan.folder / "job_submit.lua"
+        script = plugin_cluster.plan.folder / "job_submit.lua"
         before = script.stat().st_mtime
         script.write_text(_LUA.format(condition=condition, words="not here"))
-        # Slurm reads it again when its time of change, in whole seconds, is a later one.
+        # Slurm reads it again when its modification time, in whole seconds, is later.
         os.utime(script, (max(time.time(), before) + 2,) * 2)
-        environ = environment(plugged.env)
+        environ = environment(plugin_cluster.env)
         site, _ = discover_site(environ, Site())
         return probe_options(site, environ)
 
@@ -112,29 +112,29 @@ def site_that_refuses(plugged):
         ),
     ],
 )
-def test_what_a_sites_own_plugin_wants_is_found_out(site_that_refuses, condition, habits, notes):
-    tried = site_that_refuses(condition)
-    assert tried.habits == habits
-    every = {"a plain job": "ok", "memory": "ok", "time limit": "ok", "GPUs": "ok"}
-    assert standings(tried.findings) == every | notes
-    for finding in tried.findings:
+def test_demands_of_a_site_plugin_are_found(probe_refusing_site, condition, habits, notes):
+    probed = probe_refusing_site(condition)
+    assert probed.habits == habits
+    all_ok = {"a plain job": "ok", "memory": "ok", "time limit": "ok", "GPUs": "ok"}
+    assert standings(probed.findings) == all_ok | notes
+    for finding in probed.findings:
         if finding.standing == "note":
             assert finding.value.endswith(": not here")
 
 
 @pytest.mark.slurm
-def test_a_site_that_refuses_every_plain_job_is_a_problem(site_that_refuses):
-    (finding,) = site_that_refuses("not account").findings
+def test_site_that_refuses_every_plain_job_is_a_problem(probe_refusing_site):
+    (finding,) = probe_refusing_site("not account").findings
     assert (finding.name, finding.value, finding.standing) == ("a plain job", "refused: not here", "problem")
 
 
 @pytest.mark.slurm
-def test_nothing_is_submitted_by_the_tries(plugged, site_that_refuses):
-    site_that_refuses("false")
-    assert run_command(["squeue", "--noheader", "--states=all"], plugged.env).stdout == ""
+def test_probes_submit_no_job(plugin_cluster, probe_refusing_site):
+    probe_refusing_site("false")
+    assert run_command(["squeue", "--noheader", "--states=all"], plugin_cluster.env).stdout == ""
 
 
-def test_the_way_to_ask_for_gpus_a_fake_sbatch(tmp_path):
+def test_gpu_request_style_is_found_with_fake_sbatch(tmp_path):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(
         '#!/bin/sh\ncase "$*" in *--gres*) echo "sbatch: error: use the other" >&2; exit 1;; esac\n'
@@ -142,25 +142,27 @@ def test_the_way_to_ask_for_gpus_a_fake_sbatch(tmp_path):
     sbatch.chmod(0o755)
     groups = (NodeGroup(names="n1", num=1, cpus=1, memory_mib=1, gpus={"": 2}),)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    tried = probe_options(Site(partitions=(Partition(name="p", groups=groups),)), environ)
-    assert tried.gpu_request_style == "gpus-per-node"
-    assert tried.findings[-1].value == "requested with --gpus-per-node; --gres is rejected: use the other"
-    assert tried.findings[-1].mend.startswith("Set `gpu_request_style: gpus-per-node` in")
+    probed = probe_options(Site(partitions=(Partition(name="p", groups=groups),)), environ)
+    assert probed.gpu_request_style == "gpus-per-node"
+    assert probed.findings[-1].value == "requested with --gpus-per-node; --gres is rejected: use the other"
+    assert probed.findings[-1].mend.startswith("Set `gpu_request_style: gpus-per-node` in")
     assert probe_options(Site(), environ).findings[-1].value == "none in any partition"
 
 
-def test_settings_that_hold_runs_up():
+def test_settings_that_delay_runs_are_noted():
     assert set(standings(list(config_findings(SlurmConfig()))).values()) == {"ok"}
     odd = SlurmConfig(job_requeue=False, requeue_exit="1", kill_wait_s=5, slurmd_timeout_s=3600)
     notes = [name for name, standing in standings(list(config_findings(odd))).items() if standing == "note"]
     assert notes == ["requeue", "RequeueExit", "KillWait", "SlurmdTimeout"]
     limited = [
-        one.value for one in config_findings(SlurmConfig(max_mem_per_cpu_mib=4000)) if one.name == "memory"
+        finding.value
+        for finding in config_findings(SlurmConfig(max_mem_per_cpu_mib=4000))
+        if finding.name == "memory"
     ]
     assert limited == ["at most 4000 MiB per CPU"]
 
 
-def test_accounting_that_does_not_answer_a_fake_sacct(tmp_path):
+def test_unresponsive_accounting_is_noted_with_fake_sacct(tmp_path):
     _script(tmp_path / "sacct", "echo 'sacct: error: slurm_persist_conn_open failed' >&2; exit 1")
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     silent = check_accounting(SlurmConfig(accounting=True), environ)
@@ -172,14 +174,14 @@ def test_accounting_that_does_not_answer_a_fake_sacct(tmp_path):
 
 
 @pytest.mark.slurm
-def test_accounting_that_answers(accounting):
+def test_responsive_accounting_is_ok(accounting):
     environ = environment(accounting.env)
     site, _ = discover_site(environ, Site())
     assert check_accounting(site.slurm, environ).standing == "ok"
     assert "normal" in [qos.name for qos in query_qos(partial(run_slurm, environ=environ))]
 
 
-def test_partitions_in_a_line_each():
+def test_each_partition_has_one_finding():
     groups = (
         NodeGroup(names="a", num=3, cpus=8, memory_mib=100, gpus={"a100": 4}),
         NodeGroup(names="b", num=1, cpus=8, memory_mib=100, gpus={"a100": 4}, state="down*"),
@@ -214,12 +216,14 @@ def test_partitions_in_a_line_each():
     assert (no_default.name, no_default.standing) == ("default", "note")
 
 
-def test_only_a_qos_that_changes_something_is_shown():
-    shown = list(qos_findings([Qos(name="normal", preempt_mode="CLUSTER"), Qos(name="q", grace_time_s=20.0)]))
-    assert [(finding.name, finding.value) for finding in shown] == [("q", "20 s grace")]
+def test_only_qos_with_effect_are_shown():
+    findings = list(
+        qos_findings([Qos(name="normal", preempt_mode="CLUSTER"), Qos(name="q", grace_time_s=20.0)])
+    )
+    assert [(finding.name, finding.value) for finding in findings] == [("q", "20 s grace")]
 
 
-def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
+def test_runs_folder_is_probed_and_left_unchanged(tmp_path):
     findings = folder_checks.check_runs_folder(
         tmp_path / "not" / "there", environment(), other_machines=False
     )
@@ -229,13 +233,13 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_each_node_is_a_problem_where_runs_go_elsewhere():
-    (place, *_) = folder_checks.check_runs_folder(Path("/dev/shm"), environment(), other_machines=True)
-    assert place.standing == "problem"
-    assert "use --run-dir" in place.mend
+def test_node_local_runs_folder_is_a_problem_with_other_machines():
+    (location, *_) = folder_checks.check_runs_folder(Path("/dev/shm"), environment(), other_machines=True)
+    assert location.standing == "problem"
+    assert "use --run-dir" in location.mend
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem():
+def test_unwritable_runs_folder_is_a_problem():
     writing = folder_checks.check_runs_folder(Path("/proc/runs"), environment(), other_machines=False)[-1]
     assert (writing.name, writing.standing) == ("writing", "problem")
 
@@ -259,13 +263,13 @@ def _facts(**changes: object) -> dict[str, object]:
         ({"mount": {**_facts()["mount"], "type": "xfs", "is_shared": False}}, "file system", "note"),
     ],
 )
-def test_what_a_file_system_cannot_do_a_fake_answer(monkeypatch, changes, name, standing):
+def test_missing_file_system_features_are_reported(monkeypatch, changes, name, standing):
     monkeypatch.setattr(folder_checks, "run_python_probe", lambda *_: _facts(**changes))
-    found = standings(folder_checks.check_runs_folder(Path("/x"), {}, other_machines=True))
-    assert found == dict.fromkeys(found, "ok") | ({name: standing} if name else {})
+    names = standings(folder_checks.check_runs_folder(Path("/x"), {}, other_machines=True))
+    assert names == dict.fromkeys(names, "ok") | ({name: standing} if name else {})
 
 
-def test_a_look_that_is_ended_takes_its_folder_away(tmp_path):
+def test_terminated_probe_removes_its_folder(tmp_path):
     code = """
 import sys, time
 from pathlib import Path
@@ -290,7 +294,7 @@ folder_probe.main()
 
 
 @pytest.mark.slow
-def test_a_program_that_does_not_answer_is_ended():
+def test_unresponsive_program_is_killed():
     start = time.monotonic()
     with pytest.raises(ProbeFailed, match=r"no answer within 0\.2 s"):
         command_output(["sleep", "60"], environment(), 0.2)
@@ -310,34 +314,34 @@ def _script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_containers_that_a_fake_enroot_srun_and_apptainer_pretend(tmp_path):
+def test_container_runtimes_are_found_with_fake_programs(tmp_path):
     environ = {"PATH": str(tmp_path)}
     assert container_checks.check_containers(environ)[1] == ()
     _script(tmp_path / "enroot", "echo 3.5.0")
-    found, ways = container_checks.check_containers(environ)
-    assert ways == ("enroot",)
-    assert [(one.name, one.standing) for one in found] == [("enroot", "ok"), ("pyxis", "note")]
+    findings, runtimes = container_checks.check_containers(environ)
+    assert runtimes == ("enroot",)
+    assert [(finding.name, finding.standing) for finding in findings] == [("enroot", "ok"), ("pyxis", "note")]
     _script(tmp_path / "srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]'")
     _script(tmp_path / "apptainer", "echo broken >&2; exit 1")
-    found, ways = container_checks.check_containers(environ)
-    assert ways == ("pyxis", "apptainer", "enroot")
-    assert found[1].value.endswith("version unknown: broken")
+    findings, runtimes = container_checks.check_containers(environ)
+    assert runtimes == ("pyxis", "apptainer", "enroot")
+    assert findings[1].value.endswith("version unknown: broken")
 
 
 @pytest.mark.slurm
-def test_a_real_srun_has_no_pyxis_here(slurm):
+def test_real_srun_has_no_pyxis(slurm):
     assert "pyxis" not in container_checks.check_containers(environment(slurm.env))[1]
 
 
 @pytest.mark.parametrize(
-    ("addresses", "standing", "words"),
+    ("addresses", "standing", "message"),
     [
         (["10.0.0.5"], "ok", "resolves to 10.0.0.5"),
         (["127.0.1.1"], "note", "on this machine"),
         (OSError("Name or service not known"), "note", "does not resolve: Name or service not known"),
     ],
 )
-def test_the_name_of_this_machine(monkeypatch, addresses, standing, words):
+def test_host_name_resolution_is_checked(monkeypatch, addresses, standing, message):
     def resolve(name: str) -> list[str]:
         assert name == socket.gethostname()
         if isinstance(addresses, OSError):
@@ -347,10 +351,10 @@ def test_the_name_of_this_machine(monkeypatch, addresses, standing, words):
     monkeypatch.setattr(network_checks, "resolve_host", resolve)
     name, interfaces, *_ = network_checks.check_network({})
     assert (name.standing, interfaces.name) == (standing, "interfaces")
-    assert words in name.value
+    assert message in name.value
 
 
-def test_variables_that_choose_an_interface_are_shown():
+def test_variable_that_chooses_an_interface_is_shown():
     assert network_checks.check_network({"NCCL_SOCKET_IFNAME": "ib0"})[-1].value.startswith("ib0 ")
 
 
@@ -359,7 +363,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
 
 
 @pytest.mark.parametrize(
-    ("facts", "gpus_here", "gpus_of_site", "standing", "words"),
+    ("facts", "gpus_here", "gpus_of_site", "standing", "message"),
     [
         (_TORCH, 4, 0, "ok", "built for CUDA 13.0, uses 4 GPUs on this machine"),
         (_TORCH | {"usable": False}, 0, 8, "ok", "2.13, built for CUDA 13.0"),
@@ -375,13 +379,13 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
         (ProbeFailed("no module"), 0, 0, "problem", "cannot be imported: no module"),
     ],
 )
-def test_what_torch_makes_of_the_gpus(facts, gpus_here, gpus_of_site, standing, words):
+def test_torch_findings_depend_on_gpus(facts, gpus_here, gpus_of_site, standing, message):
     torch, *_ = torch_findings(facts, gpus_here=gpus_here, gpus_of_site=gpus_of_site)
     assert (torch.name, torch.standing) == ("torch", standing)
-    assert torch.value.endswith(words)
+    assert torch.value.endswith(message)
 
 
-def test_a_torch_without_gloo_is_a_problem():
+def test_torch_without_gloo_is_a_problem():
     findings = torch_findings(_TORCH | {"gloo": False, "nccl": None}, gpus_here=0, gpus_of_site=0)
     assert standings(findings) == {"torch": "ok", "NCCL": "ok", "gloo": "problem"}
 
@@ -391,7 +395,7 @@ def test_this_machine_is_described():
 
 
 @pytest.mark.gpu
-def test_gpus_of_this_machine_are_named():
+def test_gpus_of_this_machine_are_described():
     findings, number = check_gpus(dict(os.environ))
     assert number > 0
     assert standings(findings)["driver"] == "ok"
@@ -414,14 +418,14 @@ SITE = Site(
 )
 
 
-def test_a_profile_has_what_lasts_and_replaces_only_a_profile(tmp_path):
+def test_profile_file_has_lasting_facts_and_overwrites_only_a_profile(tmp_path):
     path = tmp_path / "etc" / "site.yaml"
     for _ in range(2):
         write_profile_file(DoctorReport((), SITE, gpu_request_style="gpus-per-node"), path)
-    found = yaml.safe_load(path.read_text())
-    assert found["gpu_request_style"] == "gpus-per-node"
-    assert found["site"]["habits"] == {"requeue": False}
-    assert found["site"]["partitions"][0]["groups"] == [
+    profile = yaml.safe_load(path.read_text())
+    assert profile["gpu_request_style"] == "gpus-per-node"
+    assert profile["site"]["habits"] == {"requeue": False}
+    assert profile["site"]["partitions"][0]["groups"] == [
         {"names": "n[1-2],n5", "num": 3, "cpus": 1, "memory_mib": 1},
         {"names": "n3", "num": 1, "cpus": 2, "memory_mib": 1},
     ]

@@ -1,4 +1,4 @@
-"""What a dry run says of a job that a real Slurm would not take."""
+"""Dry runs of jobs that a real Slurm would reject."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from helpers.commands import environment, run_command
         (("--mem", "4Q"), 3),
     ],
 )
-def test_a_dry_run_ends_as_the_submission_would(slurm, tmp_path, options, code):
+def test_dry_run_exits_like_the_submission_would(slurm, tmp_path, options, code):
     (tmp_path / "t.py").touch()
     command = [sys.executable, "-m", "hpctrain", "submit", "--dry-run", "--time", "5", *options, "t.py"]
-    done = run_command(command, environment(slurm.env), cwd=tmp_path, check=False)
-    assert done.returncode == code, done.stderr
-    assert done.stdout.startswith("#!/bin/bash")
-    assert ("Error: Slurm would reject this job: sbatch failed: " in done.stderr) == (code == 3)
+    result = run_command(command, environment(slurm.env), cwd=tmp_path, check=False)
+    assert result.returncode == code, result.stderr
+    assert result.stdout.startswith("#!/bin/bash")
+    assert ("Error: Slurm would reject this job: sbatch failed: " in result.stderr) == (code == 3)

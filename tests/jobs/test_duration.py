@@ -22,20 +22,20 @@ from hpctrain.slurm.duration import format_time_limit, parse_duration
         ("INFINITE", None),
     ],
 )
-def test_forms_of_sbatch(text, seconds):
+def test_durations_in_sbatch_format_are_parsed(text, seconds):
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "0:00", "1h", "-5", "1:2:3:4", "1-", "1.5", " 5", "5\n", "٣"])
-def test_anything_else_is_refused_in_words(text):
+def test_other_formats_are_refused(text):
     with pytest.raises(SpecError, match="duration"):
         parse_duration(text)
 
 
 @given(st.integers(1, 10**8))
-def test_what_is_written_is_read_back(seconds):
+def test_formatted_time_limit_is_parsed_back(seconds):
     assert parse_duration(format_time_limit(seconds)) == seconds
 
 
-def test_part_of_a_second_counts_as_a_whole_one():
+def test_fraction_of_a_second_is_rounded_up():
     assert format_time_limit(59.2) == "00:01:00"

@@ -25,7 +25,7 @@ def fail(run: RunDir, rank: int, error: str, message: str, traceback: str = "", 
     run.failure(attempt, rank).write_text(json.dumps({**record, "traceback": traceback, "log": str(log)}))
 
 
-def test_the_cause_comes_in_full_and_its_consequences_in_short(run):
+def test_cause_is_shown_in_full_and_its_consequences_in_short(run):
     fail(run, 3, "ValueError", "no such thing", "Traceback:\n  here\nValueError: no such thing\n")
     for rank in (0, 1, 2, 5):
         fail(run, rank, "RuntimeError", LOST, "a traceback that nobody needs")
@@ -42,14 +42,14 @@ def test_the_cause_comes_in_full_and_its_consequences_in_short(run):
     ]
 
 
-def test_where_there_is_no_traceback_the_end_of_the_log_may_tell(run):
+def test_failure_without_traceback_shows_the_end_of_the_log(run):
     fail(run, 1, "SIGSEGV", "")
     lines = list(report_failure(run, {"attempt": 0, "rank": 1, "cause": "rank 1 on n0: SIGSEGV"}))
     assert lines[1] == f"end of log: {run.rank_log(0, 1)}"
     assert lines[2:] == [f"  line {number}" for number in range(11, 31)]
 
 
-def test_ranks_that_are_asked_for_come_in_full(run):
+def test_requested_ranks_are_shown_in_full(run):
     fail(run, 0, "ValueError", "boom", "first traceback")
     fail(run, 1, "RuntimeError", LOST, "second traceback")
     lines = list(report_failure(run, {"attempt": 0, "rank": 0, "cause": "x"}, ranks=[1]))
@@ -60,7 +60,7 @@ def test_ranks_that_are_asked_for_come_in_full(run):
     assert not any("also" in line or "first traceback" in line for line in lines)
 
 
-def test_a_step_that_did_not_start_has_the_log_of_the_job(run):
+def test_step_that_did_not_start_shows_the_job_log(run):
     run.logs.mkdir()
     run.slurm_log.write_text("srun: error: no such node\n")
     failure = {"attempt": 0, "rank": -1, "cause": "the step did not start", "log": str(run.slurm_log)}
@@ -71,13 +71,13 @@ def test_a_step_that_did_not_start_has_the_log_of_the_job(run):
     ]
 
 
-def test_a_record_that_cannot_be_read_hides_no_other(run):
+def test_unreadable_failure_file_hides_no_other(run):
     fail(run, 0, "ValueError", "boom", "traceback")
     run.failure(0, 1).write_text("{torn")
     assert "traceback" in list(report_failure(run, {"attempt": 0, "rank": 0, "cause": "x"}))
 
 
-def test_failures_before_the_last_submission_are_over(run):
+def test_failures_before_the_last_submission_are_ignored(run):
     for kind, cause in (("submitted", ""), ("failure", "old"), ("submitted", ""), ("failure", "new")):
         run.log_event(kind, 0, cause=cause, job_id="1", backend="local")
     assert [failure["cause"] for failure in failures_since_submission(run.read_events())] == ["new"]

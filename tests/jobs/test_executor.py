@@ -1,4 +1,4 @@
-"""submitit's interface, with a supervisor that only pretends: no function is called here."""
+"""submitit's interface with a fake supervisor: no function is called here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def wait_for_array(jobs: list[Job[object]]) -> None:
     wait_for(lambda: not is_locked(array.lock), 20, "the end of the array's supervisor")
 
 
-def test_a_job_is_a_run_in_the_folder_with_the_functions_name(executor, tmp_path):
+def test_job_is_a_run_named_after_the_function(executor, tmp_path):
     job = executor.submit(add, 1, b=2)
     assert isinstance(job, submitit.Job)
     assert isinstance(executor, submitit.Executor)
@@ -80,15 +80,15 @@ def test_a_job_is_a_run_in_the_folder_with_the_functions_name(executor, tmp_path
     assert "COMPLETED" in repr(job)
 
 
-def test_of_ranks_that_began_no_log_the_jobs_own_is_given(executor):
+def test_ranks_without_logs_show_the_log_of_the_job(executor):
     executor.update_parameters(nodes=2, ntasks_per_node=2)
     job = executor.submit(add, 1)
     job.wait()
     log = job.run.dir.slurm_log
     log.write_text("ImportError: shadowed\n")
-    instead = f"of run {job.run.run_id} wrote no log. Output of the job ({log}):\nImportError: shadowed\n"
-    assert job.stdout() == f"hello from attempt 0\n\nRanks 1-3 {instead}"
-    assert job.task(2).stderr() == f"Rank 2 {instead}"
+    replacement = f"of run {job.run.run_id} wrote no log. Output of the job ({log}):\nImportError: shadowed\n"
+    assert job.stdout() == f"hello from attempt 0\n\nRanks 1-3 {replacement}"
+    assert job.task(2).stderr() == f"Rank 2 {replacement}"
     assert job.task(0).stdout() == "hello from attempt 0\n"
     log.write_text("")
     assert "The job printed no output either." in job.task(2).stdout()
@@ -96,7 +96,7 @@ def test_of_ranks_that_began_no_log_the_jobs_own_is_given(executor):
     assert job.task(2).stdout().endswith("supervisor.log):\nstep 0 was refused\n")
 
 
-def test_several_ranks_are_tasks(executor):
+def test_ranks_of_a_job_are_tasks(executor):
     executor.update_parameters(nodes=2, ntasks_per_node=2)
     job = executor.submit(add, 1)
     job.wait()
@@ -108,7 +108,7 @@ def test_several_ranks_are_tasks(executor):
         job.result()
 
 
-def test_parameters_are_named_as_the_options_of_submit_or_as_in_submitit(executor):
+def test_parameters_have_the_names_of_submit_or_submitit(executor):
     executor.update_parameters(
         timeout_min=90, mem_gb=1.5, slurm_partition="gpu", cpus_per_task=2, name="n", ntasks_per_node=2
     )
@@ -138,7 +138,7 @@ def test_parameters_are_named_as_the_options_of_submit_or_as_in_submitit(executo
         ("run_dir", "`folder`"),
     ],
 )
-def test_an_unknown_parameter_is_named_with_the_nearest_one(executor, name, hint):
+def test_unknown_parameter_gets_a_suggestion(executor, name, hint):
     with pytest.raises(SpecError, match=f"(?s){name}.*{hint}|{hint}"):
         executor.update_parameters(**{name: 1})
     with pytest.raises(SpecError):
@@ -157,7 +157,7 @@ def test_notes_name_the_parameters_as_in_python(executor, caplog):
     assert "--partition" not in caplog.text
 
 
-def test_the_folder_of_a_jobs_run_is_a_path(executor):
+def test_run_dir_of_a_job_is_path_like(executor):
     job = executor.submit(add, 1, 2)
     job.wait()
     folder = Path(job.run.dir)
@@ -165,19 +165,19 @@ def test_the_folder_of_a_jobs_run_is_a_path(executor):
     assert f"{job.run.dir}" == os.fspath(job.run.dir) == str(folder)
 
 
-def test_what_cannot_be_pickled_is_refused_before_anything_is_written(executor, tmp_path):
+def test_unpicklable_argument_is_refused_before_anything_is_written(executor, tmp_path):
     with pytest.raises(UserError, match=r"add\(\): argument b.* _thread.lock"):
         executor.submit(add, 1, b=[threading.Lock()])
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_folder_in_which_nothing_can_be_made_is_named(executor, tmp_path):
+def test_unusable_runs_folder_is_refused(executor, tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(SpecError, match=r"Cannot create a run folder in '.*/runs' \(`folder`\): File exists"):
         executor.submit(add, 1)
 
 
-def test_a_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
+def test_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
     executor.update_parameters(nodes=0)
     with pytest.raises(SpecError, match="must be at least 1"):
         executor.submit(add, 1)
@@ -193,7 +193,7 @@ def test_a_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_batch_is_submitted_when_its_block_ends(executor, tmp_path):
+def test_batch_is_submitted_at_the_end_of_its_block(executor, tmp_path):
     with executor.batch():
         jobs = [executor.submit(add, i) for i in range(3)]
         assert not (tmp_path / "runs").exists()
@@ -225,7 +225,7 @@ def test_functions_of_a_batch_may_differ(executor):
     wait_for_array(jobs)
 
 
-def test_files_of_options_count_but_for_the_array(executor, tmp_path, monkeypatch):
+def test_config_files_apply_except_for_array(executor, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hpctrain.yaml").write_text("array: 0-3\nnodes: 2\nrun_dir: elsewhere\n")
     job = executor.submit(add, 1)
@@ -236,14 +236,14 @@ def test_files_of_options_count_but_for_the_array(executor, tmp_path, monkeypatc
     job.wait()
 
 
-def test_a_refused_array_leaves_no_folder(executor, tmp_path, monkeypatch):
+def test_refused_array_leaves_no_folder(executor, tmp_path, monkeypatch):
     monkeypatch.setattr(LocalBackend, "submit", refuse)
     with pytest.raises(SchedulerError, match="the queue is full"):
         executor.map_array(add, range(5))
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_folder_under_a_job_that_may_be_queued_stays(executor, tmp_path, monkeypatch):
+def test_folder_of_a_possibly_queued_job_is_kept(executor, tmp_path, monkeypatch):
     def vanish(*_):
         raise SubmissionUnconfirmed("no answer")
 
@@ -255,8 +255,8 @@ def test_a_folder_under_a_job_that_may_be_queued_stays(executor, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_jobs_of_many_programs_in_one_folder_never_mix(executor, monkeypatch):
-    # Whoever draws the same name in the same second has to draw again.
+def test_concurrent_submissions_never_share_a_folder(executor, monkeypatch):
+    # Submissions that draw the same name in the same second must draw again.
     monkeypatch.setattr(os, "urandom", lambda n: bytes(n - 1) + bytes([threading.get_native_id() % 2]))
     with ThreadPoolExecutor(4) as pool:
         jobs = list(pool.map(lambda i: executor.submit(add, i), range(4)))
@@ -271,21 +271,21 @@ def test_jobs_of_many_programs_in_one_folder_never_mix(executor, monkeypatch):
         job.wait()
 
 
-def test_a_job_outlives_its_program(executor, monkeypatch):
+def test_job_can_be_restored_after_its_program_ended(executor, monkeypatch):
     monkeypatch.setenv("SECRET", "do not write me down")
     executor.update_parameters(nodes=2)
     job = executor.submit(add, 1)
     job.wait()
     data = pickle.dumps(job)
     assert b"do not write me down" not in data
-    for again in (pickle.loads(data), executor.job(job.run.run_id), executor.job(str(job.run.dir.path))):
-        assert (again.job_id, again.num_tasks, again.state) == (job.job_id, 2, "COMPLETED")
-        assert again.run.environ["SECRET"] == "do not write me down"
+    for restored in (pickle.loads(data), executor.job(job.run.run_id), executor.job(str(job.run.dir.path))):
+        assert (restored.job_id, restored.num_tasks, restored.state) == (job.job_id, 2, "COMPLETED")
+        assert restored.run.environ["SECRET"] == "do not write me down"
     with pytest.raises(RunNotFound):
         executor.job("no-such-run")
 
 
-def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
+def test_missing_result_is_reported(executor, monkeypatch):
     monkeypatch.setattr(function_runs, "_RESULT_TIMEOUT_S", 0.1)
     job = executor.submit(add, 1)
     with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* wrote no result: .*rank-00000\.pkl"):
@@ -293,31 +293,31 @@ def test_a_result_that_is_not_there_is_named(executor, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_look_serves_all_jobs(executor, monkeypatch):
-    looks = []
-    look = LocalBackend.query
+def test_one_query_serves_all_jobs(executor, monkeypatch):
+    queries = []
+    query = LocalBackend.query
     monkeypatch.setattr(
-        LocalBackend, "query", lambda backend, jobs: looks.append(len(jobs)) or look(backend, jobs)
+        LocalBackend, "query", lambda backend, jobs: queries.append(len(jobs)) or query(backend, jobs)
     )
     jobs = executor.map_array(add, range(3))
     Job.watcher.update()
-    assert looks[0] >= 1
-    assert len(looks) <= len(jobs) + 1
+    assert queries[0] >= 1
+    assert len(queries) <= len(jobs) + 1
     wait_for_array(jobs)
-    looks.clear()
+    queries.clear()
     assert [job.state for job in jobs] == ["COMPLETED"] * 3, [job.run.status() for job in jobs]
     Job.watcher.update()
-    assert looks == []
+    assert queries == []
 
 
-def test_jobs_are_waited_for_in_threads(executor):
+def test_jobs_can_be_awaited_in_threads(executor):
     jobs = [executor.submit(add, i) for i in range(4)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda job: job.wait(), jobs * 4))
     assert {job.state for job in jobs} == {"COMPLETED"}
 
 
-def test_a_failure_survives_pickling_and_is_that_of_the_last_attempt(executor):
+def test_job_error_survives_pickling_and_is_of_the_last_attempt(executor):
     job = executor.submit(add, 1)
     job.wait()
     run = job.run.dir
@@ -332,7 +332,7 @@ def test_a_failure_survives_pickling_and_is_that_of_the_last_attempt(executor):
     assert "did not leave in time" in failure.message
 
 
-def test_a_note_is_told_once(executor, caplog):
+def test_note_is_logged_once(executor, caplog):
     executor.update_parameters(gpus_per_node=1)
     for job in [executor.submit(add, 1), executor.submit(add, 2)]:
         job.wait()
@@ -340,7 +340,7 @@ def test_a_note_is_told_once(executor, caplog):
     assert len([record for record in caplog.records if "No GPU found" in record.message]) == 1
 
 
-def test_cancel_at_deletion(executor, monkeypatch):
+def test_ended_job_is_not_cancelled_at_deletion(executor, monkeypatch):
     job = executor.submit(add, 1).cancel_at_deletion()
     job.wait()
     monkeypatch.setattr(Job, "cancel", lambda *_, **__: pytest.fail("an ended job was cancelled"))

@@ -1,4 +1,4 @@
-"""How values are read, and that the table of options holds together."""
+"""Parsing of option values, and consistency of the option table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.spec.notify import DEFAULT_STALL_S
 
 
 @pytest.mark.parametrize(
-    ("hint", "value", "taken"),
+    ("hint", "value", "parsed"),
     [
         (int, "8", 8),
         (int, 8, 8),
@@ -36,13 +36,13 @@ from hpctrain.spec.notify import DEFAULT_STALL_S
         (Mapping[str, str], {"A": 1, "B": "x", "C": 0.5}, {"A": "1", "B": "x", "C": "0.5"}),
     ],
 )
-def test_a_value_is_read_by_the_options_type(hint, value, taken):
-    assert OptionType.from_hint(hint).parse(value) == taken
-    assert type(OptionType.from_hint(hint).parse(value)) is type(taken)
+def test_value_is_parsed_by_option_type(hint, value, parsed):
+    assert OptionType.from_hint(hint).parse(value) == parsed
+    assert type(OptionType.from_hint(hint).parse(value)) is type(parsed)
 
 
 @pytest.mark.parametrize(
-    ("hint", "value", "words"),
+    ("hint", "value", "description"),
     [
         (int, "two", "an integer"),
         (int, 1.5, "an integer"),
@@ -64,42 +64,42 @@ def test_a_value_is_read_by_the_options_type(hint, value, taken):
         (Mapping[str, str], {"A": None}, "a mapping of names to strings"),
     ],
 )
-def test_another_value_is_refused_and_the_kind_says_what_it_takes(hint, value, words):
+def test_other_values_are_refused_and_the_type_is_described(hint, value, description):
     kind = OptionType.from_hint(hint)
     with pytest.raises(ValueError):
         kind.parse(value)
-    assert str(kind) == words
+    assert str(kind) == description
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers():
+def test_numpy_integers_are_whole_numbers():
     numpy = pytest.importorskip("numpy")
     assert OptionType.from_hint(int).parse(numpy.int64(3)) == 3
 
 
 @given(st.text(min_size=1))
-def test_a_text_is_taken_as_it_is(text):
+def test_text_is_unchanged(text):
     assert OptionType.from_hint(str).parse(text) == text
 
 
-def test_every_option_of_python_is_in_the_table_and_none_else():
+def test_table_has_exactly_the_python_options():
     assert list(all_options()) == list(get_type_hints(SubmitOptions))
 
 
 @pytest.mark.parametrize("option", all_options().values(), ids=lambda option: option.name)
-def test_an_option_is_described(option):
+def test_every_option_is_documented(option):
     about = option.about
     assert about.help[0].isupper() or about.help.startswith("sbatch ")
     assert about.help.endswith(".")
     assert "`" not in about.help
     assert option.metavar or option.kind.flag
-    # Somebody who has never seen the option needs a value to go by.
+    # A new user needs an example value.
     assert option.default or about.example or option.kind.choices or option.kind.flag or not about.in_files
     for value in filter(None, [about.example, about.default]):
         if not option.kind.pairs:
             assert option.kind.parse(value) is not None
 
 
-def test_defaults_are_those_of_the_specification():
+def test_defaults_match_the_job_spec():
     defaults = {name: option.about.default for name, option in all_options().items()}
     fields = JobSpec.__dataclass_fields__
     assert {name: value for name, value in defaults.items() if value is not None} == {

@@ -18,39 +18,39 @@ from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.jobs.options.table import all_options, option_aliases
 
 
-def settle(tmp_path: Path, given: dict[str, Any], **more: Any) -> dict[str, Any]:
+def resolve(tmp_path: Path, options: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
     environ = {"HOME": str(tmp_path), "HPCTRAIN_SITE_CONFIG": ""}
-    return dict(resolve_options(given, cwd=tmp_path, environ=environ, **more).options)
+    return dict(resolve_options(options, cwd=tmp_path, environ=environ, **kwargs).options)
 
 
-def test_no_alias_is_the_name_of_an_option_or_used_twice() -> None:
-    given = [alias for option in all_options().values() for alias in option.about.aliases]
-    assert len(given) == len(set(given))
+def test_aliases_are_unique_and_differ_from_options() -> None:
+    aliases = [alias for option in all_options().values() for alias in option.about.aliases]
+    assert len(aliases) == len(set(aliases))
     assert not option_aliases().keys() & all_options().keys()
 
 
-@pytest.mark.parametrize("words", [["-N", "2"], ["--nnodes", "2"], ["--num-nodes=2"], ["--nodes", "2"]])
-def test_aliases_work_on_the_command_line(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [["-N", "2"], ["--nnodes", "2"], ["--num-nodes=2"], ["--nodes", "2"]])
+def test_aliases_work_on_the_command_line(args: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    result = CliRunner().invoke(cli, ["submit", "--backend=local", *words, "--dry-run", str(script)])
+    result = CliRunner().invoke(cli, ["submit", "--backend=local", *args, "--dry-run", str(script)])
     assert result.exit_code == 0, result.output
     assert "#SBATCH --nodes=2\n" in result.stdout
 
 
 def test_aliases_work_in_python_and_files(tmp_path: Path) -> None:
     (tmp_path / "hpctrain.yaml").write_text("walltime: 30\nhang_limit: 60\n")
-    found = settle(
+    options = resolve(
         tmp_path, {"tasks_per_node": 2}, assignments=["warm_workers=never", "restart.oom.retries=3"]
     )
-    assert found["ntasks_per_node"] == 2
-    assert int(found["time"]) == 30
-    assert found["hang_timeout"] == 60
-    assert found["standby_workers"] == "never"
-    assert found["restart_policy"] == {"oom.retries": "3"}
+    assert options["ntasks_per_node"] == 2
+    assert int(options["time"]) == 30
+    assert options["hang_timeout"] == 60
+    assert options["standby_workers"] == "never"
+    assert options["restart_policy"] == {"oom.retries": "3"}
 
 
-def test_a_negated_alias_is_the_option(tmp_path: Path) -> None:
+def test_negated_alias_works(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     result = CliRunner().invoke(cli, ["submit", "--no-snapshot", "--show-config", str(script)])
@@ -70,7 +70,7 @@ def test_a_negated_alias_is_the_option(tmp_path: Path) -> None:
         ("--master-port", "hpctrain chooses"),
     ],
 )
-def test_foreign_options_are_explained_before_any_guess(flag: str, advice: str) -> None:
+def test_foreign_options_are_explained_without_a_suggestion(flag: str, advice: str) -> None:
     result = CliRunner().invoke(cli, ["submit", flag, "1", "train.py"])
     assert result.exit_code == 2
     assert advice in result.output
@@ -84,7 +84,7 @@ def test_foreign_options_are_explained_before_any_guess(flag: str, advice: str) 
         ("--gpu-per-node", "Did you mean '--gpus-per-node'?"),
     ],
 )
-def test_only_a_close_option_is_suggested(flag: str, hint: str) -> None:
+def test_only_close_options_are_suggested(flag: str, hint: str) -> None:
     result = CliRunner().invoke(cli, ["submit", flag, "1", "train.py"])
     assert result.exit_code == 2
     assert result.output.endswith(f"Error: No such option {flag!r}. {hint}\n")
@@ -93,15 +93,15 @@ def test_only_a_close_option_is_suggested(flag: str, hint: str) -> None:
 @pytest.mark.parametrize("flag", ["--ntasks_per_node", "--nproc_per_node"])
 def test_options_may_have_underscores(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["submit", "--show-config", "--json", f"{flag}=3", "--name=a_b", "train_it.py"]
-    result = CliRunner().invoke(cli, words)
+    args = ["submit", "--show-config", "--json", f"{flag}=3", "--name=a_b", "train_it.py"]
+    result = CliRunner().invoke(cli, args)
     assert result.exit_code == 0, result.output
     values = {row["option"]: row["value"] for row in json.loads(result.stdout)}
     assert (str(values["ntasks_per_node"]), values["name"]) == ("3", "a_b")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["env", "train.py"], "'env' is a command. Put -- before it: hpctrain submit … -- env …"),
         (
@@ -112,22 +112,22 @@ def test_options_may_have_underscores(flag: str, tmp_path: Path, monkeypatch: py
         (["-m", "json.no_such_tool"], "Module 'json.no_such_tool' (-m) not found"),
     ],
 )
-def test_program_that_does_not_exist_is_refused(tmp_path, monkeypatch, words, message):
+def test_program_that_does_not_exist_is_refused(tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["submit", "--backend=local", *words])
+    result = CliRunner().invoke(cli, ["submit", "--backend=local", *args])
     assert result.exit_code == 2
     assert message in result.output
 
 
 @pytest.mark.parametrize(
-    ("words", "call"),
+    ("args", "call"),
     [
         (["-m", "json.tool", "--", "a"], ["-m", "json.tool", "--", "a"]),
         (["--nodes=1", "--", "env", "-m"], ["--", "env", "-m"]),
         (["train.py", "--", "-m"], ["train.py", "--", "-m"]),
     ],
 )
-def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypatch, words, call):
+def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypatch, args, call):
     specs = []
 
     def stop(submission, functions=()):
@@ -137,7 +137,7 @@ def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hpctrain.jobs.submit.submit.submit_prepared", stop)
     (tmp_path / "train.py").touch()
-    CliRunner().invoke(cli, ["submit", "--backend=local", *words])
+    CliRunner().invoke(cli, ["submit", "--backend=local", *args])
     _, repeated = submit_arguments(asdict(specs[0]))
     assert [word.removeprefix(f"{tmp_path}/") for word in repeated] == call
 
@@ -146,7 +146,7 @@ def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:
     with pytest.raises(
         SpecError, match=r"no option 'gpus_per_task'. Use --gpus-per-node: each rank has one GPU"
     ):
-        settle(tmp_path, {"gpus_per_task": 1})
+        resolve(tmp_path, {"gpus_per_task": 1})
     assert explain_foreign("no-such-option") == ""
 
 

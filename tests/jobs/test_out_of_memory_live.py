@@ -1,4 +1,4 @@
-"""Jobs that take more memory than they have, under a real Slurm that limits it by control groups."""
+"""Jobs that use too much memory, under a real Slurm that limits it by cgroups."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.states import RunState
 
 GROUPS = Path("/sys/fs/cgroup/memory")
-#: cgroup.conf(5); the first version of groups, for which a group of ours has no need of systemd.
+#: cgroup.conf(5) for cgroup v1, which works without systemd.
 CGROUP_CONF = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nConstrainRAMSpace=yes\n"
 
-EATS = "import time\neaten = []\nwhile True:\n    eaten.append(b'x' * 20_000_000)\n    time.sleep(0.005)\n"
-RANK_1_EATS = f"import os, time\ntime.sleep(60 if os.environ['RANK'] != '1' else 0)\n{EATS}"
+ALLOCATE_FOREVER = (
+    "import time\neaten = []\nwhile True:\n    eaten.append(b'x' * 20_000_000)\n    time.sleep(0.005)\n"
+)
+ALLOCATE_ON_RANK_1 = (
+    f"import os, time\ntime.sleep(60 if os.environ['RANK'] != '1' else 0)\n{ALLOCATE_FOREVER}"
+)
 
 
 @pytest.fixture
-def limited() -> Iterator[SlurmJobs]:
-    """A cluster of one node, on which a job that takes more memory than it asked for is killed."""
+def limited_cluster() -> Iterator[SlurmJobs]:
+    """A cluster of one node that kills jobs above their requested memory."""
     if not (GROUPS / "tasks").exists() or not os.access(GROUPS, os.W_OK):
         pytest.skip(f"needs control groups of the first version for memory, and {GROUPS} is none to write to")
     name = f"memory-{os.getpid()}"
@@ -40,29 +44,33 @@ def limited() -> Iterator[SlurmJobs]:
         yield SlurmJobs(box, environment(box.env))
     finally:
         sandbox.down(name)
-        # slurmd leaves the group of its node.
+        # slurmd does not remove the group of its node.
         for group in GROUPS.glob(f"slurm_{name}-*"):
             group.rmdir()
 
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_a_job_and_a_rank_that_run_out_of_memory_say_so(limited, tmp_path):
-    eats = tmp_path / "eats.py"
-    eats.write_text(EATS)
-    job = limited.submit(tmp_path / "job", f"{sys.executable} {eats}", "--mem=100M")
+def test_out_of_memory_of_a_job_and_of_a_rank_is_reported(limited_cluster, tmp_path):
+    eating_script = tmp_path / "eats.py"
+    eating_script.write_text(ALLOCATE_FOREVER)
+    job = limited_cluster.submit(tmp_path / "job", f"{sys.executable} {eating_script}", "--mem=100M")
 
     ranks = tmp_path / "ranks.py"
-    ranks.write_text(RANK_1_EATS)
+    ranks.write_text(ALLOCATE_ON_RANK_1)
     options = {"ntasks_per_node": 2, "mem": "900M", "max_failures": 1, "run_dir": "r", "backend": "slurm"}
     run = submit_prepared(
-        prepare_submission(ranks, (), options, environ=limited.environ, cwd=tmp_path, python=sys.executable)
+        prepare_submission(
+            ranks, (), options, environ=limited_cluster.environ, cwd=tmp_path, python=sys.executable
+        )
     )
     wait_for(lambda: job.status().state.ended, 30, "the end of the job")
     assert (job.status().state, job.status().job_state) == (RunState.FAILED, "OUT_OF_MEMORY")
     assert job.status().cause == "Slurm reports OUT_OF_MEMORY before any rank started"
-    assert "State=OUT_OF_MEMORY" in limited.command("scontrol", "show", "job", job.job_id)
+    assert "State=OUT_OF_MEMORY" in limited_cluster.command("scontrol", "show", "job", job.job_id)
 
     status = run.wait_for_end(timeout=60)
     assert status.state is RunState.FAILED
-    assert f"rank 1 on {limited.box.nodes[0]}: SIGKILL: out of memory: the rank exceeded" in str(status.cause)
+    assert f"rank 1 on {limited_cluster.box.nodes[0]}: SIGKILL: out of memory: the rank exceeded" in str(
+        status.cause
+    )

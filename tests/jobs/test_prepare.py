@@ -1,4 +1,4 @@
-"""What is refused before anything is written."""
+"""Checks of a submission before anything is written."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hpctrain.rundir import RunDir
 from hpctrain.telemetry.sampling import nvml
 
 
-def test_a_plain_submission_needs_only_a_script(prepared, tmp_path, script):
+def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
     spec = prepared().spec
     assert (spec.script, spec.name, spec.world_size) == (str(script), "train", 1)
     assert spec.run_dir == str(tmp_path / "runs" / spec.run_id)
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_number_of_failures_is_the_users(prepared):
+def test_max_failures_can_be_set(prepared):
     assert prepared().spec.max_failures == 3
     assert prepared(max_failures=9).spec.max_failures == 9
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"script": "nowhere.py"}, "Script .*nowhere.py. not found"),
         ({"script": "."}, "is a folder"),
@@ -65,15 +65,15 @@ def test_the_number_of_failures_is_the_users(prepared):
         ({"env": {"1A": "x"}}, "'1A'"),
     ],
 )
-def test_bad_input_is_refused_in_words_and_leaves_nothing(prepared, tmp_path, options, words):
+def test_bad_input_is_refused_and_leaves_nothing(prepared, tmp_path, options, message):
     from hpctrain.jobs.submit.submit import submit_prepared
 
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=message):
         submit_prepared(prepared(**options))
     assert os.listdir(tmp_path) == ["train.py"]
 
 
-def test_options_reach_the_specification(prepared):
+def test_options_reach_the_job_spec(prepared):
     spec = prepared(
         gpus_per_node="h100:1",
         gpu_request_style="gpus-per-node",
@@ -98,7 +98,7 @@ def test_options_reach_the_specification(prepared):
     assert prepared(exclusive=False).spec.directives == {}
 
 
-def test_an_interpreter_that_has_gone_is_missed(tmp_path, script):
+def test_missing_interpreter_is_refused(tmp_path, script):
     for python in (tmp_path / "bin" / "python", script, tmp_path):
         with pytest.raises(SpecError, match=r"interpreter .* does not exist or is not executable"):
             prepare_submission(
@@ -106,13 +106,13 @@ def test_an_interpreter_that_has_gone_is_missed(tmp_path, script):
             )
 
 
-def test_slurm_by_name_has_to_answer(prepared, tmp_path):
+def test_explicit_slurm_backend_must_be_available(prepared, tmp_path):
     environ = {"PATH": str(tmp_path)}
     with pytest.raises(SchedulerError, match="sbatch not found on PATH"):
         prepared(backend="slurm", environ=environ)
 
 
-def test_auto_falls_back_and_says_so(prepared, tmp_path):
+def test_auto_falls_back_to_local_with_a_note(prepared, tmp_path):
     submission = prepared(backend="auto", environ={"PATH": str(tmp_path)})
     assert submission.spec.backend == "local"
     assert submission.notes == (
@@ -120,19 +120,19 @@ def test_auto_falls_back_and_says_so(prepared, tmp_path):
     )
 
 
-def test_ranks_run_on_the_cpu_of_a_machine_without_gpus(prepared, monkeypatch):
+def test_ranks_run_on_cpu_without_gpus(prepared, monkeypatch):
     monkeypatch.setattr(nvml, "count_gpus", lambda environ: 0)
     assert "running 4 ranks on CPU" in prepared(nodes=2, gpus_per_node=2).notes[0]
 
 
-def test_more_gpus_than_this_machine_has(prepared, monkeypatch):
+def test_more_gpus_than_the_machine_has_are_refused(prepared, monkeypatch):
     monkeypatch.setattr(nvml, "count_gpus", lambda environ: 3)
     assert prepared(nodes=1, gpus_per_node=3).notes == ()
     with pytest.raises(SpecError, match=r"2 × 2 = 4 GPUs .* has 3"):
         prepared(nodes=2, gpus_per_node=2)
 
 
-def test_options_that_mean_nothing_locally_are_said(prepared):
+def test_slurm_only_options_are_noted_for_the_local_backend(prepared):
     assert "--partition has no effect" in prepared(partition="big").notes[0]
 
 
@@ -172,9 +172,9 @@ def test_options_that_mean_nothing_locally_are_said(prepared):
         ({"gpu_request_style": "gres"}, "--gpu-request-style has no effect:"),
     ],
 )
-def test_an_option_that_changes_nothing_is_said(prepared, options, note):
-    (told,) = prepared(**options).notes
-    assert told.startswith(note)
+def test_option_without_effect_is_noted(prepared, options, note):
+    (actual,) = prepared(**options).notes
+    assert actual.startswith(note)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,12 @@ def test_an_option_that_changes_nothing_is_said(prepared, options, note):
         {"standby_workers": 9, "hang_timeout": 9, "node_check": "always"},
     ],
 )
-def test_of_an_option_that_changes_something_nothing_is_said(prepared, options):
+def test_option_with_effect_has_no_note(prepared, options):
     assert prepared(**options).notes == ()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (
             {"time": "1"},
@@ -210,16 +210,16 @@ def test_of_an_option_that_changes_something_nothing_is_said(prepared, options):
         ),
     ],
 )
-def test_a_time_limit_that_leaves_too_little_is_said_with_where_it_came_from(prepared, options, words):
+def test_too_short_time_limit_is_noted_with_its_source(prepared, options, message):
     (note,) = prepared(**options).notes
-    assert all(part in note for part in words)
+    assert all(part in note for part in message)
 
 
-def test_a_time_limit_that_is_long_enough_is_not_remarked_on(prepared):
+def test_sufficient_time_limit_has_no_note(prepared):
     assert prepared(time="7").notes == ()
 
 
-def test_a_file_may_give_what_other_jobs_need(prepared, tmp_path):
+def test_config_file_may_set_options_that_other_jobs_need(prepared, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("rdzv_backend: c10d\nspares: 1\nnotify_on: stall\n")
     assert prepared().notes == ()
     with pytest.raises(SpecError, match=r"--rdzv-backend requires torchrun, but srun .*--launcher torchrun"):
@@ -227,12 +227,12 @@ def test_a_file_may_give_what_other_jobs_need(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("args", ["notalist", ["--steps", None], ["--steps", ["60"]]])
-def test_arguments_are_a_list_of_texts_numbers_and_paths(script, args, tmp_path):
+def test_arguments_must_be_strings_numbers_or_paths(script, args, tmp_path):
     with pytest.raises(SpecError, match="must be a list of strings"):
         prepare_submission(
             script, args, {"backend": "local"}, environ=environment(), cwd=tmp_path, python="python"
         )
 
 
-def test_what_a_run_is_shown_as_tells_no_secret(tmp_path):
+def test_repr_of_a_run_has_no_secrets(tmp_path):
     assert "hunter2" not in repr(Run(RunDir(tmp_path), {"TOKEN": "hunter2"}))

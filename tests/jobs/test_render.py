@@ -34,26 +34,26 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_scripts_are_as_written_down(name):
+def test_scripts_match_the_golden_files(name):
     assert golden_text(name) == golden_file(name).read_text(), "see golden_scripts.py"
-    done = subprocess.run(["bash", "-n", golden_file(name)], capture_output=True, text=True, timeout=10)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run(["bash", "-n", golden_file(name)], capture_output=True, text=True, timeout=10)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_each_script_that_is_written_down_is_one_of_these_jobs():
+def test_every_golden_file_has_a_job():
     assert {path.stem for path in FOLDER.iterdir()} == set(JOBS)
 
 
-def test_a_real_sbatch_accepts_every_script(slurm):
+def test_real_sbatch_accepts_every_script(slurm):
     refused = {}
     for name in JOBS:
-        done = run_command(["sbatch", "--test-only", golden_file(name)], slurm.env, check=False)
-        if done.returncode or "to start at" not in done.stderr:
-            refused[name] = done.stderr
+        result = run_command(["sbatch", "--test-only", golden_file(name)], slurm.env, check=False)
+        if result.returncode or "to start at" not in result.stderr:
+            refused[name] = result.stderr
     assert refused == {}
 
 
-def test_the_script_says_what_made_it_and_ends_in_the_supervisor(make_spec):
+def test_script_names_its_origin_and_ends_with_the_supervisor(make_spec):
     text = render(make_spec(gpus_per_node=2))
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
@@ -64,14 +64,14 @@ def test_the_script_says_what_made_it_and_ends_in_the_supervisor(make_spec):
     assert "CUDA_VISIBLE_DEVICES" in render(make_spec())
 
 
-def test_by_hand_means_the_backend_of_the_run(make_spec):
+def test_manual_start_uses_the_backend_of_the_run(make_spec):
     text = render(make_spec(backend="local"))
     assert "# To submit manually:  bash job.sbatch " in text
     assert "sbatch job.sbatch" not in text.replace(" bash job.sbatch", "")
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_no_name_is_ever_executed(make_spec, tmp_path, word):
+def test_names_are_never_executed(make_spec, tmp_path, word):
     run_dir = tmp_path / word.replace("\\", "")  # a backslash is refused there
     run_dir.mkdir(exist_ok=True)
     python = tmp_path / f"python {word}"
@@ -81,40 +81,40 @@ def test_no_name_is_ever_executed(make_spec, tmp_path, word):
         make_spec(run_dir=str(run_dir), python=str(python), name=word, script=f"/x/{word}\ntouch pwned")
     )
     (tmp_path / "job").write_text(text)
-    done = subprocess.run(["bash", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=10)
-    assert (done.stdout, done.stderr) == (f"{run_dir}\n", "")
+    result = subprocess.run(["bash", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=10)
+    assert (result.stdout, result.stderr) == (f"{run_dir}\n", "")
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_own_template_extends_a_shipped_one(make_spec, tmp_path):
-    mine = tmp_path / "mine.j2"
-    mine.write_text(
+def test_user_template_extends_a_shipped_one(make_spec, tmp_path):
+    own_template = tmp_path / "mine.j2"
+    own_template.write_text(
         '{% extends "ddp.sbatch.j2" %}\n{% block setup %}\n{{ super() -}}\n'
         "module load {{ spec.name | quote }}\n{% endblock %}\n"
     )
-    text = render(make_spec(name="a b", template=str(mine)))
+    text = render(make_spec(name="a b", template=str(own_template)))
     assert "module load 'a b'\n" in text
     assert "NCCL_DEBUG" in text
 
 
-def test_blocks_can_be_replaced_one_by_one(make_spec, tmp_path):
-    mine = tmp_path / "mine.j2"
-    mine.write_text(
+def test_template_blocks_can_be_replaced_individually(make_spec, tmp_path):
+    own_template = tmp_path / "mine.j2"
+    own_template.write_text(
         '{% extends "torchrun.sbatch.j2" %}\n'
         "{% block modules %}\nmodule purge\n{{ super() }}{% endblock %}\n"
         "{% block environment %}\nsource my-env\n{% endblock %}\n"
     )
     shell = ShellSetup(modules=("cuda",), setup=("ulimit -c 0",))
-    lines = render(make_spec(template=str(mine), shell=shell, torchrun=TorchrunConfig())).splitlines()
+    lines = render(make_spec(template=str(own_template), shell=shell, torchrun=TorchrunConfig())).splitlines()
     order = ["module purge", "module load cuda", "source my-env", "ulimit -c 0"]
     assert [line for line in lines if line in order] == order
     assert lines[-1].startswith("exec ")
     with pytest.raises(SpecError, match="requires --launcher torchrun"):
-        render(make_spec(template=str(mine)))
+        render(make_spec(template=str(own_template)))
 
 
 @pytest.mark.parametrize(
-    ("shell", "words"),
+    ("shell", "message"),
     [
         (ShellSetup(modules=("a b",)), "omits 'a b' (--module)"),
         (ShellSetup(conda="torch"), "omits torch (--conda)"),
@@ -122,21 +122,21 @@ def test_blocks_can_be_replaced_one_by_one(make_spec, tmp_path):
         (ShellSetup(setup=("ulimit -c 0",)), "omits ulimit -c 0 (--setup)"),
     ],
 )
-def test_a_template_that_leaves_out_what_is_asked_for_is_refused(make_spec, tmp_path, shell, words):
-    mine = tmp_path / "mine.j2"
-    mine.write_text("#!/bin/bash\nexec python -m hpctrain.supervisor {{ spec.run_dir | quote }}\n")
-    assert "hpctrain.supervisor /" in render(make_spec(template=str(mine)))
+def test_template_without_requested_setup_is_refused(make_spec, tmp_path, shell, message):
+    own_template = tmp_path / "mine.j2"
+    own_template.write_text("#!/bin/bash\nexec python -m hpctrain.supervisor {{ spec.run_dir | quote }}\n")
+    assert "hpctrain.supervisor /" in render(make_spec(template=str(own_template)))
     with pytest.raises(SpecError) as caught:
-        render(make_spec(template=str(mine), shell=shell))
-    assert words in str(caught.value)
+        render(make_spec(template=str(own_template), shell=shell))
+    assert message in str(caught.value)
     assert "super()" in str(caught.value)
 
 
 DUMP = "import json, os, sys\nprint(json.dumps([sys.prefix, dict(os.environ)]))\n"
 
 
-def ranks_view(prepared, script, python, environ=None, **options):
-    """`sys.prefix` and the variables of the only rank."""
+def prefix_and_variables_of_rank(prepared, script, python, environ=None, **options):
+    """Run one rank; return its `sys.prefix` and variables."""
     script.write_text(DUMP)
     submission = prepared(python=python, environ=environment(environ), **options)
     run = submit_prepared(submission)
@@ -145,49 +145,51 @@ def ranks_view(prepared, script, python, environ=None, **options):
 
 
 @pytest.mark.ranks
-def test_a_virtual_environment_is_that_of_the_ranks(prepared, script, tmp_path):
+def test_ranks_use_the_virtual_environment(prepared, script, tmp_path):
     venv = tmp_path / "my env"
     run_command([sys.executable, "-m", "venv", "--without-pip", venv])
     (purelib,) = venv.glob("lib/*/site-packages")
-    # Hpctrain is installed in it, as it has to be.
+    # hpctrain must be installed in it.
     (purelib / "here.pth").write_text("\n".join([str(REPOSITORY), sysconfig.get_path("purelib")]))
-    prefix, variables = ranks_view(prepared, script, sys.executable, venv="my env")
+    prefix, variables = prefix_and_variables_of_rank(prepared, script, sys.executable, venv="my env")
     assert (prefix, variables["VIRTUAL_ENV"]) == (str(venv), str(venv))
 
 
 @pytest.mark.ranks
 def test_setup_lines_run_in_order_and_reach_the_ranks(prepared, script):
     lines = ["export A=1", 'export B="$A $((1 + 1))"', "if true; then\n  export C='#SBATCH --x'\nfi"]
-    _, variables = ranks_view(prepared, script, sys.executable, setup=lines)
+    _, variables = prefix_and_variables_of_rank(prepared, script, sys.executable, setup=lines)
     assert [variables[name] for name in "ABC"] == ["1", "1 2", "#SBATCH --x"]
 
 
 @pytest.mark.ranks
-def test_a_setup_line_that_fails_ends_the_job(prepared):
+def test_failed_setup_line_ends_the_job(prepared):
     with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
         submit_prepared(prepared(setup=["cat /nowhere"])).wait(timeout=20)
 
 
 @pytest.mark.ranks
-def test_modules_are_loaded_in_order_by_a_function_that_only_pretends(prepared, script):
+def test_modules_are_loaded_in_order_by_a_fake_function(prepared, script):
     module = {"BASH_FUNC_module%%": '() { [ "$1" = load ]; export LOADED="$LOADED[$2]"; }'}
-    _, variables = ranks_view(prepared, script, sys.executable, module, module=["cuda/12", "a b"])
+    _, variables = prefix_and_variables_of_rank(
+        prepared, script, sys.executable, module, module=["cuda/12", "a b"]
+    )
     assert variables["LOADED"] == "[cuda/12][a b]"
 
 
 @pytest.mark.ranks
-def test_an_environment_is_activated_by_a_conda_that_only_pretends(prepared, script, tmp_path):
+def test_conda_environment_is_activated_by_a_fake_conda(prepared, script, tmp_path):
     conda = tmp_path / "conda"
     hook = f'conda() {{ export ASKED="$*" PATH="{os.path.dirname(sys.executable)}:$PATH"; }}'
     conda.write_text(f"#!/bin/sh\n[ \"$*\" = 'shell.bash hook' ] && cat <<'END'\n{hook}\nEND\n")
     conda.chmod(0o755)
-    prefix, variables = ranks_view(
+    prefix, variables = prefix_and_variables_of_rank(
         prepared, script, sys.executable, {"CONDA_EXE": str(conda)}, conda="my torch"
     )
     assert (prefix, variables["ASKED"]) == (sys.prefix, "activate my torch")
 
 
-def test_the_name_of_a_conda_environment_is_looked_up(prepared, tmp_path):
+def test_conda_environment_name_is_looked_up(prepared, tmp_path):
     environ = environment({"PATH": str(tmp_path)})
     with pytest.raises(SpecError, match=r"conda not found for the environment 'mine' \(--conda\).*--module"):
         prepared(conda="mine", environ=environ)
@@ -201,7 +203,7 @@ def test_the_name_of_a_conda_environment_is_looked_up(prepared, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"venv": "nowhere"}, r"nowhere' \(--venv\) is not a Python environment"),
         ({"conda": "./nowhere"}, r"nowhere' \(--conda\) is not a Python environment"),
@@ -215,19 +217,19 @@ def test_the_name_of_a_conda_environment_is_looked_up(prepared, tmp_path):
         ({"template": "torchrun", "launcher": "srun"}, "requires --launcher torchrun"),
     ],
 )
-def test_what_cannot_be_readied_is_refused(prepared, options, words):
-    with pytest.raises(SpecError, match=words):
+def test_invalid_environment_options_are_refused(prepared, options, message):
+    with pytest.raises(SpecError, match=message):
         prepared(**options)
 
 
 @pytest.mark.parametrize(
-    ("source", "words"), [("{{ nodez }}", "nodez"), ("\n{% if %}", "line 2"), ('{% include "x" %}', "x")]
+    ("source", "message"), [("{{ nodez }}", "nodez"), ("\n{% if %}", "line 2"), ('{% include "x" %}', "x")]
 )
-def test_a_broken_template_is_named(make_spec, tmp_path, source, words):
-    mine = tmp_path / "mine.j2"
-    mine.write_text(source)
-    with pytest.raises(SpecError, match=words) as caught:
-        render(make_spec(template=str(mine)))
+def test_invalid_template_is_reported(make_spec, tmp_path, source, message):
+    own_template = tmp_path / "mine.j2"
+    own_template.write_text(source)
+    with pytest.raises(SpecError, match=message) as caught:
+        render(make_spec(template=str(own_template)))
     assert "mine.j2" in str(caught.value)
 
 
@@ -242,7 +244,7 @@ def test_a_broken_template_is_named(make_spec, tmp_path, source, words):
         "{% set _ = spec.env.update({'A': 'b'}) %}",
     ],
 )
-def test_a_template_runs_no_python_and_changes_nothing(make_spec, tmp_path, monkeypatch, source):
+def test_template_cannot_run_python_or_change_the_spec(make_spec, tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.j2").write_text(source + "\nexec python -m hpctrain.supervisor x\n")
     spec = make_spec(template=str(tmp_path / "mine.j2"))
@@ -255,13 +257,13 @@ def test_a_template_runs_no_python_and_changes_nothing(make_spec, tmp_path, monk
 @pytest.mark.parametrize(
     "source", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ spec.text(1) }}", "{{ 1 + 'a' }}"]
 )
-def test_a_template_with_a_wrong_expression_is_named(make_spec, tmp_path, source):
+def test_template_with_a_failing_expression_is_reported(make_spec, tmp_path, source):
     (tmp_path / "mine.j2").write_text(source)
     with pytest.raises(SpecError, match=r"Cannot render the template .*mine.j2' \(--template\): \S+"):
         render(make_spec(template=str(tmp_path / "mine.j2")))
 
 
-def test_templates_ship_with_their_suffix():
+def test_shipped_templates_have_the_suffix():
     assert {path.name.removesuffix(TEMPLATE_SUFFIX) for path in shipped_templates().iterdir()} == {
         "base",
         "cpu",

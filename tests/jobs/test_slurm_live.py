@@ -1,4 +1,4 @@
-"""Submission to a real Slurm: what it reads from our script, and what it tells of our jobs."""
+"""Submission to a real Slurm: parsing of our scripts, and states of our jobs."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ def environ(slurm) -> dict[str, str]:
 
 
 def test_sbatch_reads_back_every_quoted_value(environ, tmp_path):
-    """One held job a word, in the name, which squeue prints as it is."""
-    for word in HOSTILE:
-        lines = directive_lines({"job-name": word, "comment": word, "output": "/dev/null", "hold": ""})
+    """One held job per text, as its name, which squeue prints unchanged."""
+    for text in HOSTILE:
+        lines = directive_lines({"job-name": text, "comment": text, "output": "/dev/null", "hold": ""})
         script = tmp_path / "job"
         script.write_text("\n".join(["#!/bin/bash", *lines, "true\n"]))
         job = run_command(["sbatch", "--parsable", script], environ).stdout.strip()
         try:
-            shown = run_command(["squeue", "--noheader", f"--jobs={job}", "--format=%j"], environ).stdout
-            assert shown == f"{word}\n", quote_directive(word)
+            output = run_command(["squeue", "--noheader", f"--jobs={job}", "--format=%j"], environ).stdout
+            assert output == f"{text}\n", quote_directive(text)
         finally:
             run_command(["scancel", job], environ)
 
 
-@pytest.mark.parametrize("word", ["run $(touch pwned) ' \" \\ ; #SBATCH %j packjob é", " %j", "a\\"])
-def test_words_arrive_untouched(prepared, environ, tmp_path, word):
-    script = tmp_path / f"{word}.py"
+@pytest.mark.parametrize("text", ["run $(touch pwned) ' \" \\ ; #SBATCH %j packjob é", " %j", "a\\"])
+def test_texts_arrive_unchanged(prepared, environ, tmp_path, text):
+    script = tmp_path / f"{text}.py"
     script.write_text("")
-    folder = word.replace("\\", "%%")  # a backslash is refused there
+    folder = text.replace("\\", "%%")  # a backslash is refused there
     submission = prepared(
         *HOSTILE,
         script=script,
         run_dir=tmp_path / folder,
-        name=word,
-        env={"V": word},
+        name=text,
+        env={"V": text},
         backend="slurm",
         nodes=2,
         gpus_per_node=2,
@@ -79,18 +79,18 @@ def test_words_arrive_untouched(prepared, environ, tmp_path, word):
     run = submit_prepared(submission)
     run.wait(timeout=30)
     spec = load_spec(run.dir.spec)
-    assert (spec.args, spec.env, spec.script, spec.name) == (tuple(HOSTILE), {"V": word}, str(script), word)
+    assert (spec.args, spec.env, spec.script, spec.name) == (tuple(HOSTILE), {"V": text}, str(script), text)
     seen = json.loads((run.dir.path / "seen.json").read_text())
     assert seen["argv"][3] == str(tmp_path / folder)
     assert seen["cwd"] == str(tmp_path / folder)
-    assert (seen["env"]["SLURM_JOB_NAME"], seen["env"]["SLURM_JOB_ID"]) == (word, run.job_id)
+    assert (seen["env"]["SLURM_JOB_NAME"], seen["env"]["SLURM_JOB_ID"]) == (text, run.job_id)
     assert "SLURM_CPU_BIND" not in seen["env"]
     assert seen["env"]["SLURM_NTASKS_PER_NODE"] == "2"
     assert run.dir.slurm_log.exists()
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_a_run_is_told_apart_in_all_its_states(prepared, environ):
+def test_all_states_of_a_run_are_reported(prepared, environ):
     run = submit_prepared(prepared("sleep", backend="slurm", run_dir="r", environ=environ, time="5"))
     wait_for(lambda: run.status().state is RunState.RUNNING, 20, "the run to start")
     with pytest.raises(SpecError, match="still active"):
@@ -98,12 +98,12 @@ def test_a_run_is_told_apart_in_all_its_states(prepared, environ):
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
         run.wait(timeout=45)
-    again = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
+    resubmitted = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
     with pytest.raises(RunFailed, match=r"failed: Slurm reports FAILED\. Log: .*slurm\.log"):
-        again.wait(timeout=30)
+        resubmitted.wait(timeout=30)
 
 
-def test_a_run_that_never_starts_can_be_cancelled(prepared, environ):
+def test_held_run_can_be_cancelled(prepared, environ):
     run = submit_prepared(prepared(backend="slurm", sbatch={"hold": ""}, environ=environ))
     status = run.status()
     assert (status.state, status.held) == (RunState.PENDING, False)
@@ -112,7 +112,7 @@ def test_a_run_that_never_starts_can_be_cancelled(prepared, environ):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "error", "message"),
     [
         ({"nodes": 2, "gpus_per_node": 3}, SpecError, "no node of partition preemptible has more than 2"),
         ({"nodes": 5, "gpus_per_node": 2}, SpecError, "partition preemptible has 4"),
@@ -122,15 +122,13 @@ def test_a_run_that_never_starts_can_be_cancelled(prepared, environ):
         ({"mem": "lots"}, SchedulerError, "mem"),
     ],
 )
-def test_what_the_cluster_does_not_have_is_refused_in_words(
-    prepared, environ, tmp_path, options, error, words
-):
-    with pytest.raises(error, match=words):
+def test_resources_that_the_cluster_lacks_are_refused(prepared, environ, tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=environ, **options))
     assert not (tmp_path / "r").exists()
 
 
-def test_a_controller_that_is_gone_is_unknown_and_auto_says_so(prepared, environ, tmp_path):
+def test_unreachable_controller_gives_unknown_state_and_a_note(prepared, environ, tmp_path):
     run = submit_prepared(prepared("sleep", backend="slurm", environ=environ))
     gone = {**environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     try:
@@ -143,8 +141,8 @@ def test_a_controller_that_is_gone_is_unknown_and_auto_says_so(prepared, environ
     wait_for(lambda: run.status().state.ended, 45, "the run to be gone")
 
 
-def test_a_requeued_job_starts_soon_without_a_reader_and_is_followed(environ, tmp_path):
-    """Through the real supervisor: the first attempt saves at SIGTERM, the second one ends."""
+def test_requeued_job_starts_soon_and_can_be_followed(environ, tmp_path):
+    """With the real supervisor: the first attempt exits at SIGTERM, the second one ends."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, signal, sys, time\n"
@@ -160,7 +158,7 @@ def test_a_requeued_job_starts_soon_without_a_reader_and_is_followed(environ, tm
     logs = [run.dir.rank_log(0, rank) for rank in range(4)]
     wait_for(lambda: all(log.exists() and "attempt 0" in log.read_text() for log in logs), 30, "the ranks")
     run.requeue()
-    # Only the run's own record is read until its end: Slurm would delay the second start by 120 s.
+    # Only the run's own events are read until its end: Slurm would delay the second start by 120 s.
     wait_for(lambda: read_run_record(run.dir).finished, 80, "the end of the second attempt")
     *items, last = list(follow_run(run, whole=True))
     assert last.state is RunState.COMPLETED
@@ -168,6 +166,6 @@ def test_a_requeued_job_starts_soon_without_a_reader_and_is_followed(environ, tm
     assert any("requeueing the job" in line for line in lines)
     text = "".join(item.text for item in items if isinstance(item, LogText))
     first, second = text.splitlines()[:4], text.splitlines()[4:]
-    for attempt, shown in enumerate((first, second)):
-        assert sorted(shown) == [f"[{rank}] attempt {attempt}" for rank in range(4)]
+    for attempt, output in enumerate((first, second)):
+        assert sorted(output) == [f"[{rank}] attempt {attempt}" for rank in range(4)]
     assert run.dir.attempts() == [0, 1]

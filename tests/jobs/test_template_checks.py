@@ -1,4 +1,4 @@
-"""Templates of the user's own that would not do what they seem to."""
+"""User templates that would not do what they seem to."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _HEAD = '{% extends "cpu.sbatch.j2" %}\n'
 
 
 @pytest.fixture
-def given(prepared, tmp_path):
-    def given(text, **options):
+def prepare_template(prepared, tmp_path):
+    def prepare_template(text, **options):
         (tmp_path / "mine.j2").write_text(_HEAD + text)
         return prepared(template="./mine.j2", **options)
 
-    return given
+    return prepare_template
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("{% block lanch %}x{% endblock %}", "Line 2 .*cpu.sbatch.j2 has no block 'lanch'. .*'launch'"),
         ("{% block launch %}{% endblock %}", "does not start the supervisor"),
@@ -33,9 +33,9 @@ def given(prepared, tmp_path):
         ("{% block setup %}{{ nothing }}{% endblock %}", r"'nothing' is undefined\.$"),
     ],
 )
-def test_it_is_refused(given, text, words):
-    with pytest.raises(SpecError, match=words):
-        given(text, nodes=2)
+def test_faulty_template_is_refused(prepare_template, text, message):
+    with pytest.raises(SpecError, match=message):
+        prepare_template(text, nodes=2)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_it_is_refused(given, text, words):
         "{% block launch %}date\n{{ super() }}{% endblock %}",
     ],
 )
-def test_it_is_taken(given, text):
-    assert "hpctrain.supervisor" in given(text, nodes=2).script
+def test_valid_template_is_accepted(prepare_template, text):
+    assert "hpctrain.supervisor" in prepare_template(text, nodes=2).script
 
 
-def test_what_is_no_python_is_refused_by_its_name_and_first_line(prepared, tmp_path):
+def test_non_python_script_is_refused(prepared, tmp_path):
     (tmp_path / "t.sh").write_text("echo\n")
     (tmp_path / "train").write_text("#!/bin/bash\necho\n")
     (tmp_path / "ok").write_text("#!/usr/bin/env python3\nprint()\n")
@@ -61,6 +61,6 @@ def test_what_is_no_python_is_refused_by_its_name_and_first_line(prepared, tmp_p
     prepared(script="ok")
 
 
-def test_a_place_without_room_for_files_is_no_place_for_a_run(prepared):
+def test_run_folder_on_a_file_system_without_space_is_refused(prepared):
     with pytest.raises(SpecError, match="file system of '/proc' cannot store files"):
         prepared(run_dir="/proc/foo")

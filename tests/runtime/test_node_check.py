@@ -1,4 +1,4 @@
-"""The look at a node before the ranks start. The GPUs are pretended: readings as the driver's would be."""
+"""The node check before the ranks start, with fake GPU readings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hpctrain.runtime.node_check import check_gpu, own_gpus, previous_memory_err
 from hpctrain.telemetry.sampling.nvml import GpuReading
 
 
-def ranks(local: int, per_node: int):
+def ranks(local_rank: int, per_node: int):
     environ = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(local),
-        "SLURM_LOCALID": str(local),
+        "SLURM_PROCID": str(local_rank),
+        "SLURM_LOCALID": str(local_rank),
         "SLURM_NODEID": "0",
         "SLURM_STEP_NUM_TASKS": str(per_node),
         "SLURM_STEP_NUM_NODES": "1",
@@ -28,17 +28,17 @@ def ranks(local: int, per_node: int):
     return detect(environ), environ
 
 
-def test_each_rank_of_a_node_looks_at_the_gpu_that_it_will_take():
+def test_each_rank_checks_the_gpu_that_it_will_use():
     assert [own_gpus(*ranks(local, 4), 4) for local in range(4)] == [[0], [1], [2], [3]]
     assert own_gpus(*ranks(0, 1), 4) == [0, 1, 2, 3], "an agent of torchrun has all of them"
     assert own_gpus(*ranks(1, 2), 0) == []
-    alone, environ = ranks(0, 1)
-    assert own_gpus(alone, {**environ, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2) == [0]
+    single_rank, environ = ranks(0, 1)
+    assert own_gpus(single_rank, {**environ, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2) == [0]
     with pytest.raises(EnvironmentMismatch, match="4 ranks on this node"):
         own_gpus(*ranks(3, 4), 2)
 
 
-def test_memory_errors_count_since_the_job_looked_first(tmp_path):
+def test_memory_errors_count_from_the_first_check_of_the_job(tmp_path):
     run = RunDir(tmp_path)
     (tmp_path / "checks").mkdir()
     old = [GpuReading(ecc_errors=5), GpuReading(ecc_errors=None)]
@@ -50,7 +50,7 @@ def test_memory_errors_count_since_the_job_looked_first(tmp_path):
     assert previous_memory_errors(run, "n1", 0, "7/1", new) == [7, 0], "a job that was requeued begins anew"
 
 
-def test_a_gpu_that_somebody_uses_is_said():
+def test_gpu_in_use_is_reported():
     assert check_gpu(1, GpuReading(processes=1, memory=1 << 20), 0) == [
         "GPU 1 is in use: 1 processes, 1048576 bytes"
     ]

@@ -1,4 +1,4 @@
-"""Values in a store with codes: what is accepted, and what is refused."""
+"""Signed values in a store: accepted and refused ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store(raw):
     return PrefixStore("group", SignedStore.wrap(raw, SECRET))
 
 
-def test_values_arrive_as_they_were_written(store):
+def test_values_round_trip(store):
     store.set("a", b"\x00 \xff")
     assert store.get("a") == b"\x00 \xff"
     assert store.compare_set("a", b"\x00 \xff", "b") == b"b"
@@ -43,7 +43,7 @@ def test_values_arrive_as_they_were_written(store):
         store.wait(["none"], timedelta(seconds=0.1))
 
 
-def test_a_changed_value_is_refused(store, raw):
+def test_changed_value_is_refused(store, raw):
     store.set("a", "1")
     raw.set("group/a", raw.get("group/a")[:-1] + b"2")
     for read in (store.get, lambda key: store.multi_get([key]), lambda key: store.compare_set(key, "", "1")):
@@ -52,13 +52,13 @@ def test_a_changed_value_is_refused(store, raw):
 
 
 @pytest.mark.parametrize("value", [b"", b"1", b"0" * 64 + b" 1", b"\xff" * 100], ids=range(4))
-def test_a_value_without_a_code_is_refused(store, raw, value):
+def test_unsigned_value_is_refused(store, raw, value):
     raw.set("group/a", value)
     with pytest.raises(Unauthenticated):
         store.get("a")
 
 
-def test_a_value_of_another_key_or_group_is_refused(store, raw):
+def test_value_of_another_key_or_group_is_refused(store, raw):
     store.set("0", "address")
     for other in ("group/1", "other/0"):
         raw.set(other, raw.get("group/0"))
@@ -71,7 +71,7 @@ def test_a_value_of_another_key_or_group_is_refused(store, raw):
 @pytest.mark.parametrize(
     "other", [new_secret(), {}, {**SECRET, "TORCHELASTIC_RESTART_COUNT": "1"}], ids=range(3)
 )
-def test_a_value_of_another_attempt_is_refused(raw, other):
+def test_value_of_another_attempt_is_refused(raw, other):
     """Without a supervisor, the secret may be the same."""
     SignedStore.wrap(raw, other).set("a", "1")
     with pytest.raises(Unauthenticated):

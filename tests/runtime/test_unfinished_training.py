@@ -1,4 +1,4 @@
-"""A script that ends with exit code 0 while a training is under way is not complete."""
+"""A script that exits with 0 during training is not complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ training = TrainingMarker("Trainer.fit()", "/data", os.environ)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_has_begun(monkeypatch):
+def _reset_state(monkeypatch):
     monkeypatch.setattr(unfinished_training, "_unfinished", {})
     monkeypatch.setattr(unfinished_training, "_has_stopped", False)
 
@@ -51,11 +51,11 @@ def variables(run: RunDir) -> dict[str, str]:
     return {"HPCTRAIN_RUN_DIR": str(run.path), "HPCTRAIN_ATTEMPT": "4", "RANK": "1"}
 
 
-def of(run: RunDir, folder: str = "/data") -> TrainingMarker:
+def marker(run: RunDir, folder: str = "/data") -> TrainingMarker:
     return TrainingMarker("Trainer.fit()", folder, variables(run))
 
 
-def end_of(run: RunDir, text: str) -> int:
+def run_script(run: RunDir, text: str) -> int:
     script = run.path.parent / "script.py"
     script.write_text(HEAD + text)
     command = [sys.executable, "-P", "-m", "hpctrain.runtime.worker", json.dumps(["script", str(script)])]
@@ -67,8 +67,8 @@ def failure(run: RunDir) -> dict:
     return json.loads(run.failure(4, 1).read_text())
 
 
-def test_a_training_has_a_file_until_it_returns(run):
-    with of(run) as training:
+def test_marker_file_exists_until_training_returns(run):
+    with marker(run) as training:
         training.set_last_step(10)
         (path,) = run.unfinished_files(4)
         assert json.loads(path.read_text()) == {"what": "Trainer.fit()", "last_step": 10}
@@ -77,8 +77,8 @@ def test_a_training_has_a_file_until_it_returns(run):
     assert unfinished_training.find_unfinished_training() is None
 
 
-def test_an_exception_leaves_the_file_and_what_it_said(run):
-    training = of(run)
+def test_exception_keeps_the_file_and_is_recorded(run):
+    training = marker(run)
     training.step, training.last_step = 4, 10
     with pytest.raises(ValueError, match="bad"), training:
         raise ValueError("bad data")
@@ -89,75 +89,75 @@ def test_an_exception_leaves_the_file_and_what_it_said(run):
     assert record["message"].endswith("before Trainer.fit() returned, after step 4 of 10)")
 
 
-def test_a_second_try_in_the_same_folder_takes_the_place_of_the_first(run):
-    with pytest.raises(MemoryError), of(run):
+def test_second_training_in_the_same_folder_replaces_the_first(run):
+    with pytest.raises(MemoryError), marker(run):
         raise MemoryError
-    with of(run):
+    with marker(run):
         pass
     assert unfinished_training.find_unfinished_training() is None
     assert run.unfinished_files(4) == []
 
 
-def test_a_training_in_another_folder_settles_nothing(run):
-    with pytest.raises(MemoryError), of(run):
+def test_training_in_another_folder_does_not_clear_the_first(run):
+    with pytest.raises(MemoryError), marker(run):
         raise MemoryError
-    with of(run, "/other"):
+    with marker(run, "/other"):
         pass
     assert unfinished_training.find_unfinished_training()["error"] == "MemoryError"
     assert len(run.unfinished_files(4)) == 1
 
 
-def test_after_a_stop_no_further_training_begins(run):
-    with pytest.raises(SystemExit), of(run):
+def test_no_training_begins_after_a_stop(run):
+    with pytest.raises(SystemExit), marker(run):
         raise SystemExit(75)
     assert unfinished_training.has_stopped()
-    with pytest.raises(SystemExit) as leaving, of(run, "/other"):
+    with pytest.raises(SystemExit) as exit_info, marker(run, "/other"):
         pytest.fail("it has begun")
-    assert leaving.value.code == 75
+    assert exit_info.value.code == 75
 
 
-def test_without_a_run_there_is_no_file_and_a_stop_ends_one_training_only(tmp_path):
+def test_without_a_run_there_is_no_file_and_a_stop_ends_one_training(tmp_path):
     for _ in range(2):
         with pytest.raises(SystemExit), TrainingMarker("Trainer.fit()", tmp_path, {}):
             raise SystemExit(75)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_takes_no_file_ends_no_training(run):
+def test_unwritable_folder_does_not_end_the_training(run):
     (run.path / "unfinished").write_text("in the way")
-    with of(run) as training:
+    with marker(run) as training:
         training.set_last_step(3)
 
 
-@pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit()"])
-def test_a_script_that_ends_in_a_training_has_failed(run, ends):
-    text = f"with training:\n    training.step = 4\n    training.set_last_step(10)\n    {ends}"
-    assert end_of(run, text) == 1
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "sys.exit()"])
+def test_script_that_exits_during_training_has_failed(run, ending):
+    text = f"with training:\n    training.step = 4\n    training.set_last_step(10)\n    {ending}"
+    assert run_script(run, text) == 1
     assert failure(run)["kind"] == "unfinished"
     assert failure(run)["error"].endswith("before Trainer.fit() returned, after step 4 of 10")
     assert "call end() on the trainer" in failure(run)["message"]
     assert "before Trainer.fit() returned" in run.rank_log(4, 1).read_text()
 
 
-def test_a_script_that_caught_the_exception_has_failed_of_it(run):
+def test_script_that_caught_the_exception_has_failed_with_it(run):
     text = "try:\n    with training:\n        raise KeyError('x')\nexcept KeyError:\n    pass"
-    assert end_of(run, text) == 1
+    assert run_script(run, text) == 1
     assert (failure(run)["kind"], failure(run)["error"]) == ("exception", "KeyError")
     assert "raise KeyError('x')" in failure(run)["traceback"]
 
 
-@pytest.mark.parametrize("ends", ["", "sys.exit(0)", "sys.exit(1)", "raise ValueError('late')"])
-def test_a_script_that_swallowed_a_stop_is_continued(run, ends):
-    text = f"try:\n    with training:\n        sys.exit(75)\nexcept BaseException:\n    pass\n{ends}"
-    assert end_of(run, text) == 75
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "sys.exit(1)", "raise ValueError('late')"])
+def test_script_that_swallowed_a_stop_is_continued(run, ending):
+    text = f"try:\n    with training:\n        sys.exit(75)\nexcept BaseException:\n    pass\n{ending}"
+    assert run_script(run, text) == 75
     assert not run.failure(4, 1).exists()
 
 
-def test_a_training_that_returned_is_complete(run):
-    assert end_of(run, "with training:\n    pass") == 0
+def test_training_that_returned_is_complete(run):
+    assert run_script(run, "with training:\n    pass") == 0
     assert run.unfinished_files(4) == []
 
 
-def test_what_runs_no_python_at_its_end_leaves_the_file(run):
-    assert end_of(run, "with training:\n    os._exit(0)") == 0
+def test_os_exit_leaves_the_file(run):
+    assert run_script(run, "with training:\n    os._exit(0)") == 0
     assert len(run.unfinished_files(4)) == 1

@@ -1,4 +1,4 @@
-"""The worker as Slurm starts it: one process, with the variables of a job step of one task."""
+"""The worker as Slurm starts it: one process, with the variables of a single-task job step."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def run(tmp_path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
-def start(run: RunDir, text: str, *args: str, **more) -> subprocess.Popen[bytes]:
+def start(run: RunDir, source: str, *args: str, **kwargs) -> subprocess.Popen[bytes]:
     script = run.path.parent / "script.py"
-    script.write_text(text)
+    script.write_text(source)
     command = [
         sys.executable,
         "-P",
@@ -47,32 +47,32 @@ def start(run: RunDir, text: str, *args: str, **more) -> subprocess.Popen[bytes]
         "hpctrain.runtime.worker",
         json.dumps(["script", str(script), *args]),
     ]
-    env = environment({**STEP, "HPCTRAIN_RUN_DIR": str(run.path), **more.pop("env", {})})
-    return subprocess.Popen(command, env=env, **more)
+    env = environment({**STEP, "HPCTRAIN_RUN_DIR": str(run.path), **kwargs.pop("env", {})})
+    return subprocess.Popen(command, env=env, **kwargs)
 
 
 def log(run: RunDir, rank: int = 1) -> str:
     return run.rank_log(4, rank).read_text()
 
 
-def test_the_script_sees_its_words_its_folder_and_its_ranks(run):
-    text = (
+def test_script_has_its_arguments_folder_and_rank(run):
+    source = (
         "import os, sys\n"
         "print(sys.argv[1:], os.path.samefile(sys.path[0], os.path.dirname(__file__)), __name__)\n"
         "print({name: os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR')})\n"
     )
-    assert start(run, text, "--lr", ":").wait(30) == 0
+    assert start(run, source, "--lr", ":").wait(30) == 0
     assert "['--lr', ':'] True __main__" in log(run)
     assert "{'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'n1'}" in log(run)
 
 
-def test_a_file_of_the_users_folder_is_not_taken_for_a_module_of_ours(run, tmp_path):
+def test_modules_in_the_users_folder_do_not_shadow_ours(run, tmp_path):
     (tmp_path / "runpy.py").write_text("raise SystemExit('the wrong runpy')")
     assert start(run, "print('fine')", cwd=tmp_path).wait(30) == 0
     assert "fine" in log(run)
 
 
-def test_an_exception_leaves_a_failure_file_and_its_traceback_in_the_log(run):
+def test_exception_writes_a_failure_file_and_its_traceback(run):
     assert start(run, "def f():\n    raise ValueError('bad\\udcff data')\nf()\n").wait(30) == 1
     failure = json.loads(run.failure(4, 1).read_text())
     assert (failure["rank"], failure["node"], failure["kind"]) == (1, "n1", "exception")
@@ -84,24 +84,24 @@ def test_an_exception_leaves_a_failure_file_and_its_traceback_in_the_log(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "failed"),
+    ("argument", "code", "failed"),
     [("3", 3, True), ("'no data'", 1, True), ("75", 75, False), ("0", 0, False), ("None", 0, False)],
 )
-def test_sys_exit(run, words, code, failed):
-    assert start(run, f"import sys\nsys.exit({words})").wait(30) == code
+def test_sys_exit_sets_exit_code_and_failure_file(run, argument, code, failed):
+    assert start(run, f"import sys\nsys.exit({argument})").wait(30) == code
     assert run.failure(4, 1).exists() is failed
-    assert ("no data" in log(run)) is ("data" in words)
+    assert ("no data" in log(run)) is ("data" in argument)
 
 
-def test_a_thread_that_never_ends_does_not_keep_a_failed_rank(run):
-    text = (
+def test_endless_thread_does_not_keep_a_failed_rank_alive(run):
+    source = (
         "import threading, time, sys\nthreading.Thread(target=time.sleep, args=(300,)).start()\nsys.exit(3)"
     )
-    assert start(run, text).wait(30) == 3
+    assert start(run, source).wait(30) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_stop_signal_while_nobody_listens_leaves_with_75(run, number):
+def test_unhandled_stop_signal_exits_with_75(run, number):
     with start(run, "import time\nprint('here')\ntime.sleep(300)") as process:
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         process.send_signal(number)
@@ -115,7 +115,7 @@ UNUSED = "This script does not use hpctrain's Trainer, so hpctrain has not saved
 
 
 @pytest.mark.parametrize(
-    ("number", "text", "words"),
+    ("number", "source", "message"),
     [
         (signal.SIGUSR2, "", f"SIGUSR2 (the time limit is near); exiting. {UNUSED}"),
         (signal.SIGTERM, "run.cancel_request.touch()", "SIGTERM (cancel); exiting. "),
@@ -141,30 +141,32 @@ UNUSED = "This script does not use hpctrain's Trainer, so hpctrain has not saved
         ),
     ],
 )
-def test_rank_0_says_which_signal_ends_it_and_what_is_lost(run, number, text, words):
+def test_rank_0_prints_the_signal_and_what_is_lost(run, number, source, message):
     head = "import os, time\nfrom pathlib import Path\nfrom hpctrain.rundir import RunDir\n"
     head += "run = RunDir(Path(os.environ['HPCTRAIN_RUN_DIR']))\n"
-    with start(run, f"{head}{text}\nprint('here')\ntime.sleep(300)", env=RANK_0) as process:
+    with start(run, f"{head}{source}\nprint('here')\ntime.sleep(300)", env=RANK_0) as process:
         wait_for(lambda: run.rank_log(4, 0).exists() and "here" in log(run, 0), 30, "the script")
         process.send_signal(number)
         assert process.wait(30) == 75
     (line,) = [line for line in log(run, 0).splitlines() if line.startswith("hpctrain: received ")]
-    assert words.format(checkpoints=run.checkpoints) in line
+    assert message.format(checkpoints=run.checkpoints) in line
 
 
-def test_a_run_folder_that_cannot_be_read_does_not_hinder_leaving():
+def test_unreadable_run_folder_does_not_prevent_the_exit():
     script = (
         "import os, signal; from hpctrain.runtime.stopping.stop_signals import *\n"
         "exit_on_stop_signal(); os.kill(os.getpid(), 15)"
     )
     env = environment({"HPCTRAIN_RUN_DIR": "/" + 300 * "x"})
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 75
-    assert "received SIGTERM; exiting. The run folder cannot be read: " in done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 75
+    assert "received SIGTERM; exiting. The run folder cannot be read: " in result.stderr
 
 
-#: A finalizer runs until the signal has come, and Python has it swallow every exception.
-SWALLOWING = """
+#: A finalizer that runs until the signal arrives; Python swallows every exception in it.
+SLOW_FINALIZER = """
 import os, signal, time
 class Swallows:
     def __del__(self):
@@ -175,12 +177,12 @@ Swallows()
 """
 
 
-def test_leaving_cannot_be_lost_in_a_finalizer(run):
-    text = (
+def test_stop_during_a_finalizer_is_not_lost(run):
+    source = (
         "import hpctrain.runtime.stopping.stop_signals as s\n"
-        f"s.EXIT_TIMEOUT_S = 0.5\n{SWALLOWING}\ntime.sleep(300)"
+        f"s.EXIT_TIMEOUT_S = 0.5\n{SLOW_FINALIZER}\ntime.sleep(300)"
     )
-    with start(run, text) as process:
+    with start(run, source) as process:
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         process.send_signal(signal.SIGUSR2)
         assert process.wait(20) == 75
@@ -189,8 +191,8 @@ def test_leaving_cannot_be_lost_in_a_finalizer(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_stop_signal_while_the_interpreter_ends_makes_no_complete_script_incomplete(run, number):
-    text = (
+def test_stop_signal_during_interpreter_exit_is_ignored(run, number):
+    source = (
         "import os, sys\n"
         "class Late:\n"
         f"    def __del__(self, kill=os.kill, pid=os.getpid(), write=os.write, number={int(number)}):\n"
@@ -198,48 +200,48 @@ def test_a_stop_signal_while_the_interpreter_ends_makes_no_complete_script_incom
         "        write(1, b'deaf')\n"
         "sys.late = Late()\n"
     )
-    assert start(run, text).wait(30) == 0
+    assert start(run, source).wait(30) == 0
     assert log(run).endswith("deaf")
 
 
 @pytest.mark.parametrize(
-    "ends", ["raise ImportError('cannot load module more than once per process')", "sys.exit(1)"]
+    "ending", ["raise ImportError('cannot load module more than once per process')", "sys.exit(1)"]
 )
-def test_what_goes_wrong_after_a_stop_that_an_import_swallowed_is_no_failure(run, ends):
-    text = f"""
+def test_error_after_a_swallowed_stop_is_not_a_failure(run, ending):
+    source = f"""
 import os, signal, sys
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     signal.pause()
 except BaseException:
     pass
-{ends}
+{ending}
 """
-    assert start(run, text).wait(30) == 75
+    assert start(run, source).wait(30) == 75
     assert not run.failure(4, 1).exists()
 
 
-def test_a_training_that_begins_after_a_stop_was_swallowed_is_told(run):
-    text = (
+def test_training_that_starts_after_a_swallowed_stop_receives_it(run):
+    source = (
         "import hpctrain.runtime.stopping.stop_signals as s\ns.EXIT_TIMEOUT_S = 0.5\n"
-        f"{SWALLOWING}\nwith s.capture_stop_signals() as flag:\n    time.sleep(1)\n    "
+        f"{SLOW_FINALIZER}\nwith s.capture_stop_signals() as flag:\n    time.sleep(1)\n    "
         "print('told', flag.signal_name)\n"
     )
-    with start(run, text) as process:
+    with start(run, source) as process:
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         process.send_signal(signal.SIGUSR2)
         process.wait(20)
     assert "told SIGUSR2" in log(run)
 
 
-def test_it_dies_with_the_supervisor_that_holds_its_lifeline(run):
-    reading, writing = os.pipe()
-    text = "import subprocess, time\nsubprocess.Popen(['sleep', '300'])\nprint('here')\ntime.sleep(300)"
-    env = {"HPCTRAIN_LIFELINE_FD": str(reading)}
-    with start(run, text, env=env, pass_fds=[reading], start_new_session=True) as process:
-        os.close(reading)
+def test_rank_dies_when_its_lifeline_is_closed(run):
+    read_fd, write_fd = os.pipe()
+    source = "import subprocess, time\nsubprocess.Popen(['sleep', '300'])\nprint('here')\ntime.sleep(300)"
+    env = {"HPCTRAIN_LIFELINE_FD": str(read_fd)}
+    with start(run, source, env=env, pass_fds=[read_fd], start_new_session=True) as process:
+        os.close(read_fd)
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
-        os.close(writing)
+        os.close(write_fd)
         assert process.wait(30) == -signal.SIGKILL
         wait_for(lambda: not group_alive(process.pid), 10, "the end of the rank's children")
 
@@ -255,7 +257,7 @@ def group_alive(group: int) -> bool:
     return False
 
 
-HEAD = """
+STOP_SELF = """
 import os, signal, sys, time
 told = []
 def stop():
@@ -275,7 +277,7 @@ def stop():
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); stop()", 3),
         ("signal.signal(signal.SIGTERM, signal.SIG_IGN); told = [1]; stop()", 0),
         ("signal.signal(signal.SIGTERM, signal.SIG_DFL); stop()", -signal.SIGTERM),
-        # Whoever takes over and then tells the handler before decides itself when to leave.
+        # A handler that also calls the previous one decides itself when to exit.
         (
             (
                 "before = signal.getsignal(signal.SIGTERM)\n"
@@ -291,30 +293,30 @@ def stop():
         *("ignores", "dies", "passes it on", "another signal"),
     ],
 )
-def test_a_script_that_was_told_to_stop_is_complete_only_if_it_ignores_that(run, rest, code):
-    """Exit code 0 does not tell whether it came to its end; continued, a complete one ends at once."""
-    assert start(run, HEAD + rest).wait(30) == code
+def test_stopped_script_is_complete_only_if_it_ignored_the_signal(run, rest, code):
+    """Exit code 0 does not prove completion; if it was complete, the next attempt ends at once."""
+    assert start(run, STOP_SELF + rest).wait(30) == code
     assert ("the run will continue in a new attempt" in log(run)) is (code == 75)
     assert ("it went on" in log(run)) is ("it went on" in rest)
     assert run.failure(4, 1).exists() is (code == 3)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_that_is_ended_by_sigterm_is_not_the_rank(run, method):
-    text = f"""
+def test_child_ended_by_sigterm_does_not_stop_the_rank(run, method):
+    source = f"""
 import multiprocessing, time
 if __name__ == "__main__":
     with multiprocessing.get_context("{method}").Pool(2) as pool:
         print(pool.map(abs, [-1, 2]))
 """
-    assert start(run, text).wait(30) == 0
+    assert start(run, source).wait(30) == 0
     assert "[1, 2]" in log(run)
     assert "to be continued" not in log(run)
 
 
 @pytest.mark.parametrize("listening", [False, True])
-def test_a_pool_of_forked_processes_is_ended_at_once_whatever_they_are_at(run, listening):
-    text = f"""
+def test_pool_of_forked_processes_ends_at_once(run, listening):
+    source = f"""
 import contextlib, multiprocessing
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 with capture_stop_signals() if {listening} else contextlib.nullcontext():
@@ -323,12 +325,12 @@ with capture_stop_signals() if {listening} else contextlib.nullcontext():
             pool.map(abs, [-1, 2])
 print("all ended")
 """
-    assert start(run, text).wait(30) == 0
+    assert start(run, source).wait(30) == 0
     assert "all ended" in log(run)
 
 
-def test_a_forked_child_does_not_hear_of_the_time_limit(run):
-    text = """
+def test_forked_child_does_not_receive_the_stop_signal(run):
+    source = """
 import os, signal, time
 child = os.fork()
 if child == 0:
@@ -336,12 +338,12 @@ if child == 0:
     os._exit(17)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 """
-    assert start(run, text).wait(30) == 0
+    assert start(run, source).wait(30) == 0
 
 
-def test_a_handler_that_waits_for_other_ranks_for_ever_is_left(run):
-    """As Lightning's, which broadcasts while another rank is in another exchange."""
-    text = """
+def test_handler_that_waits_for_other_ranks_forever_is_abandoned(run):
+    """Like Lightning's, which broadcasts while another rank is in another collective."""
+    source = """
 import os, signal, time
 from hpctrain.runtime.stopping import signal_recorder as stop_notes
 stop_notes.STUCK_HANDLER_TIMEOUT_S, stop_notes.HANDLER_POLL_S = 1.0, 0.1
@@ -350,25 +352,25 @@ exec("def broadcast(): time.sleep(300)", names)
 signal.signal(signal.SIGTERM, lambda *_: names["broadcast"]())
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    assert start(run, text).wait(30) == 75
+    assert start(run, source).wait(30) == 75
     assert "SIGTERM handler of the script has been waiting for other ranks" in log(run)
     assert "in broadcast" in log(run)
 
 
-def test_a_handler_that_takes_its_time_to_save_is_not_disturbed(run):
-    text = """
+def test_handler_that_saves_slowly_is_not_interrupted(run):
+    source = """
 import os, signal, sys, time
 from hpctrain.runtime.stopping import signal_recorder as stop_notes
 stop_notes.STUCK_HANDLER_TIMEOUT_S, stop_notes.HANDLER_POLL_S = 0.2, 0.05
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print("saved"), sys.exit(0)))
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    assert start(run, text).wait(30) == 75
+    assert start(run, source).wait(30) == 75
     assert "saved" in log(run)
 
 
 @pytest.mark.parametrize(("error", "final"), [("UserError", True), ("CheckpointError", False)])
-def test_what_the_user_asked_for_in_vain_is_not_tried_again(run, error, final):
-    text = f"from hpctrain.errors import {error}\nraise {error}('seed is 2, and was 1')"
-    assert start(run, text).wait(30) == 1
+def test_user_error_is_final_and_checkpoint_error_is_not(run, error, final):
+    source = f"from hpctrain.errors import {error}\nraise {error}('seed is 2, and was 1')"
+    assert start(run, source).wait(30) == 1
     assert json.loads(run.failure(4, 1).read_text())["final"] is final

@@ -1,4 +1,4 @@
-"""What follows from an attempt: every row of docs/restart-policy.md, and what stands around the table."""
+"""The decision after an attempt: every row of docs/restart-policy.md, and the rules around the table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FOUR = ("n1", "n2", "n3", "n4")
 
 
 def rows() -> dict[str, tuple[str, RestartRule]]:
-    """The rows of the table: what follows, and the numbers."""
+    """Return the rows of the table: the action and the numbers."""
     text = (REPOSITORY / "docs" / "restart-policy.md").read_text()
     table = re.findall(
         r"^\| `([a-z-]+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE
@@ -53,73 +53,73 @@ def rows() -> dict[str, tuple[str, RestartRule]]:
     number = {"–": None, "`--max-failures`": None}
     return {
         kind: (
-            follows,
+            action_name,
             RestartRule(
                 number[retries] if retries in number else int(retries),
                 number[repeats] if repeats in number else int(repeats),
                 0 if exclude == "–" else int(exclude),
             ),
         )
-        for kind, follows, retries, repeats, exclude in table
+        for kind, action_name, retries, repeats, exclude in table
     }
 
 
-def failed(kind, count, host="n2", words=None):
-    """A history of so many failures of a kind, each on a node of its own unless `host` is given."""
-    past = [PastFailure(kind, host, str(i) if words is None else words) for i in range(count)]
-    return History(tuple(past), tuple(one.kind for one in past))
+def failed(kind, count, host="n2", causes=None):
+    """Return a history of failures of a kind, each on its own node unless `host` is given."""
+    past = [PastFailure(kind, host, str(i) if causes is None else causes) for i in range(count)]
+    return History(tuple(past), tuple(failure_.kind for failure_ in past))
 
 
 def after(
-    kind, count=1, *, nodes=None, intent=JobIntent.CONTINUE, policy=POLICY, words=None, host=None, **fields
+    kind, count=1, *, nodes=None, intent=JobIntent.CONTINUE, policy=POLICY, causes=None, host=None, **fields
 ) -> Decision:
-    history = History(stops=(kind,) * count) if kind.is_stop else failed(kind, count, host, words)
+    history = History(stops=(kind,) * count) if kind.is_stop else failed(kind, count, host, causes)
     state = RunSituation(policy, history, intent, nodes or Allocation(FOUR, min_nodes=4), **fields)
     return decide(state, AttemptEnd(kind, "cause"), now=0.0)
 
 
-def test_the_table_is_that_of_the_documentation():
+def test_table_matches_the_documentation():
     assert {EndKind(kind): row for kind, (_, row) in rows().items()} == dict(DEFAULT_RULES)
 
 
 @pytest.mark.parametrize("kind", rows())
-def test_every_row(kind):
-    follows, row = rows()[kind]
+def test_every_row_of_the_table(kind):
+    action_name, row = rows()[kind]
     kind = EndKind(kind)
     if kind is EndKind.STRAGGLER:
-        return  # No end of an attempt: see test_nodes_at_fault.
-    most = POLICY.max_failures - 1 if row.retries is None else row.retries
-    action = {"restart": Action.RESTART, "requeue": Action.REQUEUE, "end": Action.FAIL}[follows]
+        return  # Not the end of an attempt: see test_faulty_nodes_are_excluded.
+    max_count = POLICY.max_failures - 1 if row.retries is None else row.retries
+    action = {"restart": Action.RESTART, "requeue": Action.REQUEUE, "end": Action.FAIL}[action_name]
     if kind.is_stop:
-        # The first stop is no retry: what counts are the requeues before.
-        assert [after(kind, n).action for n in (0, most - 1, most)] == [action, action, Action.FAIL]
-        assert f"restart.{kind}.retries" in after(kind, most).reason
+        # The first stop is not a retry: only earlier requeues count.
+        assert [after(kind, n).action for n in (0, max_count - 1, max_count)] == [action, action, Action.FAIL]
+        assert f"restart.{kind}.retries" in after(kind, max_count).reason
         return
-    assert [after(kind, n).action for n in range(1, most + 1)] == [action] * most
-    end = after(kind, most + 1)
+    assert [after(kind, n).action for n in range(1, max_count + 1)] == [action] * max_count
+    end = after(kind, max_count + 1)
     assert end.action is Action.FAIL
     if row.repeats is not None:
-        assert after(kind, row.repeats, words="same").action is action
-        repeated = after(kind, row.repeats + 1, words="same")
+        assert after(kind, row.repeats, causes="same").action is action
+        repeated = after(kind, row.repeats + 1, causes="same")
         assert repeated.action is Action.FAIL
         assert "the same" in repeated.reason
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DEFAULT_RULES if kind is not EndKind.STRAGGLER])
 @pytest.mark.parametrize(
-    ("will", "action"), [(JobIntent.CANCEL, Action.CANCEL), (JobIntent.YIELD, Action.LEAVE)]
+    ("intent", "action"), [(JobIntent.CANCEL, Action.CANCEL), (JobIntent.YIELD, Action.LEAVE)]
 )
-def test_user_and_scheduler_come_first(kind, will, action):
-    assert after(kind, 99, intent=will).action is action
+def test_cancel_and_yield_take_precedence(kind, intent, action):
+    assert after(kind, 99, intent=intent).action is action
 
 
-@pytest.mark.parametrize("will", JobIntent)
-def test_done_is_done(will):
-    assert after(EndKind.DONE, 99, intent=will).action is Action.COMPLETE
+@pytest.mark.parametrize("intent", JobIntent)
+def test_completed_attempt_completes_the_run(intent):
+    assert after(EndKind.DONE, 99, intent=intent).action is Action.COMPLETE
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DEFAULT_RULES if kind is not EndKind.STRAGGLER])
-def test_a_run_whose_job_is_being_ended_goes_on_in_another(kind):
+def test_run_in_an_ending_job_is_requeued_unless_it_failed(kind):
     action = after(kind, 1, intent=JobIntent.RELOCATE).action
     assert action is (Action.FAIL if rows()[kind][0] == "end" else Action.REQUEUE)
 
@@ -140,7 +140,7 @@ def test_kinds_without_a_number_share_max_failures():
     [(20.0, False, Action.FAIL), (3600.0, True, Action.FAIL), (3600.0, False, Action.REQUEUE)],
 )
 def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed, action):
-    """One that lasted may have saved by its own means, unless its ranks agreed to stop."""
+    """A long attempt may have saved by its own means, unless its ranks agreed to stop."""
     history = History(stops=(EndKind.TIME_LIMIT,) * 2, agreed_to_stop=agreed)
     decision = decide(RunSituation(POLICY, history, seconds=seconds), AttemptEnd(EndKind.TIME_LIMIT), 0.0)
     assert decision.action is action
@@ -151,7 +151,7 @@ def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed
         assert "--time" in decision.reason
 
 
-def test_a_row_that_the_user_changes():
+def test_rules_can_be_changed():
     policy = RestartPolicy.with_changes(
         {"killed": {"retries": 5}, "python": {"repeats": 0}, "gpu": {"exclude": 0}}, 3
     )
@@ -170,14 +170,14 @@ def test_a_row_that_the_user_changes():
     )
 
 
-def test_files_of_a_script_renew_the_budget_ten_times():
+def test_checkpoints_of_a_script_renew_the_budget_ten_times():
     crashes = (EndKind.KILLED,) * (CRASHES_PER_FAILURE * POLICY.max_failures)
     for number, action in ((len(crashes) - 1, Action.RESTART), (len(crashes), Action.FAIL)):
         history = History((PastFailure(EndKind.KILLED),), crashes[:number])
         assert decide(RunSituation(POLICY, history), AttemptEnd(EndKind.KILLED), 0.0).action is action
 
 
-def test_a_crash_shortly_before_the_time_limit_is_no_reason_to_start_again_here():
+def test_crash_shortly_before_the_time_limit_requeues():
     assert after(EndKind.KILLED, ends_at=100.0, lead_s=100.0).action is Action.REQUEUE
     assert after(EndKind.KILLED, ends_at=101.0, lead_s=100.0).action is Action.RESTART
     assert after(EndKind.KILLED, 3, ends_at=100.0, lead_s=100.0).action is Action.FAIL
@@ -214,7 +214,7 @@ LOST = {"n3": "the slurmd does not respond"}
         (EndKind.KILLED, Allocation(FOUR, min_nodes=2), Action.RESTART, FOUR),
     ],
 )
-def test_nodes_that_are_lost(kind, nodes, action, hosts):
+def test_lost_nodes_shrink_replace_or_requeue(kind, nodes, action, hosts):
     decision = after(kind, nodes=nodes)
     assert (decision.action, decision.hosts) == (action, hosts)
 
@@ -222,19 +222,19 @@ def test_nodes_that_are_lost(kind, nodes, action, hosts):
 @pytest.mark.parametrize(
     ("nodes", "action", "hosts", "excluded"),
     [
-        # Here there is another, or less will do.
+        # Another node is available, or fewer suffice.
         (Allocation(FOUR, min_nodes=2), Action.SHRINK, ("n1", "n3", "n4"), ["n2"]),
         (Allocation(FOUR, ("n5",), min_nodes=4), Action.REPLACE, ("n1", "n3", "n4", "n5"), ["n2"]),
-        # Elsewhere there are others.
+        # Other nodes exist elsewhere.
         (Allocation(FOUR, min_nodes=4, can_reallocate=True), Action.REQUEUE, (), ["n2"]),
-        # There are none: a node at fault is better than to wait for ever.
+        # There are none: a faulty node is better than waiting forever.
         (Allocation(FOUR, min_nodes=4), Action.RESTART, FOUR, []),
     ],
 )
 @pytest.mark.parametrize(
     "kind", [kind for kind, row in DEFAULT_RULES.items() if row.exclude and kind is not EndKind.STRAGGLER]
 )
-def test_nodes_at_fault(kind, nodes, action, hosts, excluded):
+def test_faulty_nodes_are_excluded(kind, nodes, action, hosts, excluded):
     enough = DEFAULT_RULES[kind].exclude
     decision = after(kind, enough, nodes=nodes, host="n2")
     assert (decision.action, decision.hosts, list(decision.exclude)) == (action, hosts, excluded)
@@ -242,7 +242,7 @@ def test_nodes_at_fault(kind, nodes, action, hosts, excluded):
     assert (fewer.action, fewer.exclude) == (Action.RESTART, {})
 
 
-def test_a_run_leaves_the_node_on_which_a_place_was_taken_twice():
+def test_node_on_which_a_rank_was_replaced_twice_is_excluded():
     nodes = Allocation(("n1", "n2"), min_nodes=2, can_reallocate=True)
     once = after(EndKind.UNAUTHENTICATED, 1, nodes=nodes, host="n2")
     assert (once.action, once.hosts) == (Action.RESTART, ("n1", "n2"))
@@ -250,7 +250,7 @@ def test_a_run_leaves_the_node_on_which_a_place_was_taken_twice():
     assert (twice.action, list(twice.exclude)) == (Action.REQUEUE, ["n2"])
 
 
-def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
+def test_lasting_straggler_is_excluded_at_the_next_start():
     history = replace(failed(EndKind.KILLED, 1), slow_nodes=("n4", "n4"))
     decision = decide(
         RunSituation(POLICY, history, nodes=Allocation(FOUR, min_nodes=2)), AttemptEnd(EndKind.KILLED), 0.0
@@ -263,7 +263,7 @@ def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
 
 
 @pytest.mark.parametrize(
-    ("cancelled", "disposition", "resume_mode", "will"),
+    ("cancelled", "disposition", "resume_mode", "intent"),
     [
         (True, JobDisposition.STAYS, "auto", JobIntent.CANCEL),
         (True, JobDisposition.EVICTED, "auto", JobIntent.CANCEL),
@@ -276,12 +276,12 @@ def test_a_node_that_stays_slow_is_left_out_at_the_next_start():
         (False, JobDisposition.ENDS, "successor", JobIntent.YIELD),
     ],
 )
-def test_what_is_wanted_with_the_job(cancelled, disposition, resume_mode, will):
-    assert resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=resume_mode) is will
+def test_intent_of_a_job(cancelled, disposition, resume_mode, intent):
+    assert resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=resume_mode) is intent
 
 
 @pytest.mark.parametrize(
-    ("resume_mode", "will", "requeues", "ways"),
+    ("resume_mode", "intent", "requeues", "methods"),
     [
         ("auto", JobIntent.CONTINUE, True, (ContinuationMethod.REQUEUE, ContinuationMethod.SUCCESSOR)),
         ("auto", JobIntent.CONTINUE, False, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
@@ -292,12 +292,12 @@ def test_what_is_wanted_with_the_job(cancelled, disposition, resume_mode, will):
         ("successor", JobIntent.RELOCATE, False, (ContinuationMethod.SUCCESSOR,)),
     ],
 )
-def test_ways_to_another_allocation(resume_mode, will, requeues, ways):
-    assert continuation_methods(resume_mode, will, can_requeue=requeues) == ways
+def test_continuation_methods_are_ordered_by_mode(resume_mode, intent, requeues, methods):
+    assert continuation_methods(resume_mode, intent, can_requeue=requeues) == methods
 
 
 @pytest.mark.parametrize(
-    ("standing", "entry"),
+    ("state", "decision"),
     [
         (OwnershipState("7", "7"), OwnershipDecision.BEGIN),
         (OwnershipState("7", None), OwnershipDecision.BEGIN),
@@ -325,8 +325,8 @@ def test_ways_to_another_allocation(resume_mode, will, requeues, ways):
         ),
     ],
 )
-def test_what_a_job_does_when_it_starts(standing, entry):
-    assert decide_ownership(standing) is entry
+def test_ownership_decision_at_the_start_of_a_job(state, decision):
+    assert decide_ownership(state) is decision
 
 
 def event(kind, **fields):
@@ -334,7 +334,9 @@ def event(kind, **fields):
 
 
 FAILURE = event("failure", rank=1, host="n1", cause="rank 1 on n1: KeyError: 'x'", **{"class": "python"})
-AGAIN = event("failure", rank=2, host="n2", cause="rank 2 on n2: KeyError: 'x'", **{"class": "python"})
+SECOND_FAILURE = event(
+    "failure", rank=2, host="n2", cause="rank 2 on n2: KeyError: 'x'", **{"class": "python"}
+)
 REQUEUE = event("requeue", seconds=20.0, **{"class": "time-limit"})
 NO_PROGRESS = [
     event("started"),
@@ -349,23 +351,23 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
     ("events", "history"),
     [
         ([], History()),
-        ([FAILURE, AGAIN], History((P1, P2), (K, K))),
-        ([FAILURE, event("checkpoint", step=5), AGAIN], History((P2,), (K,))),
+        ([FAILURE, SECOND_FAILURE], History((P1, P2), (K, K))),
+        ([FAILURE, event("checkpoint", step=5), SECOND_FAILURE], History((P2,), (K,))),
         (
-            [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), AGAIN],
+            [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), SECOND_FAILURE],
             History((P1, P2), (K, K)),
         ),
         ([REQUEUE, REQUEUE, FAILURE], History((P1,), (K,), (T, T))),
-        # Of a script's own checkpoints only that there is a new one is known.
+        # Of a script's own checkpoints, only their existence is known.
         (
-            [FAILURE, REQUEUE, event("checkpoint", step=None), AGAIN],
+            [FAILURE, REQUEUE, event("checkpoint", step=None), SECOND_FAILURE],
             History((P2,), (K, K)),
         ),
         ([FAILURE, REQUEUE, event("excluded", hosts=["n1"]), event("submitted")], History()),
         ([FAILURE, REQUEUE, event("submitted", after="7")], History((P1,), (K,), (T,))),
-        # A script that saves by its own means is not given up because it is preempted every hour.
+        # A script that saves by its own means must not be ended because of hourly preemptions.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
-        # The checkpoints of ranks that agreed to stop are known, so a long attempt counts, too.
+        # The checkpoints of ranks that agreed to stop are known, so long attempts count, too.
         ([*NO_PROGRESS, *NO_PROGRESS], History((), (), (T, T), agreed_to_stop=True)),
         ([*NO_PROGRESS, event("started")], History((), (), (T,))),
         (
@@ -390,17 +392,17 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
         ),
     ],
 )
-def test_history(events, history):
+def test_history_is_read_from_events(events, history):
     assert History.from_events(events) == history
 
 
-def test_the_very_same_failure_is_known_on_any_rank_and_at_any_address():
-    words = ("bad thing at 0x7f01", "bad thing at 0x7f99", "another")
-    pasts = [
-        event("failure", rank=i, host="n1", cause=f"rank {i} on n1: {text}") for i, text in enumerate(words)
+def test_same_failure_is_recognized_on_any_rank_and_at_any_address():
+    causes = ("bad thing at 0x7f01", "bad thing at 0x7f99", "another")
+    failures = [
+        event("failure", rank=i, host="n1", cause=f"rank {i} on n1: {text}") for i, text in enumerate(causes)
     ]
-    assert History.from_events(pasts[:2]).consecutive_identical() == 2
-    assert History.from_events(pasts).consecutive_identical() == 1
+    assert History.from_events(failures[:2]).consecutive_identical() == 2
+    assert History.from_events(failures).consecutive_identical() == 1
 
 
 @pytest.mark.parametrize(
@@ -418,7 +420,7 @@ def test_the_very_same_failure_is_known_on_any_rank_and_at_any_address():
         ("slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED ***", []),
     ],
 )
-def test_sruns_reports(line, tasks):
+def test_srun_task_reports_are_parsed(line, tasks):
     assert parse_task_report(line + "\n") == tasks
 
 
@@ -433,7 +435,7 @@ def test_sruns_reports(line, tasks):
         (TaskExit(0, 1), TaskResult.FAILED),
     ],
 )
-def test_endings(task, ending):
+def test_task_results(task, ending):
     assert task.result is ending
 
 
@@ -445,7 +447,7 @@ RUNTIME = ("RuntimeError", "Exception")
 
 
 @pytest.mark.parametrize(
-    ("its", "kind", "again"),
+    ("rank_failure", "kind", "deterministic"),
     [
         (failure(0, classes=("ValueError", "Exception")), EndKind.PYTHON, True),
         (
@@ -503,9 +505,9 @@ RUNTIME = ("RuntimeError", "Exception")
         (failure(0, "unfinished", "the script exited with code 0"), EndKind.UNFINISHED, False),
     ],
 )
-def test_which_kind_a_failure_is_of(its, kind, again):
-    assert classify(its) is kind
-    assert is_deterministic(its) is again
+def test_failures_are_classified(rank_failure, kind, deterministic):
+    assert classify(rank_failure) is kind
+    assert is_deterministic(rank_failure) is deterministic
 
 
 PEER_LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -515,9 +517,9 @@ PEER_LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0
     ("failures", "rank"),
     [
         ([failure(0, message=PEER_LOST, order=2), failure(3, message="bad data", order=1)], 3),
-        # Clocks of hosts differ; the store's count does not.
+        # Clocks of hosts differ; the store's counter does not.
         ([failure(0, order=2, time=1.0), failure(3, order=1, time=2.0)], 3),
-        # A killed rank cannot write; its peers shout first.
+        # A killed rank cannot write a file; its peers do so first.
         ([failure(0, message=PEER_LOST, order=1), failure(5, "signal", "SIGKILL", time=9.0)], 5),
         ([failure(0, message="my own words for a lost peer", order=1), failure(5, "signal", "SIGKILL")], 5),
         # NCCL's watchdog aborts ranks whose peer failed.
@@ -525,12 +527,12 @@ PEER_LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0
         ([failure(4, message=PEER_LOST, order=2), failure(1, message=PEER_LOST, order=1)], 1),
     ],
 )
-def test_root_cause(failures, rank):
+def test_root_cause_is_found_in_any_order(failures, rank):
     assert root_cause(failures).rank == rank
     assert root_cause(failures[::-1]).rank == rank
 
 
-def test_agents_are_told_how_many_nodes_there_are():
+def test_torchrun_agents_receive_the_number_of_nodes():
     spec = JobSpec(
         script="/x.py",
         name="x",

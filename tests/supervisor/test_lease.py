@@ -1,4 +1,4 @@
-"""The lease on a run's folder: of several supervisors one holds it, and whoever is dead loses it."""
+"""The lease on a run folder: one supervisor holds it, and a dead one loses it."""
 
 from __future__ import annotations
 
@@ -24,79 +24,79 @@ def run(tmp_path) -> RunDir:
 
 
 @pytest.fixture
-def take(run):
-    held = []
+def acquire(run):
+    leases = []
 
-    def take(job_id, start=0, on_loss=lambda holder: None, **more):
+    def acquire(job_id, start=0, on_loss=lambda holder: None, **kwargs):
         lease = Lease(run, job_id, start, _NO_SLURM, on_loss)
-        lease.acquire(**more)
-        held.append(lease)
+        lease.acquire(**kwargs)
+        leases.append(lease)
         return lease
 
-    yield take
-    for lease in held:
+    yield acquire
+    for lease in leases:
         lease.release()
 
 
-def grow_old(run):
-    """As if the holder had been silent for longer than one that lives."""
+def expire(run):
+    """Set the lease's time back, as if its holder had been silent for too long."""
     path = run.lease(run.leases()[-1])
-    then = time.time() - EXPIRY_S - 1
-    os.utime(path, (then, then))
+    past = time.time() - EXPIRY_S - 1
+    os.utime(path, (past, past))
 
 
-def test_a_folder_has_one_holder(take):
-    take("7")
+def test_folder_has_one_holder(acquire):
+    acquire("7")
     with pytest.raises(LeaseHeld, match="7"):
-        take("8")
+        acquire("8")
 
 
-def test_two_supervisors_of_one_job_do_not_share_it(take):
-    take("7")
+def test_two_supervisors_of_one_job_do_not_share_the_lease(acquire):
+    acquire("7")
     with pytest.raises(LeaseHeld, match="7"):
-        take("7")
+        acquire("7")
 
 
-def test_what_was_given_back_is_free(take):
-    take("7").release()
-    take("8")
+def test_released_lease_is_free(acquire):
+    acquire("7").release()
+    acquire("8")
 
 
-def test_who_is_silent_is_dead(take, run):
-    take("7")
-    grow_old(run)
-    take("8")
+def test_silent_holder_loses_the_lease(acquire, run):
+    acquire("7")
+    expire(run)
+    acquire("8")
 
 
 @pytest.mark.parametrize(
-    ("job_id", "more"),
+    ("job_id", "kwargs"),
     [("7", {"start": 1}), ("7", {"deaths": 1}), ("8", {"predecessor": "7"})],
     ids=["requeued", "supervisor killed", "successor"],
 )
-def test_whose_holder_must_have_ended_takes_it_at_once(take, job_id, more):
-    take("7")
-    take(job_id, **more)
+def test_lease_of_an_ended_holder_is_taken_at_once(acquire, job_id, kwargs):
+    acquire("7")
+    acquire(job_id, **kwargs)
 
 
-def test_a_holder_that_was_taken_for_dead_is_told(take, run, monkeypatch):
+def test_holder_that_lost_the_lease_is_notified(acquire, run, monkeypatch):
     monkeypatch.setattr(module, "RENEW_INTERVAL_S", 0.05)
     lost = []
-    take("7", on_loss=lost.append)
-    take("7", start=1)
+    acquire("7", on_loss=lost.append)
+    acquire("7", start=1)
     wait_for(lambda: lost, 10, "the loss")
     assert (lost[0].job_id, lost[0].start) == ("7", 1)
 
 
-def test_it_is_renewed_in_place(take, run, monkeypatch):
+def test_lease_is_renewed_in_place(acquire, run, monkeypatch):
     monkeypatch.setattr(module, "RENEW_INTERVAL_S", 0.05)
-    take("7")
-    grow_old(run)
+    acquire("7")
+    expire(run)
     wait_for(lambda: newest_lease(run).age_s < EXPIRY_S and newest_lease(run).holder.beat > 1, 10, "a beat")
     assert run.leases() == [0]
     assert [path.name for path in run.lease(0).parent.iterdir() if "now" not in path.name] == ["000000"]
 
 
-def test_of_many_at_once_one_gets_it(run):
+def test_one_of_many_concurrent_holders_wins(run):
     code = (
         "import sys, time; from pathlib import Path; from hpctrain.rundir import RunDir\n"
         "from hpctrain.records.lease import Lease, LeaseHeld\n"
@@ -118,8 +118,8 @@ def test_of_many_at_once_one_gets_it(run):
     ]
     try:
         (run.path / "go").touch()
-        said = sorted(process.stdout.readline().strip() for process in processes)
+        outputs = sorted(process.stdout.readline().strip() for process in processes)
     finally:
         for process in processes:
             process.communicate(timeout=30)
-    assert said == ["mine"] + ["taken"] * 5
+    assert outputs == ["mine"] + ["taken"] * 5

@@ -1,4 +1,4 @@
-"""Somebody is told when a run ends, fails or stalls: by a webhook, by a command."""
+"""Notifications about the end, a failure or a stall of a run, by webhook and by command."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ time.sleep(9)
 """
 
 
-class Hook:
-    """A server that keeps what is posted to it."""
+class WebhookServer:
+    """A server that records the posted messages."""
 
     def __init__(self) -> None:
         self.got: list[dict] = []
@@ -69,8 +69,8 @@ class Hook:
 
 
 @pytest.fixture
-def hook() -> Iterator[Hook]:
-    hook = Hook()
+def hook() -> Iterator[WebhookServer]:
+    hook = WebhookServer()
     thread = threading.Thread(target=hook.server.serve_forever, args=(0.05,))
     thread.start()
     yield hook
@@ -82,21 +82,21 @@ def hook() -> Iterator[Hook]:
 def submit(tmp_path: Path, *options: str) -> RunDir:
     (tmp_path / "train.py").write_text(TRAINING)
     run = RunDir(tmp_path / "run")
-    words = ["submit", "--backend=local", "--run-dir", str(run.path), *options, "train.py"]
-    run_command([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path)
+    args = ["submit", "--backend=local", "--run-dir", str(run.path), *options, "train.py"]
+    run_command([sys.executable, "-m", "hpctrain", *args], cwd=tmp_path)
     run_command([sys.executable, "-m", "hpctrain", "wait", str(run.path)], cwd=tmp_path, check=False)
     return run
 
 
 @pytest.mark.ranks
-def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_path):
-    told = tmp_path / "told.txt"
-    line = f"cat >> '{told}'; echo >> '{told}'; touch here; test -n \"$HPCTRAIN_TEXT\""
+def test_failure_stall_and_end_reach_webhook_and_command(hook, tmp_path):
+    output = tmp_path / "told.txt"
+    line = f"cat >> '{output}'; echo >> '{output}'; touch here; test -n \"$HPCTRAIN_TEXT\""
     run = submit(tmp_path, "--notify", hook.address, "--notify", line, "--notify-stall-after=6")
-    by_command = [json.loads(row) for row in told.read_text().splitlines() if row]
+    by_command = [json.loads(row) for row in output.read_text().splitlines() if row]
     assert by_command == hook.got
     failure, stall, finish = hook.got
-    assert [one["occasion"] for one in hook.got] == ["failure", "stall", "finish"]
+    assert [message["occasion"] for message in hook.got] == ["failure", "stall", "finish"]
     assert "bad 'data' $(touch executed)" in failure["text"]
     assert failure["rank"] == 0
     assert "no step was logged for" in stall["text"]
@@ -104,23 +104,23 @@ def test_a_failure_a_stall_and_the_end_reach_a_webhook_and_a_command(hook, tmp_p
     assert finish["folder"] == str(run.path)
     assert not list(tmp_path.rglob("executed"))
     assert (run.path / "here").exists()
-    again = json.loads(
+    resubmit_commands = json.loads(
         run_command([sys.executable, "-m", "hpctrain", "report", str(run.path), "--json"]).stdout
     )["again"]
-    assert "--notify-stall-after=6" in again[-1]
+    assert "--notify-stall-after=6" in resubmit_commands[-1]
 
 
 @pytest.mark.long
-def test_only_what_was_asked_for_is_told_and_a_target_that_fails_ends_nothing(hook, tmp_path):
+def test_only_requested_events_are_sent_and_failed_targets_are_survived(hook, tmp_path):
     options = ["--notify", "exit 3", "--notify", "http://127.0.0.1:9/", "--notify", hook.address]
     run = submit(tmp_path, *options, "--notify-on", "finish")
-    assert [one["occasion"] for one in hook.got] == ["finish"]
+    assert [message["occasion"] for message in hook.got] == ["finish"]
     log = run.supervisor_log.read_text()
     assert "the command exited with 3" in log
     assert "was not delivered: URLError" in log
 
 
-def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook, monkeypatch):
+def test_busy_address_is_retried_and_redirects_are_not_followed(hook, monkeypatch):
     monkeypatch.setattr("hpctrain.supervisor.notification_targets._PAUSE_S", 0.01)
     hook.answers = [503, 429]
     post_json(hook.address, {"text": "a"})
@@ -132,116 +132,114 @@ def test_an_address_that_is_busy_is_asked_again_and_no_redirect_is_followed(hook
     assert len(hook.got) == 1
 
 
-def test_a_command_that_does_not_end_is_ended_with_its_children(monkeypatch, tmp_path):
+def test_endless_command_is_killed_with_its_children(monkeypatch, tmp_path):
     monkeypatch.setattr("hpctrain.supervisor.notification_targets._TARGET_LIMIT_S", 0.5)
     message = notification_message(RunDir(tmp_path), "finish", {"state": "FAILED"})
     with pytest.raises(OSError, match="longer than"):
         run_notification_command("sleep 100 & sleep 100", message, {"PATH": "/usr/bin:/bin"})
 
 
-def test_a_target_that_hangs_keeps_neither_the_others_nor_the_end_waiting(monkeypatch, tmp_path, caplog):
-    """One that says nothing, one that says a word now and then, and a command."""
+def test_hanging_targets_delay_neither_others_nor_the_end(monkeypatch, tmp_path, caplog):
+    """A silent server, one that sends a byte now and then, and a command."""
     monkeypatch.setattr(notifications, "_LAST_LIMIT_S", 1.0)
-    run, told = RunDir(tmp_path), tmp_path / "told"
-    over = threading.Event()
+    run, output = RunDir(tmp_path), tmp_path / "told"
+    finished = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as slow:
-        threading.Thread(target=drip, args=(slow, over), daemon=True).start()
-        ports = [one.getsockname()[1] for one in (silent, slow)]
+        threading.Thread(target=send_slowly, args=(slow, finished), daemon=True).start()
+        ports = [item.getsockname()[1] for item in (silent, slow)]
         targets = [f"http://127.0.0.1:{port}/" for port in ports]
-        notify = NotifyConfig((*targets, f"sleep 50 # {tmp_path}", f"cat >> {told}"))
+        notify = NotifyConfig((*targets, f"sleep 50 # {tmp_path}", f"cat >> {output}"))
         run.spec.write_text("{}")
         monkeypatch.setattr(notifications, "load_spec", lambda path: SimpleNamespace(notify=notify))
-        begun = time.monotonic()
+        start = time.monotonic()
         with send_notifications(run, {"PATH": "/usr/bin:/bin"}):
             run.log_event("failure", 0, rank=1, cause="SIGKILL")
-            wait_for(lambda: told.exists() and told.read_text(), 20, "the command beside them")
-        assert time.monotonic() - begun < 10
-        over.set()
-    assert not [one for one in processes() if any(str(tmp_path) in word for word in one.argv)]
+            wait_for(lambda: output.exists() and output.read_text(), 20, "the command beside them")
+        assert time.monotonic() - start < 10
+        finished.set()
+    assert not [item for item in processes() if any(str(tmp_path) in word for word in item.argv)]
     assert caplog.text.count("was not delivered before the supervisor exited") == 3
     assert "Traceback" not in caplog.text
 
 
-def drip(server: socket.socket, over: threading.Event) -> None:
-    """Answer a byte at a time, so that no wait for one ever ends in a timeout."""
+def send_slowly(server: socket.socket, finished: threading.Event) -> None:
+    """Send a byte at a time, so that no read times out."""
     connection, _ = server.accept()
     with connection, suppress(OSError):
-        while not over.wait(0.2):
+        while not finished.wait(0.2):
             connection.sendall(b"H")
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
-def test_files_that_cannot_be_read_for_a_while_by_a_pretended_disk(monkeypatch, tmp_path, caplog, number):
+def test_temporarily_unreadable_events_are_retried(monkeypatch, tmp_path, caplog, number):
     monkeypatch.setattr(notifications, "_POLL_INTERVAL_S", 0.02)
-    run, told = RunDir(tmp_path), tmp_path / "told"
+    run, output = RunDir(tmp_path), tmp_path / "told"
     run.log_event("failure", 0, rank=0, cause="before")
-    read, trouble = RecordTail.read, [OSError(number, os.strerror(number))] * 5
+    read, errors = RecordTail.read, [OSError(number, os.strerror(number))] * 5
 
     def fail_at_first(self) -> list[dict]:
-        if trouble:
-            raise trouble.pop()
+        if errors:
+            raise errors.pop()
         return read(self)
 
     monkeypatch.setattr(RecordTail, "read", fail_at_first)
-    notifier = Notifier(run, NotifyConfig((f"cat >> {told}",)), {"PATH": "/usr/bin:/bin"})
+    notifier = Notifier(run, NotifyConfig((f"cat >> {output}",)), {"PATH": "/usr/bin:/bin"})
     thread = threading.Thread(target=notifier.run)
     thread.start()
     run.log_event("finished", 0, state="COMPLETED")
-    wait_for(lambda: told.exists() and "finish" in told.read_text(), 20, "the command")
+    wait_for(lambda: output.exists() and "finish" in output.read_text(), 20, "the command")
     notifier.ended.set()
     thread.join(20)
     assert not thread.is_alive()
-    assert "before" not in told.read_text()
+    assert "before" not in output.read_text()
     assert caplog.text.count("cannot read the run's events") == 1
 
 
-def test_a_target_that_takes_too_long_gets_the_first_messages_and_holds_no_end_up(
-    monkeypatch, tmp_path, caplog
-):
+def test_slow_target_gets_the_first_messages_and_does_not_delay_the_end(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(notification_targets, "_MAX_WAITING", 2)
     monkeypatch.setattr(notifications, "_POLL_INTERVAL_S", 0.02)
-    run, told = RunDir(tmp_path), tmp_path / "told"
-    notifier = Notifier(run, NotifyConfig((f"cat >> {told}; sleep 0.5",)), {"PATH": "/usr/bin:/bin"})
+    run, output = RunDir(tmp_path), tmp_path / "told"
+    notifier = Notifier(run, NotifyConfig((f"cat >> {output}; sleep 0.5",)), {"PATH": "/usr/bin:/bin"})
     thread = threading.Thread(target=notifier.run)
     thread.start()
     run.log_event("failure", 0, rank=0, cause="cause 0")
-    wait_for(told.exists, 20, "the first message")
+    wait_for(output.exists, 20, "the first message")
     for number in (1, 2, 3, 4):
         run.log_event("failure", 0, rank=0, cause=f"cause {number}")
     wait_for(lambda: caplog.text.count("dropped a"), 20, "a message for which there is no room")
-    begun = time.monotonic()
+    start = time.monotonic()
     notifier.ended.set()
     thread.join(20)
-    assert time.monotonic() - begun < 10
-    assert "cause 1" in told.read_text()
-    assert "cause 4" not in told.read_text()
+    assert time.monotonic() - start < 10
+    assert "cause 1" in output.read_text()
+    assert "cause 4" not in output.read_text()
 
 
-def test_a_run_folder_that_is_gone_is_a_word_in_the_log(tmp_path):
+def test_missing_run_folder_is_reported_as_error(tmp_path):
     message = notification_message(RunDir(tmp_path / "gone"), "finish", {"state": "FAILED"})
     with pytest.raises(OSError, match="gone"):
         run_notification_command("true", message, {"PATH": "/usr/bin:/bin"})
 
 
-def test_what_was_written_before_is_not_told_again(tmp_path):
+def test_earlier_events_are_not_sent(tmp_path):
     run = RunDir(tmp_path)
     run.log_event("finished", 0, state="FAILED")
-    told = tmp_path / "told"
-    notifier = Notifier(run, NotifyConfig((f"cat >> {told}",)), {"PATH": "/usr/bin:/bin"})
+    output = tmp_path / "told"
+    notifier = Notifier(run, NotifyConfig((f"cat >> {output}",)), {"PATH": "/usr/bin:/bin"})
     thread = threading.Thread(target=notifier.run)
     thread.start()
     run.log_event("failure", 0, rank=None, cause="disk full")
     run.log_event("failure", 0, rank=1, cause="no step for 900 s", **{"class": "hang"})
-    wait_for(told.exists, 20, "the command")
+    wait_for(output.exists, 20, "the command")
     notifier.ended.set()
     thread.join(20)
-    assert json.loads(told.read_text())["occasion"] == "stall"
+    assert json.loads(output.read_text())["occasion"] == "stall"
 
 
-def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
+def test_stall_is_reported_once_and_only_after_a_logged_step():
     stall = StallDetector(10)
     stall.on_event({"kind": "started", "attempt": 1}, 0)
-    assert stall.find_stall(50, 0) is None  # of the attempt before
+    assert stall.find_stall(50, 0) is None  # of the previous attempt
     assert stall.find_stall(100, None) is None
     assert stall.find_stall(101, 1) is None
     assert stall.find_stall(110.5, None) is None
@@ -257,7 +255,7 @@ def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
 
 
 @pytest.mark.parametrize(
-    ("notify", "words"),
+    ("notify", "error_message"),
     [
         (NotifyConfig(("https:///path",)), "has no host"),
         (NotifyConfig(("http://a b/",)), "not allowed in a URL"),
@@ -268,28 +266,28 @@ def test_a_stall_is_told_once_and_only_of_ranks_that_have_logged():
         (NotifyConfig(stall_s=0), "at least 1"),
     ],
 )
-def test_what_cannot_be_told_is_refused(notify, words):
-    with pytest.raises(SpecError, match=words):
+def test_invalid_notify_options_are_refused(notify, error_message):
+    with pytest.raises(SpecError, match=error_message):
         notify.check()
 
 
-def test_a_full_disk_is_told_of_once_though_it_takes_no_event(tmp_path):
-    told = tmp_path / "told"
+def test_full_disk_is_reported_once_without_an_event(tmp_path):
+    output = tmp_path / "told"
     with mounted_disk(tmp_path / "disk", "size=64k") as disk:
         run = RunDir(disk / "run")
         run.path.mkdir()
         notifier = Notifier(
-            run, NotifyConfig(targets=(f"cat >> '{told}'; echo >> '{told}'",)), dict(os.environ)
+            run, NotifyConfig(targets=(f"cat >> '{output}'; echo >> '{output}'",)), dict(os.environ)
         )
         with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass
         thread = threading.Thread(target=notifier.run)
         thread.start()
-        wait_for(told.exists, 30, "the notification")
+        wait_for(output.exists, 30, "the notification")
         notifier.ended.set()
         thread.join()
-    (message,) = [json.loads(line) for line in told.read_text().splitlines() if line]
+    (message,) = [json.loads(line) for line in output.read_text().splitlines() if line]
     assert (message["occasion"], message["cause"]) == (
         "stall",
         f"disk full at {run.path}: the run cannot save until space is freed",

@@ -17,12 +17,12 @@ PRINT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 @settings(max_examples=25, deadline=None)
 @given(st.dictionaries(NAMES.filter(lambda name: name != "LC_CTYPE"), VALUES, max_size=8))
-def test_every_variable_arrives_as_it_was_and_no_value_is_a_word(env):
+def test_variables_arrive_unchanged_and_not_in_the_command_line(env):
     command = [sys.executable, "-I", "-S", "-c", PRINT]
-    words = restore_names_command(command, env)
+    argv = restore_names_command(command, env)
     hidden = {name.encode(): os.fsencode(value) for name, value in prefixed(env).items()}
-    done = subprocess.run(words, env=hidden, capture_output=True, check=True)
-    seen = json.loads(done.stdout)
+    result = subprocess.run(argv, env=hidden, capture_output=True, check=True)
+    seen = json.loads(result.stdout)
     seen.pop("LC_CTYPE", None)  # set by Python
     assert seen == env
-    assert words[-len(command) :] == command
+    assert argv[-len(command) :] == command

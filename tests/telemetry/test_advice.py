@@ -1,4 +1,4 @@
-"""Advice is given where what was measured shows it, with what shows it, and nowhere else."""
+"""Recommendations of the report: given only with measured evidence."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ def node_lines(run: RunDir, node: int, host: str, seconds: int = 100, **values: 
     ]
     lines += [values] * (seconds // 5)
     with run.telemetry(node).open("a") as file:
-        for place, line in enumerate(lines):
-            file.write(json.dumps({"time": START + 5 * place, "host": host, **line}) + "\n")
+        for index, line in enumerate(lines):
+            file.write(json.dumps({"time": START + 5 * index, "host": host, **line}) + "\n")
 
 
 def environment(run: RunDir, cpus: int = 16, **settings: object) -> None:
     run.environment.write_text(json.dumps({"cpus_per_rank": cpus, "settings": settings}) + "\n")
 
 
-def told(run: RunDir) -> list[Advice]:
+def advice_in_all_reports(run: RunDir) -> list[Advice]:
     facts = facts_of(run)
     page, text = render_run_page(facts), markdown_report(facts)
     advice = advise(facts)
-    assert json_report(facts)["advice"] == [{"what": one.what, "evidence": one.evidence} for one in advice]
+    assert json_report(facts)["advice"] == [{"what": item.what, "evidence": item.evidence} for item in advice]
     assert page.count("<dt>") - page.count("<dt>Steps") > 0
     assert ('id="advice"' in page) == ("## Recommendations" in text) == bool(advice)
     return advice
 
 
 @pytest.fixture
-def waiting(tmp_path: Path) -> RunDir:
-    """A run that waits for data in 40 % of its time."""
+def run_waiting_for_data(tmp_path: Path) -> RunDir:
+    """A run that waits for data 40 % of its time."""
     return write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.4}))
 
 
-def test_a_run_of_which_nothing_is_known_gets_none(tmp_path):
-    assert told(write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))) == []
-    assert told(write_run(tmp_path / "empty", RunHistory())) == []
+def test_no_advice_without_measurements(tmp_path):
+    assert advice_in_all_reports(write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))) == []
+    assert advice_in_all_reports(write_run(tmp_path / "empty", RunHistory())) == []
 
 
-def test_a_run_without_trouble_gets_none(tmp_path):
+def test_no_advice_for_a_healthy_run(tmp_path):
     run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.01}))
     environment(run, num_workers=2, micro_batch_size=None, checkpoint_every="auto")
     for node, host in enumerate(("n1", "n2")):
         node_lines(run, node, host, gpu_util=[95, 96], gpu_clock_mhz=[1600, 1610 - node], cpu=20.0)
-    assert told(run) == []
+    assert advice_in_all_reports(run) == []
 
 
-def test_waiting_for_data_with_workers_to_spare(waiting):
-    environment(waiting, num_workers=2)
-    node_lines(waiting, 0, "n1", gpu_util=[60, 60], cpu=12.0)
-    (advice,) = told(waiting)
+def test_waiting_for_data_with_idle_cpus_advises_more_workers(run_waiting_for_data):
+    environment(run_waiting_for_data, num_workers=2)
+    node_lines(run_waiting_for_data, 0, "n1", gpu_util=[60, 60], cpu=12.0)
+    (advice,) = advice_in_all_reports(run_waiting_for_data)
     assert advice.what == "Set Trainer(num_workers=8) instead of 2."
     assert advice.evidence == (
         "The ranks spent 40.0 % of their step time waiting for data; the GPUs were idle 40 % of the time; "
@@ -75,7 +75,7 @@ def test_waiting_for_data_with_workers_to_spare(waiting):
 
 
 @pytest.mark.parametrize(
-    ("cpus", "workers", "use", "words"),
+    ("cpus", "workers", "cpu_percent", "message"),
     [
         (4, 0, 10.0, "num_workers=2"),
         (3, 2, 10.0, "num_workers=3"),
@@ -84,17 +84,19 @@ def test_waiting_for_data_with_workers_to_spare(waiting):
         (64, 2, 95.0, "more CPUs per rank (--cpus-per-task), or do less"),
     ],
 )
-def test_waiting_for_data_is_advised_by_what_there_is(waiting, cpus, workers, use, words):
-    environment(waiting, cpus, num_workers=workers)
-    node_lines(waiting, 0, "n1", cpu=use)
-    (advice,) = told(waiting)
-    assert words in advice.what
+def test_advice_on_waiting_for_data_depends_on_cpus(
+    run_waiting_for_data, cpus, workers, cpu_percent, message
+):
+    environment(run_waiting_for_data, cpus, num_workers=workers)
+    node_lines(run_waiting_for_data, 0, "n1", cpu=cpu_percent)
+    (advice,) = advice_in_all_reports(run_waiting_for_data)
+    assert message in advice.what
 
 
-def test_a_loss_that_is_no_number_any_more(tmp_path):
-    story = started_run(0).steps(1, 9, every=1).steps(10, 30, every=1, loss=math.nan)
-    facts = facts_of(run := write_run(tmp_path / "run", story))
-    (advice,) = told(run)
+def test_non_finite_loss_gives_advice(tmp_path):
+    history = started_run(0).steps(1, 9, every=1).steps(10, 30, every=1, loss=math.nan)
+    facts = facts_of(run := write_run(tmp_path / "run", history))
+    (advice,) = advice_in_all_reports(run)
     assert "learning rate" in advice.what
     assert advice.evidence == "The loss is NaN or infinite in 21 steps, from step 10 on."
     assert ("Loss", "NaN", "since step 10; lowest 0.11111 at step 9") in key_figures(facts)
@@ -102,26 +104,26 @@ def test_a_loss_that_is_no_number_any_more(tmp_path):
     assert json_report(facts)["loss_is_no_number_since"] == 10
 
 
-def test_a_short_run_says_little(tmp_path):
+def test_short_run_gets_no_advice(tmp_path):
     run = write_run(tmp_path / "run", started_run(0).steps(1, 19, every=1, spent={"all": 1.0, "data": 0.9}))
-    assert told(run) == []
+    assert advice_in_all_reports(run) == []
 
 
 @pytest.fixture
-def communicating(tmp_path: Path) -> RunDir:
-    """A run whose ranks wait for each other in 30 % of their time."""
+def run_waiting_for_ranks(tmp_path: Path) -> RunDir:
+    """A run whose ranks wait for each other 30 % of their time."""
     spent = {"all": 1.0, "data": 0.0, "communication": 0.3}
     return write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent=spent))
 
 
 def gradients(run: RunDir, buckets: int, num_bytes: int, **settings: object) -> None:
-    known = {"gradient_buckets": buckets, "gradient_bytes": num_bytes, "settings": settings}
-    run.environment.write_text(json.dumps(known) + "\n")
+    record = {"gradient_buckets": buckets, "gradient_bytes": num_bytes, "settings": settings}
+    run.environment.write_text(json.dumps(record) + "\n")
 
 
-def test_gradients_in_small_parts_for_which_the_ranks_wait(communicating):
-    gradients(communicating, 100, 100 * 2**20, bucket_cap_mb=1.0)
-    (advice,) = told(communicating)
+def test_small_gradient_buckets_with_waiting_ranks_give_advice(run_waiting_for_ranks):
+    gradients(run_waiting_for_ranks, 100, 100 * 2**20, bucket_cap_mb=1.0)
+    (advice,) = advice_in_all_reports(run_waiting_for_ranks)
     assert advice.what == "Send gradients in larger buckets: Trainer(bucket_cap_mb=25) instead of 1."
     assert advice.evidence == (
         "The ranks spent 30.0 % of their step time waiting for each other; gradients of 105 MB were sent in "
@@ -130,107 +132,107 @@ def test_gradients_in_small_parts_for_which_the_ranks_wait(communicating):
 
 
 @pytest.mark.parametrize(("buckets", "num_bytes"), [(3, 3 * 2**20), (100, 100 * 25 * 2**20), (0, 0)])
-def test_few_parts_and_large_ones_are_none_to_blame(communicating, buckets, num_bytes):
-    gradients(communicating, buckets, num_bytes)
-    assert told(communicating) == []
+def test_few_or_large_gradient_buckets_give_no_advice(run_waiting_for_ranks, buckets, num_bytes):
+    gradients(run_waiting_for_ranks, buckets, num_bytes)
+    assert advice_in_all_reports(run_waiting_for_ranks) == []
 
 
-def test_small_parts_for_which_nobody_waits_are_well(tmp_path):
+def test_small_gradient_buckets_without_waiting_give_no_advice(tmp_path):
     for number, spent in enumerate(({"all": 1.0, "communication": 0.05}, {"all": 1.0})):
         run = write_run(tmp_path / str(number), started_run(0).steps(1, 100, every=1, spent=spent))
         gradients(run, 100, 100 * 2**20)
-        assert told(run) == []
+        assert advice_in_all_reports(run) == []
 
 
-def test_a_node_with_lower_clocks(tmp_path):
+def test_node_with_lower_clocks_gives_advice(tmp_path):
     run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
     for node in range(3):
         slow = {"gpu_clock_mhz": [1230, 1230], "gpu_throttled": [["temperature"], []]}
         fast = {"gpu_clock_mhz": [1600, 1600], "gpu_throttled": [["power cap"], ["power cap"]]}
         node_lines(run, node, f"n{node}", gpu_util=[99, 99], **(slow if node == 1 else fast))
-    (advice,) = told(run)
+    (advice,) = advice_in_all_reports(run)
     assert advice.what == "n1 is slow and delays all other nodes. Exclude it with --exclude n1."
     assert "1230 MHz, GPUs of other nodes at 1600 MHz (1.3 × faster)" in advice.evidence
     assert "lowered: temperature (100.0 % of the time)" in advice.evidence
 
 
-def test_clocks_of_gpus_that_do_nothing_say_nothing(tmp_path):
+def test_clocks_of_idle_gpus_are_ignored(tmp_path):
     run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
     node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_clock_mhz=[1600, 1600])
     node_lines(run, 1, "n2", gpu_util=[0, 0], gpu_clock_mhz=[300, 300])
-    assert told(run) == []
+    assert advice_in_all_reports(run) == []
 
 
-def test_a_straggler_that_the_supervisor_noticed(tmp_path):
-    story = started_run(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER)
-    (advice,) = told(write_run(tmp_path / "run", story))
+def test_lasting_straggler_gives_advice(tmp_path):
+    history = started_run(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER)
+    (advice,) = advice_in_all_reports(write_run(tmp_path / "run", history))
     assert advice.what == "n7 is slow and delays all other nodes. Exclude it with --exclude n7."
     assert advice.evidence == (
         "Rank 3 on n7 takes 1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms."
     )
 
 
-def test_a_rank_that_was_slow_once_is_no_slow_node(tmp_path):
-    story = started_run(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER | {"lasting": False})
-    assert told(write_run(tmp_path / "run", story)) == []
+def test_temporary_straggler_gives_no_advice(tmp_path):
+    history = started_run(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER | {"lasting": False})
+    assert advice_in_all_reports(write_run(tmp_path / "run", history)) == []
 
 
-def test_errors_of_the_driver_and_of_memory(tmp_path):
+def test_driver_and_memory_errors_give_advice(tmp_path):
     run = write_run(tmp_path / "run", started_run(0).steps(1, 5, every=1))
     node_lines(run, 0, "n1", seconds=5, gpu_xids=[[79], [31]], gpu_ecc_errors=[0, 3])
-    (advice,) = told(run)
+    (advice,) = advice_in_all_reports(run)
     assert "--exclude n1" in advice.what
     assert advice.evidence == "The driver reported Xid 31, Xid 79; 3 uncorrected memory errors."
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"checkpoint_async": False}, "checkpoint_async=True"),
         ({"checkpoint_every": "auto"}, "local_checkpoints"),
         ({"checkpoint_every": 10}, "checkpoint_every='auto'"),
     ],
 )
-def test_saves_that_hold_up_the_training(tmp_path, settings, words):
-    story = started_run(0)
+def test_blocking_saves_give_advice(tmp_path, settings, message):
+    history = started_run(0)
     for first in (1, 11, 21):
-        story.steps(first, first + 9, every=1).after(
+        history.steps(first, first + 9, every=1).after(
             2, "checkpoint", step=first + 9, seconds=2.0, stall_s=2.0
         )
-    run = write_run(tmp_path / "run", story.steps(31, 40, every=1))
+    run = write_run(tmp_path / "run", history.steps(31, 40, every=1))
     environment(run, **settings)
-    (advice,) = told(run)
-    assert words in advice.what
+    (advice,) = advice_in_all_reports(run)
+    assert message in advice.what
     assert "3 saves paused training for 6.0 s" in advice.evidence
 
 
-def test_much_work_that_was_lost(tmp_path):
-    story = started_run(0).steps(1, 40, every=1).after(0, "failure", rank=0, cause="SIGKILL")
-    story.after(0, "restart").after(1, "started").steps(1, 60, every=1)
-    run = write_run(tmp_path / "run", story)
+def test_lost_work_gives_advice(tmp_path):
+    history = started_run(0).steps(1, 40, every=1).after(0, "failure", rank=0, cause="SIGKILL")
+    history.after(0, "restart").after(1, "started").steps(1, 60, every=1)
+    run = write_run(tmp_path / "run", history)
     environment(run, checkpoint_every=100)
-    (advice,) = told(run)
+    (advice,) = advice_in_all_reports(run)
     assert "checkpoint_every='auto'" in advice.what
     assert (
         "% of the work was lost in 1 interruption; checkpoints were saved every 100 steps." in advice.evidence
     )
     environment(run, checkpoint_every="auto")
-    assert told(run) == []
+    assert advice_in_all_reports(run) == []
 
 
-def test_memory_that_is_left(tmp_path):
+def test_free_gpu_memory_gives_advice(tmp_path):
     run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
     environment(run, micro_batch_size=4)
     node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_memory=[21 * 10**9, 9 * 10**9])
-    (advice,) = told(run)
+    (advice,) = advice_in_all_reports(run)
     assert "micro_batch_size='auto') instead of 4" in advice.what
     assert "21 GB of its 80 GB" in advice.evidence
     environment(run, micro_batch_size=None)
-    assert told(run) == []
+    assert advice_in_all_reports(run) == []
 
 
-def test_nodes_are_told_apart_by_their_names_wherever_they_ran(tmp_path):
-    """A run that was requeued goes on elsewhere: the same file then has lines of another node."""
+def test_nodes_are_identified_by_name(tmp_path):
+    """A requeued run continues elsewhere: the same file then has records of another node."""
     run = write_run(tmp_path / "run", started_run(0).steps(1, 300, every=1))
     node_lines(run, 0, "n1", gpu_util=[10, 20], cpu=5.0)
     node_lines(run, 0, "n2", gpu_util=[30, 40], cpu=7.0)
@@ -243,7 +245,7 @@ def test_nodes_are_told_apart_by_their_names_wherever_they_ran(tmp_path):
     assert (devices.nodes[0].cpus, devices.nodes[0].gpu_names) == (64, ["H100", "H100"])
 
 
-def test_what_opens_doors_is_not_shown(tmp_path):
+def test_credentials_are_not_shown(tmp_path):
     env = {"WANDB_API_KEY": "sesame1", "HF_TOKEN": "sesame2", "NCCL_DEBUG": "INFO"}
     notify = {"targets": ["https://me:sesame3@hooks.example.org/services/sesame4?k=sesame5"]}
     run = write_run(

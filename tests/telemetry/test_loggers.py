@@ -1,4 +1,4 @@
-"""Loggers get each step once, whatever happens; those of trackers with the trackers' own clients, offline."""
+"""Loggers get each step once, after any failure; trackers are tested with their own clients, offline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpctrain.telemetry.loggers.process import LoggerConfig
 
 
 class Recorder:
-    """Keeps what it gets; a tracker that cannot take anything back, unless it is told that it can."""
+    """Keeps its metrics; like a tracker, it cannot remove any, unless `rewinds` is set."""
 
     name = "recorder"
 
@@ -61,7 +61,7 @@ def run(tmp_path) -> RunDir:
 
 
 def train(run: RunDir, attempt: int, first: int, last: int, *, scale: float = 1.0) -> None:
-    """Write what a training writes that goes from one step to another, and validates at every tenth."""
+    """Write a training's metrics from one step to another, with a validation at every tenth."""
     for step in range(first, last + 1):
         line = {"step": step, "epoch": 0, "time": 1_764_000_000.0 + step, "attempt": attempt}
         line |= {"loss": scale / step, "spent": {"all": 1.0}}
@@ -70,11 +70,11 @@ def train(run: RunDir, attempt: int, first: int, last: int, *, scale: float = 1.
         append_json_line(run.metrics, line)
 
 
-def feed(run: RunDir, logger: Logger, say: list[str] | None = None) -> LoggerDispatcher:
-    """What brings metrics to the logger, as a new start of the ranks has it."""
-    memory = LoggerState.load(run.logger_state(logger.name))
-    tell = ([] if say is None else say).append
-    return LoggerDispatcher(logger, LoggedRun(run.run_id, run.path), run.metrics, memory, tell)
+def dispatcher_of(run: RunDir, logger: Logger, messages: list[str] | None = None) -> LoggerDispatcher:
+    """Return the logger's dispatcher, as in a new attempt."""
+    state = LoggerState.load(run.logger_state(logger.name))
+    report = ([] if messages is None else messages).append
+    return LoggerDispatcher(logger, LoggedRun(run.run_id, run.path), run.metrics, state, report)
 
 
 def expected(*pieces: tuple[int, int, float]) -> list[tuple[str, int, float]]:
@@ -85,149 +85,149 @@ def expected(*pieces: tuple[int, int, float]) -> list[tuple[str, int, float]]:
     )
 
 
-def test_steps_that_are_trained_again_do_not_come_again(run):
+def test_repeated_steps_are_not_logged_again(run):
     logger = Recorder()
     train(run, 0, 1, 25)
-    assert feed(run, logger).advance()
+    assert dispatcher_of(run, logger).advance()
     train(run, 1, 21, 40, scale=2)
-    assert feed(run, logger).advance()
+    assert dispatcher_of(run, logger).advance()
     assert sorted(logger.points) == expected((1, 25, 1), (26, 40, 2))
     assert logger.known == [None, "abc"]
 
 
-def test_a_logger_that_can_takes_them_back(run):
+def test_logger_that_can_rewind_drops_repeated_steps(run):
     logger = Recorder(rewinds=True)
     train(run, 0, 1, 25)
-    feed(run, logger).advance()
+    dispatcher_of(run, logger).advance()
     train(run, 1, 21, 40, scale=2)
-    feed(run, logger).advance()
+    dispatcher_of(run, logger).advance()
     assert sorted(logger.points) == expected((1, 20, 1), (21, 40, 2))
 
 
-def test_two_starts_read_at_once(run):
-    """As where the process of the first start was killed before it had read anything."""
+def test_two_attempts_read_at_once(run):
+    """As if the first attempt's process was killed before it read anything."""
     for rewinds in (False, True):
         logger = Recorder(rewinds=rewinds)
         logger.name = f"recorder-{rewinds}"
         train(run, 0, 1, 25)
         train(run, 1, 21, 40)
-        feed(run, logger).advance()
+        dispatcher_of(run, logger).advance()
         assert sorted(logger.points) == expected((1, 40, 1))
         run.metrics.unlink()
 
 
-def test_a_metric_that_comes_late_of_a_step_that_was_logged_is_new(run):
+def test_late_metric_of_a_logged_step_is_logged(run):
     logger = Recorder()
     train(run, 0, 1, 9)
-    feed(run, logger).advance()
+    dispatcher_of(run, logger).advance()
     line = {"step": 9, "time": 1.0, "attempt": 1, "loss": 7.0, "val_loss": 8.0}
     append_json_line(run.metrics, line)
-    feed(run, logger).advance()
+    dispatcher_of(run, logger).advance()
     assert logger.points[-1] == ("val_loss", 9, 8.0)
     assert [point for point in logger.points if point[:2] == ("loss", 9)] == [("loss", 9, 1 / 9)]
 
 
-def test_lines_that_a_tracker_does_not_take_come_later(run):
-    logger, said = Recorder(), []
+def test_rejected_metrics_are_sent_later(run):
+    logger, messages = Recorder(), []
     logger.fails = True
-    one = feed(run, logger, said)
+    dispatcher = dispatcher_of(run, logger, messages)
     train(run, 0, 1, 10)
-    assert not one.advance()
-    assert not one.advance()
-    assert len(said) == 1
-    assert "ConnectionError: no network" in said[0]
+    assert not dispatcher.advance()
+    assert not dispatcher.advance()
+    assert len(messages) == 1
+    assert "ConnectionError: no network" in messages[0]
     logger.fails = False
-    assert one.advance()
-    assert "again" in said[1]
+    assert dispatcher.advance()
+    assert "again" in messages[1]
     assert sorted(logger.points) == expected((1, 10, 1))
 
 
-def test_lines_that_a_tracker_did_not_take_come_in_the_next_start(run):
+def test_rejected_metrics_are_sent_in_the_next_attempt(run):
     logger = Recorder()
     logger.fails = True
     train(run, 0, 1, 10)
-    feed(run, logger).advance()
+    dispatcher_of(run, logger).advance()
     logger.fails = False
     train(run, 1, 6, 12)
-    feed(run, logger).advance()
+    dispatcher_of(run, logger).advance()
     assert sorted(logger.points) == expected((1, 12, 1))
 
 
-def test_what_was_on_its_way_when_the_process_was_killed_is_not_sent_twice(run):
+def test_metrics_in_flight_during_a_kill_are_not_sent_twice(run):
     class Killed(BaseException):
         pass
 
     logger = Recorder()
     train(run, 0, 1, 10)
-    one = feed(run, logger)
-    take = logger.log
+    dispatcher = dispatcher_of(run, logger)
+    original_log = logger.log
 
     def log(lines) -> None:
-        take(lines)
-        # From here on nothing is written down any more.
-        one._state.save = lambda sending=None: None
+        original_log(lines)
+        # From here on, no state is saved.
+        dispatcher._state.save = lambda sending=None: None
         raise Killed
 
     logger.log = log
     with pytest.raises(Killed):
-        one.advance()
-    logger.log = take
+        dispatcher.advance()
+    logger.log = original_log
     train(run, 1, 6, 12)
-    feed(run, logger).advance()
+    dispatcher_of(run, logger).advance()
     assert sorted(logger.points) == expected((1, 12, 1))
 
 
-def test_a_kill_while_much_is_brought_costs_a_few_steps_at_most(run):
+def test_kill_during_a_large_delivery_loses_few_steps(run):
     class Killed(BaseException):
         pass
 
     logger = Recorder()
     train(run, 0, 1, 100)
-    one = feed(run, logger)
-    take = logger.log
+    dispatcher = dispatcher_of(run, logger)
+    original_log = logger.log
 
     def log(lines) -> None:
         if logger.points:
-            one._state.save = lambda sending=None: None
+            dispatcher._state.save = lambda sending=None: None
             raise Killed
-        take(lines)
+        original_log(lines)
 
     logger.log = log
     with pytest.raises(Killed):
-        one.advance()
-    logger.log = take
-    feed(run, logger).advance()
+        dispatcher.advance()
+    logger.log = original_log
+    dispatcher_of(run, logger).advance()
     assert sorted(logger.points) == expected((1, 32, 1), (65, 100, 1))
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"known": 3}', '{"known": null, "offset": "x"}', "\xff"])
-def test_a_memory_that_is_damaged_is_none(run, damage):
+def test_damaged_state_is_ignored(run, damage):
     path = run.logger_state("recorder")
     path.parent.mkdir()
     path.write_text(damage, encoding="latin-1")
     logger = Recorder()
     train(run, 0, 1, 3)
-    assert feed(run, logger).advance()
+    assert dispatcher_of(run, logger).advance()
     assert sorted(logger.points) == expected((1, 3, 1))
 
 
-def test_lines_that_are_cut_and_a_file_that_was_replaced(run):
+def test_cut_lines_and_a_replaced_file_are_handled(run):
     logger = Recorder()
     train(run, 0, 1, 12)
     with run.metrics.open("a") as file:
         file.write('{"step": 13, "ti\n[]\n{"step": "x", "time": 1}\n{"step": 14, "time": 1, "loss": 5.0')
-    one = feed(run, logger)
-    one.advance()
+    dispatcher = dispatcher_of(run, logger)
+    dispatcher.advance()
     assert sorted(logger.points) == expected((1, 12, 1))
     run.metrics.unlink()
     train(run, 0, 12, 13)
-    one.advance()
+    dispatcher.advance()
     assert sorted(logger.points) == expected((1, 13, 1))
 
 
-def test_lines_that_come_before_the_end_are_brought(run):
+def test_metrics_before_the_end_are_delivered(run):
     logger, ended = Recorder(), threading.Event()
-    thread = threading.Thread(target=feed(run, logger).run, args=(ended, lambda: "stopped"))
+    thread = threading.Thread(target=dispatcher_of(run, logger).run, args=(ended, lambda: "stopped"))
     thread.start()
     train(run, 0, 1, 5)
     ended.set()
@@ -236,20 +236,20 @@ def test_lines_that_come_before_the_end_are_brought(run):
     assert logger.endings == ["stopped"]
 
 
-def test_the_table_grows_by_a_column_and_is_cut_where_steps_come_again(run):
+def test_csv_table_adds_columns_and_drops_repeated_steps(run):
     train(run, 0, 1, 12)
-    feed(run, Csv()).advance()
+    dispatcher_of(run, Csv()).advance()
     assert (run.path / "metrics.csv").read_text().startswith("step,epoch,time,attempt,loss,val_loss\n1,0,")
     train(run, 1, 11, 14, scale=3)
     append_json_line(run.metrics, {"step": 15, "time": 1.0, "attempt": 1, "a,b\n'\"": 0.5, "step ": 1})
-    feed(run, Csv()).advance()
+    dispatcher_of(run, Csv()).advance()
     points = tracker_files.csv_points(run.path)
     assert ("a,b\n'\"", 15, 0.5) in points
     assert sorted(point for point in points if "loss" in point[0]) == expected((1, 10, 1), (11, 14, 3))
 
 
 @pytest.mark.parametrize(
-    ("loggers", "words"),
+    ("loggers", "message"),
     [
         ("cvs", "Did you mean 'csv'"),
         (["cvs"], "Did you mean 'csv'"),
@@ -258,12 +258,12 @@ def test_the_table_grows_by_a_column_and_is_cut_where_steps_come_again(run):
         ([Csv(name="../x")], "must be a valid file name"),
     ],
 )
-def test_what_is_no_logger_is_refused(loggers, words):
-    with pytest.raises(UserError, match=words):
+def test_invalid_loggers_are_refused(loggers, message):
+    with pytest.raises(UserError, match=message):
         find_loggers(loggers)
 
 
-def test_a_package_that_is_missing_is_named_with_the_way_to_install_it(monkeypatch):
+def test_missing_package_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr("hpctrain.telemetry.loggers.logger_registry.find_spec", lambda name: None)
     assert find_loggers(["csv"])[0].name == "csv"
     with pytest.raises(UserError, match=r"pip install 'hpctrain\[wandb\]'"):
@@ -293,37 +293,37 @@ OFFLINE = {"WANDB_MODE": "offline", "NEPTUNE_MODE": "offline", "NEPTUNE_PROJECT"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_real_client_has_each_step_once_in_one_run(run, name):
+def test_real_client_has_each_step_once_in_one_run(run, name):
     package = CLIENTS[name]
     if package is not None and find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    known = []
+    run_ids = []
     starts = [(1, 25, "stopped"), (21, 45, "completed")]
     for attempt, (first, last, ending) in enumerate(starts):
-        # TensorBoard reads its files in the order of their names, which begin with the second of the start.
+        # TensorBoard reads its files in order of their names, which begin with the second of the start.
         time.sleep(1 - time.time() % 1)
         train(run, attempt, first, last)
         log_all(run, name, ending)
-        known.append(json.loads(run.logger_state(name).read_text())["known"])
-    assert len(set(known)) == 1
+        run_ids.append(json.loads(run.logger_state(name).read_text())["known"])
+    assert len(set(run_ids)) == 1
     points = getattr(tracker_files, f"{name}_points")(run.path)
     assert Counter(point[:2] for point in points).most_common(1)[0][1] == 1
-    told = {point[:2]: point[2] for point in points}
-    assert told == {point[:2]: pytest.approx(point[2], rel=1e-6) for point in expected((1, 45, 1))}
+    values = {point[:2]: point[2] for point in points}
+    assert values == {point[:2]: pytest.approx(point[2], rel=1e-6) for point in expected((1, 45, 1))}
 
 
 def log_all(run: RunDir, name: str, ending: str) -> None:
-    """Have the process of the loggers bring everything, as one start of the ranks has it."""
-    order = LoggerConfig(
+    """Make the logger process deliver all metrics, as in one attempt."""
+    config = LoggerConfig(
         str(run.path), {"global_batch_size": 32}, [], dumps(find_loggers([name]), "test", [])
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "hpctrain.telemetry.loggers.process"],
-        input=order.to_bytes() + f"{ending}\n".encode(),
+        input=config.to_bytes() + f"{ending}\n".encode(),
         env=environment(OFFLINE),
         cwd=run.path,
         capture_output=True,
         timeout=90,
     )
-    assert done.returncode == 0
-    assert b"does not accept metrics" not in done.stderr, done.stderr
+    assert result.returncode == 0
+    assert b"does not accept metrics" not in result.stderr, result.stderr

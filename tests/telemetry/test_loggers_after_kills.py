@@ -1,4 +1,4 @@
-"""One curve in every tracker, of a run whose rank 0 is killed, and once its loggers with it: real clients."""
+"""One curve in every tracker after kills of rank 0 and of its loggers, with real clients."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ trainer.fit(Line(), TensorDataset(x, 3 * x + 1))
 LAST = 300
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "neptune": "neptune_scale"}
 OFFLINE = {"WANDB_MODE": "offline", "NEPTUNE_MODE": "offline", "NEPTUNE_PROJECT": "a/b"}
-#: Steps that may be on their way when a logger is killed, twice here. What wandb's own process has taken it
-#: writes in blocks of 32 KiB.
-ON_THE_WAY = {"wandb": 150}
-MOST_ON_THE_WAY = 70
+#: Steps in flight when a logger is killed, twice here. wandb's own process writes in blocks of 32 KiB.
+IN_FLIGHT = {"wandb": 150}
+MAX_IN_FLIGHT = 70
 
 
 def kill(run: RunDir, *, with_loggers: bool) -> None:
@@ -59,28 +58,30 @@ def kill(run: RunDir, *, with_loggers: bool) -> None:
 
 
 def delivered(run: RunDir, loggers: list[str]) -> int:
-    """The step that every logger has got."""
+    """Return the step that every logger has received."""
     return min(LoggerState.load(run.logger_state(name)).steps.get("loss", 0) for name in loggers)
 
 
-def newest(run: RunDir) -> tuple[int, int]:
+def newest_attempt_and_step(run: RunDir) -> tuple[int, int]:
     *_, last = read_json_lines(run.metrics)
     return last["attempt"], last["step"]
 
 
 def wait_for_step(run: RunDir, attempt: int, step: int) -> None:
     wait_for(
-        lambda: run.metrics.exists() and newest(run) >= (attempt, step), 90, f"step {step} of start {attempt}"
+        lambda: run.metrics.exists() and newest_attempt_and_step(run) >= (attempt, step),
+        90,
+        f"step {step} of start {attempt}",
     )
 
 
-def test_each_step_is_there_once_though_ranks_and_loggers_are_killed(tmp_path):
+def test_each_step_is_logged_once_after_kills_of_ranks_and_loggers(tmp_path):
     loggers = ["csv", *(name for name, package in PACKAGES.items() if find_spec(package))]
     script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
     script.write_text(f"LAST, LOGGERS = {LAST}, {loggers}\n" + SCRIPT)
-    env = [word for name, value in OFFLINE.items() for word in ("--env", f"{name}={value}")]
+    env_options = [word for name, value in OFFLINE.items() for word in ("--env", f"{name}={value}")]
     shape = ["--backend=local", "--ntasks-per-node=2", "--run-dir", str(run.path)]
-    hpctrain("submit", *shape, *env, str(script))
+    hpctrain("submit", *shape, *env_options, str(script))
     wait_for_step(run, 0, 70)
     kill(run, with_loggers=False)
     wait_for_step(run, 1, 90)
@@ -94,14 +95,14 @@ def test_each_step_is_there_once_though_ranks_and_loggers_are_killed(tmp_path):
     assert len(losses) == LAST
     for name in loggers:
         points = getattr(tracker_files, f"{name}_points")(run.path)
-        told = {step: value for metric, step, value in points if metric == "loss"}
-        twice = {point: times for point, times in Counter(p[:2] for p in points).items() if times > 1}
-        assert not twice, (name, twice)
-        missing = sorted(set(losses) - set(told))
-        assert len(missing) <= ON_THE_WAY.get(name, MOST_ON_THE_WAY), (name, missing)
-        assert LAST in told, name
-        assert told == {step: pytest.approx(losses[step], rel=1e-6) for step in told}, name
+        values = {step: value for metric, step, value in points if metric == "loss"}
+        repeated = {point: times for point, times in Counter(p[:2] for p in points).items() if times > 1}
+        assert not repeated, (name, repeated)
+        missing = sorted(set(losses) - set(values))
+        assert len(missing) <= IN_FLIGHT.get(name, MAX_IN_FLIGHT), (name, missing)
+        assert LAST in values, name
+        assert values == {step: pytest.approx(losses[step], rel=1e-6) for step in values}, name
 
 
-def hpctrain(*words: str) -> None:
-    run_command([sys.executable, "-m", "hpctrain", *words], timeout=200)
+def hpctrain(*args: str) -> None:
+    run_command([sys.executable, "-m", "hpctrain", *args], timeout=200)

@@ -1,4 +1,4 @@
-"""Reports in a real browser: drawn, without a word of complaint, and with the figures of the run folder."""
+"""Reports in a real browser: drawn without errors, with the figures of the run folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from helpers.chromium import Chromium, find
 from helpers.run_histories import disturbed_run, write_run
-from test_report_page import SPEC, facts_of, hostile_page, losing
+from test_report_page import SPEC, facts_of, hostile_page, run_with_losses
 
 from hpctrain.telemetry.report.comparison_page import render_comparison
 from hpctrain.telemetry.report.run_page import render_run_page
@@ -26,8 +26,8 @@ def browser(tmp_path_factory) -> Iterator[Chromium]:
 
 
 @pytest.fixture
-def quiet(browser) -> Iterator[Chromium]:
-    """The browser; the page may neither complain nor ask for anything but itself."""
+def clean_browser(browser) -> Iterator[Chromium]:
+    """The browser; the page must neither log errors nor request anything but itself."""
     browser.console.clear()
     browser.requests.clear()
     yield browser
@@ -50,11 +50,11 @@ def page(tmp_path):
 
 
 @pytest.mark.parametrize("width", [1200, 700, 380])
-def test_figures_do_not_wrap(tmp_path, quiet, width):
-    run = write_run(tmp_path / "small", losing([0.5, -0.00046787123]), **SPEC)
+def test_figures_do_not_wrap(tmp_path, clean_browser, width):
+    run = write_run(tmp_path / "small", run_with_losses([0.5, -0.00046787123]), **SPEC)
     run.report.write_text(render_run_page(facts_of(run)))
-    quiet.open(run.report, width=width)
-    values = quiet.evaluate(
+    clean_browser.open(run.report, width=width)
+    values = clean_browser.evaluate(
         "[...document.querySelectorAll('.figures dd:nth-of-type(1)')].map(each => "
         "[each.textContent, each.clientHeight, parseFloat(getComputedStyle(each).lineHeight)])"
     )
@@ -68,7 +68,7 @@ def legend(browser: Chromium, chart: str) -> list[str]:
     )
 
 
-def place(browser: Chromium, selector: str) -> dict[str, float]:
+def bounding_box(browser: Chromium, selector: str) -> dict[str, float]:
     browser.evaluate(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
     return browser.evaluate(
         f"(({{x, y, width, height}}) => ({{x, y, width, height}}))"
@@ -78,44 +78,44 @@ def place(browser: Chromium, selector: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1200, 360])
-def test_it_is_drawn(quiet, page, dark, width):
+def test_charts_are_drawn(clean_browser, page, dark, width):
     run, facts = page
-    quiet.open(run.report, width=width, dark=dark)
-    assert quiet.evaluate("document.querySelectorAll('.uplot canvas').length") == 3
-    # Nothing is wider than the window, and every chart has been drawn on.
-    assert quiet.evaluate("document.documentElement.scrollWidth") <= width
-    drawn = quiet.evaluate(
+    clean_browser.open(run.report, width=width, dark=dark)
+    assert clean_browser.evaluate("document.querySelectorAll('.uplot canvas').length") == 3
+    # Nothing is wider than the window, and every chart has been drawn.
+    assert clean_browser.evaluate("document.documentElement.scrollWidth") <= width
+    drawn = clean_browser.evaluate(
         "[...document.querySelectorAll('canvas')].map(c => new Set(new Uint32Array("
         "c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size > 1)"
     )
     assert drawn == [True] * 4
-    rows = quiet.evaluate(
+    rows = clean_browser.evaluate(
         "[...document.querySelectorAll('#ledger tbody tr')].map(r => [r.dataset.what, +r.dataset.us])"
     )
-    assert dict(rows) == {what.value: us for what, us in facts.breakdown.totals_us.items()}
+    assert dict(rows) == {category.value: us for category, us in facts.breakdown.totals_us.items()}
 
 
-def test_hovering_tells_the_value_and_dragging_zooms(quiet, page):
+def test_hovering_shows_the_value_and_dragging_zooms(clean_browser, page):
     run, _ = page
-    quiet.open(run.report)
-    box = place(quiet, "#loss-chart .u-over")
+    clean_browser.open(run.report)
+    box = bounding_box(clean_browser, "#loss-chart .u-over")
     middle = box["y"] + box["height"] / 2
-    quiet.mouse("mouseMoved", box["x"] + box["width"] / 2, middle)
-    step, loss, before = legend(quiet, "loss-chart")
+    clean_browser.mouse("mouseMoved", box["x"] + box["width"] / 2, middle)
+    step, loss, before = legend(clean_browser, "loss-chart")
     losses = {record["step"]: record["loss"] for record in map(json.loads, run.metrics.open())}
     assert float(loss) == float(f"{losses[int(step)]:.7g}")
     assert before == "–"
-    quiet.drag(box["x"] + box["width"] * 0.5, middle, box["x"] + box["width"] * 0.6)
-    quiet.mouse("mouseMoved", box["x"] + box["width"] - 1, middle)
-    zoomed, _, _ = legend(quiet, "loss-chart")
+    clean_browser.drag(box["x"] + box["width"] * 0.5, middle, box["x"] + box["width"] * 0.6)
+    clean_browser.mouse("mouseMoved", box["x"] + box["width"] - 1, middle)
+    zoomed, _, _ = legend(clean_browser, "loss-chart")
     assert int(step) < int(zoomed) < 200
     # Numbers with more digits may have moved the chart.
-    box = place(quiet, "#loss-chart .u-over")
+    box = bounding_box(clean_browser, "#loss-chart .u-over")
     for clicks in (1, 2):
         for kind in ("mousePressed", "mouseReleased"):
-            quiet.mouse(kind, box["x"] + 5, middle, button="left", clickCount=clicks)
-    quiet.mouse("mouseMoved", box["x"] + box["width"] - 1, middle)
-    assert legend(quiet, "loss-chart")[0] == "300"
+            clean_browser.mouse(kind, box["x"] + 5, middle, button="left", clickCount=clicks)
+    clean_browser.mouse("mouseMoved", box["x"] + box["width"] - 1, middle)
+    assert legend(clean_browser, "loss-chart")[0] == "300"
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_hovering_tells_the_value_and_dragging_zooms(quiet, page):
         [-1.7e308, 1.7e308, math.inf],
     ],
 )
-def test_axes_have_labels_whatever_the_values_are(quiet, tmp_path, values):
+def test_axes_have_labels_for_all_values(clean_browser, tmp_path, values):
     path = tmp_path / "page.html"
-    path.write_text(render_run_page(facts_of(write_run(tmp_path / "run", losing(values)))))
-    quiet.open(path)
+    path.write_text(render_run_page(facts_of(write_run(tmp_path / "run", run_with_losses(values)))))
+    clean_browser.open(path)
     # Pixels of the text to the left of the chart.
     text = """(() => {
         const chart = document.getElementById("loss-chart"), over = chart.querySelector(".u-over");
@@ -140,38 +140,44 @@ def test_axes_have_labels_whatever_the_values_are(quiet, tmp_path, values):
         return data.filter((value, index) => index % 4 === 3 && value > 0).length;
     })()"""
     for _ in ("linear", "logarithmic"):
-        assert quiet.evaluate(text) > 20
-        quiet.evaluate("document.getElementById('loss-chart-log').click()")
+        assert clean_browser.evaluate(text) > 20
+        clean_browser.evaluate("document.getElementById('loss-chart-log').click()")
     if not math.isfinite(values[-1]):
-        box = place(quiet, "#loss-chart .u-over")
-        quiet.mouse("mouseMoved", box["x"] + box["width"] - 1, box["y"] + box["height"] / 2)
-        assert legend(quiet, "loss-chart") == [str(len(values)), "NaN" if math.isnan(values[-1]) else "inf"]
+        box = bounding_box(clean_browser, "#loss-chart .u-over")
+        clean_browser.mouse("mouseMoved", box["x"] + box["width"] - 1, box["y"] + box["height"] / 2)
+        assert legend(clean_browser, "loss-chart") == [
+            str(len(values)),
+            "NaN" if math.isnan(values[-1]) else "inf",
+        ]
 
 
-def test_a_scale_of_logarithms_and_the_heat_map(quiet, page):
+def test_logarithmic_scale_and_heat_map(clean_browser, page):
     run, _ = page
-    quiet.open(run.report)
-    quiet.evaluate("document.getElementById('loss-chart-log').click()")
-    assert quiet.evaluate("document.getElementById('loss-chart-log').ariaPressed") == "true"
-    box = place(quiet, "#heat canvas")
-    quiet.mouse("mouseMoved", box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.75)
-    assert "n1 · GPU 1" in quiet.evaluate("document.getElementById('heat-words').textContent")
+    clean_browser.open(run.report)
+    clean_browser.evaluate("document.getElementById('loss-chart-log').click()")
+    assert clean_browser.evaluate("document.getElementById('loss-chart-log').ariaPressed") == "true"
+    box = bounding_box(clean_browser, "#heat canvas")
+    clean_browser.mouse("mouseMoved", box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.75)
+    assert "n1 · GPU 1" in clean_browser.evaluate("document.getElementById('heat-words').textContent")
     # A cell is one of 255 values.
-    assert "9.84 %" in quiet.evaluate("document.getElementById('heat-words').textContent")
+    assert "9.84 %" in clean_browser.evaluate("document.getElementById('heat-words').textContent")
 
 
-def test_nothing_hostile_is_run(quiet, tmp_path):
-    # Any script of theirs would be refused, which the browser says, or would open a dialog.
+def test_hostile_texts_are_not_executed(clean_browser, tmp_path):
+    # The browser would log a refused script, or open a dialog.
     path = tmp_path / "hostile.html"
     path.write_text(hostile_page(tmp_path / "run"))
-    quiet.open(path)
-    assert quiet.evaluate("document.querySelectorAll('script').length") == 3
+    clean_browser.open(path)
+    assert clean_browser.evaluate("document.querySelectorAll('script').length") == 3
     assert (
-        quiet.evaluate("document.querySelectorAll('img, b, [onload], [onerror], [onmouseover]').length") == 0
+        clean_browser.evaluate(
+            "document.querySelectorAll('img, b, [onload], [onerror], [onmouseover]').length"
+        )
+        == 0
     )
 
 
-def test_the_policy_refuses_scripts_that_are_not_ours(browser, tmp_path):
+def test_policy_refuses_foreign_scripts(browser, tmp_path):
     path = tmp_path / "page.html"
     page = hostile_page(tmp_path / "run")
     path.write_text(page.replace("<footer>", "<script>document.title = 'executed'</script><footer>"))
@@ -181,13 +187,13 @@ def test_the_policy_refuses_scripts_that_are_not_ours(browser, tmp_path):
     assert any("Content Security Policy" in text for text in browser.console)
 
 
-def test_a_comparison_is_drawn(quiet, tmp_path):
+def test_comparison_is_drawn(clean_browser, tmp_path):
     runs = [facts_of(write_run(tmp_path / str(last), disturbed_run(last_step=last))) for last in (230, 300)]
     path = tmp_path / "comparison.html"
     path.write_text(render_comparison(runs))
-    quiet.open(path)
-    assert quiet.evaluate("document.querySelectorAll('.uplot canvas').length") == 2
-    box = place(quiet, "#metric-0 .u-over")
-    quiet.mouse("mouseMoved", box["x"] + box["width"] / 4, box["y"] + 50)
-    step, one, other = legend(quiet, "metric-0")
-    assert one == other == f"{1 / int(step):.7g}"
+    clean_browser.open(path)
+    assert clean_browser.evaluate("document.querySelectorAll('.uplot canvas').length") == 2
+    box = bounding_box(clean_browser, "#metric-0 .u-over")
+    clean_browser.mouse("mouseMoved", box["x"] + box["width"] / 4, box["y"] + 50)
+    step, first, second = legend(clean_browser, "metric-0")
+    assert first == second == f"{1 / int(step):.7g}"

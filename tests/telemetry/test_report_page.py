@@ -31,80 +31,80 @@ def run(tmp_path) -> RunDir:
     return write_run(tmp_path / "digits", disturbed_run(), **SPEC)
 
 
-def data_of(page: str) -> dict:
-    """What the page's script reads."""
+def page_data(page: str) -> dict:
+    """Return the data of the page's script."""
     block = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(block[1])
 
 
-def test_a_newcomer_can_say_what_happened_and_what_it_cost(run):
+def test_summary_shows_what_happened_and_what_it_cost(run):
     facts = facts_of(run)
-    ends = [(one.end, one.followed_by, one.lost_us / 1e6) for one in facts.attempts]
+    ends = [(item.end, item.followed_by, item.lost_us / 1e6) for item in facts.attempts]
     assert ends == [
         ("failure", "restart", pytest.approx(11.2)),
         ("stop", "requeue", 0.0),
         ("vanished", "requeue", 10.0),
         ("completed", None, 0.0),
     ]
-    assert [one.away_us / 1e6 for one in facts.attempts[:3]] == pytest.approx([6.6, 127.0, 96.0])
+    assert [item.away_us / 1e6 for item in facts.attempts[:3]] == pytest.approx([6.6, 127.0, 96.0])
     text = " ".join(summarize(facts))
     assert "1 failure, 1 stop, 1 lost job" in text
     assert "(40 steps repeated)" in text
     assert facts.attempts[0].host == "n2"
 
 
-def test_a_stop_for_more_nodes_says_so(tmp_path):
-    story = started_run(0).steps(1, 5, every=1).after(0, "grow", nodes_before=1, nodes=2)
-    story.after(1, "signal", signal="SIGUSR2", step=5, saved=True).after(0, "requeue", by="requeue")
-    (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
+def test_stop_for_more_nodes_is_explained(tmp_path):
+    history = started_run(0).steps(1, 5, every=1).after(0, "grow", nodes_before=1, nodes=2)
+    history.after(1, "signal", signal="SIGUSR2", step=5, saved=True).after(0, "requeue", by="requeue")
+    (attempt,) = facts_of(write_run(tmp_path / "run", history)).attempts
     assert attempt.cause == "stopped by SIGUSR2 after step 5, to continue on 2 nodes"
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-def test_a_preemption_is_shown_as_one(tmp_path, signalled):
-    story = started_run(0).steps(1, 5, every=1)
+def test_preemption_is_shown(tmp_path, signalled):
+    history = started_run(0).steps(1, 5, every=1)
     if signalled:
-        story.after(1, "signal", signal="SIGTERM", step=5, saved=True)
-    story.after(0, "requeue", by="requeue", **{"class": "preempted"})
-    (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
+        history.after(1, "signal", signal="SIGTERM", step=5, saved=True)
+    history.after(0, "requeue", by="requeue", **{"class": "preempted"})
+    (attempt,) = facts_of(write_run(tmp_path / "run", history)).attempts
     assert describe_attempt_end(attempt) == (
         "preempted by SIGTERM after step 5" if signalled else "preempted"
     )
 
 
-def test_an_active_attempt_is_still_running(tmp_path):
+def test_active_attempt_is_still_running(tmp_path):
     facts = facts_of(write_run(tmp_path / "run", started_run(0).steps(1, 5, every=1)), "RUNNING")
     (attempt,) = facts.attempts
     assert describe_attempt_end(attempt) == describe_follow_up(attempt) == "still running"
 
 
-def test_what_was_done_on_purpose_is_told_as_such(tmp_path):
-    story = started_run(0).steps(1, 5, every=1).after(0, "chaos", fault="kill-rank", ranks=[3], host="n1")
-    story.after(1, "failure", rank=3, host="n1", cause="SIGKILL").after(0, "restart")
-    (attempt,) = facts_of(write_run(tmp_path / "run", story)).attempts
+def test_injected_fault_is_attributed_to_chaos(tmp_path):
+    history = started_run(0).steps(1, 5, every=1).after(0, "chaos", fault="kill-rank", ranks=[3], host="n1")
+    history.after(1, "failure", rank=3, host="n1", cause="SIGKILL").after(0, "restart")
+    (attempt,) = facts_of(write_run(tmp_path / "run", history)).attempts
     assert attempt.cause == "SIGKILL, by hpctrain chaos (kill-rank)"
 
 
-def test_figures_are_those_of_the_run_folder(run):
+def test_figures_match_the_run_folder(run):
     facts = facts_of(run)
     document = json_report(facts)
     last = json.loads(run.metrics.read_text().splitlines()[-1])
     assert (document["step"], document["loss"]) == (last["step"], last["loss"])
     assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == facts.breakdown.wall_us
     assert document["wall_us"] == round((document["end"] - document["start"]) * 1e6)
-    data = data_of(render_run_page(facts))
+    data = page_data(render_run_page(facts))
     loss = data["charts"][0]["series"][0]
-    counting = {record["step"]: record["loss"] for record in map(json.loads, run.metrics.open())}
-    assert dict(zip(loss["x"], loss["y"], strict=True)) == counting
+    losses = {record["step"]: record["loss"] for record in map(json.loads, run.metrics.open())}
+    assert dict(zip(loss["x"], loss["y"], strict=True)) == losses
     marks = [(mark["x"], mark["label"]) for mark in data["charts"][0]["marks"]]
     assert marks == [(100, "attempt 1"), (200, "attempts 2, 3")]
 
 
-def test_the_page_needs_nothing_else(run):
+def test_page_loads_no_other_resources(run):
     page = render_run_page(facts_of(run))
-    own = page.replace("http://www.w3.org/2000/svg", "")
-    # Addresses stand in the remarks of the chart library only.
-    assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", own)
+    own_text = page.replace("http://www.w3.org/2000/svg", "")
+    # Addresses appear only in comments of the chart library.
+    assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", own_text)
     assert "default-src 'none'" in page
 
 
@@ -122,26 +122,26 @@ HOSTILE = [
 ]
 
 
-def test_code_records_that_are_nested_too_deeply_are_left_out(run):
+def test_too_deeply_nested_code_records_are_ignored(run):
     run.code.mkdir()
     (run.code / "submission-000.json").write_text('{"a":' * 100_000)
     assert facts_of(run).codes == []
 
 
 def hostile_run(folder: Path) -> RunDir:
-    """Every text that a run's files can hold is one that wants to be executed."""
-    story = RunHistory()
-    for place, text in enumerate(HOSTILE):
-        story.after(1, "submitted", job_id=text, backend=text)
-        story.after(1, "started", hosts=[text], nodes=1, world_size=1)
-        story.after(1, "resumed", step=place, checkpoint=text, broken=[text])
-        story.steps(place + 1, place + 6, every=1, **{text: 1.5})
-        story.after(1, "checkpoint", step=place + 6, path=text, tier=text, bytes=1, seconds=0.1)
-        story.after(1, "failure", rank=0, host=text, cause=text, log=text)
-        story.after(0, "restart", by=text).after(0, "straggler", host=text, cause=text)
-    story.after(1, "signal", signal=HOSTILE[0], step=HOSTILE[1]).after(1, "requeue", by=HOSTILE[0])
-    story.after(1, "finished", state=HOSTILE[0], cause=HOSTILE[1])
-    run = write_run(folder, story, script=HOSTILE[0], args=HOSTILE, env={HOSTILE[1]: HOSTILE[2]})
+    """Return a run whose files have only texts that try to be executed."""
+    history = RunHistory()
+    for index, text in enumerate(HOSTILE):
+        history.after(1, "submitted", job_id=text, backend=text)
+        history.after(1, "started", hosts=[text], nodes=1, world_size=1)
+        history.after(1, "resumed", step=index, checkpoint=text, broken=[text])
+        history.steps(index + 1, index + 6, every=1, **{text: 1.5})
+        history.after(1, "checkpoint", step=index + 6, path=text, tier=text, bytes=1, seconds=0.1)
+        history.after(1, "failure", rank=0, host=text, cause=text, log=text)
+        history.after(0, "restart", by=text).after(0, "straggler", host=text, cause=text)
+    history.after(1, "signal", signal=HOSTILE[0], step=HOSTILE[1]).after(1, "requeue", by=HOSTILE[0])
+    history.after(1, "finished", state=HOSTILE[0], cause=HOSTILE[1])
+    run = write_run(folder, history, script=HOSTILE[0], args=HOSTILE, env={HOSTILE[1]: HOSTILE[2]})
     run.code.mkdir()
     (run.code / "submission-000.json").write_text(
         json.dumps({"commit": HOSTILE[0], "changed": True, "new_files": HOSTILE, "source": HOSTILE[1]})
@@ -165,22 +165,22 @@ def hostile_page(folder: Path) -> str:
     )
 
 
-def test_hostile_texts_are_texts(tmp_path):
+def test_hostile_texts_are_escaped_in_html(tmp_path):
     page = hostile_page(tmp_path / "run")
     assert page.count("<script") == page.count("</script>") == 3
     assert page.count("<style") == page.count("</style>") == 1
-    for word in ("alert(1)", "alert(2)", "alert(3)"):
-        assert word in unescape(page)
+    for text in ("alert(1)", "alert(2)", "alert(3)"):
+        assert text in unescape(page)
     assert not re.search(r"<(img|b)\b|<svg onload", page)
     assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|49\$", page)
-    charts = data_of(page)["charts"]
+    charts = page_data(page)["charts"]
     assert HOSTILE[0] in [series["name"] for chart in charts for series in chart["series"]]
 
 
-def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
+def test_hostile_texts_are_escaped_in_markdown_and_comparisons(tmp_path):
     facts = facts_of(hostile_run(tmp_path / "run"), resubmit_command=[*HOSTILE, "echo ```"])
     text = markdown_report(facts)
-    assert all(one.isprintable() or one in "\n\u202f" for one in text)
+    assert all(item.isprintable() or item in "\n\u202f" for item in text)
     outside = text.split("````bash")[0]
     assert not re.search(r"(?<!\\)<", outside)
     rows = [
@@ -192,14 +192,14 @@ def test_hostile_texts_are_texts_in_markdown_and_in_a_comparison(tmp_path):
     assert {row.count(" | ") for row in rows} == {4}
     compared = markdown_comparison([facts, facts])
     assert not re.search(r"(?<!\\)<", compared)
-    assert all(one.isprintable() or one in "\n\u202f" for one in compared)
+    assert all(item.isprintable() or item in "\n\u202f" for item in compared)
     page = render_comparison([facts, facts])
     assert page.count("<script") == page.count("</script>") == 3
     assert not re.search(r"<(img|b)\b|<svg onload", page)
 
 
 @pytest.mark.parametrize("damage", range(40))
-def test_a_damaged_folder_is_told_of(tmp_path, damage):
+def test_damaged_folder_gives_a_report(tmp_path, damage):
     generator = random.Random(damage)
     run = (
         hostile_run(tmp_path / "run") if damage % 2 else write_run(tmp_path / "run", disturbed_run(), **SPEC)
@@ -217,7 +217,7 @@ def test_a_damaged_folder_is_told_of(tmp_path, damage):
                 path.write_bytes(content)
     facts = facts_of(run)
     assert sum(facts.breakdown.totals_us.values()) == facts.breakdown.wall_us
-    data_of(render_run_page(facts))
+    page_data(render_run_page(facts))
     markdown_report(facts)
     json.dumps(json_report(facts))
 
@@ -233,25 +233,25 @@ def test_a_damaged_folder_is_told_of(tmp_path, damage):
         {"kind": "resumed", "step": -3},
     ],
 )
-def test_values_of_another_type_are_told_of(tmp_path, line):
-    story = started_run(1).steps(1, 5, every=1)
-    story.events.append({"time": story.now, "attempt": 0, **line})
-    run = write_run(tmp_path / "run", story)
+def test_values_of_wrong_types_give_a_report(tmp_path, line):
+    history = started_run(1).steps(1, 5, every=1)
+    history.events.append({"time": history.now, "attempt": 0, **line})
+    run = write_run(tmp_path / "run", history)
     with run.metrics.open("a") as file:
         for value in ("high", None, math.nan, math.inf, [], {}, True, 10**400):
-            file.write(json.dumps({"step": 6, "loss": value, "time": story.now + 1, "attempt": 0}) + "\n")
+            file.write(json.dumps({"step": 6, "loss": value, "time": history.now + 1, "attempt": 0}) + "\n")
     facts = facts_of(run)
-    data_of(render_run_page(facts))
+    page_data(render_run_page(facts))
     markdown_report(facts)
 
 
-def test_a_folder_with_nothing_in_it(tmp_path):
+def test_empty_folder_gives_a_report(tmp_path):
     facts = facts_of(RunDir(tmp_path))
     assert "Nothing has been recorded" in render_run_page(facts)
     assert "Nothing has been recorded" in markdown_report(facts)
 
 
-def test_a_run_that_goes_on_is_told_of_up_to_now(tmp_path):
+def test_active_run_is_reported_up_to_now(tmp_path):
     run = write_run(tmp_path / "run", started_run(60).steps(1, 10, every=1))
     facts = facts_of(run, "RUNNING")
     assert facts.end == START + 5000
@@ -259,26 +259,26 @@ def test_a_run_that_goes_on_is_told_of_up_to_now(tmp_path):
     assert "now" in {name: meaning for name, _, meaning in key_figures(facts)}["Time"]
 
 
-def test_a_run_without_metrics(tmp_path):
+def test_run_without_metrics_is_reported(tmp_path):
     run = write_run(tmp_path / "run", started_run(60).after(100, "finished", state="COMPLETED"))
     page = render_run_page(facts_of(run))
-    assert data_of(page)["charts"] == []
+    assert page_data(page)["charts"] == []
     assert "Lost work and productive time are unknown: this script reports no steps." in page
 
 
-def test_what_follows_from_steps_is_not_known_without_them(tmp_path):
-    story_ = started_run(5).after(20, "signal", signal="SIGTERM", step=None, saved=False)
-    story_.after(1, "requeue", by="requeue").after(60, "started", nodes=2)
-    run = write_run(tmp_path / "run", story_.after(30, "finished", state="COMPLETED"))
+def test_figures_from_steps_are_unknown_without_steps(tmp_path):
+    history = started_run(5).after(20, "signal", signal="SIGTERM", step=None, saved=False)
+    history.after(1, "requeue", by="requeue").after(60, "started", nodes=2)
+    run = write_run(tmp_path / "run", history.after(30, "finished", state="COMPLETED"))
     facts = facts_of(run)
-    why = "this script reports no steps"
-    assert key_figures(facts)[0] == ("Steps", "unknown", why)
-    assert {("Productive", "unknown", why), ("Lost work", "unknown", why)} <= set(key_figures(facts))
+    reason = "this script reports no steps"
+    assert key_figures(facts)[0] == ("Steps", "unknown", reason)
+    assert {("Productive", "unknown", reason), ("Lost work", "unknown", reason)} <= set(key_figures(facts))
     text, page = markdown_report(facts), render_run_page(facts)
     for view in (text, page):
         assert "lost work unknown, 1 min 1 s of downtime" in view
         assert "0 s lost" not in view
-        assert f"unknown: {why}" in view
+        assert f"unknown: {reason}" in view
     assert "| lost work | – | – | not measured; included in training |" in text
     document = json_report(facts)
     unknown = ("lost_steps", "ettr", "training", "step")
@@ -289,7 +289,7 @@ def test_what_follows_from_steps_is_not_known_without_them(tmp_path):
     assert "| Lost work | unknown | unknown |" in markdown_comparison([facts, facts])
 
 
-def test_a_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
+def test_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
     run = write_run(tmp_path / "run", started_run(60))
     assert facts_of(run, "RUNNING").reports_steps is None
     assert "unknown: no steps reported." in " ".join(summarize(facts_of(run, "RUNNING")))
@@ -298,13 +298,13 @@ def test_a_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
     assert facts_of(run, "FAILED").reports_steps is True
 
 
-def cancelled(job_id: str = "7") -> RunHistory:
-    """A run that was cancelled, and whose supervisor was killed before it recorded that."""
+def cancelled_run(job_id: str = "7") -> RunHistory:
+    """Return a cancelled run whose supervisor was killed before it recorded the end."""
     return started_run(5).steps(1, 5, every=1).after(10, "seen", job_id=job_id, job_state="CANCELLED by 1000")
 
 
-def test_a_cancelled_run_is_no_lost_job_though_its_supervisor_wrote_nothing(tmp_path):
-    run = write_run(tmp_path / "run", cancelled())
+def test_cancelled_run_without_a_recorded_end_is_not_a_lost_job(tmp_path):
+    run = write_run(tmp_path / "run", cancelled_run())
     run.cancel_request.touch()
     for facts in (facts_of(run), facts_of(run, "CANCELLED")):
         (attempt,) = facts.attempts
@@ -313,28 +313,28 @@ def test_a_cancelled_run_is_no_lost_job_though_its_supervisor_wrote_nothing(tmp_
         assert "cause unknown" not in markdown_report(facts)
 
 
-def test_the_cancellation_is_still_known_after_the_run_was_submitted_again(tmp_path):
-    story_ = cancelled().after(100, "submitted", job_id="8", backend="slurm").after(3, "started")
-    story_.steps(6, 9, every=1).after(1, "finished", state="COMPLETED")
-    facts = facts_of(write_run(tmp_path / "run", story_))
-    ends = [(one.end, one.followed_by, one.away_us) for one in facts.attempts]
+def test_cancellation_is_known_after_a_resubmission(tmp_path):
+    history = cancelled_run().after(100, "submitted", job_id="8", backend="slurm").after(3, "started")
+    history.steps(6, 9, every=1).after(1, "finished", state="COMPLETED")
+    facts = facts_of(write_run(tmp_path / "run", history))
+    ends = [(item.end, item.followed_by, item.away_us) for item in facts.attempts]
     assert ends == [("cancelled", "submission", 0), ("completed", None, 0)]
 
 
-def test_what_slurm_said_of_an_earlier_job_does_not_end_an_attempt(tmp_path):
-    facts = facts_of(write_run(tmp_path / "run", cancelled(job_id="6").steps(6, 9, every=1)), "RUNNING")
-    assert [one.end for one in facts.attempts] == [None]
+def test_observed_state_of_an_earlier_job_does_not_end_an_attempt(tmp_path):
+    facts = facts_of(write_run(tmp_path / "run", cancelled_run(job_id="6").steps(6, 9, every=1)), "RUNNING")
+    assert [item.end for item in facts.attempts] == [None]
 
 
-def test_a_run_that_was_cancelled_and_submitted_again_was_not_left_alone(tmp_path):
-    story_ = started_run(1)
+def test_cancelled_and_resubmitted_run_had_interruptions(tmp_path):
+    history = started_run(1)
     for first in (1, 6):
-        story_.steps(first, first + 4, every=1).after(
+        history.steps(first, first + 4, every=1).after(
             1, "signal", signal="SIGTERM", step=first + 4, saved=True
         )
-        story_.after(1, "finished", state="CANCELLED").after(9, "submitted", job_id="8").after(1, "started")
+        history.after(1, "finished", state="CANCELLED").after(9, "submitted", job_id="8").after(1, "started")
     facts = facts_of(
-        write_run(tmp_path / "run", story_.steps(11, 20, every=1).after(1, "finished", state="COMPLETED"))
+        write_run(tmp_path / "run", history.steps(11, 20, every=1).after(1, "finished", state="COMPLETED"))
     )
     text = " ".join(summarize(facts))
     assert "with 3 attempts. The run was cancelled and resubmitted 2 times." in text
@@ -342,23 +342,23 @@ def test_a_run_that_was_cancelled_and_submitted_again_was_not_left_alone(tmp_pat
         assert "There were no interruptions" not in view
 
 
-def losing(values: list[float]) -> RunHistory:
-    """A run with these losses, one a step."""
-    told = started_run(0)
+def run_with_losses(values: list[float]) -> RunHistory:
+    """Return a run with these losses, one per step."""
+    history = started_run(0)
     for step, value in enumerate(values, 1):
-        told.steps(step, step, every=1, loss=value, val_loss=value)
-    return told
+        history.steps(step, step, every=1, loss=value, val_loss=value)
+    return history
 
 
-def test_nan_is_shown_as_nan_with_its_step(tmp_path):
-    run = write_run(tmp_path / "run", losing([1.0, 1.7e308, math.nan, math.inf]))
-    charts = {chart["id"]: chart for chart in data_of(render_run_page(facts_of(run)))["charts"]}
+def test_nan_is_shown_with_its_step(tmp_path):
+    run = write_run(tmp_path / "run", run_with_losses([1.0, 1.7e308, math.nan, math.inf]))
+    charts = {chart["id"]: chart for chart in page_data(render_run_page(facts_of(run)))["charts"]}
     for name in ("loss-chart", "metric-0"):
         (series,) = charts[name]["series"]
         assert (series["x"], series["y"]) == ([1, 2, 3, 4], [1.0, 1e300, None, None])
         assert series["not_finite"] == [[3, "NaN"], [4, "inf"]]
         assert charts[name]["marks"] == [{"x": 3, "label": "NaN"}]
-    run = write_run(tmp_path / "other", losing([0.5, math.nan]))
+    run = write_run(tmp_path / "other", run_with_losses([0.5, math.nan]))
     facts = facts_of(run)
     assert ("Loss", "NaN", "since step 2; lowest 0.5 at step 1") in key_figures(facts)
     assert "<h3>val_loss: NaN</h3>" in render_run_page(facts)
@@ -386,11 +386,11 @@ def test_gpus_are_drawn_row_by_row(tmp_path):
     assert temperature.means == [None, 60.0, None, 60.0]
     assert util.cells[0] == 254
     assert util.cells[-1] in (127, 255)
-    heat = data_of(render_run_page(facts))["heats"][0]
+    heat = page_data(render_run_page(facts))["heats"][0]
     assert heat["rows"] == facts.devices.rows
 
 
-def test_runs_are_compared_by_what_differs(tmp_path):
+def test_runs_are_compared_by_their_differences(tmp_path):
     runs = [
         facts_of(write_run(tmp_path / name, disturbed_run(last_step=last), **SPEC, max_failures=number))
         for name, last, number in (("one", 240, 3), ("two", 300, 5))
@@ -399,16 +399,16 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     assert "| max\\_failures | 3 | 5 |" in text
     assert "script" not in text
     page = render_comparison(runs)
-    loss = data_of(page)["charts"][0]
+    loss = page_data(page)["charts"][0]
     assert [series["name"] for series in loss["series"]] == ["one", "two"]
     assert [series["x"][-1] for series in loss["series"]] == [240, 300]
 
 
-def test_of_many_nodes_those_in_trouble_are_in_sight(tmp_path):
+def test_faulty_nodes_are_listed_first(tmp_path):
     hosts = [f"n{number:03d}" for number in range(200)]
-    story = started_run(0).after(0, "started", nodes=200, world_size=200, hosts=hosts).steps(1, 5, every=1)
-    story.after(0, "failure", rank=150, host="n150", cause="SIGKILL")
-    timeline = build_timeline(facts_of(write_run(tmp_path / "run", story)))
+    history = started_run(0).after(0, "started", nodes=200, world_size=200, hosts=hosts).steps(1, 5, every=1)
+    history.after(0, "failure", rank=150, host="n150", cause="SIGKILL")
+    timeline = build_timeline(facts_of(write_run(tmp_path / "run", history)))
     assert timeline.hosts[0].name == "n150"
     assert [point.kind for point in timeline.hosts[0].points] == ["fault"]
     assert len(timeline.hosts) + len(timeline.more_hosts) + timeline.hosts_left_out == 200

@@ -45,41 +45,41 @@ def write_proc(proc: Path, *, busy: int, idle: int, sectors: int, rx: int, tx: i
     (proc / "net/dev").write_text(NETWORK.format(rx=rx, tx=tx))
 
 
-def test_a_node_is_read_out_of_proc(tmp_path):
+def test_node_is_read_from_proc(tmp_path):
     clock = Clock()
     write_proc(tmp_path, busy=100, idle=100, sectors=10, rx=1000, tx=2000)
     node = ProcfsReader(tmp_path, clock)
     clock.now += 2
     write_proc(tmp_path, busy=130, idle=170, sectors=20, rx=3000, tx=2000)
-    told = node.read()
-    assert told.cpu == pytest.approx(30)
-    assert told.memory == 600 * 1024
-    assert (told.disk_read, told.disk_write) == (10 * 512 / 2, 10 * 512 / 2)
-    assert (told.net_rx, told.net_tx) == (1000, 0)
+    reading = node.read()
+    assert reading.cpu == pytest.approx(30)
+    assert reading.memory == 600 * 1024
+    assert (reading.disk_read, reading.disk_write) == (10 * 512 / 2, 10 * 512 / 2)
+    assert (reading.net_rx, reading.net_tx) == (1000, 0)
     assert node.memory_bytes == 1000 * 1024
 
 
 @pytest.mark.parametrize("text", [None, "", "garbage\n", "cpu x y\nMemTotal: many\n"])
-def test_what_the_kernel_does_not_tell_is_not_known(tmp_path, text):
+def test_missing_kernel_data_is_unknown(tmp_path, text):
     if text is not None:
         (tmp_path / "net").mkdir()
         for name in ("stat", "meminfo", "diskstats", "net/dev"):
             (tmp_path / name).write_text(text)
-    told = ProcfsReader(tmp_path).read()
-    assert (told.cpu, told.memory) == (None, None)
-    assert (told.disk_read or 0, told.net_rx or 0) == (0, 0)
+    reading = ProcfsReader(tmp_path).read()
+    assert (reading.cpu, reading.memory) == (None, None)
+    assert (reading.disk_read or 0, reading.net_rx or 0) == (0, 0)
 
 
-def test_this_node():
+def test_this_node_can_be_read():
     node = ProcfsReader()
     sum(number * number for number in range(3_000_000))
-    told = node.read()
-    assert told.cpu is None or 0 <= told.cpu <= 100
-    assert 0 < told.memory < node.memory_bytes
+    reading = node.read()
+    assert reading.cpu is None or 0 <= reading.cpu <= 100
+    assert 0 < reading.memory < node.memory_bytes
 
 
-class PretendGpus(GpuReader):
-    """Two GPUs, the second of which tells little, as one in parts does."""
+class FakeGpus(GpuReader):
+    """Two GPUs; the second one has few readings, like a MIG part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,19 +109,21 @@ class PretendGpus(GpuReader):
         return [first, GpuReading(memory=7)]
 
 
-def sampled(path: Path, seconds: int, gpus: GpuReader) -> list[dict]:
+def sample(path: Path, seconds: int, gpus: GpuReader) -> list[dict]:
     clock = Clock()
-    measured = TelemetrySampler(path, gpus, ProcfsReader(), host="n1", run_id='a "b"', clock=clock, now=clock)
-    measured.begin()
+    telemetry_sampler = TelemetrySampler(
+        path, gpus, ProcfsReader(), host="n1", run_id='a "b"', clock=clock, now=clock
+    )
+    telemetry_sampler.begin()
     for _ in range(seconds):
         clock.now += 1
-        measured.read()
-    measured.flush()
+        telemetry_sampler.read()
+    telemetry_sampler.flush()
     return list(read_json_lines(path))
 
 
-def test_a_line_sums_up_what_pretended_gpus_said_in_its_time(tmp_path):
-    begin, line, *_ = sampled(tmp_path / "node-000.jsonl", 5, PretendGpus())
+def test_record_aggregates_readings_of_fake_gpus(tmp_path):
+    begin, line, *_ = sample(tmp_path / "node-000.jsonl", 5, FakeGpus())
     assert begin["gpu_names"] == ["H100", "H100 MIG 1g"]
     assert begin["cpus"] == os.cpu_count()
     assert line["time"] == 1005.0
@@ -137,9 +139,9 @@ def test_a_line_sums_up_what_pretended_gpus_said_in_its_time(tmp_path):
     assert line["memory"] > 0
 
 
-def test_lines_grow_longer_in_a_long_run(tmp_path):
+def test_records_cover_longer_intervals_in_a_long_run(tmp_path):
     path = tmp_path / "node-000.jsonl"
-    lines = sampled(path, 1200, PretendGpus())[1:]
+    lines = sample(path, 1200, FakeGpus())[1:]
     assert {line["seconds"] for line in lines[:119]} == {5}
     assert {line["seconds"] for line in lines[125:-1]} == {30}
     assert len(lines) < 150
@@ -147,24 +149,24 @@ def test_lines_grow_longer_in_a_long_run(tmp_path):
     assert devices.rows == ["n1 · GPU 0", "n1 · GPU 1"]
 
 
-def test_without_a_driver_the_node_alone_is_measured(tmp_path):
+def test_only_the_node_is_sampled_without_a_driver(tmp_path):
     with GpuReader([]) as gpus:
-        lines = sampled(tmp_path / "telemetry" / "node-000.jsonl", 11, gpus)
+        lines = sample(tmp_path / "telemetry" / "node-000.jsonl", 11, gpus)
     assert len(lines) == 4
     assert not any(name in line for line in lines[1:] for name in ("gpu_util", "gpu_memory"))
     assert all("memory" in line for line in lines[1:])
 
 
 def start(run: RunDir) -> subprocess.Popen:
-    words = [sys.executable, "-m", sampler.__name__, str(run.path), "3"]
+    command = [sys.executable, "-m", sampler.__name__, str(run.path), "3"]
     process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
     )
     wait_for(run.telemetry(3).exists, 20, "the first line")
     return process
 
 
-def test_the_process_ends_with_whoever_started_it_and_not_by_signals_that_are_for_ranks(tmp_path):
+def test_sampler_ignores_signals_and_ends_with_its_parent(tmp_path):
     run = RunDir(tmp_path / "run")
     with start(run) as process:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -177,10 +179,10 @@ def test_the_process_ends_with_whoever_started_it_and_not_by_signals_that_are_fo
     assert last["seconds"] < 20
 
 
-def test_a_folder_that_is_gone_ends_it_with_a_sentence(tmp_path, monkeypatch):
+def test_unusable_folder_ends_the_sampler_with_a_message(tmp_path, monkeypatch):
     blocked = tmp_path / "run"
     blocked.write_text("a file")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", sampler.__name__, str(blocked), "0"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -188,12 +190,12 @@ def test_a_folder_that_is_gone_ends_it_with_a_sentence(tmp_path, monkeypatch):
         text=True,
         timeout=30,
     )
-    assert done.returncode == 1
-    assert "node measurements have stopped" in done.stderr
+    assert result.returncode == 1
+    assert "node measurements have stopped" in result.stderr
 
 
 @pytest.mark.gpu
-def test_real_gpus_tell_of_themselves():
+def test_real_gpus_have_readings():
     import torch
 
     with GpuReader() as gpus:
@@ -208,7 +210,7 @@ def test_real_gpus_tell_of_themselves():
 
 
 def test_newest_line_is_in_a_file_for_prometheus(tmp_path):
-    sampled(tmp_path / "node-000.jsonl", 5, PretendGpus())
+    sample(tmp_path / "node-000.jsonl", 5, FakeGpus())
     text = (tmp_path / "node-000.prom").read_text()
     assert (
         '# TYPE hpctrain_gpu_util gauge\nhpctrain_gpu_util{run="a \\"b\\"",host="n1",gpu="0"} 40.0\n' in text

@@ -1,4 +1,4 @@
-"""A report is passed on: what opens doors is not in it."""
+"""Reports are shared: they must not contain credentials."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPEC = {
 }
 
 
-def test_secrets_are_in_no_form_of_a_report(tmp_path):
+def test_secrets_are_in_no_report_format(tmp_path):
     run = write_run(tmp_path / "run", disturbed_run(), **SPEC)
     run.environment.write_text(
         json.dumps({"args": "--lr 0.1 --hf-token s3kret11 --password=s3kret12"}) + "\n"
@@ -57,7 +57,7 @@ def test_secrets_are_in_no_form_of_a_report(tmp_path):
     ["A" * 10**6, "key" * 10**5, "-" * 10**5, "a-" * 10**5, "http://" * 10**5, "key" + " " * 10**5],
     ids=lambda text: f"{text[:8]}…",
 )
-def test_a_long_text_is_read_once(text):
+def test_long_text_is_redacted_in_linear_time(text):
     # A search that starts at each character would take hours.
     assert redact(text) == text
     assert redact_args([text, "shown"])[0] == text
@@ -74,6 +74,6 @@ def test_a_long_text_is_read_once(text):
         "monkey business",
     ],
 )
-def test_what_only_looks_like_a_secret_is_shown(text):
+def test_text_that_only_looks_like_a_secret_is_shown(text):
     assert redact(text) == text
     assert redact_args(text.split()) == text.split()

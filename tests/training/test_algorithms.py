@@ -1,4 +1,4 @@
-"""How the ranks of ddp agree with fewer bytes: what is sent, what is learned, and what a stop does to it."""
+"""Communication algorithms of ddp: bytes sent, learning, and resuming after a stop."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SCRIPT = SCRIPTS / "train_with_algorithm.py"
 STEPS = 120
 
 
-def train(run: Path, *words: object, ranks: int = 2) -> dict:
-    """What `train_with_algorithm.py` printed; all ranks end with the same weights, to the bit."""
-    printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
-    told = json.loads(printed.splitlines()[-1])
-    assert told["same"]
-    return told
+def train(run: Path, *args: object, ranks: int = 2) -> dict:
+    """Return the result of `train_with_algorithm.py`; all ranks must end with bitwise equal weights."""
+    printed = run_forked(SCRIPT, [str(arg) for arg in args], variables(run), ranks=ranks)
+    result = json.loads(printed.splitlines()[-1])
+    assert result["same"]
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def plain(tmp_path_factory) -> dict:
 
 
 def _long(*values: str) -> list[Any]:
-    """Cases that show for others what a first one shows, and take their time."""
+    """Mark further cases of the same kind as long."""
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
@@ -62,12 +62,12 @@ def _long(*values: str) -> list[Any]:
         pytest.param("local_sgd, every 8", 2, 0.125, 0.17, marks=pytest.mark.long),
     ],
 )
-def test_fewer_bytes_are_sent_and_as_much_is_learned(tmp_path, plain, algorithm, ranks, low, high):
-    """Bytes a step as a part of the gradients in float32; where ranks meet at the end adds a few."""
-    told = train(tmp_path, algorithm, STEPS, ranks=ranks)
-    assert low <= told["sent_bytes"] / STEPS / (4 * NUM_WEIGHTS) <= high
+def test_fewer_bytes_are_sent_with_equal_accuracy(tmp_path, plain, algorithm, ranks, low, high):
+    """Bytes per step, relative to float32 gradients; final synchronizations add a few."""
+    result = train(tmp_path, algorithm, STEPS, ranks=ranks)
+    assert low <= result["sent_bytes"] / STEPS / (4 * NUM_WEIGHTS) <= high
     assert plain["accuracy"] > 0.85
-    assert told["accuracy"] == pytest.approx(plain["accuracy"], abs=0.03)
+    assert result["accuracy"] == pytest.approx(plain["accuracy"], abs=0.03)
 
 
 @pytest.fixture(scope="module")
@@ -83,25 +83,27 @@ def plain_gpt(tmp_path_factory) -> float:
         *[("decentralized", 2), ("low_precision_decentralized", 3), ("async", 2), ("local_sgd", 2)],
     ],
 )
-def test_a_small_gpt_learns_as_much(tmp_path, plain_gpt, algorithm, ranks):
-    """Nats a byte on text that was not trained; an untrained model has 5.5."""
+def test_small_gpt_learns_equally(tmp_path, plain_gpt, algorithm, ranks):
+    """Nats per byte on validation text; an untrained model has 5.5."""
     assert plain_gpt < 3.0
-    told = train(tmp_path, algorithm, 200, 'task="gpt"', ranks=ranks)
-    assert told["val_loss"] == pytest.approx(plain_gpt, abs=0.2)
+    result = train(tmp_path, algorithm, 200, 'task="gpt"', ranks=ranks)
+    assert result["val_loss"] == pytest.approx(plain_gpt, abs=0.2)
 
 
 @pytest.mark.parametrize(("algorithm", "close"), [("fp16", 1e-3), ("bf16", 1e-2)])
-def test_a_first_step_is_that_of_an_all_reduce_but_for_what_is_rounded(tmp_path, algorithm, close):
-    """AdamW's first step goes by the sign of a gradient; only those next to zero may turn."""
+def test_first_step_differs_only_by_rounding(tmp_path, algorithm, close):
+    """AdamW's first step depends on the sign of a gradient; only signs next to zero may flip."""
     exact = torch.tensor(train(tmp_path / "plain", "allreduce", 1)["weights"])
     rounded = torch.tensor(train(tmp_path / "rounded", algorithm, 1)["weights"])
     assert not torch.equal(exact, rounded)
-    turned = ((exact - rounded).abs() > 1e-4).double().mean()
-    assert turned < 0.05 + close
+    flipped = ((exact - rounded).abs() > 1e-4).double().mean()
+    assert flipped < 0.05 + close
 
 
-def replicas(ranks: int, num_steps: int, meet: Callable[[int, list[torch.Tensor]], list[torch.Tensor]]):
-    """By hand: replicas, each on its share, and what `meet` makes of their weights after each step."""
+def train_replicas(
+    ranks: int, num_steps: int, synchronize: Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
+):
+    """Train replicas without hpctrain, each on its share, and call `meet` on the weights after each step."""
     x, y = (column[:1400] for column in samples())
     order = SampleOrder(1400, 1)
     torch.manual_seed(1)
@@ -114,13 +116,13 @@ def replicas(ranks: int, num_steps: int, meet: Callable[[int, list[torch.Tensor]
         indices = order.indices(0, (step - 1) * 64, step * 64)
         for rank, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
             low, high = split_range(64, rank, ranks)
-            own = indices[low:high]
-            loss = module.training_step((x[own], y[own]), 0) * ((high - low) / 64 * ranks)
+            own_indices = indices[low:high]
+            loss = module.training_step((x[own_indices], y[own_indices]), 0) * ((high - low) / 64 * ranks)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         weights = [nn.utils.parameters_to_vector(module.parameters()).detach() for module in modules]
-        for module, vector in zip(modules, meet(step, weights), strict=True):
+        for module, vector in zip(modules, synchronize(step, weights), strict=True):
             nn.utils.vector_to_parameters(vector.clone(), module.parameters())
     return torch.stack([nn.utils.parameters_to_vector(m.parameters()).detach() for m in modules]).mean(0)
 
@@ -129,37 +131,37 @@ def mean_of_all(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack(weights).mean(0)] * len(weights)
 
 
-def test_local_sgd_is_replicas_that_meet_after_so_many_steps(tmp_path):
-    expected = replicas(3, 10, lambda step, w: mean_of_all(w) if step % 4 == 0 else w)
+def test_local_sgd_averages_replicas_periodically(tmp_path):
+    expected = train_replicas(3, 10, lambda step, w: mean_of_all(w) if step % 4 == 0 else w)
     assert train(tmp_path, "local_sgd", 10, ranks=3)["weights"] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_decentralized_is_replicas_that_meet_in_pairs(tmp_path):
-    def meet(step: int, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+def test_decentralized_averages_replicas_in_pairs(tmp_path):
+    def average_pairs(step: int, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         peers = [tournament_peer(rank, 3, step) for rank in range(3)]
         return [w if p is None else (w + weights[p]) / 2 for w, p in zip(weights, peers, strict=True)]
 
-    expected = replicas(3, 10, meet)
+    expected = train_replicas(3, 10, average_pairs)
     assert train(tmp_path, "decentralized", 10, ranks=3)["weights"] == pytest.approx(
         expected.tolist(), abs=1e-5
     )
 
 
 @pytest.mark.parametrize("world_size", range(2, 10))
-def test_peers_meet_each_other_and_everybody_in_turn(world_size):
-    met = {rank: set() for rank in range(world_size)}
+def test_tournament_pairs_every_rank_with_every_other(world_size):
+    peers_of = {rank: set() for rank in range(world_size)}
     num_turns = world_size - 1 + world_size % 2
     for step in range(num_turns):
         peers = {rank: tournament_peer(rank, world_size, step) for rank in range(world_size)}
         assert all(peer is None or (peers[peer] == rank and peer != rank) for rank, peer in peers.items())
         assert list(peers.values()).count(None) == world_size % 2
         for rank, peer in peers.items():
-            met[rank].add(peer)
-    everybody = set(range(world_size)) | ({None} if world_size % 2 else set())
-    assert all(others == everybody - {rank} for rank, others in met.items())
+            peers_of[rank].add(peer)
+    all_peers = set(range(world_size)) | ({None} if world_size % 2 else set())
+    assert all(others == all_peers - {rank} for rank, others in peers_of.items())
 
 
-def test_eight_bits_are_off_by_half_a_step_at_most():
+def test_eight_bit_quantization_error_is_at_most_half_a_step():
     rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * torch.tensor(
         [[1.0], [1e-6], [0.0]]
     )
@@ -172,8 +174,8 @@ def test_eight_bits_are_off_by_half_a_step_at_most():
 @pytest.mark.parametrize(
     "algorithm", ["bytegrad", *_long("powersgd", "qadam", "low_precision_decentralized", "local_sgd")]
 )
-def test_a_stop_at_a_checkpoint_changes_nothing(tmp_path, algorithm):
-    """What an algorithm knows is in the checkpoint; qadam is stopped in its warm-up, and after it."""
+def test_stop_at_a_checkpoint_changes_nothing(tmp_path, algorithm):
+    """The state of an algorithm is in the checkpoint; qadam is stopped in its warm-up and after it."""
     steps = (25, 50) if algorithm == "qadam" else (5, 10)
     every = f"checkpoint_every={steps[0]}"
     whole = train(tmp_path / "whole", algorithm, steps[-1], every)
@@ -183,10 +185,10 @@ def test_a_stop_at_a_checkpoint_changes_nothing(tmp_path, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["powersgd", *_long("qadam", "decentralized", "async")])
-def test_any_number_of_ranks_goes_on(tmp_path, plain, algorithm):
+def test_algorithm_resumes_on_any_number_of_ranks(tmp_path, plain, algorithm):
     for last_step, ranks in ((45, 2), (80, 3), (STEPS, 1)):
-        told = train(tmp_path, algorithm, last_step, ranks=ranks)
-    assert told["accuracy"] == pytest.approx(plain["accuracy"], abs=0.03)
+        result = train(tmp_path, algorithm, last_step, ranks=ranks)
+    assert result["accuracy"] == pytest.approx(plain["accuracy"], abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -201,16 +203,16 @@ def test_any_number_of_ranks_goes_on(tmp_path, plain, algorithm):
     ],
     ids=str,
 )
-def test_what_does_not_go_together_is_refused_with_the_reason(settings, message):
+def test_incompatible_settings_are_refused_with_the_reason(settings, message):
     with pytest.raises(hpctrain.UserError, match=message):
         hpctrain.Trainer(max_steps=1, **settings)
 
 
-def test_an_algorithm_of_a_script_is_found_by_its_name():
+def test_registered_algorithm_is_found_by_name():
     @register_algorithm("nothing new")
-    class NothingNew(Algorithm):
+    class UnchangedAlgorithm(Algorithm):
         pass
 
-    assert isinstance(find_algorithm("nothing new"), NothingNew)
-    own = NothingNew()
-    assert find_algorithm(own) is own
+    assert isinstance(find_algorithm("nothing new"), UnchangedAlgorithm)
+    instance = UnchangedAlgorithm()
+    assert find_algorithm(instance) is instance

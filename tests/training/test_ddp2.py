@@ -28,14 +28,14 @@ SCRIPT = SCRIPTS / "train_contrastive.py"
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def trained(tmp_path, steps: int, batch: int, *settings: str, nodes: int = 2, ranks: int = 4) -> dict:
-    words = [str(steps), str(batch), str(tmp_path / "out"), *settings]
-    run_forked(SCRIPT, words, VARIABLES, ranks=ranks, nodes=nodes)
+def trained_weights(tmp_path, steps: int, batch: int, *settings: str, nodes: int = 2, ranks: int = 4) -> dict:
+    args = [str(steps), str(batch), str(tmp_path / "out"), *settings]
+    run_forked(SCRIPT, args, VARIABLES, ranks=ranks, nodes=nodes)
     return torch.load(tmp_path / "out", weights_only=True)
 
 
 def single_process(steps: int, batch: int, nodes: int, ranks: int) -> dict:
-    """The same training in this process: the mean of the nodes' losses, weighted by their samples."""
+    """Train the same in this process: the mean of the nodes' losses, weighted by their samples."""
     torch.manual_seed(1)
     module = Contrast()
     optimizer = module.configure_optimizers()
@@ -63,7 +63,7 @@ def single_process(steps: int, batch: int, nodes: int, ranks: int) -> dict:
 @pytest.mark.parametrize(
     ("batch", "nodes", "ranks"),
     [
-        (20, 2, 4),  # five pairs a rank
+        (20, 2, 4),  # five pairs per rank
         (18, 2, 4),  # 5 4 5 4, and an epoch's last batch of four
         (3, 2, 4),  # one rank has none
         (1, 2, 4),  # one node has none
@@ -73,11 +73,11 @@ def single_process(steps: int, batch: int, nodes: int, ranks: int) -> dict:
 def test_gradients_are_those_of_one_process(tmp_path, batch, nodes, ranks):
     torch.manual_seed(1)
     start = Contrast().state_dict()
-    got = trained(tmp_path, 1, batch, nodes=nodes, ranks=ranks)
+    actual = trained_weights(tmp_path, 1, batch, nodes=nodes, ranks=ranks)
     expected = single_process(1, batch, nodes, ranks)
     for name in ("encoder.0.weight", "encoder.2.weight", "head.weight", "temperature"):
-        gradient, reference = got[name] - start[name], expected[name] - start[name]
-        if batch == 1:  # One pair has no negatives: its loss has no gradient.
+        gradient, reference = actual[name] - start[name], expected[name] - start[name]
+        if batch == 1:  # one pair has no negatives: its loss has no gradient
             assert gradient.norm() == pytest.approx(0, abs=1e-6)
             continue
         assert float(gradient.norm() / reference.norm()) == pytest.approx(1.0, abs=1e-4), name
@@ -85,18 +85,18 @@ def test_gradients_are_those_of_one_process(tmp_path, batch, nodes, ranks):
 
 
 def test_fifty_steps_are_those_of_one_process(tmp_path):
-    got, expected = trained(tmp_path, 50, 18), single_process(50, 18, 2, 4)
+    actual, expected = trained_weights(tmp_path, 50, 18), single_process(50, 18, 2, 4)
     for name, value in expected.items():
-        assert torch.allclose(got[name], value, rtol=1e-3, atol=1e-4), name
+        assert torch.allclose(actual[name], value, rtol=1e-3, atol=1e-4), name
 
 
-def test_without_other_ranks_the_batch_is_that_of_the_process(tmp_path):
-    got, expected = trained(tmp_path, 5, 18, nodes=1, ranks=1), single_process(5, 18, 1, 1)
+def test_single_rank_uses_its_own_batch(tmp_path):
+    actual, expected = trained_weights(tmp_path, 5, 18, nodes=1, ranks=1), single_process(5, 18, 1, 1)
     for name, value in expected.items():
-        assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(actual[name], value, rtol=1e-5, atol=1e-6), name
 
 
-class Odd(Contrast):
+class MismatchedOutputs(Contrast):
     def training_step(self, batch, batch_idx):
         outputs = super().training_step(batch, batch_idx)
         if os.environ["RANK"] == "1":
@@ -104,13 +104,13 @@ class Odd(Contrast):
         return outputs
 
 
-def train_odd() -> None:
-    hpctrain.Trainer(max_steps=1, global_batch_size=8, strategy="ddp2").fit(Odd(), pairs())
+def train_with_mismatched_outputs() -> None:
+    hpctrain.Trainer(max_steps=1, global_batch_size=8, strategy="ddp2").fit(MismatchedOutputs(), pairs())
 
 
-def test_outputs_that_do_not_fit_together_are_named():
+def test_mismatched_outputs_are_reported():
     with pytest.raises(AssertionError, match=r"(?s)rank 0, 4 samples: .*rank 1, 4 samples: .*\[3\]"):
-        run_on_ranks(train_odd, group=False)
+        run_on_ranks(train_with_mismatched_outputs, group=False)
 
 
 def train_without_step_end(strategy: str) -> list[torch.Tensor]:
@@ -120,12 +120,12 @@ def train_without_step_end(strategy: str) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in module.parameters()]
 
 
-def test_a_module_without_an_end_of_its_step_is_trained_as_with_ddp():
+def test_module_without_training_step_end_trains_like_ddp():
     ddp, ddp2 = (run_on_ranks(train_without_step_end, name, group=False)[0] for name in ("ddp", "ddp2"))
     assert all(map(torch.equal, ddp, ddp2))
 
 
-def test_auto_is_what_the_job_asks_for_and_ddp_otherwise():
+def test_auto_strategy_is_that_of_the_job_or_ddp():
     assert find_strategy("auto", {}) is DDP
     assert find_strategy("auto", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP2
     assert find_strategy("ddp", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP

@@ -1,4 +1,4 @@
-"""What a training leaves on disk: in which order it gets there, and who may write it."""
+"""Files of a training: order of writes, and permissions."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ import json
 import os
 from pathlib import Path
 
-from test_checkpointing import fit, steps
+from test_training_checkpoints import fit, steps
 
 from hpctrain.rundir import RunDir
 
 
-def test_metrics_are_on_disk_before_the_checkpoint_of_their_step_counts(tmp_path, monkeypatch):
+def test_metrics_are_on_disk_before_the_checkpoint_is_committed(tmp_path, monkeypatch):
     run = RunDir(tmp_path / "run")
     synced: dict[Path, str] = {}
     on_disk: dict[int, str] = {}
     order: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
-    def seen_fsync(fd: int) -> None:
+    def record_fsync(fd: int) -> None:
         fsync(fd)
         path = Path(f"/proc/self/fd/{fd}").resolve()
         order.append(str(path))
         if path.is_file():
             synced[path] = path.read_text(errors="replace")
 
-    def seen_rename(path: Path, target: Path) -> Path:
+    def record_rename(path: Path, target: Path) -> Path:
         if path.name.startswith(".saving-"):
             on_disk[int(target.name.partition("-")[2])] = synced.get(run.metrics.resolve(), "")
             assert run.events.resolve() in synced or not run.events.exists()
             order.append("commit")
         return rename(path, target)
 
-    monkeypatch.setattr(os, "fsync", seen_fsync)
-    monkeypatch.setattr(Path, "rename", seen_rename)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
     fit(run.path, max_steps=8, checkpoint_every=2)
     assert sorted(on_disk) == [2, 4, 6, 8]
     for step, text in on_disk.items():
         assert [json.loads(line)["step"] for line in text.splitlines()][:step] == list(range(1, step + 1))
     last = len(order) - 1 - order[::-1].index("commit")
-    # The folder of the checkpoints, and the run folder that it stands in.
+    # The folder of the checkpoints, and then the run folder.
     assert order[last + 1 : last + 3] == [str(run.checkpoints.resolve()), str(run.path.resolve())]
     assert steps(run.path)[-1] == 8
 
 
-def test_a_training_without_a_submission_makes_a_run_that_only_its_owner_writes(tmp_path):
+def test_run_without_a_submission_is_writable_by_its_owner_only(tmp_path):
     before = os.umask(0o002)
     try:
         fit(tmp_path / "run", max_steps=2, checkpoint_every=1)

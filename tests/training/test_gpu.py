@@ -10,8 +10,8 @@ from test_trainer import losses, train
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(tmp_path: Path, monkeypatch):
-    # The suite keeps GPUs out of sight of the processes that it starts.
+def test_resumed_run_is_bitwise_the_undisturbed_one(tmp_path: Path, monkeypatch):
+    # The test session hides GPUs from the processes that it starts.
     monkeypatch.setattr("test_trainer.VISIBLE_GPUS", "0")
     train(tmp_path / "whole", "12")
     for last_step in ("5", "12"):
@@ -19,7 +19,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(tmp_path: Path, monkeypatc
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-def test_losses_on_a_gpu_are_those_on_the_cpu(tmp_path: Path, monkeypatch):
+def test_losses_on_gpu_match_those_on_cpu(tmp_path: Path, monkeypatch):
     train(tmp_path / "cpu", "6")
     monkeypatch.setattr("test_trainer.VISIBLE_GPUS", "0")
     train(tmp_path / "gpu", "6")

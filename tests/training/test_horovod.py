@@ -1,4 +1,4 @@
-"""Horovod under its own launcher, and what is said where it is not installed."""
+"""Horovod under its own launcher, and errors if it is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRIPT = SCRIPTS / "train_with_strategies.py"
 @pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
 )
-def test_under_horovodrun(tmp_path):
+def test_training_under_horovodrun(tmp_path):
     training = {"strategy": "horovod", "max_steps": 5, "micro_batch_size": 3}
     horovodrun = [Path(sys.executable).with_name("horovodrun"), "--gloo", "-np", "2", "-H", "localhost:2"]
     run_command(
@@ -38,26 +38,26 @@ def test_under_horovodrun(tmp_path):
         assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
 
 
-def test_without_horovod_it_is_said_how_to_get_it(monkeypatch):
+def test_missing_horovod_is_reported_with_the_install_script(monkeypatch):
     monkeypatch.setattr(horovod, "find_spec", lambda name: None)
     with pytest.raises(hpctrain.UserError, match=r"scripts/install_horovod\.sh"):
         hpctrain.Trainer(max_steps=1, strategy="horovod")
 
 
-def test_horovod_that_was_built_for_another_pytorch_is_told_of(monkeypatch):
-    def fails(name: str) -> None:
+def test_horovod_built_for_another_pytorch_is_reported(monkeypatch):
+    def fail_import(name: str) -> None:
         raise ImportError("undefined symbol: _ZN5torch")
 
-    monkeypatch.setattr(horovod.importlib, "import_module", fails)
+    monkeypatch.setattr(horovod.importlib, "import_module", fail_import)
     with pytest.raises(
         hpctrain.UserError, match=rf"(?s)PyTorch {re.escape(torch.__version__)}.*_ZN5torch.*install_horovod"
     ):
         horovod._import_horovod()
 
 
-def test_the_place_of_a_rank_among_uneven_nodes():
-    places = [(0, 0), (0, 1), (1, 0)]
-    assert _slot(places, 1) == {
+def test_slot_of_a_rank_on_uneven_nodes():
+    placements = [(0, 0), (0, 1), (1, 0)]
+    assert _slot(placements, 1) == {
         "hostname": "node-0",
         "rank": 1,
         "size": 3,
@@ -66,7 +66,9 @@ def test_the_place_of_a_rank_among_uneven_nodes():
         "cross_rank": 0,
         "cross_size": 1,
     }
-    assert [_slot(places, 2)[name] for name in ("local_rank", "local_size", "cross_rank", "cross_size")] == [
+    assert [
+        _slot(placements, 2)[name] for name in ("local_rank", "local_size", "cross_rank", "cross_size")
+    ] == [
         0,
         1,
         1,

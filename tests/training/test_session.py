@@ -1,4 +1,4 @@
-"""A loop of one's own has the Trainer's order of data, weights, checkpoints and stop."""
+"""A user's own loop with `session` has the Trainer's data order, weights, checkpoints and stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.fork_server import run_forked
-from test_exact import by_hand, trained
+from test_exact_gradients import train_manually, trained_samples
 from test_trainer import losses, variables
 
 import hpctrain
@@ -19,45 +19,45 @@ from hpctrain.rundir import RunDir
 SCRIPT = SCRIPTS / "train_in_own_loop.py"
 
 
-def train(run: Path, *words: object, ranks: int = 1) -> dict:
-    printed = run_forked(SCRIPT, [str(word) for word in words], variables(run), ranks=ranks)
-    told = json.loads(printed.splitlines()[-1])
-    assert all(parameters == told["parameters"][0] for parameters in told["parameters"])
-    return told
+def train(run: Path, *args: object, ranks: int = 1) -> dict:
+    printed = run_forked(SCRIPT, [str(arg) for arg in args], variables(run), ranks=ranks)
+    result = json.loads(printed.splitlines()[-1])
+    assert all(parameters == result["parameters"][0] for parameters in result["parameters"])
+    return result
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_parameters_are_those_of_one_process_on_the_whole_batch(tmp_path, ranks):
+def test_parameters_are_those_of_one_process_with_the_whole_batch(tmp_path, ranks):
     """A batch of 5 on 3 ranks is shared 2, 2, 1, and the epoch's last one of 3 evenly."""
-    told = train(tmp_path, 7, ranks=ranks)
-    assert told["parameters"][0] == pytest.approx(by_hand(7, 5), rel=1e-9)
+    result = train(tmp_path, 7, ranks=ranks)
+    assert result["parameters"][0] == pytest.approx(train_manually(7, 5), rel=1e-9)
     lines = read_json_lines(RunDir(tmp_path).metrics)
     assert [line["step"] for line in lines] == [*range(1, 8)]
     assert all(line["lr"] > 0 for line in lines)
 
 
 @pytest.mark.ranks
-def test_a_stop_told_to_one_rank_saves_and_leaves_and_the_rest_is_the_same(tmp_path):
-    whole = train(tmp_path / "whole", 12, ranks=2)
+def test_stop_of_one_rank_saves_and_the_run_resumes_bitwise(tmp_path):
+    uninterrupted = train(tmp_path / "whole", 12, ranks=2)
     with pytest.raises(AssertionError, match="exit code 75 of rank"):
         train(tmp_path / "parts", 12, "1:6", ranks=2)
-    rest = train(tmp_path / "parts", 12, ranks=2)
-    assert 0 < rest["steps"] < 12
-    assert rest["parameters"] == whole["parameters"]
+    resumed = train(tmp_path / "parts", 12, ranks=2)
+    assert 0 < resumed["steps"] < 12
+    assert resumed["parameters"] == uninterrupted["parameters"]
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert trained(tmp_path / "parts") == trained(tmp_path / "whole")
+    assert trained_samples(tmp_path / "parts") == trained_samples(tmp_path / "whole")
 
 
 @pytest.mark.ranks
-def test_another_number_of_ranks_goes_on(tmp_path):
+def test_session_resumes_on_another_number_of_ranks(tmp_path):
     for last_step, ranks in ((4, 2), (7, 3), (9, 1)):
-        told = train(tmp_path, last_step, ranks=ranks)
-    assert told["parameters"][0] == pytest.approx(by_hand(9, 5), rel=1e-9)
+        result = train(tmp_path, last_step, ranks=ranks)
+    assert result["parameters"][0] == pytest.approx(train_manually(9, 5), rel=1e-9)
 
 
-@pytest.mark.parametrize("how", ["end", "break"])
-def test_a_loop_that_ends_early_saves_or_says_that_it_does_not(tmp_path, capfd, how):
+@pytest.mark.parametrize("ending", ["end", "break"])
+def test_loop_that_ends_early_saves_or_warns(tmp_path, capfd, ending):
     with hpctrain.session(seed=1, run_dir=tmp_path) as s:
         model = torch.nn.Linear(1, 1)
         model, optimizer = s.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -68,23 +68,23 @@ def test_a_loop_that_ends_early_saves_or_says_that_it_does_not(tmp_path, capfd, 
             optimizer.zero_grad()
             s.log(loss=loss)
             if s.step == 5:
-                if how == "break":
+                if ending == "break":
                     break
                 s.end()
     run = RunDir(tmp_path)
-    said = "ended early, in step 6" in capfd.readouterr().out
-    if how == "end":
+    warned = "ended early, in step 6" in capfd.readouterr().out
+    if ending == "end":
         steps = [line["step"] for line in read_json_lines(run.metrics)]
         assert 6 <= s.step <= 24
         assert steps == [*range(1, s.step + 1)]
         assert [path.name for path in run.checkpoints.glob("step-*")] == [f"step-{s.step:08}"]
-        assert not said
+        assert not warned
     else:
-        assert said
+        assert warned
         assert not list(run.checkpoints.glob("step-*"))
 
 
-def test_what_is_called_in_the_wrong_order_or_with_something_else_is_told_so():
+def test_wrong_order_of_calls_is_refused():
     with pytest.raises(hpctrain.UserError, match="no option 'precison'"), hpctrain.session(precison="32"):
         pass
     data = torch.zeros(4, 1)
@@ -97,7 +97,7 @@ def test_what_is_called_in_the_wrong_order_or_with_something_else_is_told_so():
             s.log(loss=1.0)
         model = torch.nn.Linear(1, 1)
         prepared = s.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert prepared[0] is model  # alone there is nothing to share
+        assert prepared[0] is model  # a single process has nothing to share
         assert len(list(s.batches(data, global_batch_size=2, max_steps=3))) == 3
         with pytest.raises(hpctrain.UserError, match="called after batches"):
             s.prepare(model)

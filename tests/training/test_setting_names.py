@@ -12,7 +12,7 @@ from hpctrain.training.trainer_config import TrainerConfig
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "value"),
+    ("settings", "name", "value"),
     [
         ({"gradient_clip_val": 1.0}, "gradient_clip_norm", 1.0),
         ({"max_grad_norm": 1.0}, "gradient_clip_norm", 1.0),
@@ -23,11 +23,11 @@ from hpctrain.training.trainer_config import TrainerConfig
         ({"precision": 32}, "precision", "32"),
     ],
 )
-def test_settings_of_other_trainers_are_accepted(given: dict[str, Any], name: str, value: object) -> None:
-    assert getattr(TrainerConfig(max_steps=1, **given), name) == value
+def test_settings_of_other_trainers_are_accepted(settings: dict[str, Any], name: str, value: object) -> None:
+    assert getattr(TrainerConfig(max_steps=1, **settings), name) == value
 
 
-def test_a_single_logger_needs_no_list() -> None:
+def test_single_logger_needs_no_list() -> None:
     (logger,) = TrainerConfig(max_steps=1, logger="csv").loggers
     assert logger.name == "csv"
 
@@ -39,13 +39,13 @@ def test_every_alias_names_a_setting_and_is_not_one() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXPLAINED))
-def test_other_settings_are_explained(name: str) -> None:
+def test_unsupported_settings_are_explained(name: str) -> None:
     with pytest.raises(UserError, match=rf"^Trainer\({name}=1\): {name} ") as caught:
         TrainerConfig(max_steps=1, **{name: 1})
     assert "Did you mean" not in str(caught.value)
 
 
-#: The arguments of Lightning's Trainer, of versions 1 and 2.
+#: The arguments of Lightning's Trainer, versions 1 and 2.
 LIGHTNING = """
     accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs
     min_epochs max_steps min_steps max_time limit_train_batches limit_val_batches limit_test_batches
@@ -63,15 +63,15 @@ LIGHTNING = """
 """
 
 
-def test_every_setting_of_lightning_is_known() -> None:
+def test_every_lightning_setting_is_known() -> None:
     assert not {*LIGHTNING.split()} - {*ALIASES, *EXPLAINED, *TrainerConfig.__dataclass_fields__}
 
 
-def test_a_setting_given_twice_is_refused() -> None:
+def test_setting_given_twice_is_refused() -> None:
     with pytest.raises(UserError, match=r"gradient_clip_norm=2\.0 and max_grad_norm=1\.0 are the same"):
         TrainerConfig(max_steps=1, gradient_clip_norm=2.0, max_grad_norm=1.0)
 
 
-def test_a_misspelled_setting_gets_a_suggestion() -> None:
+def test_misspelled_setting_gets_a_suggestion() -> None:
     with pytest.raises(UserError, match=r"has no setting 'max_step'. Did you mean 'max_steps'"):
         TrainerConfig(max_step=1)

@@ -1,4 +1,4 @@
-"""Every strategy trains what one process trains; what sets each apart; none loses anything by a stop."""
+"""Strategies: each trains like one process, has its own features, and resumes after a stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.commands import run_command
 from helpers.fake_gpu_driver import FakeDriver, install_fake_driver
 from helpers.fork_server import run_forked
 from helpers.ranks import run_on_ranks
-from test_exact import trained
+from test_exact_gradients import trained_samples
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from train_with_strategies import Blocks, register_late, samples, train_manually
@@ -45,24 +45,24 @@ needs_horovod = pytest.mark.skipif(
 
 
 def train(folder: Path, *trainings: dict, ranks: int, run: Path | None = None, nodes: int = 1) -> list[dict]:
-    """What came of trainings with these settings, one after the other in the same processes."""
+    """Return the results of trainings with these settings, one after the other in the same processes."""
     variables = VARIABLES if run is None else {**VARIABLES, "HPCTRAIN_RUN_DIR": str(run)}
     run_forked(SCRIPT, [str(folder / "out"), json.dumps(trainings)], variables, ranks=ranks, nodes=nodes)
     return torch.load(folder / "out", weights_only=True)
 
 
-def evaluated(weights: dict) -> tuple[float, torch.Tensor]:
-    """The loss over all samples and what is predicted for each, on one process."""
+def evaluate(weights: dict) -> tuple[float, torch.Tensor]:
+    """Return the loss over all samples and the predictions, on one process."""
     module = Blocks()
     module.load_state_dict(weights)
     with torch.no_grad():
         return module.validation_step(samples(), 0).item(), module.predict_step(samples(), 0)
 
 
-def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
-    assert got.keys() == expected.keys()
+def assert_same(actual: dict, expected: dict, **tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.allclose(got[name], value, **(tolerance or {"rtol": 1e-9, "atol": 1e-12})), name
+        assert torch.allclose(actual[name], value, **(tolerance or {"rtol": 1e-9, "atol": 1e-12})), name
 
 
 @pytest.mark.ranks
@@ -81,12 +81,12 @@ def assert_same(got: dict, expected: dict, **tolerance: float) -> None:
         pytest.param("pipeline", 3, marks=pytest.mark.long),
     ],
 )
-def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
-    """Shares of 10 samples and of 3 on as many ranks; rows that no number of them divides; a scalar.
+def test_one_and_fifty_steps_are_those_of_one_process(tmp_path, strategy, ranks):
+    """Shares of 10 samples and of 3 on as many ranks; rows that no number of ranks divides; a scalar.
 
-    Ranks begin with different weights, and end with the same. Some parameters have no part in every step.
+    Ranks start with different weights and end with the same. Some parameters are unused in some steps.
     """
-    one, fifty, in_parts, sometimes = train(
+    single, fifty, micro_batched, with_unused = train(
         tmp_path,
         {"strategy": strategy, "max_steps": 1, "predict": True},
         {"strategy": strategy, "max_steps": 50},
@@ -94,19 +94,19 @@ def test_one_step_and_fifty_are_those_of_one_process(tmp_path, strategy, ranks):
         {"strategy": strategy, "max_steps": 5, "sometimes": True, "find_unused_parameters": True},
         ranks=ranks,
     )
-    assert_same(one["weights"], train_manually(1))
+    assert_same(single["weights"], train_manually(1))
     assert_same(fifty["weights"], train_manually(50))
-    assert_same(in_parts["weights"], train_manually(5))
-    assert_same(sometimes["weights"], train_manually(5, sometimes=True))
-    assert all(result["alike"] for result in (one, fifty, in_parts, sometimes))
-    loss, predictions = evaluated(one["weights"])
-    assert one["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12)
-    assert torch.allclose(one["predictions"], predictions, rtol=1e-12)
+    assert_same(micro_batched["weights"], train_manually(5))
+    assert_same(with_unused["weights"], train_manually(5, sometimes=True))
+    assert all(result["alike"] for result in (single, fifty, micro_batched, with_unused))
+    loss, predictions = evaluate(single["weights"])
+    assert single["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12)
+    assert torch.allclose(single["predictions"], predictions, rtol=1e-12)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("others", [{}, {"micro_batch_size": 3, "find_unused_parameters": True}])
-def test_each_strategy_trains_on_one_process_too(tmp_path, others):
+def test_every_strategy_trains_on_one_process(tmp_path, others):
     names = ["ddp", "ddp_spawn", "ddp2", "dp", "zero1", "zero2", "zero3", "pipeline"]
     if find_spec("horovod"):
         names.append("horovod")
@@ -116,17 +116,17 @@ def test_each_strategy_trains_on_one_process_too(tmp_path, others):
 
 
 @pytest.mark.ranks
-def test_zero1_gives_the_bits_that_ddp_gives(tmp_path):
+def test_zero1_is_bitwise_equal_to_ddp(tmp_path):
     ddp, zero1 = train(tmp_path, *({"strategy": name, "max_steps": 20} for name in ("ddp", "zero1")), ranks=3)
     assert all(torch.equal(zero1["weights"][name], value) for name, value in ddp["weights"].items())
     assert zero1["metrics"] == ddp["metrics"]
 
 
 def count_exchanges() -> list[int]:
-    """The collectives in which gradients are exchanged in four steps, by strategy and micro-batch size."""
+    """Return the gradient collectives of four steps, by strategy and micro-batch size."""
     counts = []
 
-    class Counted(Algorithm):
+    class CountingAlgorithm(Algorithm):
         def attach(self, parallel):
             parallel.register_comm_hook(None, self.exchange)
 
@@ -145,7 +145,7 @@ def count_exchanges() -> list[int]:
         if hasattr(dist, name):
             setattr(dist, name, counted(getattr(dist, name)))
     register_late()
-    for strategy, more in (("ddp", {"algorithm": Counted()}), ("late", {}), ("zero3", {})):
+    for strategy, more in (("ddp", {"algorithm": CountingAlgorithm()}), ("late", {}), ("zero3", {})):
         for size in (None, 2):
             counts.append(0)
             trainer = hpctrain.Trainer(
@@ -156,7 +156,7 @@ def count_exchanges() -> list[int]:
 
 
 @pytest.mark.ranks
-def test_gradients_are_exchanged_once_a_step_or_with_zero3_once_a_micro_batch():
+def test_gradients_are_exchanged_once_per_step_or_per_micro_batch_with_zero3():
     counts, _ = run_on_ranks(count_exchanges, group=False)
     ddp, ddp_in_parts, late, late_in_parts, zero3, zero3_in_parts = counts
     assert ddp == ddp_in_parts > 0
@@ -165,7 +165,7 @@ def test_gradients_are_exchanged_once_a_step_or_with_zero3_once_a_micro_batch():
 
 
 @pytest.mark.ranks
-def test_gradients_that_stay_whole_until_the_last_micro_batch_are_the_same(tmp_path):
+def test_gradients_kept_until_the_last_micro_batch_are_equal(tmp_path):
     (late,) = train(tmp_path, {"strategy": "late", "max_steps": 5, "micro_batch_size": 2}, ranks=2)
     assert_same(late["weights"], train_manually(5))
 
@@ -175,7 +175,7 @@ def train_with_unused_parameters() -> None:
 
 
 @pytest.mark.ranks
-def test_parameters_without_a_part_in_a_step_are_named():
+def test_unused_parameters_are_reported():
     with pytest.raises(AssertionError, match=r"did not use detour.weight, detour.bias, .* find_unused_par"):
         run_on_ranks(train_with_unused_parameters, group=False)
 
@@ -193,7 +193,7 @@ def test_parameters_without_a_part_in_a_step_are_named():
         (5, 7, [4, 3]),
     ],
 )
-def test_micro_batches_of_a_pipeline_have_two_sizes_at_most(micro_batch_size, num_samples, sizes):
+def test_pipeline_micro_batches_have_at_most_two_sizes(micro_batch_size, num_samples, sizes):
     assert pipeline_micro_batch_sizes(num_samples, micro_batch_size, num_stages=2) == sizes
 
 
@@ -212,7 +212,7 @@ class CountStates(hpctrain.Callback):
 
 
 def count_optimizer_states(run: Path) -> list[int]:
-    """The number of parameters with a state on this stage, after each step of two trainings."""
+    """Return how many parameters of this stage have optimizer state, after each step of two trainings."""
     counts = []
     for steps in (4, 8):
         trainer = hpctrain.Trainer(
@@ -228,17 +228,17 @@ def count_optimizer_states(run: Path) -> list[int]:
 
 
 @pytest.mark.ranks
-def test_a_stage_keeps_what_its_optimizer_needs_and_a_checkpoint_that_of_all(tmp_path):
+def test_stage_keeps_its_optimizer_state_and_checkpoints_have_all(tmp_path):
     counts, _ = run_on_ranks(count_optimizer_states, tmp_path / "run", group=False)
-    assert counts == [6] * 8  # of eight parameters two are the other stage's
+    assert counts == [6] * 8  # of eight parameters, two are the other stage's
 
 
 class Identity(hpctrain.Module):
-    """Its loss is zero if both stages draw the same noise."""
+    """The loss is zero if both stages draw the same noise."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, mode: str) -> None:
         super().__init__()
-        self.how = how
+        self.how = mode
         self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         for layer in self.net:
             nn.init.ones_(layer.weight)
@@ -266,15 +266,15 @@ class KeepLosses(hpctrain.Callback):
         self.losses.append(metrics["loss"])
 
 
-def train_pipeline(how: str) -> list[float]:
-    kept = KeepLosses()
-    trainer = hpctrain.Trainer(max_steps=3, global_batch_size=7, strategy="pipeline", callbacks=[kept])
-    trainer.fit(Identity(how), (torch.randn(21, 1),))
-    return kept.losses
+def train_pipeline(mode: str) -> list[float]:
+    callback = KeepLosses()
+    trainer = hpctrain.Trainer(max_steps=3, global_batch_size=7, strategy="pipeline", callbacks=[callback])
+    trainer.fit(Identity(mode), (torch.randn(21, 1),))
+    return callback.losses
 
 
 @pytest.mark.ranks
-def test_the_first_stage_and_the_last_draw_the_same_noise():
+def test_first_and_last_stage_draw_the_same_noise():
     for losses in run_on_ranks(train_pipeline, "noise", group=False):
         assert len(losses) == 3
         assert max(losses) < 1e-12
@@ -282,14 +282,14 @@ def test_the_first_stage_and_the_last_draw_the_same_noise():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("how", "message"), [("twice", "more than once"), ("penalty", r"uses net.0.weight outside of the Seq")]
+    ("mode", "message"), [("twice", "more than once"), ("penalty", r"uses net.0.weight outside of the Seq")]
 )
-def test_steps_that_stages_cannot_share_are_refused(how, message):
+def test_steps_that_stages_cannot_share_are_refused(mode, message):
     with pytest.raises(AssertionError, match=message):
-        run_on_ranks(train_pipeline, how, group=False)
+        run_on_ranks(train_pipeline, mode, group=False)
 
 
-def test_rows_of_a_batch_are_those_of_tensors_and_of_columns():
+def test_slice_batch_slices_tensors_and_columns():
     batch = {
         "x": torch.arange(6).view(3, 2),
         "scale": torch.tensor(2.0),
@@ -297,12 +297,12 @@ def test_rows_of_a_batch_are_those_of_tensors_and_of_columns():
         "names": ["a", "b", "c"],
         "pair": (torch.arange(3), ("u", "v", "w"), "all"),
     }
-    got = slice_batch(batch, 3, 1, 3)
-    assert got["x"].tolist() == [[2, 3], [4, 5]]
-    assert (got["scale"], got["weights"].tolist()) == (2.0, [1.0, 1.0])
-    assert got["names"] == ["b", "c"]
-    assert got["pair"][0].tolist() == [1, 2]
-    assert got["pair"][1:] == (("v", "w"), "all")
+    actual = slice_batch(batch, 3, 1, 3)
+    assert actual["x"].tolist() == [[2, 3], [4, 5]]
+    assert (actual["scale"], actual["weights"].tolist()) == (2.0, [1.0, 1.0])
+    assert actual["names"] == ["b", "c"]
+    assert actual["pair"][0].tolist() == [1, 2]
+    assert actual["pair"][1:] == (("v", "w"), "all")
 
 
 @pytest.mark.ranks
@@ -316,8 +316,8 @@ def test_running_means_are_those_of_rank_0(tmp_path):
 
 
 @pytest.mark.ranks
-def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
-    """A checkpoint is that of the whole, whoever has which part of it; no sample is lost or repeated."""
+def test_run_resumes_under_other_strategies_and_numbers_of_ranks(tmp_path):
+    """A checkpoint is complete, whoever held which part; no sample is lost or repeated."""
     run = tmp_path / "run"
     chain = [
         ("zero3", 3),
@@ -336,14 +336,14 @@ def test_resumed_under_another_strategy_on_another_number_of_ranks(tmp_path):
     assert_same(result["weights"], train_manually(6 * len(chain)))
     undisturbed = tmp_path / "undisturbed"
     train(tmp_path, {"max_steps": 6 * len(chain)}, ranks=1, run=undisturbed)
-    assert trained(run) == trained(undisturbed)
+    assert trained_samples(run) == trained_samples(undisturbed)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "pipeline"])
-def test_stopped_and_resumed_with_the_same_bits(tmp_path, strategy):
-    """One rank of three is told to stop; all save the same step and leave with code 75."""
-    stop_at = 45 if strategy == "pipeline" else 5  # it takes a step in ten micro-batches
+def test_stopped_run_resumes_bitwise(tmp_path, strategy):
+    """One rank of three gets a stop signal; all save the same step and exit with 75."""
+    stop_at = 45 if strategy == "pipeline" else 5  # a step has ten micro-batches
     settings = {"strategy": strategy, "max_steps": 12}
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     (expected,) = train(tmp_path, settings, ranks=3, run=undisturbed)
@@ -351,15 +351,15 @@ def test_stopped_and_resumed_with_the_same_bits(tmp_path, strategy):
         train(tmp_path, {**settings, "stop_at": stop_at}, ranks=3, run=run)
     (result,) = train(tmp_path, settings, ranks=3, run=run)
     assert all(torch.equal(result["weights"][name], value) for name, value in expected["weights"].items())
-    assert trained(run) == trained(undisturbed)
+    assert trained_samples(run) == trained_samples(undisturbed)
     resumed = [event["step"] for event in read_json_lines(run / "events.jsonl") if event["kind"] == "resumed"]
     assert len(resumed) == 1
     assert 5 <= resumed[0] < 12
 
 
 @pytest.mark.ranks
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(tmp_path):
-    """The scale of float16 is lowered alike, although a rank looks at its part of the gradients only."""
+def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
+    """All ranks lower the float16 scale, although each sees only its part of the gradients."""
     expected, *others = train(
         tmp_path,
         *(
@@ -417,10 +417,10 @@ print("PEAK", (peaks[-1] - before) / 64)
 
 @pytest.mark.ranks
 @pytest.mark.long
-def test_peak_memory_falls_from_stage_to_stage(tmp_path):
-    """Adam keeps two numbers a parameter: on 4 ranks ddp holds 4 modules, zero1 2.5, zero2 2 and zero3 1.
+def test_peak_memory_decreases_with_the_zero_stage(tmp_path):
+    """Adam keeps two numbers per parameter: on 4 ranks, ddp holds 4 modules, zero1 2.5, zero2 2 and zero3 1.
 
-    Besides there is what is on its way: buckets, and with zero3 the block that computes.
+    Buckets add to this, and with zero3 the block that computes.
     """
     script = tmp_path / "memory.py"
     script.write_text(MEMORY)
@@ -433,7 +433,7 @@ def test_peak_memory_falls_from_stage_to_stage(tmp_path):
     assert zero2 > zero3 + 0.3
 
 
-def test_what_a_strategy_joins_is_joined_on_a_rank_that_is_alone(monkeypatch):
+def test_join_of_a_strategy_is_called_on_a_single_rank(monkeypatch):
     joined = []
 
     class Joining(DDP):
@@ -446,19 +446,19 @@ def test_what_a_strategy_joins_is_joined_on_a_rank_that_is_alone(monkeypatch):
     assert joined == [4, 4]
 
 
-def test_one_in_which_each_rank_would_train_alone_is_refused():
+def test_strategy_without_synchronization_is_refused():
     class Alone(Strategy):
         def on_optimizer_step_end(self, step):
             pass
 
-    team = SimpleNamespace(is_distributed=True, ranks=SimpleNamespace(world_size=2))
+    context = SimpleNamespace(is_distributed=True, ranks=SimpleNamespace(world_size=2))
     with pytest.raises(
         UserError, match=r"\(Alone\) overrides none of .*each of the 2 ranks would train alone"
     ):
-        Alone(Blocks(), team, SimpleNamespace(strategy="mine"))
+        Alone(Blocks(), context, SimpleNamespace(strategy="mine"))
 
 
-def test_ours_others_and_registered_ones_are_found(monkeypatch):
+def test_built_in_and_registered_strategies_are_found(monkeypatch):
     @register_strategy("mine")
     class Mine(DDP):
         pass
@@ -472,17 +472,17 @@ def test_ours_others_and_registered_ones_are_found(monkeypatch):
             assert issubclass(find_strategy(name, {}), Strategy)
     with pytest.raises(UserError, match="Did you mean 'zero3'"):
         find_strategy("zero33", {})
-    for name, words in (
+    for name, message in (
         ("tpu", "does not support TPUs"),
         ("deepspeed", "Use 'zero1'"),
         ("bagua", "algorithm="),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             find_strategy(name, {})
 
 
 @pytest.mark.slow
-def test_a_strategy_of_an_installed_package_is_found(tmp_path):
+def test_strategy_of_an_installed_package_is_found(tmp_path):
     (tmp_path / "theirs.py").write_text(
         "from hpctrain.training.strategies import Strategy\nclass Theirs(Strategy):\n    pass\nnothing = 3\n"
     )
@@ -518,7 +518,7 @@ def test_a_strategy_of_an_installed_package_is_found(tmp_path):
         (3, 0, [], [None, None, None]),
     ],
 )
-def test_devices_are_those_that_are_meant(devices, num_gpus, busy, expected):
+def test_devices_are_chosen(devices, num_gpus, busy, expected):
     assert choose_devices(devices, num_gpus, busy) == expected
 
 
@@ -536,13 +536,13 @@ def test_devices_are_those_that_are_meant(devices, num_gpus, busy, expected):
         ("auto", 2, [0, 1], "all 2 visible GPUs are in use"),
     ],
 )
-def test_devices_that_cannot_be_had_are_refused(devices, num_gpus, busy, message):
+def test_unavailable_devices_are_refused(devices, num_gpus, busy, message):
     with pytest.raises(UserError, match=message):
         choose_devices(devices, num_gpus, busy)
 
 
 class TwoGpus(FakeDriver):
-    """Two whole GPUs: this process computes on the first, and another one, too, on the second."""
+    """Two whole GPUs: this process computes on the first; another one computes on the second as well."""
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return 2
@@ -556,14 +556,14 @@ class TwoGpus(FakeDriver):
 
 
 @pytest.mark.parametrize("devices", [1, "auto"])
-def test_what_this_process_computes_does_not_make_a_gpu_busy(devices, monkeypatch):
+def test_own_process_does_not_make_a_gpu_busy(devices, monkeypatch):
     install_fake_driver(monkeypatch, TwoGpus())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert find_devices(devices, {}) == [0]
 
 
-def test_devices_are_looked_at_as_soon_as_they_are_set():
+def test_devices_are_checked_when_they_are_set():
     assert parse_devices("0, 2") == [0, 2]
     import hpctrain
 
@@ -582,5 +582,5 @@ def train_with_five_devices() -> int:
 
 
 @pytest.mark.ranks
-def test_what_a_launcher_gave_stays():
+def test_devices_are_ignored_under_a_launcher():
     assert run_on_ranks(train_with_five_devices, group=False) == [2, 2]

@@ -25,18 +25,18 @@ from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.training.observe.progress import make_progress
 
-#: For `CUDA_VISIBLE_DEVICES`; the tests of the GPU set it.
+#: Value of `CUDA_VISIBLE_DEVICES`; the GPU tests set it.
 VISIBLE_GPUS = ""
 SMALL = SCRIPTS / "train_small.py"
 
 
-def train(run: Path, *words: str, ranks: int = 1) -> dict:
-    """Run `train_small.py` to its end and return what it printed last."""
-    return json.loads(run_forked(SMALL, words, variables(run), ranks=ranks).splitlines()[-1])
+def train(run: Path, *args: str, ranks: int = 1) -> dict:
+    """Run `train_small.py` to its end and return its last output."""
+    return json.loads(run_forked(SMALL, args, variables(run), ranks=ranks).splitlines()[-1])
 
 
 def variables(run: Path) -> dict[str, str]:
-    """The number of threads is among what the last bit of a result depends on."""
+    """Return the environment; the last bit of a result depends on the number of threads, among others."""
     return {
         "HPCTRAIN_RUN_DIR": str(run),
         "OMP_NUM_THREADS": "1",
@@ -50,32 +50,32 @@ def losses(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.ranks
-def test_four_ranks_resumed_in_mid_epoch_are_bitwise_the_undisturbed_run(tmp_path):
-    # A batch of 32 is shared evenly, the epoch's last one of 13 is not.
-    whole = train(tmp_path / "whole", "12", ranks=4)
+def test_four_ranks_resumed_in_mid_epoch_equal_the_undisturbed_run(tmp_path):
+    # A batch of 32 is shared evenly; the epoch's last one of 13 is not.
+    uninterrupted = train(tmp_path / "whole", "12", ranks=4)
     for last_step in ("5", "12"):
-        parts = train(tmp_path / "parts", last_step, ranks=4)
-    assert parts == whole
+        resumed = train(tmp_path / "parts", last_step, ranks=4)
+    assert resumed == uninterrupted
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 @pytest.mark.ranks
-def test_any_number_of_ranks_gives_the_same_losses_and_metrics(tmp_path):
-    alone = train(tmp_path / "1", "8", "norm=false")
-    three = train(tmp_path / "3", "8", "norm=false", "num_val=77", ranks=3)
+def test_any_number_of_ranks_gives_equal_losses_and_metrics(tmp_path):
+    one = train(tmp_path / "1", "8", "norm=false")
+    three_ranks = train(tmp_path / "3", "8", "norm=false", "num_val=77", ranks=3)
     assert list(losses(tmp_path / "3").values()) == pytest.approx(
         list(losses(tmp_path / "1").values()), rel=1e-5
     )
-    assert three["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
-    assert three["checksum"] == pytest.approx(alone["checksum"], rel=1e-4)
-    # And from one to the other: continued on three ranks from a checkpoint that one wrote.
+    assert three_ranks["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+    assert three_ranks["checksum"] == pytest.approx(one["checksum"], rel=1e-4)
+    # One rank writes a checkpoint, and three continue from it.
     train(tmp_path / "mixed", "5", "norm=false")
     mixed = train(tmp_path / "mixed", "8", "norm=false", ranks=3)
-    assert mixed["checksum"] == pytest.approx(alone["checksum"], rel=1e-4)
+    assert mixed["checksum"] == pytest.approx(one["checksum"], rel=1e-4)
 
 
 @pytest.mark.ranks
-def test_logged_means_are_those_of_the_global_batch_and_of_the_validation_set(tmp_path):
+def test_logged_means_are_those_of_the_global_batch_and_validation_set(tmp_path):
     # Two validation samples on three ranks: one rank has none.
     result = train(tmp_path, "3", "norm=false", "num_val=2", "record_samples=true", ranks=3)
     x = dataset().tensors[0]
@@ -92,7 +92,7 @@ def test_logged_means_are_those_of_the_global_batch_and_of_the_validation_set(tm
 
 
 @pytest.mark.ranks
-def test_sigterm_without_a_supervisor_saves_and_leaves_with_75_and_the_rest_is_the_same(tmp_path):
+def test_sigterm_without_a_supervisor_saves_and_the_run_resumes_bitwise(tmp_path):
     train(tmp_path / "whole", "12")
     run = RunDir(tmp_path / "stopped")
     env = environment(variables(run.path))
@@ -115,7 +115,7 @@ def test_data_workers_change_nothing(tmp_path):
 
 
 @pytest.mark.ranks
-def test_bf16_mixed_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
+def test_bf16_mixed_keeps_float32_weights(tmp_path):
     train(tmp_path / "32", "6")
     train(tmp_path / "bf16", "6", 'precision="bf16-mixed"')
     exact, rounded = losses(tmp_path / "32"), losses(tmp_path / "bf16")
@@ -124,13 +124,13 @@ def test_bf16_mixed_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
 
 
 @pytest.mark.ranks
-def test_log_every(tmp_path):
+def test_log_every_limits_the_logged_steps(tmp_path):
     train(tmp_path, "7", "log_every=3", "validate_every=null")
     assert list(losses(tmp_path)) == [3, 4, 6, 7]  # 4 and 7 have a checkpoint
 
 
 @pytest.mark.ranks
-def test_a_terminal_shows_a_bar_and_a_log_plain_lines(tmp_path):
+def test_progress_is_a_bar_on_a_terminal_and_plain_lines_in_a_log(tmp_path):
     plain = run_command([sys.executable, SMALL, "6"]).stdout
     assert re.search(r"^step 6/6  loss \d", plain, re.MULTILINE)
     assert "\x1b" not in plain
@@ -138,35 +138,35 @@ def test_a_terminal_shows_a_bar_and_a_log_plain_lines(tmp_path):
     env = environment({"TERM": "xterm", "COLUMNS": "100"})
     with subprocess.Popen([sys.executable, str(SMALL), "6"], env=env, stdout=child, stderr=child) as process:
         os.close(child)
-        shown = b""
+        output = b""
         while block := _read(parent):
-            shown += block
+            output += block
         assert process.wait(30) == 0
     os.close(parent)
-    assert "training" in shown.decode()
-    assert "6/6" in shown.decode()
-    assert "━" in shown.decode()
+    assert "training" in output.decode()
+    assert "6/6" in output.decode()
+    assert "━" in output.decode()
 
 
-def test_many_metrics_leave_the_number_of_steps_on_a_terminal(monkeypatch):
-    shown = io.StringIO()
-    monkeypatch.setattr(shown, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdout", shown)
+def test_step_number_stays_visible_with_many_metrics(monkeypatch):
+    output = io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", output)
     monkeypatch.setenv("COLUMNS", "80")
     with make_progress(300, True, 8) as progress:
         progress.show(300, {f"metric_{number}": 0.123456 for number in range(8)})
-    assert "300/300" in shown.getvalue()
-    assert shown.getvalue().count("0.12346") == 8
+    assert "300/300" in output.getvalue()
+    assert output.getvalue().count("0.12346") == 8
 
 
-def test_brackets_in_a_name_are_shown_on_a_terminal(monkeypatch):
-    shown = io.StringIO()
-    monkeypatch.setattr(shown, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdout", shown)
+def test_brackets_in_a_metric_name_are_shown_on_a_terminal(monkeypatch):
+    output = io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", output)
     monkeypatch.setenv("COLUMNS", "120")
     with make_progress(3, True, 8) as progress:
         progress.show(1, {"f1[/macro]": 0.5})
-    assert "f1[/macro] 0.5" in shown.getvalue()
+    assert "f1[/macro] 0.5" in output.getvalue()
 
 
 def _read(fd: int) -> bytes:
@@ -196,7 +196,7 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({}, "max_steps is None and max_epochs is None"),
         ({"max_steps": 1, "max_epochs": 1}, "set exactly one of them"),
@@ -231,13 +231,13 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
         ),
     ],
 )
-def test_wrong_settings_are_refused_at_once(settings, words):
-    with pytest.raises(hpctrain.UserError, match=re.escape(words)):
+def test_invalid_settings_are_refused_at_once(settings, message):
+    with pytest.raises(hpctrain.UserError, match=re.escape(message)):
         hpctrain.Trainer(**settings)
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("module", "message"),
     [
         (Tiny(output=lambda w: w.expand(3)), "'loss' with shape (3,)"),
         (Tiny(output=lambda w: {"los": w.sum()}), "must include 'loss'"),
@@ -248,12 +248,12 @@ def test_wrong_settings_are_refused_at_once(settings, words):
         (Tiny(optimizer="adam"), "configure_optimizers() returned 'adam'"),
     ],
 )
-def test_wrong_modules_are_refused_in_words(module, words):
-    with pytest.raises(hpctrain.UserError, match=re.escape(words)):
+def test_invalid_modules_are_refused(module, message):
+    with pytest.raises(hpctrain.UserError, match=re.escape(message)):
         fit(module)
 
 
-def test_a_schedule_that_goes_by_a_metric_is_refused_with_a_way_out():
+def test_metric_dependent_schedule_is_refused_with_an_alternative():
     module = Tiny()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.optimizer = optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -262,7 +262,7 @@ def test_a_schedule_that_goes_by_a_metric_is_refused_with_a_way_out():
 
 
 @pytest.mark.parametrize("data", [(), (x for x in ())])
-def test_data_sets_without_samples_or_length_are_refused(data):
+def test_datasets_without_samples_or_length_are_refused(data):
     trainer = hpctrain.Trainer(max_steps=1)
     with pytest.raises(hpctrain.UserError, match="train_dataset"):
         trainer.fit(Tiny(), data)
@@ -270,13 +270,13 @@ def test_data_sets_without_samples_or_length_are_refused(data):
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_a_run_whose_records_are_no_files_does_not_start(tmp_path, name, make):
+def test_run_with_special_files_as_records_does_not_start(tmp_path, name, make):
     make(tmp_path / name)
     with pytest.raises(hpctrain.UserError, match=f"{tmp_path / name} is not a regular file"):
         fit(Tiny(), run_dir=tmp_path)
 
 
-def test_a_run_is_not_continued_with_another_order_of_samples(tmp_path):
+def test_run_is_not_resumed_with_another_sample_order(tmp_path):
     fit(Tiny(), run_dir=tmp_path)
     with pytest.raises(hpctrain.UserError, match=r"'num_samples': 4.*'num_samples': 3"):
         fit(Tiny(), data=(1.0, 2.0, 3.0), run_dir=tmp_path, max_steps=4)
@@ -284,7 +284,7 @@ def test_a_run_is_not_continued_with_another_order_of_samples(tmp_path):
         fit(Tiny(), run_dir=tmp_path, max_steps=4, seed=5)
 
 
-def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path):
+def test_checkpoint_of_another_model_is_refused(tmp_path):
     fit(Tiny(), run_dir=tmp_path)
     other = Tiny()
     other.more = torch.nn.Linear(2, 2)
@@ -292,17 +292,17 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path):
         fit(other, run_dir=tmp_path, max_steps=4)
 
 
-def test_a_save_that_fails_is_said_and_training_goes_on_but_the_last_one_is_an_error(tmp_path, capsys):
+def test_failed_save_is_reported_and_a_failed_final_save_is_an_error(tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("in the way")
-    # It goes on to the last step, whose state is the result of the run.
+    # It continues to the last step, whose state is the result of the run.
     with pytest.raises(hpctrain.CheckpointError, match="step 2 was not written"):
         fit(Tiny(), run_dir=tmp_path, checkpoint_every=1)
-    assert "step 1 was not written" in (said := capsys.readouterr().out)
-    assert "Training continues" in said
+    assert "step 1 was not written" in (output := capsys.readouterr().out)
+    assert "Training continues" in output
     assert [event["kind"] for event in RunDir(tmp_path).read_events()] == ["failure", "failure"]
 
 
-def test_a_second_training_does_not_take_the_first_ones_checkpoints(tmp_path, monkeypatch):
+def test_second_training_does_not_use_the_first_ones_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
     fit(Tiny())
     with pytest.raises(hpctrain.UserError, match=r"contains its checkpoints.*Trainer\(run_dir="):
@@ -315,21 +315,21 @@ def test_scalars_may_be_plain_numbers():
     assert trainer.step == 2
 
 
-def test_without_a_run_folder_nothing_is_written(tmp_path, monkeypatch):
+def test_nothing_is_written_without_a_run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fit(Tiny())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trainer_tells_the_strategy_that_auto_stands_for(monkeypatch):
+def test_trainer_resolves_the_auto_strategy(monkeypatch):
     assert hpctrain.Trainer(max_steps=1).strategy == "ddp"
     monkeypatch.setenv("HPCTRAIN_STRATEGY", "ddp2")
     assert hpctrain.Trainer(max_steps=1).strategy == "ddp2"
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("max_step", "Did you mean 'max_steps'"), ("foo", "Known: max_steps, ")]
+    ("name", "message"), [("max_step", "Did you mean 'max_steps'"), ("foo", "Known: max_steps, ")]
 )
-def test_a_setting_that_is_not_there_is_answered_with_those_that_are(name, words):
-    with pytest.raises(hpctrain.UserError, match=f"Trainer has no setting '{name}'. {words}"):
+def test_unknown_setting_gets_a_suggestion(name, message):
+    with pytest.raises(hpctrain.UserError, match=f"Trainer has no setting '{name}'. {message}"):
         hpctrain.Trainer(**{name: 1})

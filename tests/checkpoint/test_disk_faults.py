@@ -1,0 +1,155 @@
+"""Full, missing and read-only disks: the save fails with one message, and earlier checkpoints stay."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.saved_states import names, steps
+
+from hpctrain.checkpoint.format.manifest import read_verified
+from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import CheckpointError
+
+MEGABYTE = {"x": torch.zeros(1 << 18)}
+SMALL = {"x": torch.ones(16)}
+
+
+def mount(*arguments: str | Path) -> None:
+    result = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip(f"nothing can be mounted here: {result.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount("-t", "tmpfs", "-o", "size=2m", "none", disk)
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_save_on_full_disk_fails_and_leaves_no_files(small_disk, background):
+    store = CheckpointStore(small_disk / "checkpoints")
+    store.save(1, SMALL, {})
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(1_200_000))
+    if background:
+        store.async_save(2, MEGABYTE, {})
+        assert store.wait(10)
+        error = str(store.collect_outcomes()[0])
+    else:
+        with pytest.raises(CheckpointError) as raised:
+            store.save(2, MEGABYTE, {})
+        error = str(raised.value)
+    assert "checkpoint of step 2 was not written to" in error
+    assert "No space left on device" in error
+    # The partial files are gone; they would leave no space for the next save.
+    assert names(small_disk / "checkpoints") == ["step-00000001"]
+    read_verified(small_disk / "checkpoints" / "step-00000001")
+    filler.unlink()
+    store.save(3, MEGABYTE, {})
+    assert store.load_newest()[0].step == 3
+
+
+def test_disk_that_fills_during_manifest_write_fails_the_save(small_disk):
+    """The tensors fit, the tables do not."""
+    store = CheckpointStore(small_disk / "checkpoints")
+    store.save(1, SMALL, {})
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "filler").write_bytes(bytes(free - (1 << 20) - 8192))
+    with pytest.raises(CheckpointError, match="No space left"):
+        store.save(2, {**MEGABYTE, "text": "x" * 100_000}, {})
+    assert names(small_disk / "checkpoints") == ["step-00000001"]
+    assert store.load_newest()[0].step == 1
+
+
+def test_exhausted_quota_at_fsync_fails_the_save(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    store.save(1, SMALL, {})
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file_writer.os, "fsync", refuse)  # network file systems report it here
+        with pytest.raises(CheckpointError, match="Disk quota exceeded"):
+            store.save(2, SMALL, {})
+    assert names(tmp_path) == ["step-00000001"]
+    assert store.save(3, SMALL, {}).step == 3
+
+
+def test_read_only_folder_fails_the_save(tmp_path):
+    folder = tmp_path / "checkpoints"
+    store = CheckpointStore(folder)
+    store.save(1, SMALL, {})
+    mount("--bind", folder, folder)
+    try:
+        mount("-o", "remount,ro,bind", folder)
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            store.save(2, SMALL, {})
+        assert store.load_newest()[0].step == 1
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+    store.save(3, SMALL, {})
+    assert steps(folder) == [1, 3]
+
+
+def test_corrupt_checkpoint_in_read_only_folder_is_an_error(tmp_path):
+    folder = tmp_path / "checkpoints"
+    store = CheckpointStore(folder)
+    store.save(1, SMALL, {})
+    (store.save(2, SMALL, {}).path / "state.json").write_text("{}")
+    mount("--bind", folder, folder)
+    try:
+        mount("-o", "remount,ro,bind", folder)
+        with pytest.raises(CheckpointError, match=r"state\.json has 2 bytes.*cannot be set aside.*Read-only"):
+            store.load_newest()
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_folder_missing_between_saves_is_created_again(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(1, SMALL, {})
+    (tmp_path / "checkpoints").rename(tmp_path / "away")
+    store.save(2, SMALL, {})
+    assert steps(tmp_path / "checkpoints") == [2]
+    assert steps(tmp_path / "away") == [1]
+
+
+def test_folder_missing_during_save_fails_the_save(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    store = CheckpointStore(folder)
+    store.save(1, SMALL, {})
+    write = file_writer.FileWriter._write
+
+    def write_and_move_folder(writing, part):
+        entry = write(writing, part)
+        folder.rename(tmp_path / "away")
+        return entry
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file_writer.FileWriter, "_write", write_and_move_folder)
+        with pytest.raises(CheckpointError, match="No such file or directory"):
+            store.save(2, SMALL, {})
+    assert steps(tmp_path / "away") == [1]
+    (tmp_path / "away").rename(folder)
+    store.save(3, SMALL, {})
+    assert names(folder) == ["step-00000001", "step-00000003"]
+
+
+def test_file_in_place_of_folder_fails_the_save(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"step 1 was not written.*Not a directory"):
+        CheckpointStore(tmp_path / "file" / "checkpoints").save(1, SMALL, {})

@@ -1,0 +1,380 @@
+"""Checkpoints saved to the local tier first and copied to the shared folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import rank_checkpoints
+from helpers.ranks import run_on_ranks
+from helpers.saved_states import names, steps
+
+from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
+
+
+def open_on_node(folder: Path, node: int | str) -> CheckpointStore:
+    return rank_checkpoints.open_store(folder, f"node-{node}")
+
+
+@contextmanager
+def failing_copies(folder: Path) -> Iterator[None]:
+    """Keep saves in the local tier: a file is in the place of the shared folder."""
+    shared = rank_checkpoints.shared_folder(folder)
+    if dist.get_rank() == 0:
+        shared.rename(folder / "aside")
+        shared.write_text("in the way")
+    dist.barrier()
+    yield
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shared.unlink()
+        (folder / "aside").rename(shared)
+    dist.barrier()
+
+
+def save_on_own_node(folder: Path) -> None:
+    rank = dist.get_rank()
+    store, copied = open_on_node(folder, rank), []
+    for step in (1, 2):
+        rank_checkpoints.begin(store, step)
+        assert store.wait(30)
+        outcomes = store.collect_outcomes()
+        copied += [outcome for outcome in outcomes if "shared" in outcome.path.parts]
+        (saved,) = (outcome for outcome in outcomes if "shared" not in outcome.path.parts)
+        assert (saved.step, saved.path.parent.parent) == (step, folder / f"node-{rank}")
+        assert [path.name for path in saved.path.glob("*.distcp")] == [f"__{rank}_0.distcp"]
+    assert store.close(clean=True) == []
+    copied += store.collect_outcomes()
+    assert copied[-1].path == rank_checkpoints.shared_folder(folder) / "step-00000002"
+    assert list((folder / f"node-{rank}").iterdir()) == []
+    rank_checkpoints.assert_loads(open_on_node(folder, rank), 2)
+
+
+@pytest.mark.ranks
+def test_each_rank_saves_to_its_node_and_parts_are_copied(tmp_path):
+    run_on_ranks(save_on_own_node, tmp_path)
+
+
+def save_on_one_node(folder: Path) -> None:
+    store = rank_checkpoints.open_store(folder, "node")
+    rank_checkpoints.save(store, 1)
+    with failing_copies(folder):
+        rank_checkpoints.begin(store, 2)
+        store.close()
+    reopened = rank_checkpoints.open_store(folder, "node")
+    loaded, _ = reopened.load_newest()
+    assert loaded.path.parent.parent == folder / "node"
+    assert torch.equal(loaded.state["big"], rank_checkpoints.state(2)["big"])
+    assert reopened.close(clean=True) == []
+
+
+@pytest.mark.ranks
+def test_newest_checkpoint_of_local_tier_is_loaded_and_copied(tmp_path):
+    run_on_ranks(save_on_one_node, tmp_path)
+    assert (rank_checkpoints.shared_folder(tmp_path) / "step-00000002" / "manifest.json").exists()
+    assert list((tmp_path / "node").iterdir()) == []
+
+
+def save_without_folder_on_node_1(folder: Path) -> None:
+    if dist.get_rank() == 1:
+        (folder / "node-1").write_text("no folder")
+    store = open_on_node(folder, dist.get_rank())
+    rank_checkpoints.begin(store, 1)
+    assert store.wait(30)
+    (saved,) = store.collect_outcomes()
+    assert saved.path == rank_checkpoints.shared_folder(folder) / "step-00000001"
+    assert "local tier" in saved.notes[0]
+    assert "cannot be used" in saved.notes[0]
+
+
+@pytest.mark.ranks
+def test_local_tier_is_unused_when_one_node_lacks_it(tmp_path):
+    run_on_ranks(save_without_folder_on_node_1, tmp_path)
+
+
+def save_step_2_on_nodes_only(folder: Path) -> None:
+    """As after a kill before step 2 was copied; step 1 is shared."""
+    rank = dist.get_rank()
+    store = open_on_node(folder, rank)
+    rank_checkpoints.save(store, 1)
+    with failing_copies(folder):
+        rank_checkpoints.begin(store, 2)
+        assert store.wait(30)
+        assert store.close() == []
+    # The copy may fail before the save is reported.
+    failed, saved = sorted(store.collect_outcomes(), key=lambda outcome: isinstance(outcome, CommittedSave))
+    assert (saved.step, saved.path.parent.parent) == (2, folder / f"node-{rank}")
+    assert "step 2 was not written" in str(failed)
+
+
+@pytest.fixture(scope="module")
+def nodes_with_step_2(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tier") / "first"
+    run_on_ranks(save_step_2_on_nodes_only, folder)
+    return folder
+
+
+@pytest.fixture
+def nodes(nodes_with_step_2, tmp_path) -> Iterator[Path]:
+    """A copy of `nodes_with_step_2` at the same path, because the tier derives the run's folder from it."""
+    original = nodes_with_step_2.rename(nodes_with_step_2.with_name("original"))
+    shutil.copytree(original, nodes_with_step_2)
+    yield nodes_with_step_2
+    shutil.rmtree(nodes_with_step_2)
+    original.rename(nodes_with_step_2)
+
+
+def load_and_save_step_3(folder: Path) -> None:
+    store = open_on_node(folder, dist.get_rank())
+    rank_checkpoints.assert_loads(store, 2)
+    assert (rank_checkpoints.shared_folder(folder) / "step-00000002" / "manifest.json").exists()
+    rank_checkpoints.begin(store, 3)
+    assert store.close() == []
+    rank_checkpoints.assert_loads(store, 3)
+
+
+@pytest.mark.ranks
+def test_restart_on_same_nodes_joins_their_parts(nodes):
+    run_on_ranks(load_and_save_step_3, nodes)
+
+
+def drain_own_node(folder: Path) -> None:
+    rank = dist.get_rank()
+    assert open_on_node(folder, rank).drain(30.0) == []
+    assert list((folder / f"node-{rank}").iterdir()) == []
+    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
+
+
+@pytest.mark.ranks
+def test_drain_copies_checkpoints_from_nodes(nodes):
+    run_on_ranks(drain_own_node, nodes)
+
+
+def load_on_the_next_node(folder: Path) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = open_on_node(folder, (rank + 1) % world_size)
+    rank_checkpoints.assert_loads(store, 2, same_ranks=world_size == 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_restart_with_swapped_nodes_joins_their_parts(nodes, world_size):
+    run_on_ranks(load_on_the_next_node, nodes, world_size=world_size)
+
+
+def load_without_node_1(folder: Path) -> None:
+    store = open_on_node(folder, ["0", "new"][dist.get_rank()])
+    loaded, broken = store.load_newest()
+    assert loaded.step == 1
+    (report,) = broken
+    assert "__1_0.distcp is missing on all current nodes" in report
+    for step in (2, 3):
+        rank_checkpoints.begin(store, step)
+    assert store.close() == []
+    rank_checkpoints.assert_loads(store, 3)
+
+
+@pytest.mark.ranks
+def test_restart_without_a_node_loads_shared_checkpoint(nodes):
+    run_on_ranks(load_without_node_1, nodes)
+
+
+def load_with_broken_part(folder: Path) -> None:
+    rank = dist.get_rank()
+    if rank == 1:
+        (path,) = (folder / "node-1").glob("*/step-00000002/__1_0.distcp")
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    loaded, broken = open_on_node(folder, rank).load_newest()
+    assert loaded.step == 1
+    assert "__1_0.distcp has checksum" in broken[0], broken
+    assert "step-00000002.broken-0" in broken[0]
+
+
+@pytest.mark.ranks
+def test_corrupt_part_of_a_node_is_skipped(nodes):
+    run_on_ranks(load_with_broken_part, nodes)
+
+
+def state(step: int) -> dict:
+    return {"x": torch.full((1000,), float(step))}
+
+
+@pytest.fixture
+def tier(tmp_path) -> Path:
+    """An existing folder for the local tier."""
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def slow_copying(monkeypatch) -> threading.Event:
+    """Make copies to the shared folder wait until this event is set."""
+    released = threading.Event()
+    file_copy_write = file_writer.file_copy_write
+
+    def delayed_copy(path):
+        part = file_copy_write(path)
+
+        def wait_and_read():
+            assert released.wait(20)
+            yield from part.blocks()
+
+        return file_writer.FileWrite(part.name, wait_and_read)
+
+    monkeypatch.setattr("hpctrain.checkpoint.tier.tier_copier.file_copy_write", delayed_copy)
+    return released
+
+
+def test_slow_copies_skip_to_the_newest_and_tier_stays_small(tmp_path, tier, slow_copying):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
+    for step in range(1, 9):
+        store.async_save(step, state(step), {})
+    assert store.wait(20)
+    assert [saved.step for saved in store.collect_outcomes()] == list(range(1, 9))
+    (run_tier,) = tier.iterdir()
+    assert steps(run_tier) == [1, 8]
+    slow_copying.set()
+    store.close()
+    assert [saved.step for saved in store.collect_outcomes()] == [1, 8]
+    assert steps(tmp_path / "run" / "checkpoints") == [1, 8]
+
+
+def test_permanent_checkpoints_are_copied_however_slow(tmp_path, tier, slow_copying):
+    store = CheckpointStore(
+        tmp_path / "run" / "checkpoints", retention=Retention(last=1, every=3), second_tier=tier
+    )
+    for step in range(1, 9):
+        store.async_save(step, state(step), {})
+    assert store.wait(20)
+    slow_copying.set()
+    store.close()
+    assert steps(tmp_path / "run" / "checkpoints") == [3, 6, 8]
+
+
+def test_save_goes_directly_to_shared_folder_when_tier_is_full(tmp_path, tier):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier, second_tier_bytes=10_000)
+    store.async_save(1, state(1), {})
+    store.async_save(2, {"x": torch.zeros(3000)}, {})
+    store.close()
+    outcomes = {(saved.step, saved.path.parent.name): saved for saved in store.collect_outcomes()}
+    assert (1, "checkpoints") in outcomes
+    direct = outcomes[2, "checkpoints"]
+    assert "no space for" in direct.notes[0]
+    assert "directly" in direct.notes[0]
+    assert steps(tmp_path / "run" / "checkpoints") == [1, 2]
+
+
+def plant(folder: Path, attack: str) -> None:
+    """Put at `folder` what another user may have left there."""
+    match attack:
+        case "link":
+            (folder.parent / "elsewhere").mkdir(0o700)
+            folder.symlink_to("elsewhere")
+        case "file":
+            folder.touch(0o600)
+        case "mode":
+            folder.mkdir()
+            folder.chmod(0o750)
+        case "owner":
+            if os.geteuid() != 0:
+                pytest.skip("giving a folder away takes root")
+            folder.mkdir(0o700)
+            os.chown(folder, 65534, 65534)
+        case "replaceable":
+            folder.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("attack", "pattern"),
+    [
+        ("link", "is a symbolic link, not a folder. Remove it"),
+        ("file", "is a file, not a folder. Remove it"),
+        ("mode", "has mode 0750, not 0700: other users can access it. Remove it"),
+        ("owner", "belongs to user 65534, not to user 0. Ask its owner to remove it"),
+        ("replaceable", "can be replaced by any user: .* has mode 0777. Set the sticky bit"),
+    ],
+)
+def test_tier_open_to_other_users_is_refused(tmp_path, tier, attack, pattern):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    first = CheckpointStore(checkpoints, second_tier=tier)
+    first.async_save(1, state(1), {})
+    first.wait(20)
+    (folder,) = tier.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    first.close()
+    shutil.rmtree(folder)
+    plant(folder, attack)
+    store = CheckpointStore(checkpoints, second_tier=tier)
+    store.async_save(2, state(2), {})
+    store.close()
+    (saved,) = store.collect_outcomes()
+    assert saved.path.parent == checkpoints
+    assert str(folder) in saved.notes[0]
+    assert re.search(pattern, saved.notes[0])
+    assert "directly" in saved.notes[0]
+    assert not folder.is_dir() or list(folder.iterdir()) == []
+
+
+def test_blocking_save_goes_to_shared_folder(tmp_path, tier):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
+    assert store.save(1, state(1), {}).path == tmp_path / "run" / "checkpoints" / "step-00000001"
+    store.close(clean=True)
+    assert names(tier) == []
+
+
+def test_tier_cleanup_never_exposes_partial_checkpoints(tmp_path, tier, monkeypatch):
+    """A kill at any moment of it leaves whole checkpoints and hidden folders."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
+    store.async_save(1, state(1), {})
+    assert store.wait(60)
+    (folder,) = tier.iterdir()
+    seen = []
+    unlink = os.unlink
+
+    def unlink_and_list(*args, **kwargs):
+        unlink(*args, **kwargs)
+        seen.append(steps(folder))
+
+    monkeypatch.setattr(os, "unlink", unlink_and_list)
+    store.close(clean=True)
+    assert seen == [[]] * len(seen)
+    assert len(seen) > 3
+
+
+def test_two_runs_share_a_tier_without_collision(tmp_path, tier):
+    runs = [
+        CheckpointStore(tmp_path / parent / "run" / "checkpoints", second_tier=tier) for parent in ("a", "b")
+    ]
+    for number, store in enumerate(runs, 1):
+        store.async_save(number, state(number), {})
+        store.close()
+    assert len(names(tier)) == 2
+    for number, store in enumerate(runs, 1):
+        assert store.load_newest()[0].step == number
+
+
+def test_tier_with_uncopied_checkpoint_is_not_cleaned(tmp_path, tier):
+    shared = tmp_path / "run" / "checkpoints"
+    shared.parent.mkdir()
+    shared.write_text("in the way")
+    store = CheckpointStore(shared, second_tier=tier)
+    store.async_save(1, state(1), {})
+    (sentence,) = store.close(clean=True)
+    assert "Step 1 exists only in" in sentence
+    shared.unlink()
+    reopened = CheckpointStore(shared, second_tier=tier)
+    assert torch.equal(reopened.load_newest()[0].state["x"], state(1)["x"])
+    reopened.close(clean=True)
+    assert steps(shared) == [1]
+    assert names(tier) == []

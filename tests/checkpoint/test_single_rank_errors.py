@@ -1,0 +1,203 @@
+"""Errors on one rank: all ranks report the same error, and none waits forever."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import rank_checkpoints
+from helpers.ranks import run_on_ranks
+from helpers.saved_states import steps
+
+from hpctrain.checkpoint.io import checkpoint_dir
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
+from hpctrain.checkpoint.tier.tier_copier import TierCopier
+from hpctrain.errors import CheckpointError
+
+pytestmark = pytest.mark.ranks
+
+
+def make_unreadable(path: Path) -> None:
+    """Replace a folder by a link to itself."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.symlink_to(path.name)
+
+
+def fail_to_read(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def open_on_own_node(folder: Path) -> CheckpointStore:
+    return rank_checkpoints.open_store(folder, f"node-{dist.get_rank()}")
+
+
+def save_in_background(store: CheckpointStore, step: int) -> list[object]:
+    """Save within the time that a rank may delay the others."""
+    start = time.monotonic()
+    rank_checkpoints.begin(store, step)
+    assert store.wait(20)
+    assert time.monotonic() - start < 15
+    return list(store.collect_outcomes())
+
+
+def load_error(store: CheckpointStore) -> str:
+    with pytest.raises(CheckpointError) as error:
+        store.load_newest()
+    return str(error.value)
+
+
+def load_from_unreadable_folder(folder: Path) -> str:
+    store = rank_checkpoints.open_store(folder / "checkpoints")
+    if dist.get_rank() == 0:
+        make_unreadable(folder / "checkpoints")
+    dist.barrier()
+    return load_error(store)
+
+
+def test_unreadable_folder_is_reported_by_all_ranks(tmp_path):
+    """Only rank 0 reads it."""
+    message, other = run_on_ranks(load_from_unreadable_folder, tmp_path, timeout=40)
+    assert message == other
+    assert "Too many levels of symbolic links" in message
+    assert "(rank 0)" in message
+
+
+def load_from_unreadable_tier(folder: Path) -> str:
+    store = open_on_own_node(folder)
+    rank_checkpoints.save(store, 1)
+    if dist.get_rank() == 1:
+        make_unreadable(store._tier.target.directory.folder)
+    return load_error(store)
+
+
+def test_unreadable_tier_of_one_rank_is_reported_by_all(tmp_path):
+    for message in run_on_ranks(load_from_unreadable_tier, tmp_path, timeout=40):
+        assert "Too many levels of symbolic links" in message
+        assert "(rank 1)" in message
+
+
+def lose_tier_between_saves(folder: Path) -> None:
+    store = open_on_own_node(folder)
+    assert save_in_background(store, 1)
+    if dist.get_rank() == 1:
+        make_unreadable(store._tier.target.directory.folder)
+    dist.barrier()
+    for step in (2, 3):
+        outcomes = save_in_background(store, step)
+        (saved,) = (
+            outcome for outcome in outcomes if isinstance(outcome, CommittedSave) and outcome.step == step
+        )
+        assert saved.path.parent.name == "checkpoints"
+        assert "symbolic links" in saved.notes[0]
+    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 3)
+
+
+def test_tier_lost_between_saves_is_replaced_by_shared_folder(tmp_path):
+    run_on_ranks(lose_tier_between_saves, tmp_path, timeout=40)
+
+
+def fail_to_copy_on_rank_1(folder: Path) -> None:
+    store = open_on_own_node(folder)
+    own_large_files = TierCopier._own_large_files
+    if dist.get_rank() == 1:
+        TierCopier._own_large_files = fail_to_read
+    save_in_background(store, 1)
+    wait_for_copies(store)
+    TierCopier._own_large_files = own_large_files
+    dist.barrier()
+    outcomes = save_in_background(store, 2)
+    assert store.close() == []
+    outcomes += store.collect_outcomes()
+    paths = [outcome.path for outcome in outcomes if isinstance(outcome, CommittedSave)]
+    assert rank_checkpoints.shared_folder(folder) / "step-00000002" in paths, outcomes
+
+
+def wait_for_copies(store: CheckpointStore) -> None:
+    store._tier._copier._thread.join(15)
+    assert not store._tier._copier._thread.is_alive()
+
+
+def test_step_after_failed_copy_is_copied(tmp_path):
+    run_on_ranks(fail_to_copy_on_rank_1, tmp_path, timeout=40)
+
+
+def fail_to_prune_after_copy(folder: Path) -> None:
+    store = open_on_own_node(folder)
+    prune = CheckpointDir.prune
+    CheckpointDir.prune = fail_to_read
+    save_in_background(store, 1)
+    store._tier._copier._thread.join(15)
+    CheckpointDir.prune = prune
+    dist.barrier()
+    save_in_background(store, 2)
+    assert store.close() == []
+    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
+
+
+def test_copying_continues_when_old_checkpoints_cannot_be_listed(tmp_path):
+    run_on_ranks(fail_to_prune_after_copy, tmp_path, timeout=40)
+
+
+def save_after_copying_has_ended(folder: Path) -> None:
+    store = open_on_own_node(folder)
+    if dist.get_rank() == 1:
+        store._tier._copier._coordinator._lost_reason = "the ranks lost their connection"
+    (saved,) = save_in_background(store, 1)
+    assert saved.path.parent == rank_checkpoints.shared_folder(folder)
+    assert "copying from" in saved.notes[0]
+
+
+def test_save_goes_to_shared_folder_after_copying_stopped(tmp_path):
+    run_on_ranks(save_after_copying_has_ended, tmp_path, timeout=40)
+
+
+def lose_manifests_of_tier(folder: Path) -> None:
+    """As after a power cut, which may lose the memory of a node."""
+    rank = dist.get_rank()
+    store = open_on_own_node(folder)
+    rank_checkpoints.save(store, 1)
+    shared = rank_checkpoints.shared_folder(folder)
+    if rank == 0:
+        shared.rename(folder / "aside")
+        shared.write_text("in the way")
+    dist.barrier()
+    rank_checkpoints.begin(store, 2)
+    assert store.close() == []
+    dist.barrier()
+    if rank == 0:
+        shared.unlink()
+        (folder / "aside").rename(shared)
+    (step,) = (folder / f"node-{rank}").glob("*/step-00000002")
+    (step / "manifest.json").unlink()
+    dist.barrier()
+    loaded, broken = open_on_own_node(folder).load_newest()
+    assert loaded.step == 1
+    (report,) = broken
+    assert "step-00000002.broken-0" in report
+
+
+def test_tier_without_manifests_is_skipped(tmp_path):
+    run_on_ranks(lose_manifests_of_tier, tmp_path, timeout=40)
+
+
+def test_save_succeeds_when_old_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
+    """A note says that no old checkpoint was deleted."""
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"x": torch.zeros(2)}, {})
+
+    def unreadable(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_dir, "list_checkpoint_steps", unreadable)
+        saved = store.save(2, {"x": torch.zeros(2)}, {})
+    assert saved.step == 2
+    assert "Input/output error" in saved.notes[0]
+    assert steps(tmp_path) == [1, 2]

@@ -1,0 +1,154 @@
+"""`hpctrain status`, `wait` and `list`: unreachable Slurm, arrays and run names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+
+import pytest
+from helpers.commands import run_on_terminal
+
+from hpctrain.cli.serve import RunPages
+from hpctrain.rundir import RunDir
+
+
+@pytest.fixture
+def unknown_run(tmp_path) -> RunDir:
+    """A run whose Slurm has disappeared."""
+    run = RunDir(tmp_path / "runs" / "lost")
+    run.path.mkdir(parents=True)
+    run.spec.touch()
+    run.log_event("submitted", 0, job_id="17", backend="slurm")
+    return run
+
+
+GONE = {"SLURM_CONF": "/nowhere/slurm.conf"}
+
+
+def test_run_is_unknown_while_slurm_is_unreachable(hpctrain, unknown_run):
+    status = json.loads(hpctrain("status", "lost", "--json", env=GONE).stdout)
+    assert (status["state"], status["job_state"]) == ("UNKNOWN", None)
+    assert 0 <= status["unknown_s"] < 60
+    assert "/nowhere/slurm.conf" in status["words"]
+    text = hpctrain("status", "lost", env=GONE).stdout
+    assert "state       UNKNOWN: unknown for" in text
+    listed = hpctrain("list", env=GONE).stdout
+    assert "lost  UNKNOWN" in listed
+    assert "unknown for" in listed
+
+
+def test_wait_timeout_reports_the_unknown_state(hpctrain, unknown_run):
+    result = hpctrain("wait", "lost", "--timeout", "0.5", env=GONE)
+    assert result.returncode == 1
+    message, error = result.stderr.splitlines()
+    assert message.startswith("Waiting for run lost: its state is unknown for ")
+    assert message.endswith("; this does not affect the run")
+    assert error.startswith("Error: Run lost did not end within 0.5 s; its state is unknown for ")
+    assert "/nowhere/slurm.conf" in error
+    assert error.endswith("). Wait again, or cancel the run.")
+
+
+def test_wait_stops_after_the_unknown_limit(hpctrain, unknown_run):
+    past = time.time() - 100
+    unknown_run.events.write_text(
+        re.sub(r'"time": [\d.]+', f'"time": {past}', unknown_run.events.read_text())
+    )
+    os.utime(unknown_run.events, (past, past))
+    result = hpctrain("wait", "lost", "--unknown-limit", "1", env=GONE)
+    assert result.returncode == 3
+    message, error = result.stderr.splitlines()
+    assert message.startswith("Waiting for run lost: ")
+    assert error.startswith("Error: Stopped waiting after 1 s: the state of run lost is unknown for 10")
+    assert "/nowhere/slurm.conf" in error
+
+
+def test_status_of_an_array_counts_tasks_and_names_the_failed_one(hpctrain, unknown_run):
+    for index, state in ((0, "COMPLETED"), (1, "FAILED"), (2, "CANCELLED")):
+        task = unknown_run.task(index)
+        task.path.mkdir()
+        task.spec.touch()
+        task.log_event("submitted", 0, job_id=f"17_{index}", backend="slurm")
+        task.log_event("finished", 0, state=state, cause="boom" if state == "FAILED" else None)
+    status = json.loads(hpctrain("status", "lost", "--json", env=GONE).stdout)
+    assert status["tasks"] == {"FAILED": 1, "CANCELLED": 1, "COMPLETED": 1}
+    assert (status["state"], status["cause"]) == ("FAILED", "lost/task-1: boom")
+    assert "3 tasks: 1 FAILED, 1 CANCELLED, 1 COMPLETED" in hpctrain("list", env=GONE).stdout
+    task_status = json.loads(hpctrain("status", "lost/task-0", "--json", env=GONE).stdout)
+    assert (task_status["run_id"], task_status["state"], task_status["tasks"]) == (
+        "lost/task-0",
+        "COMPLETED",
+        None,
+    )
+    result = hpctrain("wait", "lost", env=GONE)
+    assert result.returncode == 4
+    assert "run          lost: FAILED, 3 tasks: 1 FAILED" in result.stdout
+    assert "hpctrain status lost/task-1" in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.ranks
+def test_run_without_reported_steps_is_shown_as_such(hpctrain, tmp_path):
+    """The script of the fixture prints a line and does not use hpctrain."""
+    assert hpctrain("submit", "--backend", "local", "--run-dir", "runs/plain", "train.py").returncode == 0
+    result = hpctrain("wait", "plain")
+    message = "unknown: this script reports no steps"
+    assert f"run          plain: COMPLETED, step {message}\n" in result.stdout
+    assert f"step        {message}\n" in hpctrain("status", "plain").stdout
+    status = json.loads(hpctrain("status", "plain", "--json").stdout)
+    assert (status["step"], status["reports_steps"]) == (None, False)
+    assert "  not reported  " in hpctrain("list").stdout
+    assert f"step   {message}" in hpctrain("top", "plain").stdout
+    assert "this script reports no steps" in hpctrain("report", "plain", "--format", "md").stdout
+    pages = RunPages(tmp_path / "runs")
+    assert '<td class="n">not reported</td>' in pages.page(None)
+    assert "this script reports no steps" in pages.page("plain")
+
+
+def test_list_prints_a_header_only_on_a_terminal(hpctrain, tmp_path):
+    for name, loss in (("one", 2.7978244721005296e-12), ("other", math.nan)):
+        run = RunDir(tmp_path / "runs" / name)
+        run.path.mkdir(parents=True)
+        run.spec.touch()
+        run.log_event("submitted", 0, job_id="17", backend="local")
+        run.metrics.write_text(json.dumps({"step": 1200, "loss": loss, "time": time.time()}) + "\n")
+        run.log_event("finished", 0, state="COMPLETED")
+        past = {"time": time.time() - 7260}
+        lines = [json.loads(line) | past for line in run.events.read_text().splitlines()]
+        run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = [sys.executable, "-m", "hpctrain", "list"]
+    header, *lines = run_on_terminal(argv, tmp_path, columns=100).replace("\r", "").splitlines()
+    assert header.split() == ["RUN", "STATE", "JOB", "AGE", "STEP", "LOSS"]
+    for title, cell in (("STATE", "COMPLETED"), ("JOB", "local 17"), ("AGE", "2 h 1 min")):
+        assert header.index(title) == lines[0].index(cell)
+    assert lines[0].split("  ")[-2:] == ["1\u202f200", "2.7978e-12"]
+    assert lines[1].split()[-1] == "NaN"
+    assert hpctrain("list").stdout.splitlines() == lines
+    assert "loss        2.7978e-12\n" in hpctrain("status", "one").stdout
+
+
+@pytest.mark.ranks
+def test_run_folder_that_looks_like_an_option_is_printed_with_a_prefix(hpctrain, tmp_path):
+    result = hpctrain("submit", "--backend", "local", "--run-dir=-r", "--follow", "train.py")
+    assert result.returncode == 0
+    assert "hpctrain status ./-r" in result.stderr
+    assert hpctrain("status", "./-r", "--json").returncode == 0
+
+
+@pytest.mark.ranks
+def test_failure_is_reported_once(hpctrain, tmp_path):
+    (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
+    options = ("--backend", "local", "--max-failures", "1", "--run-dir", "r")
+    result = hpctrain("submit", *options, "--follow", "bad.py")
+    assert result.returncode == 4
+    last_status = result.stderr.rpartition("== ")[2]
+    assert last_status.count("cause        ") == 1
+    assert "\nError: " not in result.stderr
+    waited = hpctrain("wait", "r")
+    assert (waited.returncode, waited.stderr) == (4, "")
+    # The cause, and the last line of its traceback.
+    assert waited.stdout.count("RuntimeError: boom") == 2
+    assert "line 1, in <module>" in waited.stdout

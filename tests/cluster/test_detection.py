@@ -1,0 +1,474 @@
+"""`detect` with the variables of every launcher. Each test covers a problem that users have met."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from helpers.launch_runner import load_recording
+
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
+from hpctrain.cluster.step_layout import parse_tasks_per_node
+from hpctrain.errors import EnvironmentMismatch
+
+
+def variables(name: str, number: int = 0) -> dict[str, str]:
+    """Variables of one process of a recorded launch."""
+    return dict(load_recording(name)[number].variables)
+
+
+def refusal(environ: dict[str, str]) -> str:
+    with pytest.raises(EnvironmentMismatch) as caught:
+        detect(environ)
+    return str(caught.value)
+
+
+#: Rank 5 of 7, the second of three on the second of two nodes.
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURMD_NODENAME": "n2",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "29500",
+}
+MARKED = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}
+
+
+# Nodes and tasks
+
+
+def test_world_size_is_that_of_the_step_not_of_the_job():
+    ranks = detect({**STEP, "SLURM_NTASKS": "99", "SLURM_NPROCS": "99", "SLURM_NTASKS_PER_NODE": "2"})
+    assert (ranks.world_size, ranks.local_world_size) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node", "first_node"),
+    [
+        ("linux[1-2]", "linux2", "linux1"),  # the root node must not become `linux[1`
+        ("alpha,beta", "beta", "alpha"),
+        ("gpu-a[01-02]", "gpu-a02", "gpu-a01"),
+        ("n1,gpu-b[7]", "gpu-b7", "n1"),
+        ("rack[1-2]n3x", "rack2n3x", "rack1n3x"),
+    ],
+)
+def test_first_node_of_any_node_list_is_the_master(nodes, node, first_node):
+    ranks = detect({**STEP, "SLURM_STEP_NODELIST": nodes, "SLURMD_NODENAME": node})
+    assert (ranks.master_addr, ranks.local_world_size) == (first_node, 3)
+
+
+def test_plain_node_name_is_a_node_list():
+    single_node = {"SLURM_STEP_NODELIST": "linux", "SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0"}
+    ranks = detect({**STEP, **single_node, "SLURMD_NODENAME": "linux"})
+    assert (ranks.master_addr, ranks.num_nodes, ranks.local_world_size) == ("linux", 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4(x2),3", [4, 4, 3]), ("1(x2)", [1, 1]), ("2,1(x2)", [2, 1, 1])]
+)
+def test_tasks_per_node_with_repetitions_is_parsed(text, counts):
+    assert parse_tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*("", "4(x)", "x2", "4(x2),", "4;3", "-1"), "2(x99999999999999999999)", "2(x9999999999)", "9" * 5000],
+)
+def test_malformed_tasks_per_node_is_refused(text):
+    with pytest.raises(EnvironmentMismatch, match=r"4\(x2\),3"):
+        parse_tasks_per_node(text)
+
+
+def test_host_file_without_master_addr_is_refused():
+    environ = variables("srun-arbitrary")
+    assert "SLURM_HOSTFILE" in refusal(environ)
+    ranks = detect({**environ, "MASTER_ADDR": "rec-3"})
+    assert (ranks.master_addr, ranks.rank, ranks.node_rank) == ("rec-3", 0, 2)
+
+
+# Rendezvous address and port
+
+
+def test_ranks_of_a_step_share_rendezvous_and_other_steps_do_not():
+    ranks = detect(STEP)
+    peer = detect(
+        {**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"}
+    )
+    assert (ranks.master_addr, ranks.master_port, ranks.rendezvous_id) == (
+        peer.master_addr,
+        peer.master_port,
+        peer.rendezvous_id,
+    )
+    others = [
+        detect({**STEP, name: value})
+        for name, value in [
+            ("SLURM_JOB_ID", "8"),
+            ("SLURM_STEP_ID", "1"),
+            ("SLURM_RESTART_COUNT", "1"),
+            ("SLURM_ARRAY_JOB_ID", "7"),
+            ("SLURM_CLUSTER_NAME", "other"),
+        ]
+    ]
+    assert len({other.rendezvous_id for other in [ranks, *others]}) == 6
+    assert len({other.master_port for other in [ranks, *others]}) == 6
+    assert all(20_000 <= other.master_port < 32_000 for other in [ranks, *others])
+
+
+def test_given_master_address_and_port_are_used():
+    ranks = detect({**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
+    assert (ranks.master_addr, ranks.master_port) == ("10.0.0.1", 1234)
+    assert (ranks.sources["master_addr"], ranks.sources["master_port"]) == ("MASTER_ADDR", "MASTER_PORT")
+
+
+# Outside of a step
+
+
+@pytest.mark.parametrize("name", ["batch-script", "salloc-shell", "ssh-session-with-leftovers", "nothing"])
+def test_process_outside_a_step_is_a_single_local_rank(name):
+    ranks = detect(variables(name))
+    assert (ranks.environment, ranks.rank, ranks.world_size) == ("local", 0, 1)
+
+
+def test_salloc_and_srun_are_distinguished_by_any_job_name():
+    for name in ("interactive", "bash"):
+        environ = {**variables("srun-in-salloc", 3), "SLURM_JOB_NAME": name}
+        assert (detect(environ).rank, detect(environ).world_size) == (3, 5)
+        assert detect({**variables("salloc-shell"), "SLURM_JOB_NAME": name}).world_size == 1
+
+
+def test_interactive_shell_with_several_tasks_is_refused_but_its_steps_are_not():
+    text = refusal(variables("interactive-shell-of-several-tasks"))
+    assert "2 tasks" in text
+    assert "HPCTRAIN_ENVIRONMENT=local" in text
+    assert detect(variables("srun-in-an-interactive-shell", 2)).rank == 2
+
+
+def test_interactive_shell_with_several_tasks_may_be_forced_to_slurm():
+    environ = variables("interactive-shell-of-several-tasks")
+    assert "=slurm for one of 2" in refusal(environ)
+    assert detect({**environ, ENVIRONMENT_VARIABLE: "slurm"}).world_size == 2
+
+
+def test_batch_script_submitted_from_a_step_is_not_a_rank_of_it():
+    job = variables("srun-in-sbatch")
+    assert (job["ENVIRONMENT"], detect(job).rank) == ("BATCH", 0)
+    del job["SLURM_UMASK"]
+    assert "SLURM_STEP_* are inherited" in refusal(job)
+    assert detect({**job, ENVIRONMENT_VARIABLE: "slurm"}).rank == 0
+    assert detect({**job, ENVIRONMENT_VARIABLE: "local"}).world_size == 1
+    # Started by hpctrain without srun, in a batch script.
+    assert detect({**STEP, "ENVIRONMENT": "BATCH"}).rank == 5
+
+
+def test_rank_without_step_id_is_not_a_single_process():
+    environ = {key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}
+    assert "rank 5 (SLURM_PROCID)" in refusal(environ)
+
+
+# RANK and similar variables from another source
+
+
+def test_consistent_extra_variables_are_accepted():
+    consistent = {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+    }
+    ranks = detect({**STEP, **consistent})
+    assert (ranks.environment, ranks.rank, ranks.master_port) == ("slurm", 5, 29500)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "detected"),
+    [
+        ("RANK", "0", "rank is 5 (SLURM_PROCID)"),
+        ("WORLD_SIZE", "8", "world size is 7 (SLURM_STEP_NUM_TASKS)"),
+        ("LOCAL_RANK", "0", "local rank is 1 (SLURM_LOCALID)"),
+        ("LOCAL_WORLD_SIZE", "4", "local world size is 3 (SLURM_STEP_TASKS_PER_NODE)"),
+        ("NODE_RANK", "0", "node rank is 1 (SLURM_NODEID)"),  # an unescaped $SLURM_NODEID in a batch script
+        ("GROUP_RANK", "0", "node rank is 1 (SLURM_NODEID)"),
+        ("PMI_SIZE", "4", "world size is 7 (SLURM_STEP_NUM_TASKS)"),
+    ],
+)
+def test_contradictory_variable_is_refused_until_environment_is_forced(variable, value, detected):
+    text = refusal({**STEP, variable: value})
+    assert f"{variable} is {value}, but {detected}" in text
+    assert "HPCTRAIN_ENVIRONMENT=slurm" in text
+    assert detect({**STEP, variable: value, ENVIRONMENT_VARIABLE: "slurm"}).rank == 5
+
+
+def test_batch_script_with_world_size_but_without_srun_is_refused():
+    text = refusal(
+        {**variables("batch-script"), "WORLD_SIZE": "8", "MASTER_ADDR": "rec-1", "MASTER_PORT": "29500"}
+    )
+    assert "WORLD_SIZE is 8, but world size is 1" in text
+
+
+def test_rank_0_of_1_needs_no_address():
+    assert detect({"RANK": "0", "WORLD_SIZE": "1"}).environment == "local"
+
+
+def test_incomplete_torch_variables_are_refused():
+    text = refusal({"RANK": "0", "WORLD_SIZE": "2"})
+    assert "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in text
+
+
+def test_manual_torch_variables_must_name_the_node_unless_it_is_the_only_one():
+    manual = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
+    ranks = detect({**manual, "MASTER_ADDR": "localhost"})
+    assert (ranks.local_world_size, ranks.node_rank, ranks.num_nodes) == (2, 0, 1)
+    assert "LOCAL_WORLD_SIZE" in refusal({**manual, "MASTER_ADDR": "n1"})
+    assert "NODE_RANK" in refusal({**manual, "MASTER_ADDR": "n1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+
+
+def test_torch_variables_of_ranks_detect_to_the_same_ranks():
+    for environ in (
+        STEP,
+        variables("openmpi-three-hosts", 2),
+        variables("mpich", 1),
+        variables("horovodrun", 2),
+    ):
+        ranks = detect(environ)
+        assert detect({**environ, **ranks.torch_variables()}) == ranks
+
+
+# Nested launchers
+
+
+def test_innermost_launcher_wins():
+    assert detect({**STEP, **MARKED}).environment == "torchrun"
+    assert detect(variables("openmpi-in-salloc")).environment == "openmpi"
+    assert detect(variables("mpich-in-salloc")).environment == "mpich"
+    shell = {**variables("srun-one-task"), **variables("openmpi", 2)}
+    assert (detect(shell).environment, detect(shell).rank) == ("openmpi", 2)
+
+
+def test_local_rank_is_not_taken_for_node_rank():
+    environ = variables("openmpi-three-hosts", 3)
+    assert environ["OMPI_COMM_WORLD_NODE_RANK"] == "1"
+    assert detect({**environ, "OMPI_COMM_WORLD_NODE_RANK": "7"}).node_rank == 1
+
+
+def test_separate_torchrun_in_each_task_is_refused():
+    text = refusal(variables("torchrun-alone-in-each-task", 1))
+    assert "rank 0 of 1 on this host only (RANK, WORLD_SIZE; torchrun)" in text
+    assert "of 2 (SLURM_PROCID, SLURM_STEP_NUM_TASKS; slurm)" in text
+
+
+def test_separate_torchrun_in_each_task_is_refused_with_full_host_name():
+    environ = {**variables("torchrun-alone-in-each-task", 1), "MASTER_ADDR": "n2.cluster.example.org"}
+    assert "rank 0 of 1 on this host only" in refusal(environ)
+    assert detect({**environ, ENVIRONMENT_VARIABLE: "torchrun"}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["PMI_RANK", "PMIX_RANK", "FLUX_TASK_RANK", "PALS_RANKID", "ALPS_APP_PE", "MV2_COMM_WORLD_RANK"],
+)
+def test_rank_of_unknown_launcher_is_refused(variable):
+    text = refusal({variable: "3"})
+    assert f"{variable} is 3, but rank is 0" in text
+    assert "Configure the launcher to set RANK, WORLD_SIZE, LOCAL_RANK" in text
+    assert "HPCTRAIN_ENVIRONMENT=torchrun" not in text
+    assert detect({variable: "3", **TORCHRUN}).rank == 3
+    assert detect({variable: "3", ENVIRONMENT_VARIABLE: "local"}).world_size == 1
+
+
+def test_srun_inside_a_rank_of_another_launcher_is_refused():
+    for name in ("torchrun", "openmpi", "mpich", "submitit-local", "horovodrun"):
+        text = refusal({**variables(name, 1), **STEP})
+        assert "inside process 5 of 7 (SLURM_PROCID, SLURM_STEP_NUM_TASKS; slurm)" in text
+        assert "HPCTRAIN_ENVIRONMENT=slurm" in text
+
+
+def test_elastic_run_that_shrank_to_one_node_is_accepted():
+    one_node = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
+    assert detect({**STEP, **MARKED, **one_node, "MASTER_ADDR": "n2"}).world_size == 2
+
+
+# HPCTRAIN_ENVIRONMENT
+
+
+def test_detection_can_be_switched_off():
+    for environ in (STEP, MARKED, variables("openmpi"), {**STEP, "RANK": "3"}):
+        assert detect({**environ, ENVIRONMENT_VARIABLE: "local"}).world_size == 1
+
+
+def test_any_environment_can_be_forced():
+    both = {**STEP, **MARKED}
+    assert detect({**both, ENVIRONMENT_VARIABLE: "slurm"}).rank == 5
+    assert detect({**both, ENVIRONMENT_VARIABLE: "torchrun"}).rank == 3
+    for name in ("openmpi", "mpich", "horovodrun", "submitit-local"):
+        ranks = detect(variables(name, 1))
+        assert detect({**variables(name, 1), ENVIRONMENT_VARIABLE: ranks.environment}) == ranks
+
+
+def test_unknown_environment_gets_a_suggestion():
+    assert "Did you mean 'slurm'?" in refusal({ENVIRONMENT_VARIABLE: "slrum"})
+    assert "Known: torchrun, horovod, openmpi" in refusal({ENVIRONMENT_VARIABLE: "xyz"})
+    assert "are not set" in refusal({ENVIRONMENT_VARIABLE: "torchrun"})
+
+
+# Contradictions within one environment
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, ["8 (SLURM_STEP_NUM_TASKS)", "SLURM_STEP_TASKS_PER_NODE=4,3"]),
+        ({"SLURM_STEP_NODELIST": "n[1-3]"}, ["3 nodes", "SLURM_STEP_NODELIST=n[1-3]", "for 2"]),
+        ({"SLURM_LOCALID": "3"}, ["local_rank 3", "SLURM_LOCALID", "local_world_size 3"]),
+        ({"SLURM_PROCID": "x"}, ["SLURM_PROCID", "'x'"]),
+        ({"SLURM_PROCID": "7"}, ["rank 7", "SLURM_PROCID", "world_size 7"]),
+        ({"SLURM_NODEID": "2"}, ["node rank 2 (SLURM_NODEID)", "2 nodes"]),
+        ({"SLURM_GTIDS": "0,1,2,3"}, ["rank 5 (SLURM_PROCID)", "SLURM_GTIDS=0,1,2,3"]),
+        ({"SLURM_GTIDS": "4,5"}, ["3 tasks on n2", "2 (SLURM_GTIDS=4,5)"]),
+        ({"SLURMD_NODENAME": "n7"}, ["'n7'", "SLURM_STEP_NODELIST=n[1-2]"]),
+        ({"SLURM_NODEID": "0"}, ["rank 5 is on n2 (SLURMD_NODENAME), node 0 (SLURM_NODEID)", "MASTER_ADDR"]),
+        ({"SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NODELIST is not set", "HPCTRAIN_ENVIRONMENT=local"]),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, ["SLURM_STEP_NODELIST: ", "'n[1-'"]),
+    ],
+)
+def test_contradictory_slurm_variables_are_refused_with_both_values(change, parts):
+    text = refusal({**STEP, **change})
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "parts"),
+    [
+        (
+            "openmpi",
+            {"OMPI_COMM_WORLD_SIZE": "4"},
+            ["4 (OMPI_COMM_WORLD_SIZE)", "3 processes (OMPI_MCA_orte"],
+        ),
+        ("openmpi", {"OMPI_COMM_WORLD_RANK": "3"}, ["rank 3", "OMPI_COMM_WORLD_RANK", "world_size 3"]),
+        ("openmpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, ["OMPI_COMM_WORLD_LOCAL_SIZE is not set"]),
+        ("openmpi-three-hosts", {"OMPI_MCA_orte_num_nodes": "9"}, ["num_nodes 9", "OMPI_MCA_orte_num_nodes"]),
+        ("mpich", {"MPI_LOCALRANKID": "3"}, ["local_rank 3", "MPI_LOCALRANKID", "local_world_size 3"]),
+        ("mpich", {"PMI_SIZE": "2"}, ["do not determine the number of this node"]),
+        ("horovodrun", {"HOROVOD_LOCAL_RANK": "x"}, ["HOROVOD_LOCAL_RANK", "'x'"]),
+        ("submitit-local", {"SUBMITIT_LOCAL_GLOBALID": "5"}, ["rank 5", "SUBMITIT_LOCAL_GLOBALID"]),
+    ],
+)
+def test_contradictory_variables_of_other_launchers_are_refused(name, change, parts):
+    text = refusal({**variables(name), **change})
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"LOCAL_WORLD_SIZE": "5"}, ["local_world_size 5", "world_size 4"]),
+        ({"GROUP_RANK": "2"}, ["node_rank 2", "GROUP_RANK", "num_nodes 2"]),
+        ({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, ["num_nodes 1", "world_size 4", "local_world_size 2"]),
+        ({"LOCAL_WORLD_SIZE": "0"}, ["local_rank 1", "local_world_size 0"]),
+        ({"MASTER_PORT": "http"}, ["MASTER_PORT", "'http'"]),
+        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "1 to 65535", "unset the variable"]),
+        ({"MASTER_PORT": "-3"}, ["MASTER_PORT is -3"]),
+        ({"MASTER_PORT": "0"}, ["port 0 (MASTER_PORT)", "world size 4 (WORLD_SIZE)"]),
+    ],
+)
+def test_contradictory_torchrun_variables_are_refused(change, parts):
+    text = refusal({**MARKED, **change})
+    for part in parts:
+        assert part in text
+
+
+# Sources
+
+
+def test_every_value_has_a_source():
+    for name in (
+        "srun-even",
+        "openmpi-in-salloc",
+        "mpich-in-salloc",
+        "torchrun",
+        "submitit-local",
+        "batch-script",
+    ):
+        ranks = detect(variables(name))
+        names = {field.name for field in fields(Ranks)} - {"environment", "rendezvous_id", "sources"}
+        assert ranks.sources.keys() == names
+
+
+def test_large_job_is_detected():
+    ranks = detect(
+        {
+            **STEP,
+            "SLURM_PROCID": "16383",
+            "SLURM_LOCALID": "7",
+            "SLURM_NODEID": "2047",
+            "SLURM_STEP_NUM_TASKS": "16384",
+            "SLURM_STEP_TASKS_PER_NODE": "8(x2048)",
+            "SLURM_STEP_NODELIST": "rack[01-64]n[01-32]",
+            "SLURMD_NODENAME": "rack64n32",
+        }
+    )
+    assert (ranks.world_size, ranks.num_nodes, ranks.master_addr) == (16384, 2048, "rack01n01")
+
+
+# Regressions
+
+
+@pytest.mark.parametrize(
+    "name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"]
+)
+def test_incomplete_launcher_variables_are_refused(name):
+    assert "not set, although other variables" in refusal({name: "3"})
+
+
+@pytest.mark.parametrize("rank", ["0", "5"])
+def test_step_without_job_id_is_refused_on_every_rank(rank):
+    environ = {**STEP, "SLURM_PROCID": rank}
+    del environ["SLURM_JOB_ID"]
+    text = refusal(environ)
+    assert f"rank {rank} (SLURM_PROCID) but no job (SLURM_JOB_ID)" in text
+    assert "HPCTRAIN_ENVIRONMENT=local" in text
+
+
+def test_separate_torchrun_is_refused_even_if_its_ranks_match_the_tasks():
+    tasks = {
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODEID": "0",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,1",
+    }
+    agent = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    for rank in ("0", "1"):
+        rank_variables = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "RANK": rank, "LOCAL_RANK": rank}
+        environ = {**STEP, **MARKED, **tasks, **agent, **rank_variables, "MASTER_ADDR": "localhost"}
+        assert "Start torchrun once for all hosts" in refusal(environ)
+
+
+def test_forced_environment_is_case_checked_and_lists_missing_variables():
+    assert "Did you mean 'slurm'?" in refusal({"HPCTRAIN_ENVIRONMENT": "SLURM"})
+    text = refusal({"HPCTRAIN_ENVIRONMENT": "slurm"})
+    assert "SLURM_PROCID" in text
+    assert "unset HPCTRAIN_ENVIRONMENT" in text

@@ -1,0 +1,243 @@
+"""The device plan: its rules, and its agreement with the GPUs that Slurm shows to each task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.commands import run_command
+
+from hpctrain import sandbox
+from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
+from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
+from hpctrain.errors import EnvironmentMismatch
+
+
+def ranks(local_rank: int = 0, local_world_size: int = 1, environment: str = "slurm") -> Ranks:
+    return Ranks(
+        rank=local_rank,
+        world_size=local_world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=0,
+        num_nodes=1,
+        master_addr="n1",
+        master_port=1,
+        environment=environment,
+        sources={"local_world_size": "SLURM_STEP_TASKS_PER_NODE"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        (None, None),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0", ["0"]),
+        ("2, 3", ["2", "3"]),
+        ("0,1,-1,2", ["0", "1"]),
+        ("1,x,2", ["1"]),
+        ("0,0", []),
+        ("01,1", []),
+        ("GPU-8932f937,GPU-1", ["GPU-8932f937", "GPU-1"]),
+        ("GPU-1,0", ["GPU-1"]),
+        ("GPU-1,GPU-1", []),
+        ("0,GPU-1", ["0"]),
+        ("MIG-a,MIG-b", ["MIG-a", "MIG-b"]),
+        ("MIG-GPU-1/1/0", ["MIG-GPU-1/1/0"]),
+    ],
+)
+def test_visible_devices_are_parsed_like_cuda(text, entries):
+    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+    assert visible_devices(environ) == entries
+    assert is_mig(environ) is bool(entries and entries[0].startswith("MIG"))
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,0", "0,-1,1", "0,0", "NoDevFiles", "0,x", "1gpu2,2"])
+def test_visible_devices_agree_with_torch(text, monkeypatch):
+    from torch.cuda import _parse_visible_devices
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    assert [str(entry) for entry in _parse_visible_devices()] == visible_devices(
+        {"CUDA_VISIBLE_DEVICES": text}
+    )
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "visible", "variables", "index", "source"),
+    [
+        # All GPUs visible.
+        ((0, 4), 4, {}, 0, "local rank, of 4 visible"),
+        ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "local rank, of 4 visible"),
+        ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "local rank, of 4 visible"),
+        # One visible: bound by Slurm, or the only one.
+        ((3, 4), 1, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the only GPU bound to this task by Slurm, of 4"),
+        ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only visible GPU"),
+        # Several per task: --gpus-per-task=2.
+        ((1, 2), 2, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the first of 2 bound to this task by Slurm, of 4"),
+        # Several shared: --gpu-bind=closest.
+        ((3, 4), 2, {"SLURM_GPUS_ON_NODE": "4"}, 1, "one of 2 bound to this task by Slurm, of 4"),
+        # None visible.
+        ((0, 4), 0, {}, None, "no driver reports a GPU"),
+        (
+            (0, 4),
+            0,
+            {"CUDA_VISIBLE_DEVICES": "NoDevFiles"},
+            None,
+            "CUDA_VISIBLE_DEVICES='NoDevFiles' hides all GPUs",
+        ),
+        (
+            (0, 4),
+            0,
+            {"CUDA_VISIBLE_DEVICES": "0,1"},
+            None,
+            "no driver reports a GPU, although CUDA_VISIBLE_DEVICES=0,1",
+        ),
+        # CUDA shows one MIG slice, whatever is listed.
+        ((0, 2), 2, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 0, "the only visible GPU"),
+    ],
+)
+def test_plan_chooses_the_expected_device(local_ranks, visible, variables, index, source):
+    plan = plan_device(ranks(*local_ranks), variables, visible)
+    assert plan.index == index
+    assert source in plan.source
+    assert str(plan) == ("cpu" if index is None else f"cuda:{index}")
+
+
+def test_slurm_gpu_count_is_ignored_under_another_launcher():
+    """A torchrun agent runs in a step with one task; its ranks see the same GPUs as the agent."""
+    assert plan_device(ranks(1, 2, "torchrun"), {"SLURM_GPUS_ON_NODE": "4"}, 2).index == 1
+
+
+@pytest.mark.parametrize(("visible", "on_node"), [(2, "2"), (2, None), (1, "1")])
+def test_more_ranks_than_gpus_is_refused_on_every_rank(visible, on_node):
+    environ = {"SLURM_GPUS_ON_NODE": on_node} if on_node else {}
+    for local_rank in range(3):
+        with pytest.raises(EnvironmentMismatch) as caught:
+            plan_device(ranks(local_rank, 3), environ, visible)
+        message = str(caught.value)
+        assert "3 ranks on this node (SLURM_STEP_TASKS_PER_NODE)" in message
+        assert f"only {visible} GPU" in message
+        assert "--gpus-per-node=3" in message
+        assert "HPCTRAIN_SHARE_GPUS=1" in message
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"HPCTRAIN_SHARE_GPUS": "1"},
+        {"SLURMD_TRES_BIND": "gpu:single:2"},
+        {"SLURM_NTASKS_PER_GPU": "2"},
+        {"SLURM_NTASKS_PER_TRES": "2"},
+        {"SLURM_SHARDS_ON_NODE": "4"},
+    ],
+)
+def test_requested_gpu_sharing_assigns_gpus_round_robin(variables):
+    indexes = [plan_device(ranks(i, 4), variables, 2).index for i in range(4)]
+    assert indexes == [0, 1, 0, 1]
+    assert "modulo 2" in plan_device(ranks(0, 4), variables, 2).source
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"HPCTRAIN_SHARE_GPUS": ""},
+        {"HPCTRAIN_SHARE_GPUS": "0", "SLURM_NTASKS_PER_GPU": "2"},
+        {"SLURMD_TRES_BIND": "gpu:single:1"},
+        {"SLURMD_TRES_BIND": "gpu:map_gpu:0,1"},
+        {"SLURM_NTASKS_PER_GPU": "1"},
+    ],
+)
+def test_gpus_are_not_shared_without_a_request(variables):
+    assert gpu_sharing_reason(variables) is None
+
+
+def test_invalid_sharing_switch_is_refused():
+    with pytest.raises(EnvironmentMismatch, match="HPCTRAIN_SHARE_GPUS is 'yes'"):
+        gpu_sharing_reason({"HPCTRAIN_SHARE_GPUS": "yes"})
+
+
+SHAPES = [
+    "--nodes=2 --gpus-per-node=2 --ntasks-per-node=2",
+    "--nodes=2 --gpus-per-node=2 --ntasks-per-node=1",
+    "--nodes=2 --ntasks=4 --ntasks-per-node=2 --gpus=4",
+    "--nodes=2 --ntasks-per-node=2 --gres=gpu:2",
+    "--nodes=2 --ntasks=4 --gpus-per-task=1",
+    "--nodes=2 --ntasks=2 --gpus-per-task=2",
+    "--nodes=1 --gpus-per-node=2 --ntasks-per-gpu=1",
+    "--nodes=1 --gpus-per-node=2 --ntasks-per-gpu=2",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=closest",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=none",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=per_task:1",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=map_gpu:0,1",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=map_gpu:1,0",
+    "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=mask_gpu:1,3",
+    "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic",
+]
+#: On one node with four GPUs, two per task: exclusive or shared, consecutive or alternating.
+SHAPES_OF_FOUR = [
+    ("--ntasks=2 --gpus-per-task=2", True),
+    ("--ntasks=4 --gpus-per-node=4 --gpu-bind=mask_gpu:0x3,0x3,0xc,0xc", True),
+    # The variables of a task do not show which others see the same GPUs: the ranks must exchange it.
+    ("--ntasks=4 --gpus-per-node=4 --gpu-bind=mask_gpu:0x3,0xc,0x3,0xc", False),
+]
+
+
+def placements_of_step(
+    env: dict[str, str], shape: str, gpus_per_node: int, folder: Path
+) -> list[RankPlacement]:
+    """Start a step of that shape; return the placements that its tasks would exchange with real GPUs."""
+    # The test session hides GPUs by a variable that a step with --gpu-bind=none would inherit.
+    command = ["env", "--unset=CUDA_VISIBLE_DEVICES", "srun", *shape.split(), f"--output={folder}/%t"]
+    run_command([*command, "env", "--null"], env)
+    placements = []
+    for path in folder.iterdir():
+        environ = dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
+        # The driver would show the entries that Slurm wrote, or all GPUs of the node.
+        listed = visible_devices(environ)
+        visible = listed if listed is not None else [str(i) for i in range(gpus_per_node)]
+        ranks, node = detect(environ), environ["SLURMD_NODENAME"]
+        uuids = tuple(f"{node}:{entry}" for entry in visible)
+        index = plan_device(ranks, environ, len(visible)).index
+        placements.append(RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, node, uuids, index))
+    placements.sort(key=lambda placement: placement.rank)
+    check_unique_placement(placements)
+    return placements
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tasks_use_distinct_gpus_when_slurm_binds_them(slurm, shape, tmp_path):
+    placements = placements_of_step(slurm.env, shape, slurm.shape.gpus_per_node, tmp_path)
+    gpus = [placement.gpu for placement in placements]
+    share = 2 if "--ntasks-per-gpu=2" in shape else 1
+    assert all(gpu is not None and gpus.count(gpu) == share for gpu in gpus), placements
+
+
+@pytest.fixture(scope="module")
+def node_of_four() -> Iterator[sandbox.Sandbox]:
+    name = f"four-{os.getpid()}"
+    try:
+        yield sandbox.up(name, nodes=1, gpus_per_node=4)
+    finally:
+        sandbox.down(name)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(("shape", "plan_is_enough"), SHAPES_OF_FOUR)
+def test_tasks_with_several_gpus_take_distinct_ones(node_of_four, shape, plan_is_enough, tmp_path):
+    placements = placements_of_step(node_of_four.env, shape, 4, tmp_path)
+    assert {len(placement.gpus) for placement in placements} == {2}
+    assert (len({placement.gpu for placement in placements}) == len(placements)) is plan_is_enough
+    assignment = assign_gpus(placements, may_share=False)
+    assert len({placement.gpus[assignment.indexes[placement.rank]] for placement in placements}) == len(
+        placements
+    )
+    if "--gpus-per-task" in shape:
+        assert assignment.indexes == {0: 0, 1: 0}

@@ -1,0 +1,110 @@
+"""GPU assignment and conflicts, from the placements that ranks exchange."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
+from hpctrain.errors import HpctrainError
+
+
+def placements(*gpus_and_index: tuple[str, int | None], host: str = "n1") -> list[RankPlacement]:
+    """Return one node's ranks, each with its visible GPUs (a letter each) and its planned index."""
+    return [
+        RankPlacement(rank, 0, rank, host, tuple(gpus), index)
+        for rank, (gpus, index) in enumerate(gpus_and_index)
+    ]
+
+
+def assigned_gpus(placements: list[RankPlacement], **options: bool) -> list[str]:
+    assignment = assign_gpus(placements, **({"may_share": False} | options))
+    return [placement.gpus[assignment.indexes[placement.rank]] for placement in placements]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        # As planned, if the plans do not collide.
+        ([("abcd", 0), ("abcd", 1), ("abcd", 2), ("abcd", 3)], "abcd"),
+        ([("abcd", 3), ("abcd", 1)], "db"),
+        ([("a", 0), ("b", 0)], "ab"),
+        ([("ab", 0), ("cd", 0)], "ac"),
+        # --gpu-bind=closest on two sockets; tasks consecutive, and alternating.
+        ([("ab", 0), ("ab", 1), ("cd", 0), ("cd", 1)], "abcd"),
+        ([("ab", 0), ("cd", 1), ("ab", 0), ("cd", 1)], "adbc"),
+        # Overlapping sets: the rank with a choice yields.
+        ([("ab", 0), ("a", 0)], "ba"),
+        ([("abc", 0), ("ab", 0), ("a", 0)], "cba"),
+        ([("abc", 0), ("ab", 1), ("ab", 0)], "cba"),
+    ],
+)
+def test_every_rank_gets_its_own_gpu(visible, expected):
+    assert "".join(assigned_gpus(placements(*visible))) == expected
+
+
+def test_rank_with_a_uniquely_planned_gpu_keeps_it():
+    assert assigned_gpus(placements(("abc", 0), ("abc", 0), ("abc", 1))) == ["a", "c", "b"]
+
+
+def test_two_ranks_on_one_gpu_are_reported_with_remedies():
+    on_node = placements(("ab", 0), ("ab", 1), ("ab", 1), host="n7")
+    with pytest.raises(HpctrainError) as caught:
+        assign_gpus(on_node, may_share=False)
+    message = str(caught.value)
+    assert "rank 1 on n7 and rank 2 on n7 would both use GPU b" in message
+    assert "--gpus-per-node=3" in message
+    assert "HPCTRAIN_SHARE_GPUS=1" in message
+
+
+def test_shared_gpus_are_assigned_as_planned():
+    on_node = placements(("ab", 0), ("ab", 0), ("ab", 0), ("ab", 1))
+    assignment = assign_gpus(on_node, may_share=True)
+    assert assignment.shared
+    assert set(assignment.indexes.values()) == {0, 1}
+    assert not assign_gpus(on_node[:2], may_share=True).shared
+
+
+def test_cpu_ranks_are_assigned_no_gpu():
+    assignment = assign_gpus(placements(("", None), ("", None)), may_share=False)
+    assert (assignment.indexes, assignment.shared) == ({}, False)
+
+
+def test_placements_on_two_nodes_do_not_collide():
+    check_unique_placement(
+        [
+            RankPlacement(0, 0, 0, "n1"),
+            RankPlacement(1, 0, 1, "n1"),
+            RankPlacement(2, 1, 0, "n2"),
+            RankPlacement(3, 1, 1, "n2"),
+        ]
+    )
+
+
+def test_two_launchers_on_one_host_count_as_two_nodes():
+    check_unique_placement([RankPlacement(0, 0, 0, "n1"), RankPlacement(1, 1, 0, "n1")])
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (RankPlacement(1, 0, 0, "n1"), "rank 1 on n1 has local rank 0 on node 0"),
+        (RankPlacement(1, 0, 1, "n2"), "rank 1 on n2 has local rank 1 on node 0"),
+    ],
+)
+def test_impossible_placement_is_refused_with_both_ranks(second, message):
+    with pytest.raises(HpctrainError, match=f"rank 0 on n1 has local rank 0 on node 0, and {message}"):
+        check_unique_placement([RankPlacement(0, 0, 0, "n1"), second])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_single_host_without_gpus_is_reported(order):
+    both = [RankPlacement(0, 0, 0, "n1", ("a", "b"), 0), RankPlacement(1, 1, 0, "n2")]
+    with pytest.raises(HpctrainError, match="rank 0 on n1 sees 2 GPUs, but rank 1 on n2 sees none"):
+        check_unique_placement([both[i] for i in order])
+
+
+def test_problem_of_one_rank_is_reported():
+    with pytest.raises(HpctrainError, match="rank 1 on n1: too few GPUs"):
+        check_unique_placement(
+            [RankPlacement(0, 0, 0, "n1"), RankPlacement(1, 0, 1, "n1", problem="too few GPUs")]
+        )

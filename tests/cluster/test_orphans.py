@@ -1,0 +1,39 @@
+"""Orphans of earlier attempts are killed even in a new session; other processes are not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpctrain.cluster.orphans import kill_orphans
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to look for processes in")
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start(run_dir, attempt):
+        env = {**os.environ, RUN_DIR_VARIABLE: str(run_dir), ATTEMPT_VARIABLE: str(attempt)}
+        started.append(subprocess.Popen(["sleep", "60"], env=env, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_orphans_of_earlier_attempts_of_this_run_are_killed(start, tmp_path):
+    first, second, current = (start(tmp_path / "run", attempt) for attempt in range(3))
+    other = start(tmp_path / "other", 0)
+    assert sorted(kill_orphans(str(tmp_path / "run"), 2)) == sorted([first.pid, second.pid])
+    assert [first.wait(5), second.wait(5)] == [-9, -9]
+    assert current.poll() is None
+    assert other.poll() is None
+    assert kill_orphans(str(tmp_path / "run"), 2) == []

@@ -1,0 +1,249 @@
+"""Full disks and missing folders during training: the run continues and reports them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from helpers.disks import mounted_disk
+from helpers.fork_server import run_forked
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
+
+from hpctrain.checkpoint.listing import list_checkpoints
+from hpctrain.errors import RunFailed
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+SCRIPT = SCRIPTS / "train_on_failing_disk.py"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    with mounted_disk(tmp_path / "disk", "size=4m") as folder:
+        yield folder
+
+
+def train(run: RunDir, last_step: int, actions: dict[int, str], **variables: str) -> str:
+    run.path.mkdir(exist_ok=True)
+    env = variables | {"HPCTRAIN_RUN_DIR": str(run.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return run_forked(SCRIPT, [str(last_step), json.dumps(actions)], env, ranks=2)
+
+
+def submit(disk: Path, last_step: int, actions: dict[int, str], *more_options: str, width: int = 64) -> Run:
+    """A run of two ranks whose folder is on the failing disk."""
+    run = Run(disk / "run", {"WIDTH": str(width)})
+    options = [
+        "--backend",
+        "local",
+        "--no-code-snapshot",
+        "--ntasks-per-node",
+        "2",
+        "--run-dir",
+        str(run.path),
+        *more_options,
+    ]
+    run.hpctrain("submit", *options, str(SCRIPT), str(last_step), json.dumps(actions))
+    return run
+
+
+def failures(run: RunDir) -> list[str]:
+    return [event["cause"] for event in run.read_events() if event["kind"] == "failure"]
+
+
+def assert_complete(run: RunDir, last_step: int) -> None:
+    """Every step is recorded once, and the checkpoints are valid and end with the last step."""
+    assert [record["step"] for record in read_json_lines(run.metrics)] == list(range(1, last_step + 1))
+    listed, _ = list_checkpoints(run, verify=True)
+    assert [checkpoint.problems for checkpoint in listed] == [()] * len(listed)
+    assert listed[-1].step == last_step
+    assert not [path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-")]
+
+
+def test_full_disk_is_reported_and_no_step_is_lost(small_disk):
+    run = RunDir(small_disk / "run")
+    output = train(run, 60, {10: "fill", 40: "free"})
+    assert "in step 60" in output
+    assert any("No space left" in cause for cause in failures(run))
+    assert "Training continues; earlier checkpoints are intact" in output
+    assert f"cannot write {run.metrics}: " in output
+    assert "metrics.jsonl is writable again; all buffered lines have been written" in output
+    assert_complete(run, 60)
+
+
+def test_run_killed_on_full_disk_resumes_from_earlier_checkpoint(small_disk):
+    run = RunDir(small_disk / "run")
+    with pytest.raises(AssertionError, match=r"DiskFull.*no space for the checkpoint of step 20"):
+        # The result itself does not fit: this ends the run.
+        train(run, 20, {10: "fill"}, ROOM_LIMIT_S="0.5")
+    (small_disk / "filler").unlink()
+    listed, _ = list_checkpoints(run, verify=True)
+    assert any(checkpoint.newest and checkpoint.step <= 10 for checkpoint in listed)
+    assert f"resumed after step {listed[-1].step} " in train(run, 20, {})
+    assert list_checkpoints(run, verify=True)[0][-1].step == 20
+
+
+def test_read_only_disk_is_reported_and_no_step_is_lost(small_disk):
+    run = RunDir(small_disk / "run")
+    output = train(run, 60, {10: "protect", 40: "unprotect"})
+    assert "in step 60" in output
+    assert any("Read-only file system" in cause for cause in failures(run))
+    assert "Training continues; earlier checkpoints are intact." in output
+    assert_complete(run, 60)
+
+
+def test_missing_checkpoint_folder_is_reported_and_run_completes(tmp_path):
+    run = RunDir(tmp_path / "run")
+    output = train(run, 40, {11: "hide"})
+    assert "has vanished, together with its checkpoints." in output
+    assert any("has vanished" in cause for cause in failures(run))
+    assert_complete(run, 40)
+
+
+def test_file_in_place_of_checkpoint_folder_is_reported_and_run_completes(tmp_path):
+    run = RunDir(tmp_path / "run")
+    output = train(run, 40, {11: "wreck", 25: "repair"})
+    assert "Training continues; earlier checkpoints are intact" in output
+    assert failures(run)
+    assert_complete(run, 40)
+    assert sorted(path.name for path in (run.path / "elsewhere").iterdir()), "what was there is untouched"
+
+
+@pytest.mark.long
+def test_job_on_full_disk_completes(small_disk):
+    """The supervisor and the logs are on the same disk: failed prints to them do no harm."""
+    run = submit(small_disk, 80, {20: "fill", 60: "free"})
+    assert run.wait() == 0
+    assert any("No space left" in cause for cause in failures(run.dir))
+    assert_complete(run.dir, 80)
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+def test_rank_killed_on_full_disk_is_restarted(small_disk):
+    """The supervisor continues from memory, and the record is complete in the end."""
+    run = submit(small_disk, 60, {20: "fill", 25: "crash", 30: "free"})
+    assert run.wait() == 0
+    assert_complete_after_crash(run.dir, 60)
+    kinds = [
+        event["kind"] for event in run.dir.read_events() if event["kind"] not in ("checkpoint", "failure")
+    ]
+    assert kinds == ["submitted", "started", "restart", "started", "resumed", "finished"]
+    assert any("SIGKILL" in cause for cause in failures(run.dir))
+    assert run.dir.failure(0, 0).exists()
+    log = run.dir.supervisor_log.read_text()
+    assert "attempt 1: starting" in log
+    assert "Traceback" not in log + run.dir.slurm_log.read_text()
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("crash", [{}, {25: "crash"}], ids=["trained", "crashed"])
+def test_job_on_read_only_disk_completes(small_disk, crash):
+    run = submit(small_disk, 80, {20: "protect", **crash, (30 if crash else 60): "unprotect"})
+    assert run.wait() == 0, run.describe()
+    causes = failures(run.dir)
+    assert any("Read-only file system" in cause for cause in causes)
+    assert any("SIGKILL" in cause for cause in causes) == bool(crash)
+    assert_complete_after_crash(run.dir, 80)
+    assert "Traceback" not in run.dir.supervisor_log.read_text() + run.dir.slurm_log.read_text()
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_permanently_read_only_disk_fails_the_run_with_that_cause(small_disk):
+    run = submit(small_disk, 30, {10: "protect"})
+    result = run.hpctrain("wait", str(run.path), timeout=380, check=False)
+    assert result.returncode == RunFailed.exit_code
+    assert_no_process_left(run.path)
+    run_command(["umount", "--lazy", small_disk])
+    listed, _ = list_checkpoints(run.dir, verify=True)
+    assert [checkpoint.problems for checkpoint in listed] == [()] * len(listed)
+    assert any(checkpoint.newest and checkpoint.step <= 10 for checkpoint in listed)
+    assert run.status()["state"] == "FAILED"
+    assert "Read-only file system" in run.dir.slurm_log.read_text()
+
+
+def assert_complete_after_crash(run: RunDir, last_step: int) -> None:
+    """Steps of the first attempt whose records were lost with their rank are trained again."""
+    assert {record["step"] for record in read_json_lines(run.metrics)} == set(range(1, last_step + 1))
+    assert list_checkpoints(run, verify=True)[0][-1].step == last_step
+
+
+#: Three checkpoints of a megabyte fit on the disk, a fourth does not.
+WIDE = 512
+
+
+def no_space_message(run: Run) -> str:
+    return f"no space for the checkpoint of step 12 in {run.dir.checkpoints}"
+
+
+def enlarge(disk: Path) -> None:
+    run_command(["mount", "-o", "remount,size=64m", disk])
+
+
+def test_final_save_waits_for_space_and_no_step_is_repeated(small_disk, tmp_path):
+    run = submit(small_disk, 12, {}, "--notify", f"cat > {tmp_path}/told", width=WIDE)
+    wait_for(
+        lambda: "no space for the checkpoint of step 12" in (run.status()["not_saved"] or ""),
+        100,
+        "the notice",
+    )
+    wait_for((tmp_path / "told").exists, 30, "the notification")
+    notification = json.loads((tmp_path / "told").read_text())
+    assert notification["occasion"] == "stall"
+    assert f"{no_space_message(run)}: it needs 1.1 MB, but only " in notification["text"]
+    enlarge(small_disk)
+    assert run.wait() == 0
+    assert_complete(run.dir, 12)
+    assert len(run.events("started")) == 1
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_wait_for_space_that_times_out_names_the_resume_command(small_disk):
+    run = submit(small_disk, 12, {}, "--env", "ROOM_LIMIT_S=2", width=WIDE)
+    assert run.wait() == 4
+    assert len(run.events("started")) == 1, "another start would end the same way"
+    assert [event["class"] for event in run.events("failure") if event.get("rank") is not None] == [
+        "disk-full"
+    ]
+    (end,) = run.events("finished")
+    assert f"{no_space_message(run)}: it needs 1.1 MB, but only " in end["cause"]
+    assert "Traceback" not in run.dir.rank_log(0, 0).read_text() + run.dir.rank_log(0, 1).read_text()
+    assert "Traceback" not in run.hpctrain("logs", str(run.path), "--errors").stdout
+    _, separator, command = end["cause"].rpartition(": ")
+    assert separator
+    assert command.startswith("hpctrain resume ")
+    enlarge(small_disk)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run_command(["bash", "-c", command], {**run.env, "PATH": path})
+    assert run.wait() == 0
+    assert list_checkpoints(run.dir, verify=True)[0][-1].step == 12
+
+
+def test_stop_waits_for_space_within_its_grace_period(small_disk):
+    run = RunDir(small_disk / "run")
+    train(run, 60, {10: "fill", 12: "stop"}, HPCTRAIN_STOP_GRACE="SIGTERM=60")
+    (stop,) = [event for event in run.read_events() if event["kind"] == "signal"]
+    assert stop["saved"] is True
+    assert list_checkpoints(run, verify=True)[0][-1].step == stop["step"]
+
+
+@pytest.mark.long
+def test_stop_with_too_short_grace_resumes_from_earlier_checkpoint(small_disk):
+    run = RunDir(small_disk / "run")
+    train(run, 60, {10: "fill", 12: "stop"}, HPCTRAIN_STOP_GRACE="SIGTERM=2")
+    (stop,) = [event for event in run.read_events() if event["kind"] == "signal"]
+    assert stop["saved"] is False
+    assert list_checkpoints(run, verify=True)[0][-1].step <= 10

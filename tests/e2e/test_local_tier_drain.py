@@ -1,0 +1,63 @@
+"""After ranks fail for good, their nodes' local tiers are drained: empty, and nothing lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run
+
+from hpctrain.checkpoint.listing import list_checkpoints
+
+SCRIPT = """
+import os, sys
+import torch
+import hpctrain
+
+class Doomed(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 9:
+            os.kill(os.getpid(), 9)
+        return self.layer(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+settings = dict(max_steps=40, global_batch_size=4, checkpoint_every=2, local_checkpoints=sys.argv[1])
+trainer = hpctrain.Trainer(**settings)
+trainer.fit(Doomed(), torch.ones(80, 4))
+"""
+
+
+def check_drain_after_failure(env, shape: list[str], folder: Path) -> None:
+    tier, script = folder / "fast", folder / "doomed.py"
+    tier.mkdir()
+    script.write_text(SCRIPT)
+    run = Run(folder / "run", env)
+    args = ["--max-failures", "1", "--no-code-snapshot", "--run-dir", str(run.path), str(script), str(tier)]
+    run.hpctrain("submit", *shape, *args)
+    assert run.wait() == 4
+    saved = [event["step"] for event in run.events("checkpoint") if event["tier"] == "local"]
+    assert saved, run.describe()
+    assert list(tier.iterdir()) == [], run.describe()
+    listed, _ = list_checkpoints(run.dir, verify=True)
+    assert listed[-1].step >= max(saved)
+    assert [one.problems for one in listed] == [()] * len(listed)
+    assert f"drained {tier} on all nodes" in run.dir.supervisor_log.read_text()
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+def test_local_tier_is_drained_after_failure_with_local_backend(tmp_path):
+    check_drain_after_failure({}, ["--backend", "local", "--nodes", "2"], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_local_tier_is_drained_after_failure_on_slurm(slurm, tmp_path):
+    check_drain_after_failure(slurm.env, ["--nodes", "2", "--gpus-per-node", "1"], tmp_path)

@@ -1,0 +1,140 @@
+"""Standby workers: they replace ranks and behave like freshly started ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.processes import assert_no_process_left, run_processes
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
+
+LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
+
+#: Train until killed once, and record the state of the process.
+SCRIPT = """
+import json, os, random, signal, sys, threading, time
+seen = {
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "name": __name__, "file": __file__, "cwd": os.getcwd(),
+    "path": sys.path, "main": sys.modules["__main__"].__file__, "session": os.getsid(0) == os.getpid(),
+    "threads": sorted(thread.name for thread in threading.enumerate()),
+    "signals": {int(n): repr(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()},
+    "variables": {n: v for n, v in os.environ.items() if n not in __CHANGING__},
+    "descriptors": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in (0, 1, 2)),
+    "flags": str(sys.flags),
+}
+attempt = os.environ["HPCTRAIN_ATTEMPT"]
+import torch
+import torch.distributed as dist
+seen |= {"seed": torch.initial_seed(), "cuda": torch.cuda.is_initialized()}
+seen |= {"torch_threads": torch.get_num_threads()}
+dist.init_process_group("gloo")
+print("out of rank", os.environ["RANK"], flush=True)
+print("err of rank", os.environ["RANK"], file=sys.stderr, flush=True)
+with open(f"{sys.argv[1]}/seen-{attempt}-{dist.get_rank()}.json", "w") as file:
+    json.dump(seen | {"random": random.random()}, file)
+while attempt == "0":
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.02)
+dist.barrier()
+dist.destroy_process_group()
+"""
+#: Variables that differ between any two starts.
+CHANGING = {
+    *("HPCTRAIN_ATTEMPT", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_TASK_PID"),
+    *("SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "SLURM_JOB_END_TIME", "HPCTRAIN_SECRET"),
+}
+
+
+def submit(folder: Path, env: dict[str, str], shape: list[str], source: str = SCRIPT, *options: str) -> Run:
+    script = folder / "train.py"
+    script.write_text(source.replace("__CHANGING__", repr(CHANGING)))
+    run = Run(folder / "run", env)
+    command = ["--standby-workers", "1", *options, "--run-dir", str(run.path), str(script), str(folder)]
+    run.hpctrain("submit", *shape, *command)
+    return run
+
+
+def wait_for_standby(run: Run) -> None:
+    log = run.dir.supervisor_log
+    wait_for(lambda: log.exists() and "ready for attempt 1" in log.read_text(), 60, "workers that wait")
+
+
+def replace_rank(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
+    """Kill a rank that has standby workers, and wait for the end of the run."""
+    run = submit(folder, env, shape)
+    wait_for_standby(run)
+    run.kill_rank(1)
+    assert run.wait() == 0
+    assert "using 2 standby workers" in run.dir.supervisor_log.read_text()
+    assert len(run.events("failure")) == 1
+    assert_no_process_left(run.path)
+    return run
+
+
+def assert_like_fresh(folder: Path, run: Run) -> None:
+    """The two attempts recorded the same, except for what differs between any two starts."""
+    for rank in range(2):
+        fresh, standby = (json.loads((folder / f"seen-{n}-{rank}.json").read_text()) for n in range(2))
+        for name in ("random", "seed"):
+            assert fresh.pop(name) != standby.pop(name)
+        for number, seen in enumerate((fresh, standby)):
+            # The third one is standard input: /dev/null, or a pipe of Slurm's.
+            assert seen.pop("descriptors").count(str(run.dir.rank_log(number, rank))) == 2
+        assert standby == fresh
+        log = run.dir.rank_log(1, rank).read_text()
+        assert f"out of rank {rank}" in log
+        assert f"err of rank {rank}" in log
+
+
+def test_standby_worker_behaves_like_a_fresh_one(tmp_path):
+    assert_like_fresh(tmp_path, replace_rank(tmp_path, {}, LOCAL))
+
+
+@pytest.mark.long
+def test_standby_workers_on_slurm_nodes(slurm, tmp_path):
+    assert_like_fresh(tmp_path, replace_rank(tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "1"]))
+    seen = json.loads((tmp_path / "seen-1-0.json").read_text())
+    assert seen["variables"]["SLURM_JOB_NAME"] == "train"
+
+
+@pytest.mark.long
+def test_requeue_signals_ranks_but_not_standby_workers(slurm, tmp_path):
+    run = submit(tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "1"])
+    wait_for_standby(run)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert (len(run.events("requeue")), run.events("failure")) == (1, [])
+    assert_no_process_left(run.path)
+
+
+def test_no_standby_workers_when_the_script_sets_variables_before_imports(tmp_path):
+    source = "import os\nos.environ['OMP_NUM_THREADS'] = '3'\n" + SCRIPT
+    run = submit(tmp_path, {}, LOCAL, source)
+    log = run.dir.supervisor_log
+    wait_for(
+        lambda: log.exists() and "no standby workers: the script sets OMP_NUM_THREADS" in log.read_text(),
+        60,
+        "the reason why nobody waits",
+    )
+    run.kill_rank(0)
+    assert run.wait() == 0
+    assert "using " not in log.read_text()
+
+
+@pytest.mark.long
+def test_killed_standby_worker_is_not_used(tmp_path):
+    run = submit(tmp_path, {}, LOCAL)
+    wait_for_standby(run)
+    waiting = [
+        process
+        for process in run_processes(run.path)
+        if process.environ.get("HPCTRAIN_ATTEMPT") == "1" and "hpctrain.runtime.worker" in process.argv
+    ]
+    assert len(waiting) == 2
+    waiting[0].kill()
+    run.kill_rank(1)
+    assert run.wait() == 0
+    assert "using " not in run.dir.supervisor_log.read_text()
+    assert_no_process_left(run.path)

@@ -1,0 +1,103 @@
+"""Stop signals in any phase of a run, once or twice: it saves or exits, and then resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from helpers import SCRIPTS
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run, samples_by_epoch
+from helpers.waiting import wait_for
+from pause_in_phase import NUM_EPOCHS, NUM_SAMPLES
+
+from hpctrain.slurm.command import list_rank_steps, run_slurm
+
+SCRIPT = SCRIPTS / "pause_in_phase.py"
+SHAPES = {
+    "local": ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"],
+    "slurm": ["--nodes", "2", "--gpus-per-node", "1"],
+}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.long)])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def env(backend: str, request: pytest.FixtureRequest) -> dict[str, str]:
+    return request.getfixturevalue("slurm").env if backend == "slurm" else {}
+
+
+def submit(folder: Path, phase: str, backend: str, env: dict[str, str]) -> Run:
+    run = Run(folder / "run", env)
+    run.hpctrain("submit", *SHAPES[backend], "--run-dir", str(run.path), str(SCRIPT), phase, str(folder))
+    return run
+
+
+def send_stop(run: Run) -> None:
+    """Send the ranks Slurm's first signal of a preemption, or signal the local job."""
+    job = run.events("submitted")[0]["job_id"]
+    if not run.env:
+        os.kill(int(job), signal.SIGUSR2)
+        return
+    environ = {**os.environ, **run.env}
+    step = wait_for(lambda: list_rank_steps([job], environ), 10, "the step of the ranks")
+    run_slurm(["scancel", "--signal=TERM", *step], environ)
+
+
+def wait_for_phase(folder: Path, phase: str) -> None:
+    wait_for(lambda: (folder / f"{phase}-0").exists(), 60, f"phase {phase}", interval=0.01)
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory) -> dict[int, float]:
+    run = submit(tmp_path_factory.mktemp("reference"), "none", "local", {})
+    assert run.wait() == 0
+    return run.losses()
+
+
+def assert_requeued_and_completed(run: Run, losses: dict[int, float]) -> None:
+    assert run.wait() == 0
+    assert run.losses() == losses
+    epochs = {epoch: sorted(indices) for epoch, indices in samples_by_epoch(run).items()}
+    assert epochs == {epoch: list(range(NUM_SAMPLES)) for epoch in range(NUM_EPOCHS)}
+    assert len(run.events("requeue")) == 1
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["start", "validation", "save"])
+def test_stop_in_any_phase_resumes(losses, tmp_path, phase, backend, env):
+    run = submit(tmp_path, phase, backend, env)
+    wait_for_phase(tmp_path, phase)
+    send_stop(run)
+    assert_requeued_and_completed(run, losses)
+    assert run.events("failure") == []
+    assert [stop["saved"] for stop in run.events("signal")] == ([] if phase == "start" else [True])
+
+
+def test_second_stop_during_a_save_does_no_harm(losses, tmp_path, backend, env):
+    run = submit(tmp_path, "save", backend, env)
+    wait_for(lambda: max(run.losses(), default=0) >= 1, 60, "the first step", interval=0.01)
+    send_stop(run)
+    wait_for_phase(tmp_path, "save")
+    send_stop(run)
+    assert_requeued_and_completed(run, losses)
+    assert [stop["saved"] for stop in run.events("signal")] == [True]
+
+
+@pytest.mark.long
+def test_stop_during_a_restart_of_the_ranks_resumes(losses, tmp_path, backend, env):
+    run = submit(tmp_path, "step", backend, env)
+    wait_for_phase(tmp_path, "step")
+    run.kill_rank(1)
+    wait_for(lambda: len(run.events("started")) == 2, 60, "the second start", interval=0.01)
+    send_stop(run)
+    assert_requeued_and_completed(run, losses)
+    assert len(run.events("failure")) == 1

@@ -1,0 +1,388 @@
+"""The code snapshot of a submission, which a run uses whatever happens to the original files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.spec.load_spec import load_spec
+
+NAMES = ["a b", "a'b", "$(touch pwned)", "é 😀", "new\nline", "-m"]
+
+
+def git(folder: Path, *args: str) -> str:
+    identity = ["-c", "user.name=Me", "-c", "user.email=me@example.org", "-c", "protocol.file.allow=always"]
+    return run_command(
+        ["git", *identity, "-C", folder, *args], {"GIT_CONFIG_GLOBAL": "/dev/null"}
+    ).stdout.strip()
+
+
+@pytest.fixture
+def repo(tmp_path) -> Path:
+    """A working tree with every kind of file that git distinguishes."""
+    other = tmp_path / "other"
+    for folder, file in ((other, "lib.py"), (repo := tmp_path / "repo", "train.py")):
+        folder.mkdir()
+        git(folder, "init", "--quiet", "--initial-branch=main")
+        (folder / file).write_text("print('committed')\n")
+    git(other, "add", ".")
+    git(other, "commit", "--quiet", "--message=first")
+    (repo / "package").mkdir()
+    for name in ("changed.py", "removed.py", "package/__init__.py"):
+        (repo / name).write_text("value = 1\n")
+    (repo / "run.sh").touch(mode=0o755)
+    (repo / ".gitignore").write_text("data/\n*.ckpt\n")
+    git(repo, "add", ".")
+    git(repo, "submodule", "--quiet", "add", str(other), "module")
+    git(repo, "commit", "--quiet", "--message=first")
+    (repo / "changed.py").write_text("value = 2\n")
+    (repo / "removed.py").unlink()
+    (repo / "new.py").write_text("value = 3\n")
+    (repo / "module" / "new.py").touch()
+    (repo / "data").mkdir()
+    (repo / "data" / "x.txt").write_text("data")
+    (repo / "big.ckpt").touch()
+    return repo
+
+
+def submit_and_get_copy(prepared, repo: Path, **options) -> Path:
+    """Return the code snapshot of a submission."""
+    run = submit_prepared(prepared(script=repo / "train.py", **options))
+    run.wait(timeout=20)
+    code = load_spec(run.dir.spec).code
+    assert code is not None
+    assert code.script == f"{code.copy}/train.py"
+    return Path(code.copy)
+
+
+def files_in(folder: Path) -> set[str]:
+    return {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()
+    }
+
+
+def test_tracked_and_new_files_are_copied(prepared, repo):
+    copy = submit_and_get_copy(prepared, repo)
+    expected = {
+        "train.py",
+        "changed.py",
+        "new.py",
+        "package/__init__.py",
+        "run.sh",
+        ".gitignore",
+        ".gitmodules",
+    }
+    assert files_in(copy) == expected | {"module/lib.py", "module/new.py"}
+    assert (copy / "changed.py").read_text() == "value = 2\n"
+    assert os.access(copy / "run.sh", os.X_OK)
+    assert not os.access(copy / "new.py", os.X_OK)
+
+
+def test_commit_and_changes_are_recorded(prepared, repo):
+    copy = submit_and_get_copy(prepared, repo)
+    record = json.loads(copy.with_name(f"{copy.name}.json").read_text())
+    assert record["commit"] == git(repo, "rev-parse", "HEAD")
+    assert (record["source"], record["changed"], record["new_files"]) == (
+        str(repo),
+        True,
+        ["new.py", "module/new.py"],
+    )
+    assert record["num_files"] == len(files_in(copy))
+    patch = copy.with_name(f"{copy.name}.diff")
+    # Git itself can apply the patch.
+    git(repo, "stash", "--quiet")
+    git(repo, "apply", "--include=changed.py", "--include=removed.py", str(patch))
+    assert (repo / "changed.py").read_text() == "value = 2\n"
+    assert not (repo / "removed.py").exists()
+
+
+def test_clean_working_tree_is_recorded_as_unchanged(prepared, tmp_path):
+    repo = tmp_path / "clean"
+    repo.mkdir()
+    (repo / "train.py").touch()
+    git(repo, "init", "--quiet")
+    copy = submit_and_get_copy(prepared, repo, run_dir="before the first commit")
+    assert json.loads(copy.with_name(f"{copy.name}.json").read_text())["commit"] is None
+    git(repo, "add", ".")
+    git(repo, "commit", "--quiet", "--message=first")
+    copy = submit_and_get_copy(prepared, repo, run_dir="after")
+    assert json.loads(copy.with_name(f"{copy.name}.json").read_text())["changed"] is False
+    assert copy.with_name(f"{copy.name}.diff").read_text() == ""
+
+
+def test_links_lead_to_the_copy_or_to_their_original_target(prepared, repo, tmp_path):
+    targets = {
+        "copied": "changed.py",
+        "copied folder": str(repo / "package"),
+        "package/up": "../changed.py",
+        "ignored": "data",
+        "outside": "../other/lib.py",
+        "absolute": "/etc/hostname",
+        "dangling": "nowhere",
+    }
+    for name, target in targets.items():
+        (repo / name).symlink_to(target)
+    copy = submit_and_get_copy(prepared, repo)
+    actual = {name: os.readlink(copy / name) for name in targets}
+    assert actual == {
+        **targets,
+        "copied folder": "package",
+        "ignored": str(repo / "data"),
+        "outside": str(tmp_path / "other/lib.py"),
+        "dangling": str(repo / "nowhere"),
+    }
+    assert (copy / "ignored" / "x.txt").read_text() == "data"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unusual_file_names_are_copied(prepared, repo, name):
+    folder = repo / name
+    folder.mkdir()
+    (folder / name).write_text(name)
+    git(repo, "add", "--all")
+    (folder / f"{name}2").write_text("new")
+    copy = submit_and_get_copy(prepared, repo)
+    assert (copy / name / name).read_text() == name
+    assert (copy / name / f"{name}2").read_text() == "new"
+    assert not list(repo.parent.rglob("pwned"))
+
+
+def test_nested_repository_is_copied(prepared, repo):
+    inner = repo / "inner"
+    inner.mkdir()
+    git(inner, "init", "--quiet")
+    (inner / "own.py").touch()
+    (inner / "x.ckpt").touch()
+    (inner / ".gitignore").write_text("*.ckpt\n")
+    assert {"inner/own.py", "inner/.gitignore"} == {
+        name for name in files_in(submit_and_get_copy(prepared, repo)) if name.startswith("inner")
+    }
+
+
+def test_runs_in_the_repository_are_not_copied(prepared, repo):
+    first = submit_and_get_copy(prepared, repo, run_dir=repo / "runs" / "first")
+    second = submit_and_get_copy(prepared, repo, run_dir=repo / "runs" / "second")
+    assert files_in(first) == files_in(second)
+    assert "runs" not in git(repo, "status", "--porcelain")
+
+
+def test_resubmitted_run_gets_a_new_copy(prepared, repo):
+    first = submit_and_get_copy(prepared, repo, run_dir="r")
+    (repo / "changed.py").write_text("value = 4\n")
+    second = submit_and_get_copy(prepared, repo, run_dir="r")
+    assert [copy.name for copy in (first, second)] == ["submission-000", "submission-001"]
+    assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
+
+
+@pytest.mark.slow
+def test_array_tasks_share_one_copy(prepared, repo):
+    run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
+    run.wait(timeout=20)
+    codes = {load_spec(run.dir.task(index).spec).code for index in (0, 1)} | {load_spec(run.dir.spec).code}
+    (code,) = codes
+    assert code is not None
+    assert code.copy == str(run.dir.path / "code" / "submission-000")
+
+
+def test_ignored_script_is_copied(prepared, repo):
+    (repo / "data" / "train.py").touch()
+    run = submit_prepared(prepared(script=repo / "data" / "train.py"))
+    run.wait(timeout=20)
+    code = load_spec(run.dir.spec).code
+    assert code is not None
+    assert Path(code.script).read_text() == ""
+    assert not (Path(code.copy) / "data" / "x.txt").exists()
+
+
+def test_missing_repository_is_noted(prepared, script):
+    submission = prepared(script=script)
+    assert submission.snapshot is None
+    (note,) = [note for note in submission.notes if "not copied" in note]
+    assert "is not in a git repository" in note
+    run = submit_prepared(submission)
+    run.wait(timeout=20)
+    spec = load_spec(run.dir.spec)
+    assert (spec.code, spec.entry) == (None, str(script))
+    assert not (run.dir.path / "code").exists()
+
+
+def test_missing_git_is_noted(prepared, repo, tmp_path):
+    submission = prepared(script=repo / "train.py", environ=environment({"PATH": str(tmp_path)}))
+    assert "the code is not copied (git not found on PATH)" in submission.notes[-1]
+
+
+def test_disabled_snapshot_has_no_note(prepared, repo, script):
+    assert prepared(script=repo / "train.py", snapshot=False).snapshot is None
+    assert not [note for note in prepared(script=script, snapshot=False).notes if "copied" in note]
+
+
+def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, repo):
+    (repo / "weights.bin").write_bytes(bytes(3_000_000))
+    with pytest.raises(
+        SpecError, match=r"3\.\d+ MB in 10 files.*2 MB.*'weights.bin' with 3 MB.*--no-code-snapshot"
+    ):
+        prepared(script=repo / "train.py", code_snapshot_limit=2)
+    assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000
+    assert prepared(script=repo / "train.py", code_snapshot_limit=2, snapshot=False).snapshot is None
+    with pytest.raises(SpecError, match="must be at least 1"):
+        prepared(script=repo / "train.py", code_snapshot_limit=0)
+
+
+def test_many_small_files_count_towards_the_limit(prepared, repo):
+    (repo / "many").mkdir()
+    for index in range(300):
+        (repo / "many" / f"{index}").touch()
+    with pytest.raises(SpecError, match=r"1\.\d+ MB in 309 files"):
+        prepared(script=repo / "train.py", code_snapshot_limit=1)
+
+
+def test_git_variables_of_the_caller_are_ignored(prepared, repo, tmp_path):
+    """A git hook has variables that name the hook's repository."""
+    environ = environment({"GIT_DIR": str(tmp_path / "other" / ".git"), "GIT_INDEX_FILE": "/nowhere"})
+    snapshot = prepared(script=repo / "train.py", environ=environ).snapshot
+    assert "changed.py" in snapshot.files
+
+
+def test_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatch):
+    submit_and_get_copy(prepared, repo, run_dir="r")
+    before = files_in(tmp_path / "r" / "code")
+
+    submissions = [prepared(script=repo / "train.py", run_dir=run_dir) for run_dir in ("r", "other run")]
+
+    real_popen = subprocess.Popen
+
+    def start(command, **kwargs):
+        if command[0] == "git":
+            return real_popen(command, **kwargs)
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", start)
+    for submission in submissions:
+        with pytest.raises(SchedulerError, match="no more processes"):
+            submit_prepared(submission)
+    assert files_in(tmp_path / "r" / "code") == before
+    assert not (tmp_path / "other run").exists()
+
+
+def test_file_that_cannot_be_copied_is_refused_before_the_submission(prepared, repo, tmp_path, monkeypatch):
+    submission = prepared(script=repo / "train.py", run_dir="r")
+    (repo / "new.py").unlink()
+    with pytest.raises(SpecError, match=r"new\.py"):
+        submit_prepared(submission)
+    assert not (tmp_path / "r").exists()
+
+
+SCRIPT = """
+import json, os, sys, time
+import beside, installed, package
+from pathlib import Path
+attempt = int(os.environ["HPCTRAIN_ATTEMPT"])
+values = [beside.value, installed.value, package.value, Path("data/x.txt").read_text(), os.getcwd()]
+Path(os.environ["HPCTRAIN_RUN_DIR"], f"seen-{attempt}.json").write_text(json.dumps(values))
+if attempt == 0:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.ranks
+def test_requeued_run_uses_the_submitted_code(prepared, repo):
+    sources = {
+        "train.py": SCRIPT,
+        "beside.py": "value = 'submitted'\n",
+        "package/__init__.py": "value = 'submitted'\n",
+        "src/installed.py": "value = 'submitted'\n",
+    }
+    (repo / "src").mkdir()
+    for name, text in sources.items():
+        (repo / name).write_text(text)
+    search = {"PYTHONPATH": os.pathsep.join([str(repo / "src"), environment()["PYTHONPATH"]])}
+    submission = prepared(
+        script=repo / "train.py",
+        cwd=repo,
+        environ=environment(search),
+        python=sys.executable,
+        run_dir="runs/r",
+    )
+    run = submit_prepared(submission)
+    seen = [run.dir.path / f"seen-{attempt}.json" for attempt in (0, 1)]
+    wait_for(seen[0].exists, 60, "the first attempt")
+    for name in sources:
+        (repo / name).write_text("raise SystemExit('edited')\n")
+    run.requeue()
+    run.wait(timeout=60)
+    before, after = (json.loads(path.read_text()) for path in seen)
+    assert before == after == ["submitted", "submitted", "submitted", "data", str(repo)]
+
+
+def test_editable_packages_are_imported_from_the_copy(tmp_path):
+    """Both ways of pip: a path, and a finder generated by setuptools."""
+    source, copy = tmp_path / "source", tmp_path / "source" / "runs" / "copy"
+    for root, value in ((source, "source"), (copy, "copy")):
+        (root / "flat").mkdir(parents=True)
+        (root / "src").mkdir()
+        (root / "flat" / "__init__.py").write_text(f"value = {value!r}\n")
+        (root / "src" / "layout.py").write_text(f"value = {value!r}\n")
+    (source / "only_here").mkdir()
+    finder = tmp_path / "__editable___flat_finder.py"
+    finder.write_text(
+        "import importlib.util, sys\n"
+        f"MAPPING = {{'flat': {str(source / 'flat')!r}}}\n"
+        "class Finder:\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        if name in MAPPING:\n"
+        "            return importlib.util.spec_from_file_location(name, MAPPING[name] + '/__init__.py')\n"
+        "sys.meta_path.append(Finder)\n"
+    )
+    probe = (
+        "import os, sys\n"
+        f"sys.path[:0] = [{str(tmp_path)!r}, {str(source / 'src')!r}, {str(source / 'only_here')!r}]\n"
+        "import __editable___flat_finder\n"
+        "from hpctrain.runtime.snapshot_imports import redirect_imports\n"
+        "redirect_imports(os.environ)\n"
+        "import flat, layout\n"
+        "print(flat.value, layout.value, sys.path[2], os.environ['PYTHONPATH'].split(':')[0])\n"
+    )
+    variables = {
+        "HPCTRAIN_CODE_DIR": str(copy),
+        "HPCTRAIN_CODE_SOURCE": str(source),
+        "PYTHONPATH": f"{source / 'src'}:{environment()['PYTHONPATH']}",
+    }
+    result = run_command([sys.executable, "-c", probe], variables)
+    assert result.stdout.split() == ["copy", "copy", str(source / "only_here"), str(copy / "src")]
+
+
+def test_ignored_module_is_named_when_its_import_fails(tmp_path):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    for folder in (source / "src", copy / "src"):
+        folder.mkdir(parents=True)
+    (source / "src" / "lib2x.py").touch()
+    probe = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(copy / 'src')!r})\n"
+        "from hpctrain.runtime.snapshot_imports import describe_missing_import\n"
+        "for name in ('lib2x', 'nowhere_at_all'):\n"
+        "    try: __import__(name)\n"
+        "    except ImportError as error: print(describe_missing_import(error, os.environ) or 'unknown')\n"
+    )
+    variables = {"HPCTRAIN_CODE_DIR": str(copy), "HPCTRAIN_CODE_SOURCE": str(source)}
+    hint, unknown = run_command([sys.executable, "-c", probe], variables).stdout.splitlines()
+    assert hint.startswith("src/lib2x.py exists, but git ignores it")
+    assert "git add -f src/lib2x.py" in hint
+    assert unknown == "unknown"
+
+
+def test_plan_writes_nothing(repo):
+    before = {path: path.stat().st_mtime_ns for path in repo.rglob("*")}
+    CodeSnapshot.plan(str(repo / "train.py"), 100, environment())
+    assert {path: path.stat().st_mtime_ns for path in repo.rglob("*")} == before

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import SpecError
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.load_spec import load_spec
+from hpctrain.spec.restart_policy import parse_rule_changes
+from hpctrain.spec.shell_setup import ShellSetup
+
+# Everything that a process can receive: all characters but NUL and lone surrogates.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
+
+
+@given(args=st.lists(texts), value=texts, script=texts, limit=st.none() | st.integers(2, 10**18).map(float))
+def test_every_text_round_trips(args, value, script, limit):
+    spec = JobSpec(
+        script="/" + script,
+        args=tuple(args),
+        env={"VALUE": value, "NO": "1e3"},
+        restart_policy={"gpu-oom": {"retries": 0, "exclude": 2}},
+        time_limit_s=limit,
+        stop_before_limit_s=1 if limit is None else 0,
+        name="n",
+        run_id="r",
+        run_dir="/r",
+        backend="local",
+        python="/p",
+        workdir="/w",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "spec.yaml")
+        path.write_text(spec.text())
+        assert load_spec(path) == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nodes": 0}, "--nodes is 0, but must be at least 1"),
+        ({"nodes": -1}, "nodes is -1"),
+        ({"gpus_per_node": -1}, "--gpus-per-node is -1"),
+        ({"gpus_per_node": 2, "ntasks_per_node": 4}, "4 ranks .* and 2 GPUs"),
+        ({"cpus_per_task": 0}, "--cpus-per-task is 0"),
+        ({"max_failures": 0}, "--max-failures is 0"),
+        ({"spare_nodes": -1}, "--spare-nodes is -1, but must be 0 or more"),
+        ({"restart_policy": {"omm": {"retries": 0}}}, "Unknown kind of failure 'omm'"),
+        (
+            {"restart_policy": {"oom": {"": 0}}},
+            "restart.oom needs a field .* FIELD is one of retries, repeats",
+        ),
+        ({"restart_policy": {"oom": {"retry": 0}}}, "restart.oom has no field 'retry'"),
+        ({"restart_policy": {"oom": {"retries": -1}}}, "restart.oom.retries is -1"),
+        ({"backend": "cloud"}, "Unknown backend 'cloud'"),
+        ({"time_limit_s": 60.0, "stop_before_limit_s": 60}, "60 s .* 60 s"),
+        ({"stop_before_limit_s": 70000}, "70000 s"),
+        ({"env": {"A B": "1"}}, "'A B'"),
+        ({"env": {"A": "\x00"}}, "NUL"),
+        (
+            {"args": ("x" * 60_000,) * 3},
+            "script and its path are 1800.. bytes .* 131071 can",
+        ),
+        (
+            {"args": ('"' * 40_000,), "torchrun": TorchrunConfig()},
+            "arguments of the script and its path are 1600.. bytes",
+        ),
+        ({"env": {"A": "é" * 70_000}}, "variable A .* is 140002 bytes, but at most 131058"),
+        ({"env": {f"A{i}": "x" * 100_000 for i in range(11)}}, "are 1100034 bytes in total"),
+        ({"args": ("\x00",)}, "NUL"),
+        ({"args": ("\udcff",)}, "UTF-8"),
+        ({"run_dir": "/a\nb"}, "run folder .* control character"),
+        ({"run_dir": "runs/1"}, "absolute"),
+        ({"name": "a\nb"}, "job name"),
+        ({"name": ""}, "empty"),
+        ({"template": "/a\nb.j2"}, "template"),
+        ({"directives": {"comment": "a\n#SBATCH --uid=0"}}, "value of --comment"),
+        ({"gpu_request_style": "gpus"}, "Unknown gpu-request-style 'gpus' .* gres, gpus-per-node"),
+        ({"gpus_per_node": 1, "gpu_type": "h:1"}, "'h:1' is not a valid GPU type"),
+        ({"gpu_type": "h100"}, "type h100 was requested, but the number of GPUs is 0"),
+        ({"array": "x"}, "not a range of numbers"),
+        ({"run_dir": "/a\\b"}, "contains a backslash, which Slurm removes"),
+        (
+            {"directives": {"mem": "1", "mem-per-cpu": "2"}},
+            "--mem 1 and --mem-per-cpu 2 are mutually exclusive",
+        ),
+        ({"directives": {"mem": "1", "mem-per-gpu": "2"}}, "--mem 1 and --mem-per-gpu 2"),
+        ({"directives": {"mem-per-cpu": "1", "mem-per-gpu": "2"}}, "--mem-per-cpu 1 and --mem-per-gpu 2"),
+        ({"directives": {"mem-per-gpu": "2"}}, "--mem-per-gpu 2 requires GPUs, but the run has none"),
+        ({"directives": {"exclusive": "", "oversubscribe": ""}}, "--exclusive and --oversubscribe"),
+        ({"directives": {"gres": "nvme:1,gpu:h100:2"}}, "--gres nvme:1,gpu:h100:2 requests GPUs"),
+        ({"directives": {"gres": "gpu"}}, "requests GPUs"),
+        ({"directives": {"nodelist": "n[1-3]", "exclude": "m1,n3"}}, "requests node n3, but"),
+        ({"directives": {"nodelist": "n[1-3]"}}, r"names 3 nodes, .* but --nodes is 1"),
+        ({"directives": {"exclude": "n[1-"}}, "--exclude is not a valid node list"),
+    ],
+)
+def test_invalid_spec_is_refused_with_the_values(make_spec, fields, message):
+    with pytest.raises(SpecError, match=message):
+        make_spec(**fields)
+
+
+def test_node_list_may_be_a_file_or_shorter_than_the_job(make_spec):
+    directives = {"nodelist": "./nodes", "exclude": "./nodes"}
+    assert make_spec(directives=directives).directives == directives
+    assert make_spec(nodes=2, directives={"nodelist": "n1", "exclude": "n2"}).nodes == 2
+
+
+def test_array_task_is_a_separate_run(make_spec):
+    array = make_spec(array="0-3%2", nodes=2)
+    task = array.task(3)
+    assert (task.run_id, task.run_dir) == ("train-1/task-3", "/home/me/runs/train-1/task-3")
+    assert (task.array, task.array_task, task.nodes) == (None, 3, 2)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])
+def test_rule_change_needs_a_number(text):
+    with pytest.raises(SpecError, match=r"restart\.oom\.retries is"):
+        parse_rule_changes({"oom.retries": text})
+    assert parse_rule_changes({"oom.retries": "0", "oom.exclude": "2"}) == {
+        "oom": {"retries": 0, "exclude": 2}
+    }
+
+
+def test_defaults_depend_on_other_fields(make_spec):
+    assert make_spec(nodes=2, gpus_per_node=4).world_size == 8
+    assert make_spec(nodes=3).world_size == 3
+    assert make_spec().stop_before_limit_s == 120
+    assert make_spec(time_limit_s=60.0).stop_before_limit_s == 20
+
+
+@pytest.mark.parametrize("text", ["", "[]", "nodes: [", "nodez: 1", "script: /x"])
+def test_damaged_spec_is_reported(tmp_path, text):
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=r"spec\.yaml"):
+        load_spec(path)
+
+
+def test_spec_of_an_earlier_version_is_read(make_spec, tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        'script: "/home/me/train.py"\n'
+        'args: ["a", "\\U000000e9 \\U0001f600"]\n'
+        'env:\n  "NO": "1e3"\n'
+        'name: "train"\nrun_id: "train-1"\nrun_dir: "/home/me/runs/train-1"\nbackend: "slurm"\n'
+        "nodes: 1\ntasks_per_node: 2\ntime_limit_s: 1.0e+18\n"
+        'python: "/usr/bin/python3"\nworkdir: "/home/me"\n'
+        'shell:\n  "modules": []\n  "conda": null\n  "venv": null\n  "setup": ["a"]\n'
+    )
+    assert load_spec(path) == make_spec(
+        args=("a", "é 😀"),
+        env={"NO": "1e3"},
+        ntasks_per_node=2,
+        time_limit_s=1e18,
+        shell=ShellSetup(setup=("a",)),
+    )

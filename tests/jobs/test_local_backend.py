@@ -1,0 +1,287 @@
+"""Submission to the local backend, with a fake supervisor."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.waiting import wait_for
+
+from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
+from hpctrain.files import is_locked, try_lock
+from hpctrain.jobs.backends import local
+from hpctrain.jobs.runs.follow import follow_run
+from hpctrain.jobs.runs.run import find_run, list_runs
+from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, describe_event
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.submit import submit as submit_module
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.slurm.states import RunState
+
+HOSTILE = ["a b", "a'b", 'a"b', "$(touch pwned)", "a;touch pwned", "#SBATCH --x", "a\\", "%j", "é 😀", "\nx"]
+
+
+def test_run_completes_and_reports_its_status(prepared):
+    run = submit_prepared(prepared())
+    status = run.wait(timeout=20)
+    assert (status.state, status.step, status.loss, status.attempt) == (RunState.COMPLETED, 7, 0.5, 0)
+    assert (status.backend, status.job_id) == ("local", run.job_id)
+    seen = json.loads((run.dir.path / "seen.json").read_text())
+    assert seen["cwd"] == str(run.dir.path)
+    assert run.dir.job_script.read_text() == prepared(run_dir=run.dir.path).script
+
+
+def test_arguments_arrive_unchanged(prepared, tmp_path):
+    from hpctrain.spec.load_spec import load_spec
+
+    folder = tmp_path / "run $(touch pwned) ' \" ; #SBATCH"
+    script = tmp_path / "my $(touch pwned)\n.py"
+    script.write_text("")
+    run = submit_prepared(prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}))
+    run.wait(timeout=20)
+    spec = load_spec(run.dir.spec)
+    assert spec.args == tuple(HOSTILE)
+    assert spec.env == {"V": "\n".join(HOSTILE)}
+    assert (spec.script, spec.name) == (str(script), "my $(touch pwned)-")
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_active_run_refuses_another_submission_and_can_be_cancelled(prepared, tmp_path):
+    run = submit_prepared(prepared("sleep", run_dir="r"))
+    wait_for(lambda: run.log_path(), 20, "the first attempt")
+    assert run.status().state is RunState.RUNNING
+    with pytest.raises(SpecError, match="still active"):
+        submit_prepared(prepared(run_dir="r"))
+    with pytest.raises(WaitTimeout, match="RUNNING"):
+        run.wait(timeout=0.1)
+    run.cancel()
+    with pytest.raises(RunFailed, match="cancelled"):
+        run.wait(timeout=20)
+    assert run.cancel().state is RunState.CANCELLED
+    with pytest.raises(SpecError, match="CANCELLED"):
+        run.requeue()
+
+
+@pytest.mark.ranks
+def test_requeue_waits_until_the_ranks_can_be_signalled(prepared, script):
+    """The signal would end a job script that is still starting, and the run with it."""
+    script.write_text("import os, time\ntime.sleep(60 * (os.environ['HPCTRAIN_ATTEMPT'] == '0'))\n")
+    run = submit_prepared(prepared(python=sys.executable))
+    run.requeue()
+    assert run.wait(timeout=60).attempt == 1
+
+
+@pytest.mark.ranks
+def test_ranks_use_the_requested_cpus(prepared, script):
+    script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
+    run = submit_prepared(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
+    run.wait(timeout=60)
+    assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
+
+
+@pytest.mark.ranks
+def test_background_processes_of_the_job_script_end_with_the_run(prepared):
+    run = submit_prepared(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
+    assert run.wait(timeout=60).state is RunState.COMPLETED
+    background_process = Path("/proc", (run.dir.path / "pid").read_text().strip())
+    wait_for(lambda: not (background_process / "exe").exists(), 10, "its end")
+    resubmitted = submit_prepared(prepared(run_dir="r"))  # takes the lock
+    resubmitted.wait(timeout=20)
+
+
+def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monkeypatch):
+    monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
+    run = submit_prepared(prepared(setup=["sleep 60"]))
+    with pytest.raises(SchedulerError, match="being started"):
+        run.requeue()
+    assert run.status().state is RunState.RUNNING
+    run.cancel()
+    with pytest.raises(RunFailed, match="cancelled"):
+        run.wait(timeout=20)  # Processes of the script would still hold the lock.
+
+
+def test_ended_run_can_be_resubmitted(prepared):
+    run = submit_prepared(prepared("fail", run_dir="r"))
+    with pytest.raises(RunFailed, match=r"rank 3 crashed: RuntimeError: boom\. Log: .*rank-00000.log"):
+        run.wait(timeout=20)
+    run.dir.cancel_request.touch()
+    resubmitted = submit_prepared(prepared(run_dir="r", nodes=2))
+    status = resubmitted.wait(timeout=20)
+    assert (status.attempt, resubmitted.dir.cancel_request.exists()) == (1, False)
+    assert [event["attempt"] for event in resubmitted.dir.read_events() if event["kind"] == "submitted"] == [
+        0,
+        1,
+    ]
+
+
+def test_vanished_supervisor_is_a_failure_with_a_log(prepared):
+    run = submit_prepared(prepared("vanish"))
+    with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
+        run.wait(timeout=20)
+
+
+def test_supervisor_that_cannot_start_is_reported_in_the_log(prepared, tmp_path, fake_python):
+    submission = prepared()
+    script = submission.script.replace(fake_python, "/nowhere/python")
+    run = submit_prepared(type(submission)(**{**vars(submission), "script": script}))
+    with pytest.raises(RunFailed, match="exited without reporting a result"):
+        run.wait(timeout=20)
+    assert "/nowhere/python" in run.dir.slurm_log.read_text()
+
+
+def test_failed_submission_leaves_no_folder(prepared, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
+    with pytest.raises(SchedulerError, match="no more processes"):
+        submit_prepared(prepared(run_dir="r"))
+    assert not (tmp_path / "r").exists()
+
+
+def test_one_of_several_concurrent_submissions_wins(prepared):
+    outcomes = []
+
+    def try_submission(submission):
+        try:
+            outcomes.append(submit_prepared(submission))
+        except SpecError as error:
+            outcomes.append(error)
+
+    threads = [
+        threading.Thread(target=try_submission, args=(prepared("sleep", run_dir="r"),)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    (run,) = [outcome for outcome in outcomes if not isinstance(outcome, SpecError)]
+    assert len(outcomes) == 4
+    wait_for(lambda: run.log_path(), 20, "the first attempt")
+    run.cancel()
+    run.wait_for_end(timeout=20)
+
+
+def test_follow_shows_every_attempt_and_ends_with_the_status(prepared):
+    run = submit_prepared(prepared("twice"))
+    *items, last = list(follow_run(run, whole=True))
+    assert isinstance(last, RunStatus)
+    assert last.state is RunState.COMPLETED
+    text = "".join(item.text for item in items if isinstance(item, LogText))
+    assert text == "hello from attempt 0\nhello from attempt 1\n"
+    lines = [item.line for item in items if isinstance(item, EventLine)]
+    assert lines == [
+        "attempt 0: starting, world size 1, nodes 1",
+        "attempt 0 failed; restarting",
+        "attempt 1: starting, world size 1, nodes 1",
+    ]
+
+
+def test_follow_of_a_resubmitted_run_starts_at_the_new_attempt(prepared):
+    first = submit_prepared(prepared(run_dir="r"))
+    first.wait(timeout=20)
+    second = submit_prepared(prepared(run_dir="r"))
+    for whole in (True, False):
+        *items, _ = list(follow_run(second, whole=whole))
+        assert "".join(item.text for item in items if isinstance(item, LogText)) == "hello from attempt 1\n"
+
+
+def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
+    run = submit_prepared(prepared())
+    run.wait(timeout=20)
+    runs_dir = tmp_path / "runs"
+    assert find_run(run.run_id, runs_dir, {}).dir == run.dir
+    assert find_run(str(run.dir.path), tmp_path / "elsewhere", {}).dir == run.dir
+    assert [listed.run_id for listed in list_runs(runs_dir, {})] == [run.run_id]
+    with pytest.raises(RunNotFound, match=f"Did you mean {run.run_id!r}"):
+        find_run(run.run_id[:-1], runs_dir, {})
+    assert list_runs(tmp_path / "nothing", {}) == []
+
+
+@pytest.mark.parametrize(
+    "find", [lambda name: find_run(name, Path(), {}), lambda name: list_runs(Path(name), {})]
+)
+def test_inaccessible_name_is_not_a_run(find):
+    with pytest.raises(RunNotFound, match="File name too long"):
+        find("x" * 300)
+
+
+def test_folder_without_a_submission_has_unknown_state(prepared, tmp_path):
+    submission = prepared(run_dir="r")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "spec.yaml").write_text(submission.spec.text())
+    run = find_run("r", tmp_path, {})
+    assert run.status().state is RunState.UNKNOWN
+    with pytest.raises(RunNotFound, match="never been submitted"):
+        run.cancel()
+    with pytest.raises(SpecError, match="UNKNOWN"):
+        run.requeue()
+
+
+def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch, caplog):
+    import hpctrain
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match="Did you mean 'nodes'"):
+        hpctrain.submit(script, nodez=2)
+    submissions = []
+    monkeypatch.setattr(submit_module, "submit_prepared", submissions.append)
+    hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
+    assert (submissions[0].spec.python, submissions[0].spec.args) == (sys.executable, ("--lr", "0.1"))
+    assert "partition has no effect" in caplog.text
+    assert "--partition" not in caplog.text
+
+
+def test_checking_a_lock_does_not_block_taking_it(tmp_path):
+    """An array task whose lock cannot be taken is considered active and is not started."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    reader = os.open(lock, os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)  # as `is_locked` does, but long enough to collide
+    timer = threading.Timer(0.02, os.close, [reader])
+    timer.start()
+    lock_fd = try_lock(lock)
+    assert (try_lock(lock), is_locked(lock)) == (None, True)
+    os.close(lock_fd)
+    timer.join()
+
+
+def test_lock_file_names_the_supervisor(prepared):
+    run = submit_prepared(prepared("sleep"))
+    wait_for(lambda: run.log_path(), 20, "the first attempt")
+    pid = int(run.dir.lock.read_text())
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        assert str(run.dir.path) in shlex.join(map(os.fsdecode, file.read().split(b"\0")))
+    run.cancel()
+    run.wait_for_end(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("saved", "description"),
+    [
+        (True, "after step 9; state saved"),
+        (False, "after step 9; no new checkpoint; the previous checkpoint is used"),
+    ],
+)
+def test_stop_event_reports_only_what_was_saved(saved, description):
+    event = {"attempt": 1, "kind": "signal", "signal": "SIGTERM", "step": 9, "saved": saved}
+    assert describe_event(event) == f"attempt 1: stopped by SIGTERM {description}"
+    assert describe_event({"attempt": 1, "kind": "requeue"}) == "attempt 1: requeueing the job"
+
+
+def test_corrupt_checkpoint_is_reported_by_follow():
+    event = {
+        "attempt": 1,
+        "kind": "resumed",
+        "step": 40,
+        "broken": ["step-00000050 is damaged: a byte is gone."],
+    }
+    assert (
+        describe_event(event) == "attempt 1: resumed after step 40; step-00000050 is damaged: a byte is gone."
+    )

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+
+from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
+
+
+def test_tail_reads_new_text_without_splitting_characters(tmp_path):
+    path = tmp_path / "log"
+    tail = FileTail(path)
+    assert tail.read() == ""
+    with open(path, "ab") as file:
+        file.write("aé".encode()[:2])
+        file.flush()
+        assert tail.read() == "a"
+        file.write("é".encode()[1:])
+        file.flush()
+    assert tail.read() == "é"
+    path.write_text("x")
+    assert tail.read() == "x"
+
+
+def test_tail_returns_only_complete_records(tmp_path):
+    path = tmp_path / "events.jsonl"
+    tail = RecordTail(path)
+    path.write_text('{"a": 1}\n{"a"')
+    assert tail.read() == [{"a": 1}]
+    with open(path, "a") as file:
+        file.write(": 2}\ntorn\n")
+    assert tail.read() == [{"a": 2}]
+
+
+def test_last_records_are_read_backwards_across_blocks(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = [{"step": i, "text": "x" * (i % 977)} for i in range(2000)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
+    assert list(read_last_records(path)) == records[::-1]
+
+
+def test_end_of_a_huge_file_is_found_quickly(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, 2)
+        file.write(b'\n{"step": 5}\n')
+    assert next(read_last_records(path)) == {"step": 5}
+
+
+def test_missing_file_has_no_records(tmp_path):
+    assert list(read_last_records(tmp_path / "nothing")) == []

@@ -1,0 +1,423 @@
+"""Preflight checks against a real cluster: refused jobs, notes and forecasts."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
+
+from hpctrain import sandbox
+from hpctrain.errors import SpecError
+from hpctrain.jobs.site import partition_limits
+from hpctrain.jobs.site.forecast import estimate_cost, expected_start
+from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.jobs.site.node_requirements import node_problems
+from hpctrain.jobs.site.path_visibility import path_notes
+from hpctrain.jobs.site.site_check import check_request
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.slurm.command import SlurmCall, run_slurm
+from hpctrain.slurm.config import SlurmConfig
+from hpctrain.slurm.site_discovery import discover_site
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions
+
+STRICT = [
+    "JobRequeue=0",
+    "PreemptMode=CANCEL",
+    "MaxArraySize=21",
+    "PartitionName=preemptible Nodes=ALL Default=YES PriorityTier=1 PreemptMode=CANCEL GraceTime=0 State=UP",
+    "PartitionName=short Nodes=ALL MaxTime=30 DefaultTime=1 MaxNodes=1",
+    "PartitionName=wide Nodes=ALL MinNodes=2 MaxMemPerNode=1000 MaxCPUsPerNode=4",
+    "PartitionName=physics Nodes=ALL AllowAccounts=physics DenyQos=slow",
+    "PartitionName=reserved Nodes=ALL ReqResv=YES",
+    "PartitionName=drained Nodes=ALL State=DRAIN",
+    "PartitionName=broken Nodes=ALL State=DOWN",
+    "PartitionName=whole Nodes=ALL OverSubscribe=EXCLUSIVE",
+]
+
+#: More memory than any machine has.
+TOO_MUCH = "900T"
+
+
+@pytest.fixture(scope="module")
+def strict_cluster() -> Iterator[sandbox.Sandbox]:
+    """A cluster of two nodes with two a100 each, all kinds of partitions, and a feature on its first node."""
+    name = f"strict-{os.getpid()}"
+    try:
+        box = sandbox.up(name, nodes=2, gpu_type="a100", settings=STRICT)
+        run_command(
+            ["scontrol", "update", f"NodeName={name}-1", "AvailableFeatures=fast", "ActiveFeatures=fast"],
+            box.env,
+        )
+        yield box
+    finally:
+        sandbox.down(name)
+
+
+@pytest.fixture
+def submission(strict_cluster, prepared):
+    """`prepare_submission` for the strict cluster."""
+
+    def call(env=None, **options):
+        options.setdefault("time", "10")
+        return prepared(
+            backend="slurm", environ=environment({**strict_cluster.env, **(env or {})}), **options
+        )
+
+    return call
+
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": "shrt"}, r"Unknown partition 'shrt' \(--partition\)\. Did you mean 'short'\?"),
+        (
+            {"partition": "short", "time": "1:00:00"},
+            r"01:00:00 was requested \(--time\), but partition short allows at most 00:30:00 \(MaxTime\)\.",
+        ),
+        (
+            {"partition": "short", "time": "unlimited"},
+            r"No time limit was requested \(--time\), but partition short allows at most 00:30:00",
+        ),
+        (
+            {"partition": "short", "time": "60"},
+            r"\nWithout changes, the job fits partition preemptible, urgent or wh",
+        ),
+        (
+            {"partition": "short", "time": None},
+            r"without --time after 00:01:00 \(DefaultTime\), but the ranks stop and save 120 s",
+        ),
+        ({"partition": "short", "nodes": 2}, r"2 nodes requested .* allows at most 1 per job \(MaxNodes\)"),
+        (
+            {"partition": "wide"},
+            r"1 node requested .*, but .* wide requires at least 2 per job \(MinNodes\)",
+        ),
+        (
+            {"partition": "wide", "nodes": 2, "mem": "2G"},
+            r"2G of memory .* \(--mem\).* 1000M \(MaxMemPerNode\)",
+        ),
+        (
+            {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
+            r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)",
+        ),
+        (
+            {"partition": "physics", "account": "art"},
+            r"account 'art' .* only allows physics \(AllowAccounts\)",
+        ),
+        ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* denies it \(DenyQos\)"),
+        ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Use --reservation"),
+        ({"partition": "drained"}, r"currently accepts no jobs \(State=DRAIN\)"),
+        ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
+        ({"nodes": 3}, r"3 nodes requested \(--nodes\), but partition preemptible has 2 \(sinfo\)"),
+        ({"gpus_per_node": 3}, r"3 GPUs per node .*, but no node of partition preemptible has more than 2"),
+        ({"gpus_per_node": "h100:1"}, r"type 'h100' .* has none \(sinfo\)\. Its types are a100\."),
+        (
+            {"cpus_per_task": 9},
+            r"9 CPUs per node requested \(1 rank × 9, --cpus-per-task\), .* more than 8",
+        ),
+        ({"gpus_per_node": 2, "cpus_per_task": 5}, r"10 CPUs per node requested \(2 ranks × 5"),
+        ({"mem": TOO_MUCH}, r"MiB of memory per node requested \(--mem\), but no node"),
+        ({"mem_per_cpu": TOO_MUCH}, r"memory per node requested \(--mem-per-cpu\)"),
+        ({"constraint": "fst"}, r"Feature 'fst' .* no node of .* has it \(sinfo\)\. Did you mean 'fast'\?"),
+        ({"constraint": "fast&slow*2"}, r"Feature 'slow' was requested"),
+        ({"constraint": "fast", "nodes": 2}, r"2 nodes with the features fast .* has 1 \(sinfo\)"),
+        ({"nodelist": "nowhere-1"}, r"Node nowhere-1 was requested \(--nodelist\), but it is not in"),
+        (
+            {"array": "0-21"},
+            r"Task 21 was requested \(--array\), but the highest task number at this site is 20",
+        ),
+    ],
+)
+def test_impossible_job_is_refused_with_a_remedy(submission, options, message):
+    with pytest.raises(SpecError, match=message):
+        submission(**options)
+
+
+def test_excluded_nodes_reduce_the_available_ones(submission, strict_cluster):
+    with pytest.raises(SpecError, match=r"has 2, 1 of them excluded \(--exclude\)"):
+        submission(nodes=2, exclude=strict_cluster.nodes[0])
+    assert submission(nodes=1, exclude=strict_cluster.nodes[0]).forecast
+
+
+def test_sbatch_variable_is_named_as_source(submission):
+    with pytest.raises(SpecError, match=r"'shrt' \(SBATCH_PARTITION\)"):
+        submission(env={"SBATCH_PARTITION": "shrt"})
+    with pytest.raises(SpecError, match=r"01:00:00 was requested \(SBATCH_TIMELIMIT\)"):
+        submission(env={"SBATCH_TIMELIMIT": "60"}, partition="short", time=None)
+
+
+def test_all_problems_are_reported_at_once(submission):
+    with pytest.raises(SpecError) as refusal:
+        submission(partition="short", time="60", nodes=2, gpus_per_node=3)
+    assert [re.findall(r"\((\w+)\)", line)[-1] for line in str(refusal.value).splitlines()] == [
+        "MaxTime",
+        "MaxNodes",
+        "sinfo",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition": "short"},
+        {"partition": "short,wide", "nodes": 2, "time": "60"},
+        {"partition": "physics", "account": "physics"},
+        {"nodes": 2, "gpus_per_node": "a100:2", "cpus_per_task": 4},
+        {"constraint": "fast"},
+        {"array": "0-20%3"},
+        {"mem_per_gpu": "1G", "gpus_per_node": 1},
+    ],
+)
+def test_possible_job_is_not_refused(submission, options):
+    (start, cost) = submission(**options).forecast
+    assert start.startswith("Estimated start: now, on strict-")
+    assert "Maximum cost:" in cost
+
+
+def test_forecast_has_start_and_cost(submission):
+    assert submission(nodes=2, gpus_per_node=2, time="90").forecast == (
+        f"Estimated start: now, on strict-{os.getpid()}-[1-2], partition preemptible.",
+        "Maximum cost: 6 GPU-hours (2 nodes × 2 GPUs × 01:30:00) per allocation.",
+    )
+    assert submission(time=None).forecast[1] == (
+        "No cost estimate (1 node × 1 CPU): neither --time nor preemptible sets a limit."
+    )
+    assert (
+        "1 GPU-hour (2 tasks × 1 node × 1 GPU × 00:30:00)"
+        in (submission(array="0,5", gpus_per_node=1, time="30").forecast[1])
+    )
+    # A job with whole nodes pays for all of their GPUs.
+    assert (
+        "2 GPU-hours (1 node × 2 GPUs"
+        in submission(partition="whole", gpus_per_node=1, time="60").forecast[1]
+    )
+    assert (
+        "2 GPU-hours (1 node × 2 GPUs" in submission(exclusive=True, gpus_per_node=1, time="60").forecast[1]
+    )
+
+
+def test_forecast_of_a_queued_job_has_a_later_start(submission, strict_cluster):
+    job = run_command(
+        ["sbatch", "--parsable", "-N2", "--exclusive", "-t60", "-o/dev/null", "--wrap=sleep 100"],
+        strict_cluster.env,
+    ).stdout.strip()
+    try:
+        state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+        wait_for(
+            lambda: "RUNNING" in run_command(state, strict_cluster.env).stdout, 20, "the other job's start"
+        )
+        assert re.match(r"Estimated start: (at \d\d:\d\d|on .* at .*), on", submission().forecast[0])
+    finally:
+        run_command(["scancel", job], strict_cluster.env)
+
+
+def test_rejection_by_slurm_is_in_the_forecast(submission):
+    (start, _) = submission(reservation="nope").forecast
+    assert start == (
+        "No estimated start: sbatch failed: allocation failure: Requested reservation is invalid."
+    )
+
+
+def test_requeue_rules_of_the_site_are_noted(submission):
+    requeue, preempted = submission().notes
+    assert "(JobRequeue=0)" in requeue
+    assert "is cancelled immediately, not requeued (PreemptMode=CANCEL, GraceTime=0)" in preempted
+    assert "within 30 s (KillWait), and continues in a successor job" in preempted
+    assert submission(partition="urgent").notes == (requeue,)
+    assert submission(resume_mode="successor").notes == (preempted,)
+
+
+def test_requeue_rules_are_noted_without_successors(submission):
+    requeue, preempted = submission(resume_mode="requeue").notes
+    assert "only jobs with --requeue (JobRequeue=0). Runs use --requeue, " in requeue
+    assert preempted.endswith(
+        "within 30 s (KillWait), and ends as FAILED. Submit the run again with the same --run-dir to "
+        "continue."
+    )
+
+
+def test_job_with_requeue_option_is_requeued_at_a_site_that_does_not_by_default(strict_cluster):
+    job = run_command(
+        ["sbatch", "--parsable", "--requeue", "-o/dev/null", "--wrap=sleep 100"], strict_cluster.env
+    ).stdout.strip()
+    try:
+        state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+        wait_for(lambda: "RUNNING" in run_command(state, strict_cluster.env).stdout, 20, "the job's start")
+        run_command(["scontrol", "requeue", job], strict_cluster.env)
+        wait_for(lambda: "PENDING" in run_command(state, strict_cluster.env).stdout, 20, "the requeue")
+    finally:
+        run_command(["scancel", job], strict_cluster.env)
+
+
+def test_down_partition_is_noted(submission):
+    broken = submission(partition="broken")
+    assert broken.notes[0] == "Partition broken is down. The job will wait until the partition is up again."
+    assert [line for line in broken.forecast if "start" in line] == []
+
+
+def test_unavailable_nodes_are_noted(submission, strict_cluster):
+    node = f"NodeName={strict_cluster.nodes[1]}"
+    run_command(["scontrol", "update", node, "State=DRAIN", "Reason=test"], strict_cluster.env)
+    try:
+        note = submission(nodes=2).notes[0]
+        assert note.startswith(
+            "2 nodes requested, but only 1 of the nodes of partition preemptible that fit the job"
+        )
+        assert not submission(nodes=1).notes[0].startswith("1 node requested")
+    finally:
+        run_command(["scontrol", "update", node, "State=RESUME"], strict_cluster.env)
+
+
+def test_failed_query_skips_its_checks_with_fake_scontrol(strict_cluster, submission, tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load: error: Access denied' >&2\nexit 1\n")
+    (folder / "scontrol").chmod(0o755)
+    submitted = submission(env={"PATH": f"{folder}:{os.environ['PATH']}"})
+    reason = "(scontrol failed: Access denied): these checks are skipped."
+    assert submitted.notes == (
+        f"Cannot read Slurm's configuration {reason}",
+        f"Cannot read the partitions {reason}",
+    )
+
+
+def test_site_that_rejects_memory_and_demands_time(submission, tmp_path):
+    profile = tmp_path / "site.yaml"
+    profile.write_text("site: {habits: {memory_option: refused, needs_time: true, requeue: false}}\n")
+    env = {"HPCTRAIN_SITE_CONFIG": str(profile)}
+    with pytest.raises(SpecError, match=r"Memory was requested \(--mem-per-cpu\), but this site rejects"):
+        submission(env=env, mem_per_cpu="1G")
+    with pytest.raises(SpecError, match=r"Memory was requested \(SBATCH_MEM_PER_NODE\)"):
+        submission(env={**env, "SBATCH_MEM_PER_NODE": "1G"})
+    with pytest.raises(SpecError, match=r"rejects jobs without a time limit .* Use --time"):
+        submission(env=env, time=None)
+    chained, ending = (submission(env=env, resume_mode=mode).notes[0] for mode in ("auto", "requeue"))
+    assert chained.startswith("This site does not requeue jobs")
+    assert "continues in a successor job" in chained
+    assert "saves and exits. Submit the run again" in ending
+
+
+def test_site_that_demands_memory(submission, tmp_path):
+    profile = tmp_path / "site.yaml"
+    profile.write_text("site: {habits: {needs_memory: true}}\n")
+    with pytest.raises(SpecError, match=r"rejects jobs without a memory request .* Use --mem"):
+        submission(env={"HPCTRAIN_SITE_CONFIG": str(profile)})
+
+
+def test_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
+    environ = environment(accounting.env)
+    run_command(["sacctmgr", "-i", "add", "qos", "lifted", "Flags=PartitionTimeLimit"], accounting.env)
+    try:
+        site, _ = discover_site(environ, Site())
+        short = replace(site.partition("urgent"), default=True, max_time_s=600.0)
+        request = JobRequest.from_spec(
+            make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ
+        )
+        query = partial(run_slurm, environ=environ)
+        limited = replace(site, partitions=(short,))
+        with pytest.raises(SpecError, match=r"allows at most 00:10:00 \(MaxTime\)"):
+            check_request(request, limited, query)
+        enforcing = replace(site.slurm, enforced=("associations", "limits", "qos"))
+        (note,), _ = check_request(request, replace(limited, slurm=enforcing), query)
+        assert note.endswith("This limit does not apply if the job's QOS is lifted (PartitionTimeLimit).")
+    finally:
+        run_command(["sacctmgr", "-i", "delete", "qos", "lifted"], accounting.env)
+
+
+def test_node_local_files_are_noted(make_spec):
+    spec = make_spec(script="/tmp/train.py", python="/tmp/venv/bin/python")
+    (warning,) = path_notes(spec, lambda command: "n1\nn2\n")
+    assert warning.startswith(
+        "The script '/tmp/train.py' and the interpreter '/tmp/venv/bin/python' are in a node-local folder"
+    )
+    # If this is the only machine, there is no problem.
+    assert path_notes(spec, lambda command: f"{socket.gethostname().partition('.')[0]}\n") == []
+    assert path_notes(make_spec(), lambda command: "n1\n") == []
+
+
+def test_submission_makes_few_slurm_queries_with_fake_slurm(fake_slurm, prepared):
+    submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ))
+    # Nodes and partitions, which also show that Slurm answers; the nodes' hosts, because the script is in
+    # /tmp. The fake does not record queries for its configuration.
+    queries = ["sinfo", "scontrol", "sinfo"]
+    assert sorted(fake_slurm.calls) == sorted([*queries, "sbatch", "sbatch"])
+
+
+@pytest.fixture
+def request_of(make_spec):
+    return lambda **fields: JobRequest.from_spec(make_spec(**fields), {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gpus_per_node": 8}, "8 GPUs per node .* no node of partition mixed has more than 4"),
+        ({"gpus_per_node": 4, "nodes": 3}, "3 nodes with 4 GPUs each .* has 2"),
+        ({"gpus_per_node": 4, "gpu_type": "v100"}, "4 v100 GPUs per node .* more than 1"),
+        ({"gpus_per_node": 1, "gpu_type": "v100", "nodes": 3}, "3 nodes with 1 v100 GPU each .* has 2"),
+        ({"gpus_per_node": 3, "ntasks_per_node": 3, "cpus_per_task": 20}, "nodes? with 3 GPUs each, 60 CPUs"),
+        (
+            {"gpus_per_node": 1, "directives": {"constraint": "ib&old"}},
+            "with 1 GPU each, the features ib&old",
+        ),
+    ],
+)
+def test_partition_with_several_kinds_of_nodes(request_of, fields, message):
+    nodes = {"memory_mib": 1000, "state": "idle"}
+    mixed = Partition(
+        name="mixed",
+        groups=(
+            NodeGroup(names="a[1-3]", num=3, cpus=64, gpus={"a100": 2}, features=("ib",), **nodes),
+            NodeGroup(
+                names="b[1-2]", num=2, cpus=32, gpus={"a100": 3, "v100": 1}, features=("old",), **nodes
+            ),
+            NodeGroup(names="c[1-9]", num=9, cpus=16, **nodes),
+        ),
+    )
+    (problem,) = node_problems(request_of(**fields), mixed)
+    assert re.search(message, problem.message)
+    assert list(node_problems(request_of(gpus_per_node=1, nodes=5), mixed)) == []
+    either = {"constraint": "ib|old"}
+    assert list(node_problems(request_of(nodes=5, directives=either), mixed)) == []
+    assert len(list(node_problems(request_of(nodes=6, directives=either), mixed))) == 1
+
+
+def test_restricted_partitions_are_refused_unless_root(request_of, monkeypatch):
+    request, site = request_of(time_limit_s=3600), Site()
+    closed = [Partition(name="r", root_only=True), Partition(name="g", allow_groups=("nobodys",))]
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert [
+        *partition_limits.limit_problems(request, closed[0], site),
+        *partition_limits.limit_problems(request, closed[1], site),
+    ] == []
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    (root_only,) = partition_limits.limit_problems(request, closed[0], site)
+    assert "is for root only (RootOnly)" in root_only.message
+    (group,) = partition_limits.limit_problems(request, closed[1], site)
+    assert "is for members of nobodys (AllowGroups), but you are not in these groups" in group.message
+
+
+def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):
+    site = Site(slurm=SlurmConfig(select="linear"), habits=SiteConventions())
+    request = request_of(nodes=100, gpus_per_node=8, time_limit_s=86400.0 * 2)
+    assert estimate_cost(request, [], site).startswith(
+        "Maximum cost: 38\u202f400 GPU-hours (100 nodes × 8 GPUs × 2-00"
+    )
+    assert "neither --time nor its partition" in estimate_cost(request_of(), [], site)
+
+
+def test_unparsable_forecast_is_reported(request_of):
+    for output, reason in (("", "sbatch printed nothing"), ("a\n b", "a b")):
+        forecast = SlurmCall(["printf", output], os.environ)
+        assert expected_start(request_of(), forecast) == f"No estimated start: {reason}."
+    missing = expected_start(request_of(), SlurmCall(["no-such-sbatch"], os.environ))
+    assert missing == "No estimated start: no-such-sbatch not found on PATH."

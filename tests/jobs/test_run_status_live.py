@@ -1,0 +1,386 @@
+"""Run states on a real Slurm, polled continuously while jobs change."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from helpers.batch_jobs import SlurmJobs
+from helpers.commands import environment
+from helpers.slurm_states import JobStates, check_status
+from helpers.waiting import wait_for
+
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.backends.slurm import SlurmBackend
+from hpctrain.jobs.runs.run import Run, query_statuses
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.submit.dependency import resolve_dependency
+from hpctrain.records.run_record import JobRecord
+from hpctrain.slurm.states import RunState
+
+pytestmark = pytest.mark.slurm
+
+#: Conditions that a scenario waits for, one after the other.
+Steps = Iterator[str | Callable[[], bool]]
+
+
+@pytest.fixture(params=["slurm", "accounting"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
+    """A cluster with or without accounting; a failed test leaves no jobs to the next one."""
+    box = request.getfixturevalue(request.param)
+    cluster = SlurmJobs(box, environment(box.env))
+    yield cluster
+    cluster.command("scancel", "--user=root", "--quiet")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run, its changes, and the states allowed meanwhile."""
+
+    steps: Callable[[SlurmJobs, Run], Steps]
+    #: The allowed states, in order.
+    path: str
+    #: Slurm's final state, and a part of the words or the cause.
+    word: str | None
+    says: str = ""
+    script: str = "sleep 60"
+    options: tuple[str, ...] = ()
+
+
+def completed(slurm: SlurmJobs, run: Run) -> Steps:
+    yield "COMPLETED"
+
+
+def failed(slurm: SlurmJobs, run: Run) -> Steps:
+    yield "FAILED"
+
+
+def held_and_released(slurm: SlurmJobs, run: Run) -> Steps:
+    yield "PENDING"
+    assert run.status().words.startswith("JobHeldUser: held by its user; use `scontrol release")
+    assert run.status().held is False
+    slurm.command("scontrol", "release", run.job_id)
+    yield "COMPLETED"
+
+
+def held_and_cancelled(slurm: SlurmJobs, run: Run) -> Steps:
+    yield "PENDING"
+    run.cancel()
+    yield "CANCELLED"
+
+
+def cancelled_by_scancel(slurm: SlurmJobs, run: Run) -> Steps:
+    yield "RUNNING"
+    slurm.command("scancel", run.job_id)
+    yield "CANCELLED"
+
+
+def requeued(slurm: SlurmJobs, run: Run) -> Steps:
+    log = run.dir.path / "slurm.log"
+    yield lambda: log.exists() and "start 0" in log.read_text()
+    slurm.command("scontrol", "requeue", run.job_id)
+    yield "PENDING"
+    yield lambda: run.status().held
+    command = "use `hpctrain requeue requeued` to end the delay"
+    assert run.status().words == (
+        f"BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes; {command}"
+    )
+    assert run.requeue().state is RunState.PENDING
+    yield "COMPLETED"
+
+
+def waits_for_another(slurm: SlurmJobs, run: Run) -> Steps:
+    first = slurm.submit(run.dir.path.parent / "first", "finish COMPLETED", "--hold")
+    first.dir.spec.touch()
+    wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ)
+    slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency={wanted}")
+    slurm.command("scontrol", "release", run.job_id)
+    yield lambda: run.status().words == "Dependency: waiting for another job to end"
+    slurm.command("scontrol", "release", first.job_id)
+    yield "COMPLETED"
+    assert first.status().state is RunState.COMPLETED
+
+
+def waits_in_vain(slurm: SlurmJobs, run: Run) -> Steps:
+    first = slurm.submit(run.dir.path.parent / "vain", "exit 1", "--hold")
+    slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency=afterok:{first.job_id}")
+    slurm.command("scontrol", "release", run.job_id)
+    slurm.command("scontrol", "release", first.job_id)
+    yield lambda: "DependencyNeverSatisfied: " in run.status().words
+    assert "it will never start" in run.status().words
+    run.cancel()
+    yield "CANCELLED"
+
+
+def timed_out(slurm: SlurmJobs, run: Run) -> Steps:
+    yield "RUNNING"
+    slurm.command("scontrol", "update", f"JobId={run.job_id}", "EndTime=now+1")
+    yield "FAILED"
+
+
+def node_dies_and_slurm_requeues(slurm: SlurmJobs, run: Run) -> Steps:
+    yield "RUNNING"
+    slurm.box.kill_node(slurm.box.nodes[3])
+    yield "PENDING"
+    slurm.box.start_node(slurm.box.nodes[3])
+    yield lambda: run.status().held or run.status().state is RunState.COMPLETED
+    if run.status().held:
+        run.requeue()
+    yield "COMPLETED"
+
+
+def node_dies_and_the_job_with_it(slurm: SlurmJobs, run: Run) -> Steps:
+    yield "FAILED"
+
+
+START = "echo start ${SLURM_RESTART_COUNT:-0}\n"
+SECOND_ENDS = START + '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 60\nfinish COMPLETED'
+#: Not before it was polled.
+ENDS = "sleep 1\nfinish COMPLETED"
+ON_NODE_4 = ("--nodelist={node4}",)
+
+QUICK = {
+    "completed": Scenario(completed, "PENDING RUNNING COMPLETED", None, script=ENDS),
+    "heterogeneous": Scenario(
+        *(completed, "PENDING RUNNING COMPLETED", None),
+        script=ENDS,
+        options=("--ntasks=1", ":", "--ntasks=2"),
+    ),
+    "failed": Scenario(
+        *(failed, "PENDING RUNNING FAILED", "FAILED", "Slurm reports FAILED before any rank started"),
+        script="sleep 1; exit 3",
+    ),
+    # Slurm reports success, but a complete run records it itself.
+    "stopped": Scenario(
+        failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm reports COMPLETED", script="sleep 1"
+    ),
+    "held": Scenario(
+        *(held_and_released, "PENDING RUNNING COMPLETED", None),
+        script=ENDS,
+        options=("--hold",),
+    ),
+    "held-cancelled": Scenario(held_and_cancelled, "PENDING CANCELLED", None, options=("--hold",)),
+    "scancelled": Scenario(cancelled_by_scancel, "PENDING RUNNING CANCELLED", "CANCELLED"),
+    "requeued": Scenario(requeued, "PENDING RUNNING PENDING RUNNING COMPLETED", None, script=SECOND_ENDS),
+    "dependent": Scenario(
+        *(waits_for_another, "PENDING RUNNING COMPLETED", None),
+        script=ENDS,
+        options=("--hold",),
+    ),
+    "in-vain": Scenario(waits_in_vain, "PENDING CANCELLED", None, options=("--hold",)),
+}
+SLOW = {
+    "timeout": Scenario(timed_out, "PENDING RUNNING FAILED", "TIMEOUT", "Slurm reports TIMEOUT"),
+    "node-requeued": Scenario(
+        *(node_dies_and_slurm_requeues, "PENDING RUNNING PENDING RUNNING COMPLETED", None),
+        script=SECOND_ENDS,
+        options=ON_NODE_4,
+    ),
+    "node-failed": Scenario(
+        *(node_dies_and_the_job_with_it, "PENDING RUNNING FAILED", "NODE_FAIL", "Slurm reports NODE_FAIL"),
+        options=(*ON_NODE_4, "--no-requeue"),
+    ),
+}
+
+
+def run_scenarios(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path, limit_s: float) -> None:
+    """Run all scenarios at once and poll all of their runs together."""
+    runs, waiting, awaited, seen = {}, {}, {}, {name: [] for name in scenarios}
+    for name, scenario in scenarios.items():
+        options = [option.format(node4=slurm.box.nodes[3]) for option in scenario.options]
+        runs[name] = slurm.submit(folder / name, scenario.script, "--ntasks=1", "--time=5", *options)
+        waiting[name] = scenario.steps(slurm, runs[name])
+        awaited[name] = next(waiting[name])
+    deadline = time.monotonic() + limit_s
+    last: dict[str, RunStatus] = {}
+    checked: Counter[str] = Counter()
+    states = JobStates(slurm.environ)
+    while waiting:
+        assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}"
+        before, last = states, dict(zip(runs, query_statuses(list(runs.values())), strict=True))
+        states = JobStates(slurm.environ)
+        for name, status in last.items():
+            checked[name] += check_status(status, before, states, runs[name])
+            if seen[name][-1:] != [status.state]:
+                seen[name].append(status.state)
+            assert_on_path(seen[name], scenarios[name].path, f"{name}: {status}")
+        for name in list(waiting):
+            condition = awaited[name]
+            if condition() if callable(condition) else last[name].state == condition:
+                try:
+                    awaited[name] = next(waiting[name])
+                except StopIteration:
+                    del waiting[name]
+        time.sleep(0.05)
+    assert all(checked[name] for name in scenarios), checked
+    for name, scenario in scenarios.items():
+        assert last[name].job_state == scenario.word, name
+        assert scenario.says in f"{last[name].words} {last[name].cause}", name
+
+
+def assert_on_path(seen: list[str], path: str, about: str) -> None:
+    """Fail unless the states appear in their order; a short one may be missed."""
+    remaining = iter(path.split())
+    assert all(state in remaining for state in seen), f"{seen} is not on the path {path}: {about}"
+
+
+def test_every_state_is_correct_at_every_moment(cluster, tmp_path):
+    run_scenarios(cluster, QUICK, tmp_path, 60)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_time_limits_and_lost_nodes_are_distinguished(cluster, tmp_path):
+    try:
+        run_scenarios(cluster, SLOW, tmp_path, 120)
+    finally:
+        cluster.box.start_node(cluster.box.nodes[3])
+
+
+def submit_array(
+    slurm: SlurmJobs, folder: Path, script: str, tasks: int, *options: str, at_once: int = 20
+) -> Run:
+    """Submit a job array; each task is a run in its own folder, where the script runs."""
+    begin = "cd task-$SLURM_ARRAY_TASK_ID\n"
+    for index in range(tasks):
+        (folder / f"task-{index}").mkdir(parents=True)
+    job_id = slurm.sbatch(folder, begin + script, f"--array=0-{tasks - 1}%{at_once}", "--ntasks=1", *options)
+    for index in range(tasks):
+        slurm.record(folder / f"task-{index}", f"{job_id}_{index}")
+    return slurm.record(folder, job_id)
+
+
+def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) -> Iterator[RunStatus]:
+    """Yield the status of an array until its end, and check that each task is on its path."""
+    seen: dict[str, list[str]] = {task.run_id: [] for task in run.tasks()}
+    allowed = {run.tasks()[index].run_id: path for index, path in (paths or {}).items()}
+    deadline = time.monotonic() + limit_s
+    states, checked = JobStates(run.environ), 0
+    while True:
+        assert time.monotonic() < deadline, f"no end after {limit_s} s: {seen}"
+        before, (array, *statuses) = states, query_statuses([run, *run.tasks()])
+        states = JobStates(run.environ)
+        for status, task in zip(statuses, run.tasks(), strict=True):
+            checked += check_status(status, before, states, task)
+            if seen[status.run_id][-1:] != [status.state]:
+                seen[status.run_id].append(status.state)
+            path = allowed.get(status.run_id, "PENDING RUNNING COMPLETED")
+            assert_on_path(seen[status.run_id], path, str(status))
+        assert array.tasks is not None
+        assert sum(array.tasks.values()) == len(statuses)
+        assert array.words == f"{len(statuses)} tasks: " + ", ".join(
+            f"{n} {s}" for s, n in array.tasks.items()
+        )
+        yield array
+        if array.state.ended:
+            assert checked > len(statuses)
+            return
+        time.sleep(0.05)
+
+
+def test_array_of_20_with_four_at_a_time(cluster, tmp_path):
+    script = "sleep 0.3\n[ $SLURM_ARRAY_TASK_ID != 7 ] || exit 1\nfinish COMPLETED"
+    run = submit_array(cluster, tmp_path / "r", script, 20, at_once=4)
+    messages = set()
+    for array_status in follow_tasks(run, 60, {7: "PENDING RUNNING FAILED"}):
+        assert array_status.state in (RunState.PENDING, RunState.RUNNING, RunState.FAILED)
+        messages |= {status.words for status in query_statuses(run.tasks()[-1:])}
+    assert array_status.tasks == {"FAILED": 1, "COMPLETED": 19}
+    assert array_status.state is RunState.FAILED
+    assert array_status.cause == "r/task-7: Slurm reports FAILED before any rank started"
+    assert "JobArrayTaskLimit: the array already runs its maximum number of tasks" in messages
+
+
+def test_preemption_affects_one_array_task_only(cluster, tmp_path):
+    """Accounting reports PREEMPTED, which is not its end."""
+    release = tmp_path / "release"
+    script = f"touch started-${{SLURM_RESTART_COUNT:-0}}\nuntil [ -e {release} ]; do sleep 0.1; done"
+    run = submit_array(cluster, tmp_path / "r", f"{script}\nfinish COMPLETED", 4, "--exclusive")
+    victim = run.tasks()[2]
+    paths = {2: "PENDING RUNNING PENDING RUNNING COMPLETED"}
+    record = ("sacct", "-nXP", "--duplicates", "-o", "State", "-j", victim.job_id)
+    cluster.command("scontrol", "update", "PartitionName=preemptible", "GraceTime=0")
+    urgent = ""
+    try:
+        for array_status in follow_tasks(run, 60, paths):
+            status = victim.status()
+            if array_status.tasks == {"RUNNING": 4} and not urgent:
+                node = cluster.command("squeue", "-h", "-j", victim.job_id, "-o", "%N")
+                options = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--parsable")
+                urgent = cluster.command("sbatch", *options, "-o", "/dev/null", "--wrap=sleep 1")
+            if status.held:
+                if cluster.box.shape.accounting:
+                    wait_for(lambda: "PREEMPTED" in cluster.command(*record), 20, "the record of it")
+                current = run.status()
+                assert current.tasks == {"RUNNING": 3, "PENDING": 1}
+                assert current.held
+                victim.requeue()
+            if (victim.dir.path / "started-1").exists():
+                release.touch()
+    finally:
+        cluster.command("scontrol", "update", "PartitionName=preemptible", "GraceTime=30")
+        cluster.command("scancel", urgent, run.job_id)
+    assert array_status.state is RunState.COMPLETED
+
+
+def test_array_tasks_are_cancelled_at_once(cluster, tmp_path):
+    run = submit_array(cluster, tmp_path / "r", "sleep 60", 4, "--exclusive", "--ntasks=1")
+    wait_for(lambda: run.status().tasks == {"RUNNING": 4}, 30, "all tasks to run")
+    run.tasks()[0].cancel()
+    wait_for(lambda: run.status().tasks == {"RUNNING": 3, "CANCELLED": 1}, 30, "one task to end")
+    assert run.status().state is RunState.RUNNING
+    run.cancel()
+    wait_for(lambda: run.status().tasks == {"CANCELLED": 4}, 30, "all tasks to end")
+    assert run.status().state is RunState.CANCELLED
+
+
+def test_cancelled_pending_tasks_are_not_unknown(cluster, tmp_path):
+    """Slurm removes each from the shared record and forgets it."""
+    run = submit_array(cluster, tmp_path / "r", "sleep 60", 200, "--hold", at_once=200)
+    ours, by_scancel, *_ = run.tasks()
+    ours.cancel()
+    cluster.command("scancel", by_scancel.job_id)
+    for task in (ours, by_scancel):
+        assert task.status().state is RunState.CANCELLED
+    assert by_scancel.status().words.startswith("cancelled before it started")
+    assert run.status().tasks == {"PENDING": 198, "CANCELLED": 2}
+    run.cancel()
+    for _ in range(3):
+        assert run.status().tasks == {"CANCELLED": 200}
+
+
+def test_pending_array_is_cancelled_by_scancel(cluster, tmp_path):
+    run = submit_array(cluster, tmp_path / "r", "sleep 60", 20, "--hold")
+    cluster.command("scancel", *(task.job_id for task in run.tasks()[:15]))
+    assert run.status().tasks == {"PENDING": 5, "CANCELLED": 15}
+    cluster.command("scancel", run.job_id)
+    assert run.status().tasks == {"CANCELLED": 20}
+
+
+def test_array_task_is_requeued_while_others_are_pending(slurm, tmp_path):
+    """If such a task is signalled by its own name, Slurm 22.05 repeats the signal every few seconds."""
+    cluster = SlurmJobs(slurm, environment(slurm.env))
+    rank = (
+        "trap 'echo TERM >>../$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch ready; while :; do sleep 0.1; done"
+    )
+    script = f'srun bash -c "{rank}"\nscontrol requeue $SLURM_JOB_ID\nsleep 60'
+    run = submit_array(cluster, tmp_path / "r", script, 4, at_once=2)
+    first, second, third, _ = run.tasks()
+    try:
+        for task in (first, second):
+            wait_for((task.dir.path / "ready").exists, 20, "the tasks to run")
+        start = time.monotonic()
+        second.requeue()
+        wait_for(lambda: second.status().state is RunState.PENDING, 20, "the task to be requeued")
+        assert time.monotonic() - start < 20
+        wait_for((third.dir.path / "ready").exists, 20, "another task to take its place")
+        assert first.status().state is RunState.RUNNING
+        assert [path.name for path in run.dir.path.iterdir() if path.name.isdigit()] == ["1"]
+        with pytest.raises(SchedulerError, match="No rank of job"):
+            SlurmBackend(cluster.environ).requeue([JobRecord(second.job_id, second.dir)])
+    finally:
+        run.cancel()

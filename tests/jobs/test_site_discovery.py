@@ -1,0 +1,221 @@
+"""Discovery of a site: parsing Slurm's output, and reading and writing a profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.commands import environment
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.resolved_options import resolve_options
+from hpctrain.jobs.options.site_profile import write_profile
+from hpctrain.jobs.site.mounts import find_mount, is_node_local
+from hpctrain.slurm import parsing
+from hpctrain.slurm.config import SlurmConfig, parse_config
+from hpctrain.slurm.site_discovery import discover_site
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", {}),
+        ("gpu:2", {"": 2}),
+        ("gpu", {"": 1}),
+        ("gpu:a100:4(S:0-1)", {"a100": 4}),
+        ("gpu:a100:4(S:0,1),gpu:h100:2,nvme:1", {"a100": 4, "h100": 2}),
+        ("craynetwork:4,gpu:a100_3g.40gb:2", {"a100_3g.40gb": 2}),
+        ("gpu:a:1,gpu:a:2", {"a": 3}),
+        ("mygpu:4,shard:8", {}),
+    ],
+)
+def test_gpus_are_parsed_from_gres(gres, gpus):
+    assert parsing.parse_gpus(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("word", "mib"), [("64G", 65536), ("1000", 1000), ("1.5T", 1572864), ("100K", 1), ("0", 0), ("x", None)]
+)
+def test_memory_sizes_are_parsed(word, mib):
+    assert parsing.parse_size_mib(word) == mib
+
+
+def test_unlimited_times_are_parsed():
+    assert [parsing.parse_time_limit(word) for word in ("UNLIMITED", "NONE", "infinite", "")] == [None] * 4
+    assert parsing.parse_time_limit("1-12:00:00") == 36 * 3600
+
+
+def test_slurm_config_is_parsed():
+    config = parse_config(
+        """Configuration data as of 2026-11-21T07:49:55
+AccountingStorageEnforce = associations,limits,qos
+AccountingStorageType   = accounting_storage/slurmdbd
+ClusterName             = big
+DefMemPerCPU            = 2000
+EnforcePartLimits       = ALL
+JobRequeue              = 0
+JobSubmitPlugins        = lua
+KillWait                = 30 sec
+MaxArraySize            = 4001
+MaxMemPerNode           = UNLIMITED
+PowerPlugin             =
+PreemptMode             = GANG,SUSPEND
+PreemptType             = preempt/qos
+RequeueExit             = 1-3
+SelectType              = select/cons_tres
+SelectTypeParameters    = CR_CORE_MEMORY
+SlurmctldParameters     = preempt_send_user_signal,enable_configless
+SlurmdTimeout           = 300 sec
+SLURM_VERSION           = 24.11.5
+"""
+    )
+    assert config == SlurmConfig(
+        cluster="big",
+        version="24.11.5",
+        accounting=True,
+        enforced=("associations", "limits", "qos"),
+        job_requeue=False,
+        preempt_type="qos",
+        preempt_mode="GANG,SUSPEND",
+        signals_user=True,
+        kill_wait_s=30,
+        slurmd_timeout_s=300,
+        max_array_size=4001,
+        def_mem_per_cpu_mib=2000,
+        select="cons_tres",
+        hands_out_memory=True,
+        enforces_limits="ALL",
+        chooses_partition=True,
+        requeue_exit="1-3",
+    )
+
+
+def test_real_site_is_discovered_completely(slurm):
+    site, gaps = discover_site(environment(slurm.env), Site())
+    assert gaps == []
+    assert (site.slurm.cluster, site.slurm.job_requeue, site.slurm.accounting) == (slurm.name, True, False)
+    assert (site.slurm.kill_wait_s, site.slurm.slurmd_timeout_s) == (5, 3)
+    preemptible, urgent = site.partitions
+    assert (preemptible.name, preemptible.default, preemptible.max_time_s) == ("preemptible", True, None)
+    assert (preemptible.preempt_mode, preemptible.grace_time_s) == ("REQUEUE", 30)
+    assert (urgent.name, urgent.preempt_mode, urgent.priority_tier) == ("urgent", "OFF", 100)
+    assert preemptible.num_nodes == 4
+    assert {(group.cpus, group.num_gpus) for group in preemptible.groups} == {(8, 2)}
+
+
+def test_node_states_that_accept_no_job():
+    states = ["down*", "drained", "maint", "idle*", "idle", "mixed-", "allocated", "idle~", "planned"]
+    groups = [NodeGroup(names="n", num=1, cpus=1, memory_mib=1, state=state) for state in states]
+    assert [group.is_out for group in groups] == [True] * 4 + [False] * 5
+
+
+def test_missing_slurm_output_is_replaced_by_the_profile(tmp_path):
+    profile = Site(
+        slurm=SlurmConfig(cluster="c"),
+        partitions=(Partition(name="p", groups=(NodeGroup(names="n1", num=1, cpus=4, memory_mib=1),)),),
+    )
+    site, gaps = discover_site({"PATH": str(tmp_path)}, profile)
+    assert site == profile
+    assert gaps == [
+        "Cannot read the nodes (sinfo not found on PATH)",
+        "Cannot read Slurm's configuration (scontrol not found on PATH)",
+        "Cannot read the partitions (scontrol not found on PATH)",
+    ]
+
+
+SITE = Site(
+    slurm=SlurmConfig(cluster="c", version="23.02", kill_wait_s=60.0, enforces_limits="ANY"),
+    partitions=(
+        Partition(
+            name="gpu",
+            default=True,
+            max_time_s=3600.0,
+            allow_accounts=("a", "b"),
+            groups=(
+                NodeGroup(
+                    names="n[1-4]", num=4, cpus=64, memory_mib=512000, gpus={"a100": 4}, features=("ib",)
+                ),
+            ),
+        ),
+        Partition(name="cpu"),
+    ),
+    habits=SiteConventions(memory_option="refused", needs_time=True, containers=("pyxis",)),
+)
+
+
+def _read(tmp_path: Path, text: str) -> Site:
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    return resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(path)}).site
+
+
+def test_profile_round_trips(tmp_path):
+    assert _read(tmp_path, yaml.safe_dump({"site": write_profile(SITE)})) == SITE
+    assert _read(tmp_path, yaml.safe_dump({"site": write_profile(Site())})) == Site()
+    assert _read(tmp_path, "site:\n") == Site()
+
+
+def test_later_files_extend_the_site(tmp_path):
+    folder = tmp_path / "site.d"
+    folder.mkdir()
+    (folder / "1.yaml").write_text(yaml.safe_dump({"partition": "gpu", "site": write_profile(SITE)}))
+    (folder / "2.yaml").write_text("site:\n  habits: {requeue: no}\n")
+    settings = resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(folder)})
+    assert settings.options["partition"] == "gpu"
+    assert settings.site == replace(SITE, habits=replace(SITE.habits, requeue=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("site:\n  habbits: {}", r"site\.yaml:2: unknown key 'habbits' in site\. Did you mean 'habits'\?"),
+        ("site: {habits: {requeue: maybe}}", r"yaml:1: site\.habits\.requeue is 'maybe', .* true or false"),
+        ("site:\n  habits:\n    memory_option: some", r"yaml:3: .* must be accepted, ignored or refused"),
+        ("site: {slurm: {kill_wait_s: long}}", r"kill_wait_s is 'long', but must be a number"),
+        ("site: {partitions: gpu}", r"site\.partitions is 'gpu', but must be a list"),
+        ("site: {partitions: [{default: true}]}", r"site\.partitions\[0\] has no 'name'"),
+        ("site: {partitions: [{name: a, nodes: 3}]}", r"unknown key 'nodes' in site\.partitions\[0\]"),
+        ("site: [1]", r"site is a list, but must be a mapping"),
+        ("sites: {}", r"unknown option 'sites'\. Did you mean 'site'\?"),
+        ("profiles: {a: {site: {}}}", r"'site' is a section of configuration files"),
+    ],
+)
+def test_invalid_profile_is_refused_with_its_line(tmp_path, text, message):
+    with pytest.raises(SpecError, match=message):
+        _read(tmp_path, text)
+
+
+MOUNTS = """\
+/dev/vda / ext4 rw 0 0
+tmpfs /tmp tmpfs rw 0 0
+server:/home /home nfs4 rw,local_lock=none 0 0
+server:/a\\040b /mnt/a\\040b nfs rw 0 0
+fs /scratch fuse.beegfs rw 0 0
+fs /shared/tmp lustre rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "mount_point", "shared"),
+    [
+        ("/home/me/run", "/home", True),
+        ("/homes/me", "/", False),
+        ("/mnt/a b/c", "/mnt/a b", True),
+        ("/scratch", "/scratch", True),
+        ("/tmp/x", "/tmp", False),
+    ],
+)
+def test_mount_of_a_path_is_found(tmp_path, path, mount_point, shared):
+    table = tmp_path / "mounts"
+    table.write_text(MOUNTS)
+    mount = find_mount(path, table)
+    assert (mount.point, mount.is_shared) == (mount_point, shared)
+
+
+def test_node_local_folders():
+    assert is_node_local("/dev/shm/x")
+    assert not is_node_local("/home/me")
+    assert not is_node_local("/tmpfoo")

@@ -1,0 +1,134 @@
+"""Reactions of a submission to answers of fake Slurm commands."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+
+import pytest
+from helpers.fake_slurm import queued, recorded
+
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.command import SlurmCall, run_all, run_slurm
+
+
+def test_rejection_has_slurms_message_and_leaves_no_folder(fake_slurm, prepared, tmp_path):
+    stderr = (
+        "sbatch: error: invalid partition specified: big\nsbatch: error: Batch job submission failed: no\n"
+    )
+    fake_slurm.answer("sbatch", stderr=stderr, code=1)
+    with pytest.raises(
+        SchedulerError, match="invalid partition specified: big; Batch job submission failed: no"
+    ):
+        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("failure", ["it hangs", "Socket timed out on send/recv operation"])
+def test_lost_answer_of_sbatch_keeps_the_folder(fake_slurm, prepared, tmp_path, monkeypatch, failure):
+    submission = prepared(backend="slurm", run_dir="r", name="a b", environ=fake_slurm.environ)
+    if failure == "it hangs":
+        monkeypatch.setitem(run_slurm.__kwdefaults__, "timeout_s", 0.2)
+        (fake_slurm.folder / "sbatch").write_text("#!/bin/sh\nexec sleep 20\n")
+    else:
+        fake_slurm.answer("sbatch", stderr=f"sbatch: error: Batch job submission failed: {failure}\n", code=1)
+    with pytest.raises(SchedulerError, match="Check with `squeue --me --name='a b'`"):
+        submit_prepared(submission)
+    assert (tmp_path / "r" / "spec.yaml").exists()
+    assert (tmp_path / "r" / "job.sbatch").exists()
+
+
+def test_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunDir, "log_event", fail)
+    with pytest.raises(SchedulerError, match=r"Job 17 was submitted, but .*No space left"):
+        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+    assert (tmp_path / "r" / "spec.yaml").exists()
+
+
+def test_queued_job_is_active(fake_slurm, prepared):
+    submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+    fake_slurm.answer("squeue", queued("17", "PENDING", reason="Priority"))
+    with pytest.raises(SpecError, match="still active"):
+        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+    fake_slurm.answer("squeue", stderr="Unable to contact slurm controller", code=1)
+    with pytest.raises(SchedulerError, match="whether run r is still active"):
+        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+    fake_slurm.answer("squeue", "")
+    fake_slurm.answer("sacct", recorded("17", "FAILED"))
+    submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
+
+
+def test_cancel_refused_by_slurm_does_not_take_effect_later(fake_slurm, prepared):
+    """A remaining request would make the supervisor end the run at its next preemption."""
+    run = submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ, run_dir="r"))
+    fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(run.dir.path)))
+    fake_slurm.answer("scancel", stderr="scancel: error: Kill job error on job id 17: Busy\n", code=1)
+    with pytest.raises(SchedulerError, match="Busy"):
+        run.cancel()
+    assert not run.dir.cancel_request.exists()
+    fake_slurm.answer("scancel")
+    run.cancel()
+    assert run.dir.cancel_request.exists()
+
+
+def test_job_id_of_a_multi_cluster_sbatch_is_parsed(fake_slurm, prepared):
+    fake_slurm.answer("sbatch", "sbatch: lua: hello\n17;north\n")
+    assert submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ)).job_id == "17"
+
+
+def test_auto_uses_slurm_if_it_answers(fake_slurm, prepared):
+    assert prepared(backend="auto", environ=fake_slurm.environ).spec.backend == "slurm"
+    fake_slurm.answer("sinfo", stderr="sinfo: fatal: Could not establish a configuration source\n", code=1)
+    submission = prepared(backend="auto", environ=fake_slurm.environ)
+    assert submission.spec.backend == "local"
+    assert "sinfo failed: Could not establish a configuration source" in submission.notes[0]
+
+
+def test_first_failed_query_ends_the_others():
+    def start_calls(commands):
+        return [SlurmCall(command, dict(os.environ)) for command in commands]
+
+    start = time.monotonic()
+    commands = [["false"], ["sleep", "60"], ["no-such-command"]]
+    with pytest.raises(SchedulerError, match="false failed: exit code 1"):
+        run_all(start_calls(commands), probe_s=30)
+    with pytest.raises(SchedulerError, match=r"sleep did not respond within 0\.1 s"):
+        run_all(start_calls([["sleep", "60"], *commands]), probe_s=0.1)
+    assert time.monotonic() - start < 50, "all are waited for, so one that is not ended takes its minute"
+    answers = run_all(start_calls([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
+    assert [str(answer) for answer in answers] == [
+        "a\n",
+        "false failed: exit code 1",
+        "no-such-command not found on PATH",
+    ]
+
+
+def test_discarded_call_kills_its_process(tmp_path):
+    call = SlurmCall(["sleep", "60"], dict(os.environ))
+    process = call._process
+    del call
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_answer_within_the_timeout_can_be_read_later():
+    call = SlurmCall(["echo", "a"], dict(os.environ), timeout_s=0.2)
+    time.sleep(0.3)
+    assert call.answer() == ("a\n", "")
+
+
+def test_unrunnable_command_is_reported():
+    with pytest.raises(SchedulerError, match="cannot run echo: Argument list too long"):
+        run_slurm(["echo", "x" * 2**18], dict(os.environ))
+
+
+def test_call_may_have_long_input_and_be_read_late():
+    text = "x" * 10**6
+    call = SlurmCall(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
+    assert call.answer() == (f"{len(text)}\n", "")

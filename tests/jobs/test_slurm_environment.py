@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.slurm.environment import sbatch_env, strip_job_env
+
+RECORDINGS = Path(__file__).parents[1] / "cluster" / "recordings"
+
+USERS = {
+    "PATH": "/bin",
+    "SLURM_CONF": "/etc/slurm.conf",
+    "SLURM_CLUSTERS": "a",
+    "SLURM_JWT": "token",
+    "SBATCH_ACCOUNT": "mine",
+    "SALLOC_ACCOUNT": "mine",
+    "OMP_NUM_THREADS": "4",
+    "HPCTRAIN_SHARE_GPUS": "1",
+}
+
+#: Variables around a submission, as Slurm, torchrun, Open MPI, MPICH, horovodrun and submitit set them.
+CONTEXTS = {
+    "a rank of hpctrain": {
+        "HPCTRAIN_RUN_DIR": "/other",
+        "HPCTRAIN_ATTEMPT": "3",
+        "HPCTRAIN_LIFELINE_FD": "5",
+        "RANK": "3",
+        "NODE_RANK": "1",
+        "GROUP_RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    },
+    "an allocation": {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURM_MEM_PER_CPU": "100",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_TRES_PER_TASK": "cpu:1",
+        "SLURM_EXPORT_ENV": "NONE",
+        "SBATCH_MEM_BIND": "local",
+        "SBATCH_MEM_BIND_TYPE": "local",
+        "SPANK__SLURM_SPANK_OPTION_x": "1",
+        "_SLURM_SPANK_OPTION_pyxis_container_image": "x",
+    },
+    "a step": {
+        "SLURM_JOB_ID": "1",
+        "SLURM_CPU_BIND": "mask",
+        "SLURMD_TRES_BIND": "gpu:none",
+        "SRUN_DEBUG": "3",
+    },
+    "an array": {"SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "1"},
+    "leftovers of a step": {"SLURM_CPU_BIND": "mask", "SLURM_STEP_ID": "0"},
+    "formats": {
+        "SQUEUE_FORMAT": "%i",
+        "SINFO_FORMAT": "%i",
+        "SACCT_FORMAT": "x",
+        "SLURM_TIME_FORMAT": "relative",
+    },
+    "torchrun": {
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "0",
+        "ROLE_WORLD_SIZE": "2",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "x",
+    },
+    "mpirun of Open MPI": {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_MCA_pmix": "^s1,s2,cray,isolated",
+        "OMPI_MCA_orte_num_nodes": "1",
+        "PMIX_RANK": "1",
+        "PMIX_NAMESPACE": "862715905",
+    },
+    "srun --mpi=pmix": {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.1.0"},
+    "mpiexec of MPICH": {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "PMI_FD": "6",
+        "HYDI_CONTROL_FD": "7",
+        "MPI_LOCALNRANKS": "2",
+        "MPI_LOCALRANKID": "1",
+        "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "n1",
+    },
+    "horovodrun": {
+        "HOROVOD_RANK": "0",
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+        "HOROVOD_HOSTNAME": "n1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "1",
+        "HOROVOD_CONTROLLER": "gloo",
+    },
+    "submitit": {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_LOCAL_GLOBALID": "0"},
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_variables_around_the_submission_are_removed(context):
+    environ = {**USERS, **CONTEXTS[context]}
+    assert strip_job_env(environ) == USERS
+    assert sbatch_env(environ, []) == USERS
+
+
+#: The same in every job. Newer versions rename the bootstrap variables of mpirun.
+OF_EVERY_JOB = {
+    "ENVIRONMENT",
+    "HYDRA_BOOTSTRAP",
+    "HYDRA_LAUNCHER_EXTRA_ARGS",
+    "I_MPI_HYDRA_BOOTSTRAP",
+    "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
+    "OMPI_MCA_plm_slurm_args",
+    "PRTE_MCA_plm_slurm_args",
+}
+
+
+@pytest.mark.parametrize(
+    "recording",
+    sorted(RECORDINGS.rglob("*.json")),
+    ids=lambda path: str(path.relative_to(RECORDINGS).with_suffix("")),
+)
+def test_recorded_launcher_variables_are_removed(recording):
+    """Only variables of the shell, the user and every batch script remain."""
+    document = json.loads(recording.read_text())
+    for process in document["processes"]:
+        remaining = sbatch_env({**document["common"], **process["own"]}, [])
+        assert remaining.keys() <= {"PWD", "SLURM_CONF", "CUDA_VISIBLE_DEVICES", *OF_EVERY_JOB}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"OMPI_MCA_btl": "tcp,self", "OMPI_ALLOW_RUN_AS_ROOT": "1"},
+        {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native"},
+        {"HOROVOD_TIMELINE": "t.json"},
+        {"MPIR_CVAR_CH4_NETMOD": "ofi"},
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"SBATCH_MEM_BIND": "local"},
+    ],
+)
+def test_settings_of_the_user_are_kept(settings):
+    environ = {**USERS, **settings}
+    assert sbatch_env(environ, []) == environ
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"])
+def test_gpus_of_the_outer_job_are_kept_only_for_local_processes(name):
+    environ = {"SLURM_JOB_ID": "1", name: "2,3"}
+    assert sbatch_env(environ, []) == {}
+    assert strip_job_env(environ) == {name: "2,3"}
+
+
+def test_defaults_set_by_hpctrain_are_removed():
+    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    assert strip_job_env(apply_env_defaults({"PATH": "/bin"}, defaults)) == {"PATH": "/bin"}
+    assert strip_job_env(apply_env_defaults(USERS, defaults)) == USERS
+    twice = apply_env_defaults(apply_env_defaults({}, {"OMP_NUM_THREADS": "1"}), {"GLOO_SOCKET_IFNAME": "lo"})
+    assert strip_job_env(twice) == {}
+
+
+def test_default_thread_count_of_torchrun_is_removed():
+    environ = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
+    assert strip_job_env(environ) == {}
+    assert strip_job_env({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_directives_override_sbatch_variables():
+    environ = {
+        "SBATCH_PARTITION": "old",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_ERROR": "elsewhere",
+        "SBATCH_INPUT": "nowhere",
+        "SBATCH_CPUS_PER_GPU": "9",
+        "SBATCH_ACCOUNT": "mine",
+    }
+    assert sbatch_env(environ, ["partition", "time"]) == {"SBATCH_ACCOUNT": "mine"}
+
+
+def test_memory_directive_overrides_all_memory_variables():
+    environ = {"SBATCH_MEM_PER_NODE": "1", "SBATCH_MEM_PER_CPU": "1", "SBATCH_MEM_PER_GPU": "1"}
+    assert sbatch_env(environ, ["mem-per-cpu"]) == {}
+    assert sbatch_env(environ, ["switches"]) == environ
+    assert sbatch_env({"SBATCH_REQ_SWITCH": "1"}, ["switches"]) == {}

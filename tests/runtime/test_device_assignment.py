@@ -1,0 +1,184 @@
+"""Device assignment among ranks; without GPUs, the driver is faked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from helpers.commands import environment
+from torch.distributed import HashStore
+
+from hpctrain.authentication import new_secret
+from hpctrain.cluster import Ranks
+from hpctrain.errors import HpctrainError, RendezvousError, Unauthenticated
+from hpctrain.runtime import device_assignment as module
+from hpctrain.runtime.device_assignment import DeviceAssignment, assign_device, choose_device, visible_uuids
+from hpctrain.runtime.rendezvous.signed_store import SignedStore
+
+
+def ranks(rank: int, world_size: int, **fields: object) -> Ranks:
+    values = {
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": rank,
+        "local_world_size": world_size,
+        "node_rank": 0,
+        "num_nodes": 1,
+        "master_addr": "127.0.0.1",
+        "master_port": 1,
+        "environment": "slurm",
+    }
+    return Ranks(**{**values, **fields})
+
+
+def assign_all(
+    all_ranks: list[Ranks], environs: list[dict[str, str]]
+) -> list[DeviceAssignment | HpctrainError]:
+    """Return each rank's result of `assign_device`, called at the same time."""
+    store = HashStore()
+    results: dict[int, DeviceAssignment | HpctrainError] = {}
+
+    def assign(index: int) -> None:
+        try:
+            results[index] = assign_device(all_ranks[index], environs[index], store)
+        except HpctrainError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=assign, args=(index,)) for index in range(len(all_ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [results[index] for index in range(len(all_ranks))]
+
+
+@pytest.fixture
+def fake_driver(monkeypatch):
+    """A driver that shows the GPUs in the variable GPUS, a letter each."""
+    monkeypatch.setattr(module, "visible_uuids", lambda environ: tuple(environ["GPUS"]))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def gpus(*letters: str, **variables: str) -> list[dict[str, str]]:
+    return [{"GPUS": text, "SLURMD_NODENAME": "n1", **variables} for text in letters]
+
+
+def test_device_without_gpus_is_cpu():
+    environs = [{"SLURMD_NODENAME": "n1"}] * 3
+    assignments = assign_all([ranks(i, 3) for i in range(3)], environs)
+    assert assignments == [DeviceAssignment(torch.device("cpu"), False)] * 3
+    assert choose_device(ranks(0, 3), {}) == torch.device("cpu")
+
+
+def test_each_rank_takes_the_gpu_of_its_local_rank(fake_driver):
+    assignments = assign_all([ranks(i, 3) for i in range(3)], gpus("abc", "abc", "abc"))
+    assert assignments == [DeviceAssignment(torch.device("cuda", i), False) for i in range(3)]
+    assert choose_device(ranks(2, 3), *gpus("abc")) == torch.device("cuda", 2)
+
+
+def test_tasks_bound_to_alternating_gpu_pairs_take_distinct_gpus(fake_driver):
+    environs = gpus("ab", "cd", "ab", "cd", SLURM_GPUS_ON_NODE="4")
+    assignments = assign_all([ranks(i, 4) for i in range(4)], environs)
+    assigned = [
+        environ["GPUS"][result.device.index] for environ, result in zip(environs, assignments, strict=True)
+    ]
+    assert sorted(assigned) == list("abcd")
+
+
+def test_two_ranks_on_one_gpu_are_reported_on_all_ranks(fake_driver):
+    errors = assign_all([ranks(i, 3) for i in range(3)], gpus("a", "b", "a"))
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert "rank 0 on n1 and rank 2 on n1 would both use GPU a" in str(errors[0])
+
+
+@pytest.mark.parametrize("variables", [{"HPCTRAIN_SHARE_GPUS": "1"}, {"SLURM_NTASKS_PER_TRES": "2"}])
+def test_gpus_are_shared_on_request(fake_driver, variables):
+    assignments = assign_all([ranks(i, 3) for i in range(3)], gpus("a", "b", "a", **variables))
+    assert assignments == [DeviceAssignment(torch.device("cuda", 0), True)] * 3
+
+
+def test_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
+    all_ranks = [
+        ranks(0, 4, local_rank=0, local_world_size=1, node_rank=0, num_nodes=2),
+        *(ranks(i, 4, local_rank=i - 1, local_world_size=3, node_rank=1, num_nodes=2) for i in (1, 2, 3)),
+    ]
+    environs = [*gpus("ab"), *gpus("cd", "cd", "cd", SLURMD_NODENAME="n2")]
+    errors = assign_all(all_ranks, environs)
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert "rank 1 on n2: 3 ranks on this node (slurm), but only 2 GPUs are visible" in str(errors[0])
+
+
+def test_two_processes_with_one_rank_are_reported():
+    store = HashStore()
+    store.set("seats/1", '{"pid": 7, "host": "n9"}')
+    with pytest.raises(HpctrainError, match=r"Process 7 on n9 and process \d+ on n1 both claim rank 1"):
+        assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
+
+
+@pytest.mark.parametrize("entry", ["", "0" * 64, "[" * 60_000, '{"pid": 7, "host": "n9"}'], ids=len)
+@pytest.mark.parametrize("key", ["seats/1", "answers/1"])
+def test_entry_without_the_secret_is_refused_unread(key, entry):
+    store = HashStore()
+    store.set(key, f"{'0' * 64} {entry}")
+    with pytest.raises(Unauthenticated, match=key):
+        assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, SignedStore.wrap(store, new_secret()))
+
+
+def test_missing_ranks_are_reported(monkeypatch):
+    monkeypatch.setattr(module, "_READ_LIMIT_S", 0.1)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(RendezvousError, match=r"rank \[1-2\] of 3 did not join within 0 s of rank 0"):
+        assign_device(ranks(0, 3), {}, store)
+
+
+@pytest.mark.ranks
+def test_both_processes_with_one_placement_receive_the_error(tmp_path):
+    """Rank 0 hosts the store, so it must not exit first."""
+    script = (
+        "import os; from hpctrain.cluster import detect\n"
+        "from hpctrain.runtime.distributed_context import init_distributed\n"
+    )
+    script += "init_distributed(detect(os.environ), os.environ)"
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURMD_NODENAME": "n1",
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment({**step, "SLURM_PROCID": str(rank)}),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in both:
+        _, stderr = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert "HpctrainError: rank 0 on n1 has local rank 0 on node 0, and rank 1 on n1" in stderr
+
+
+@pytest.mark.gpu
+def test_uuids_are_those_of_the_driver():
+    from hpctrain.telemetry.sampling.nvml import count_gpus, list_gpu_uuids
+
+    seen = visible_uuids(os.environ)
+    assert len(seen) == count_gpus(os.environ)
+    assert set(seen) <= set(list_gpu_uuids())
+
+
+@pytest.mark.gpu
+def test_device_is_the_current_one_of_torch():
+    assert choose_device(ranks(0, 1), os.environ).index == torch.cuda.current_device()

@@ -1,0 +1,158 @@
+"""The end of a function on a rank. Whole jobs are in tests/e2e/test_executor.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.commands import environment
+
+from hpctrain.cluster import detect
+from hpctrain.errors import UserError
+from hpctrain.rundir import RunDir
+from hpctrain.runtime import function_worker
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining
+from hpctrain.serialization import CallPayload, FunctionCall
+
+PAYLOAD = CallPayload(b"", ("/of the program",))
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def make_context(world_size: int = 1) -> DistributedContext:
+    ranks = dataclasses.replace(detect({}), world_size=world_size, local_world_size=world_size)
+    return DistributedContext(ranks, torch.device("cpu"), None)
+
+
+class NextCall:
+    """Like submitit's DelayedSubmission."""
+
+    def __init__(self, called, *args, **kwargs):
+        self.function, self.args, self.kwargs = called, args, kwargs
+
+
+class Checkpointable:
+    def __init__(self, leave=None, following=True):
+        self.leave, self.following, self.step = leave, following, 0
+
+    def __call__(self, lr):
+        self.step += 1
+        if self.leave is not None:
+            raise self.leave
+        return lr
+
+    def checkpoint(self, lr):
+        return NextCall(self, lr / 2) if self.following else None
+
+
+@pytest.mark.parametrize(
+    ("code", "world_size"), [(SystemExit, 1), (SystemExit, 2), (StoppedBeforeTraining, 1)]
+)
+def test_next_call_is_the_result_of_checkpoint(run, code, world_size):
+    with pytest.raises(code):
+        function_worker._result_of(
+            FunctionCall(Checkpointable(code(75)), (8.0,)), PAYLOAD, run, make_context(world_size)
+        )
+    payload = CallPayload.read(run.resume_call)
+    assert payload.sys_path == ("/of the program",)
+    call = payload.deserialize()
+    assert (call.function.step, call.args) == (1, (4.0,))
+
+
+def test_checkpoint_of_several_ranks_is_not_called_without_consensus(run, capsys):
+    with pytest.raises(StoppedBeforeTraining):
+        function_worker._result_of(
+            FunctionCall(Checkpointable(StoppedBeforeTraining(75)), (8.0,)), PAYLOAD, run, make_context(2)
+        )
+    assert not run.resume_call.exists()
+    assert "hpctrain.should_stop()" in capsys.readouterr().out
+
+
+def test_checkpoint_may_end_the_run(run, capsys):
+    with pytest.raises(SystemExit):
+        function_worker._result_of(
+            FunctionCall(Checkpointable(SystemExit(75), following=False), (8.0,)),
+            PAYLOAD,
+            run,
+            make_context(),
+        )
+    assert run.cancel_request.exists()
+    assert "checkpoint() returned None" in capsys.readouterr().out
+
+
+def test_function_without_checkpoint_leaves_no_resume_call(run):
+    def leave():
+        raise SystemExit(75)
+
+    with pytest.raises(SystemExit):
+        function_worker._result_of(FunctionCall(leave), PAYLOAD, run, make_context())
+    assert not run.resume_call.exists()
+
+
+def test_submitit_checkpoint_name_takes_precedence():
+    call = functools.partial(print)
+    call.__submitit_checkpoint__ = "this"
+    call.checkpoint = "that"
+    assert function_worker._checkpoint_of(FunctionCall(call)) == "this"
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (ValueError("x"), True),
+        (UserError("x"), True),
+        (ModuleNotFoundError("x"), True),
+        (dist.DistNetworkError("x"), False),
+        (torch.AcceleratorError("x", 1), False),
+    ],
+)
+def test_deterministic_errors_are_final(run, error, final):
+    assert function_worker._is_final(error, PAYLOAD, run) is final
+
+
+def test_errors_are_not_final_with_a_checkpoint(run):
+    assert function_worker._is_final(ValueError(), PAYLOAD, run)
+    assert not function_worker._is_final(ValueError(), CallPayload(b"", (), retry_on_exception=True), run)
+    checkpoint = run.checkpoint(5)
+    checkpoint.mkdir(parents=True)
+    assert function_worker._is_final(ValueError(), PAYLOAD, run)
+    (checkpoint / "manifest.json").write_text("{}")
+    assert not function_worker._is_final(ValueError(), PAYLOAD, run)
+    shutil.rmtree(checkpoint)
+    assert function_worker._is_final(ValueError(), PAYLOAD, run)
+    (run.checkpoints / "mine.pt").touch()
+    assert not function_worker._is_final(ValueError(), PAYLOAD, run)
+    assert function_worker._is_final(UserError("another start cannot help"), PAYLOAD, run)
+
+
+POLL_SHOULD_STOP = """
+import sys, time, hpctrain
+print(hpctrain.should_stop(), flush=True)
+while not hpctrain.should_stop():
+    time.sleep(0.02)
+assert hpctrain.should_stop()
+assert "torch" not in sys.modules
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_script_can_ask_should_stop_without_torch(number):
+    command = [sys.executable, "-c", POLL_SHOULD_STOP]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "False\n"
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert f"stop requested by {number.name}" in out

@@ -1,0 +1,36 @@
+"""A rank whose last collective is still finishing when its script ends exits without an abort."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+EXCHANGES = """
+import atexit, torch, torch.distributed as dist
+from hpctrain.runtime.gloo_shutdown import shut_down_process_group, drain_gloo_threads
+{leave}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(100):
+    dist.all_reduce(torch.ones(50_000), async_op=True)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "leave", ["atexit.register(shut_down_process_group)", "atexit.register(drain_gloo_threads)"]
+)
+def test_pending_tensors_do_not_abort_the_exit(leave):
+    for _ in range(2):
+        script = EXCHANGES.format(leave=leave)
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_shutdown_without_torch_imports_nothing():
+    script = (
+        "import sys; from hpctrain.runtime.gloo_shutdown import *\n"
+        "shut_down_process_group(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

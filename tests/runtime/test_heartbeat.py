@@ -1,0 +1,88 @@
+"""Diagnostics of a hanging rank, with a fake flight recorder: without GPUs, there is no NCCL."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import pytest
+from torch._C import _distributed_c10d as c10d
+
+from hpctrain.cluster import detect
+from hpctrain.records.rank_phase import RankPhase
+from hpctrain.rundir import RunDir
+from hpctrain.runtime import heartbeat
+from hpctrain.runtime.rank_activity import RankActivity
+
+
+class FakeConnection:
+    def __init__(self) -> None:
+        self.sent: list[dict] = []
+
+    def send(self, message: dict) -> None:
+        self.sent.append(message)
+
+
+def report(tmp_path) -> tuple[RunDir, list[dict]]:
+    connection = FakeConnection()
+    heartbeat.report_diagnostics(RunDir(tmp_path), 2, detect({}), connection)
+    return RunDir(tmp_path), connection.sent
+
+
+@pytest.mark.parametrize("name", ["_dump_fr_trace_json", "_dump_nccl_trace_json"])
+def test_fake_flight_recorder_is_written(tmp_path, monkeypatch, name):
+    for other in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        monkeypatch.delattr(c10d, other, raising=False)
+    record = {"version": "2.10", "entries": [{"profiling_name": "nccl:all_reduce", "state": "started"}]}
+    monkeypatch.setattr(c10d, name, lambda: json.dumps(record).encode(), raising=False)
+    run, sent = report(tmp_path)
+    assert json.loads(run.collectives(2, 0).read_text()) == record
+    assert sent[-1] == {"written": True}
+
+
+@pytest.mark.parametrize("answer", [b'{"entries": []}', b'{"version": "2.10"}', RuntimeError("no recorder")])
+def test_empty_fake_flight_recorder_is_not_written(tmp_path, monkeypatch, answer):
+    def dump() -> bytes:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", dump, raising=False)
+    run, sent = report(tmp_path)
+    assert not run.collectives(2, 0).exists()
+    assert sent[-1] == {"written": True}
+
+
+def test_stacks_of_all_threads_and_location_of_the_main_thread(tmp_path, monkeypatch):
+    activity = RankActivity()
+    activity.set_phase(RankPhase.STEP)
+    monkeypatch.setattr(heartbeat, "activity", activity)
+    outcome = {}
+
+    def report_from_thread() -> None:
+        outcome["run"], outcome["sent"] = report(tmp_path)
+
+    thread = threading.Thread(target=report_from_thread)
+    thread.start()
+    thread.join()
+    stacks = outcome["run"].stacks(2, 0).read_text()
+    assert "in report_from_thread" in stacks
+    assert "in test_stacks_of_all_threads" in stacks
+    first = outcome["sent"][0]["told"]
+    assert (first["phase"], first["waits"]) == ("step", False)
+    assert "(threading.py:" in first["place"]
+
+
+def test_unwritable_folder_does_not_prevent_the_report(tmp_path):
+    (tmp_path / "failures").write_text("in the way")
+    _, sent = report(tmp_path)
+    assert [*map(list, sent)] == [["told"], ["written"]]
+
+
+def test_wait_for_other_ranks_is_recognized_by_its_module():
+    frame = sys._getframe()
+    assert heartbeat.describe_frame(frame)["waits"] is False
+    scope = {"__name__": "torch.distributed.distributed_c10d", "sys": sys}
+    exec("def wait():\n    return sys._getframe()\nframe = wait()", scope)
+    assert heartbeat.describe_frame(scope["frame"])["waits"] is True

@@ -1,0 +1,55 @@
+"""The log index that a rank writes for its standard output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from helpers.commands import environment
+from helpers.waiting import wait_for
+
+from hpctrain.files import read_json_lines
+
+_RANK = """
+import os, sys
+from pathlib import Path
+from hpctrain.runtime.log_index import start_log_index
+start_log_index(Path(sys.argv[1]), 3, interval_s=0.02)
+for line in sys.stdin:
+    os.write(1, line.encode())
+"""
+
+
+def _has_entries(path: Path, count: int) -> bool:
+    return len(list(read_json_lines(path))) == count
+
+
+def test_log_index_has_times_and_lengths(tmp_path):
+    index = tmp_path / "times.jsonl"
+    with (
+        open(tmp_path / "log", "wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(index)], stdin=subprocess.PIPE, stdout=log, env=environment()
+        ) as rank,
+    ):
+        assert rank.stdin is not None
+        for count in (1, 2):
+            rank.stdin.write(b"hello\n")
+            rank.stdin.flush()
+            wait_for(partial(_has_entries, index, count), 20, "a note")
+    records = list(read_json_lines(index))
+    assert [(record["rank"], record["bytes"]) for record in records] == [(3, 6), (3, 12)]
+    assert records[0]["time"] <= records[1]["time"]
+
+
+def test_unwritable_log_index_is_ignored(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", _RANK, str(tmp_path / "nowhere" / "times")],
+        input=b"hello\n",
+        capture_output=True,
+        env=environment(),
+        timeout=20,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"hello\n", b"")

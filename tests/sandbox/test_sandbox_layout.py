@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import SpecError, UserError
+from hpctrain.sandbox.allocate import allocate
+from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, folder_of, list_folders, list_names
+from hpctrain.sandbox.requirements import check_requirements
+from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
+
+PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
+
+
+def _layout(folder: Path, **shape: Any) -> SandboxLayout:
+    return SandboxLayout(folder, SandboxSize(**shape), port=26800, block=7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nodes": 0}, "1 to 64 nodes, but 0"),
+        ({"nodes": 65}, "1 to 64 nodes, but 65"),
+        ({"gpus_per_node": -1}, "0 to 16 GPUs per node, but -1"),
+        ({"cpus_per_node": 0}, "1 to 256 CPUs per node, but 0"),
+        ({"preempt_grace_s": -5}, "seconds of grace"),
+        ({"gpu_type": "a:100"}, "'a:100' is not a valid GPU type"),
+        ({"settings": ("JobRequeue",)}, "'JobRequeue' is not a valid slurm.conf line"),
+        ({"settings": ("A=b\nC=d",)}, "is not a valid slurm.conf line"),
+        ({"settings": ("NodeName=x CPUs=1",)}, "Set nodes with the options of this command"),
+    ],
+)
+def test_impossible_sizes_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        SandboxSize(**fields)
+
+
+@pytest.mark.parametrize("name", ["", "Big", "a_b", "../x", "a b", "-a", "a-", "1a", "a" * 16, "a\n"])
+def test_invalid_names_are_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="lower-case letters"):
+        folder_of(name)
+
+
+def test_nodes_ports_and_addresses_belong_together(tmp_path: Path) -> None:
+    plan = _layout(tmp_path / "box", nodes=3)
+    assert plan.nodes == ["box-1", "box-2", "box-3"]
+    assert plan.addresses == {"box-1": "127.26.7.1", "box-2": "127.26.7.2", "box-3": "127.26.7.3"}
+    assert list(plan.ports) == [26800, 26801, 26802, 26803]
+    plan = _layout(tmp_path / "box", nodes=3, accounting=True)
+    assert (list(plan.node_ports), plan.slurmdbd_port) == ([26801, 26802, 26803], 26804)
+    assert list(plan.ports) == [26800, 26801, 26802, 26803, 26804]
+
+
+def test_longest_path_fits_into_a_unix_socket() -> None:
+    plan = _layout(folder_of("a" * 15), nodes=64, accounting=True)
+    node = plan.nodes[-1]
+    # The socket of slurmstepd for the batch step of a job with Slurm's highest default id.
+    socket_path = plan.spool / node / f"{node}_67043328.4294967291"
+    assert len(str(socket_path)) <= 107
+    assert len(str(plan.munge_socket)) <= 107
+    assert len(str(plan.database_socket)) <= 107
+
+
+def test_layout_round_trips(tmp_path: Path) -> None:
+    for accounting in (False, True):
+        plan = _layout(tmp_path, nodes=2, preempt_grace_s=0, accounting=accounting)
+        plan.save()
+        assert SandboxLayout.load(tmp_path) == plan
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"shape": {"nodes": 0}, "port": 1, "block": 1}'])
+def test_damaged_layout_is_ignored(tmp_path: Path, content: str) -> None:
+    (tmp_path / "sandbox.json").write_text(content)
+    assert SandboxLayout.load(tmp_path) is None
+
+
+def test_concurrent_sandboxes_share_no_port_and_no_address(tmp_path: Path) -> None:
+    plans = []
+    for name, accounting in (("one", False), ("two", True), ("three", False)):
+        (tmp_path / name).mkdir()
+        plan = allocate(tmp_path / name, SandboxSize(nodes=5, accounting=accounting))
+        plan.save()
+        plans.append(plan)
+    assert len({port for plan in plans for port in plan.ports}) == 3 * 6 + 1
+    assert len({address for plan in plans for address in plan.addresses.values()}) == 3 * 5
+    assert list_names(tmp_path) == ["one", "three", "two"]
+
+
+def test_port_in_use_is_not_allocated(tmp_path: Path) -> None:
+    first = allocate(tmp_path / "one", SandboxSize(nodes=2))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", first.ports[1]))
+        listener.listen()
+        assert listener.getsockname()[1] not in allocate(tmp_path / "one", SandboxSize(nodes=2)).ports
+
+
+def test_no_sandboxes_without_the_root_folder(tmp_path: Path) -> None:
+    assert list_folders(tmp_path / "missing") == []
+
+
+def test_config_has_nodes_devices_and_partitions(tmp_path: Path) -> None:
+    plan = _layout(tmp_path / "box", preempt_grace_s=12)
+    conf = slurm_conf(plan, "here", 4096)
+    assert (
+        "NodeName=box-[1-4] NodeHostname=here NodeAddr=127.26.7.[1-4] Port=[26801-26804] "
+        "CPUs=8 RealMemory=4096 Gres=gpu:2 State=UNKNOWN"
+    ) in conf
+    assert (
+        "PartitionName=preemptible Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=12"
+        in conf
+    )
+    assert f"NodeName=box-[1-4] Name=gpu File={tmp_path}/box/dev/nvidia[0-1]" in gres_conf(plan)
+
+
+def test_config_has_slurmdbd_only_with_accounting(tmp_path: Path) -> None:
+    conf = slurm_conf(_layout(tmp_path / "box"), "here", 4096)
+    assert "AccountingStorageType=accounting_storage/none\n" in conf
+    assert "AccountingStoragePort" not in conf
+    conf = slurm_conf(_layout(tmp_path / "box", accounting=True), "here", 4096)
+    assert "AccountingStorageType=accounting_storage/slurmdbd\n" in conf
+    assert "AccountingStoragePort=26805\n" in conf
+    assert "Port=[26801-26804] " in conf
+
+
+def test_settings_replace_or_add_lines(tmp_path: Path) -> None:
+    lines = ("jobrequeue=0", "PartitionName=urgent Nodes=ALL MaxTime=3", "PartitionName=urgently Nodes=ALL")
+    plan = _layout(tmp_path / "box", gpu_type="a100", settings=lines)
+    default, conf = (slurm_conf(_layout(tmp_path / "box"), "here", 4096), slurm_conf(plan, "here", 4096))
+    changed = [line for line in conf.splitlines() if line not in default.splitlines()]
+    assert [line for line in changed if not line.startswith("NodeName=")] == list(lines)
+    assert " Gres=gpu:a100:2 " in conf
+    assert "JobRequeue=1" not in conf
+    assert "Name=gpu Type=a100 File=" in gres_conf(plan)
+    plan.folder.mkdir()
+    plan.save()
+    assert SandboxLayout.load(plan.folder) == plan
+
+
+def test_processes_have_the_default_time_of_slurm_between_sigterm_and_sigkill(tmp_path: Path) -> None:
+    assert "\nKillWait=30\n" in slurm_conf(_layout(tmp_path / "box"), "here", 4096)
+
+
+def test_config_of_one_node_with_and_without_gpus(tmp_path: Path) -> None:
+    plan = _layout(tmp_path / "box", nodes=1, gpus_per_node=1)
+    assert "NodeName=box-[1] " in slurm_conf(plan, "here", 4096)
+    assert gres_conf(plan).endswith("nvidia[0]\n")
+    plan = _layout(tmp_path / "box", gpus_per_node=0)
+    assert "gpu" not in slurm_conf(plan, "here", 4096)
+    assert gres_conf(plan) == ""
+
+
+@pytest.mark.parametrize(
+    ("system", "uid", "search_path", "message"),
+    [
+        ("Darwin", 0, None, "requires Linux, but this is Darwin.*--backend local"),
+        ("Linux", 0, "/nonexistent", "slurmctld.* not installed.*apt-get install slurm-wlm munge"),
+        ("Linux", 1000, "programs", "requires root .this is user 1000.*sudo"),
+    ],
+)
+def test_missing_requirements_are_reported(
+    tmp_path: Path, system: str, uid: int, search_path: str | None, message: str
+) -> None:
+    for program in PROGRAMS:
+        (tmp_path / program).touch(mode=0o755)
+    path = str(tmp_path) if search_path == "programs" else search_path or ""
+    with pytest.raises(UserError, match=message):
+        check_requirements(system, uid, path)
+
+
+def test_missing_accounting_requirements_are_reported_only_if_needed(tmp_path: Path) -> None:
+    for program in (*PROGRAMS, "slurmdbd", "sacct", "sacctmgr"):
+        (tmp_path / program).touch(mode=0o755)
+    check_requirements("Linux", 0, str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"mariadbd, .* is not installed.*apt-get install slurmdbd mariadb-server"
+    ):
+        check_requirements("Linux", 0, str(tmp_path), accounting=True)
+    for program in ("mariadbd", "mariadb-install-db", "my_print_defaults"):
+        (tmp_path / program).touch(mode=0o755)
+    check_requirements("Linux", 0, str(tmp_path), accounting=True)

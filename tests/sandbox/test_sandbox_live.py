@@ -1,0 +1,311 @@
+"""Sandboxes with real jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.commands import run_command
+from helpers.waiting import wait_for
+
+from hpctrain import sandbox
+from hpctrain.cluster.processes import ProcessInfo, processes
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.sandbox import daemons, etc_hosts, setup, slurm_conf
+from hpctrain.sandbox.layout import ROOT, folder_of
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """The name of this test's own sandbox; it is taken down at the end."""
+    name = f"live-{os.getpid()}"
+    try:
+        yield name
+    finally:
+        sandbox.down(name)
+
+
+def _sandbox_processes(name: str) -> list[ProcessInfo]:
+    """Return all processes with the sandbox's folder in their command line or environment."""
+    folder = str(folder_of(name))
+    return [
+        process
+        for process in processes()
+        if any(folder in word for word in (*process.argv, *process.environ.values()))
+    ]
+
+
+def _host_lines(name: str) -> list[str]:
+    """Return the hosts file without the lines of other sandboxes, which may change at any time."""
+    lines = etc_hosts.HOSTS.read_text().splitlines()
+    return [line for line in lines if "# hpctrain sandbox" not in line or line.endswith(f" {name}")]
+
+
+def _queue(box: sandbox.Sandbox, job: str) -> str:
+    return run_command(["squeue", "-h", "-j", job, "-o", "%T %r"], box.env).stdout.strip()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _text(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+def _sbatch(box: sandbox.Sandbox, script: str, log: Path, *options: str) -> str:
+    path = log.with_suffix(".sh")
+    path.write_text(f"#!/bin/bash\n{script}")
+    result = run_command(["sbatch", "--parsable", "-o", log, *options, path], box.env)
+    return result.stdout.strip()
+
+
+def test_each_task_gets_its_gpu_on_every_node(slurm: sandbox.Sandbox) -> None:
+    command = "echo $SLURMD_NODENAME $SLURM_LOCALID $CUDA_VISIBLE_DEVICES"
+    options = ["-N4", "-n8", "--ntasks-per-node=2", "--gpus-per-task=1", "--gpu-bind=none"]
+    all_gpus = run_command(["srun", "-N4", "--gpus-per-node=2", "sh", "-c", command], slurm.env)
+    assert sorted(all_gpus.stdout.splitlines()) == [f"{node} 0 0,1" for node in slurm.nodes]
+    one_gpu = run_command(["srun", *options, "sh", "-c", command], slurm.env)
+    assert sorted(line.split()[0] for line in one_gpu.stdout.splitlines()) == sorted(slurm.nodes * 2)
+
+
+def test_node_names_resolve(slurm: sandbox.Sandbox) -> None:
+    out = run_command(["getent", "hosts", *slurm.nodes]).stdout
+    assert dict(reversed(line.split()) for line in out.splitlines()) == slurm.plan.addresses
+
+
+def test_urgent_job_preempts_and_the_other_is_requeued(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
+    log = tmp_path / "job.out"
+    script = """
+echo start ${SLURM_RESTART_COUNT:-0}
+srun bash -c 'trap "echo TERM; exit 75" TERM; echo ready; while true; do sleep 0.1; done'
+echo srun said $?
+scontrol requeue $SLURM_JOB_ID
+sleep 30
+"""
+    job = _sbatch(slurm, script, log, "-N4", "--ntasks-per-node=2", "--gpus-per-node=2")
+    try:
+        wait_for(lambda: _text(log).count("ready") == 8, 20, "8 tasks")
+        run_command(["srun", "-p", "urgent", "-N1", "--gpus-per-node=2", "true"], slurm.env)
+        wait_for(lambda: _queue(slurm, job) == "PENDING BeginTime", 10, "the job to be back in the queue")
+        assert log.read_text().count("TERM\n") == 8, log.read_text()
+        assert "srun said 75" in log.read_text()
+        run_command(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], slurm.env)
+        wait_for(lambda: "start 1" in log.read_text(), 20, "the second start")
+    finally:
+        run_command(["scancel", job], slurm.env)
+        wait_for(lambda: not _queue(slurm, job).startswith(("RUN", "COMPL")), 20, "the end of the job")
+
+
+@pytest.mark.long
+def test_lost_node_is_detected_and_used_again(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
+    lost = slurm.nodes[2]
+    log = tmp_path / "job.out"
+    job = _sbatch(
+        slurm, "srun bash -c 'echo ready; sleep 100'", log, "-N4", "--no-requeue", "--gpus-per-node=1"
+    )
+    try:
+        wait_for(lambda: _text(log).count("ready") == 4, 20, "4 tasks")
+        slurm.kill_node(lost)
+        wait_for(
+            lambda: slurm.node_states()[lost] == "down*", 60, f"Slurm to notice that {lost} is gone", 0.5
+        )
+        wait_for(lambda: not _queue(slurm, job).startswith("RUN"), 20, "the end of the job")
+        assert slurm.daemons()[f"slurmd {lost}"] is None
+    finally:
+        slurm.start_node(lost)
+        run_command(["scancel", job], slurm.env)
+    assert run_command(["srun", "-w", lost, "printenv", "SLURMD_NODENAME"], slurm.env).stdout.strip() == lost
+
+
+def test_node_that_returns_before_detection_is_used(slurm: sandbox.Sandbox) -> None:
+    node = slurm.nodes[0]
+    slurm.kill_node(node)
+    slurm.start_node(node)
+    assert run_command(["srun", "-w", node, "printenv", "SLURMD_NODENAME"], slurm.env).stdout.strip() == node
+
+
+def test_unknown_node_is_refused(slurm: sandbox.Sandbox) -> None:
+    with pytest.raises(SpecError, match=r"has no node 'n9'\. Its nodes are pytest-"):
+        slurm.kill_node("n9")
+
+
+def test_up_and_down_beside_another_sandbox_leave_no_trace(
+    slurm: sandbox.Sandbox, name: str, tmp_path: Path
+) -> None:
+    before = _host_lines(name)
+    log = tmp_path / "job.out"
+    for _ in range(5):
+        box = sandbox.up(name, nodes=2, gpus_per_node=1)
+        assert set(box.node_states().values()) == {"idle"}
+        assert not set(box.plan.ports) & set(slurm.plan.ports)
+        # A task that leaves its session and clears its environment, and a pending job.
+        _sbatch(box, "env -i setsid sleep 300 & echo $!; sleep 300", log, "-N2", "--gpus-per-node=1")
+        _sbatch(box, "sleep 300", tmp_path / "queued.out", "-N2", "--gpus-per-node=1")
+        escaped = int(wait_for(partial(_text, log), 20, "the job's start"))
+        assert any(process.pid == escaped for process in processes())
+        box.down()
+        assert not any(process.pid == escaped for process in processes())
+        assert _sandbox_processes(name) == []
+        assert not folder_of(name).exists()
+        assert _host_lines(name) == before
+        log.unlink()
+    assert None not in slurm.daemons().values()
+    assert sandbox.find(name) is None
+    assert sandbox.down(name) is False
+
+
+def test_down_ends_a_job_that_ignores_sigterm(name: str, tmp_path: Path) -> None:
+    box = sandbox.up(name, nodes=1, gpus_per_node=0)
+    log = tmp_path / "job.out"
+    _sbatch(box, "trap '' TERM; echo started; while true; do sleep 0.2; done", log)
+    wait_for(partial(_text, log), 20, "the job's start")
+    box.down()
+    assert _sandbox_processes(name) == []
+
+
+def test_repeated_up_keeps_and_repairs_the_sandbox(name: str) -> None:
+    box = sandbox.up(name, nodes=1, gpus_per_node=0)
+    pids = box.daemons()
+    assert sandbox.up(name, nodes=1, gpus_per_node=0).daemons() == pids
+    with pytest.raises(SpecError, match=re.escape("1 node × (8 CPUs, 0 GPUs), 30 s grace, but 2 nodes")):
+        sandbox.up(name, nodes=2, gpus_per_node=0)
+    for process in processes():
+        if process.pid in (pids["slurmctld"], pids["munged"]):
+            process.kill()
+    wait_for(lambda: box.daemons()["slurmctld"] is None, 5, "the end of slurmctld")
+    repaired = sandbox.up(name, nodes=1, gpus_per_node=0).daemons()
+    assert None not in repaired.values()
+    assert repaired[f"slurmd {name}-1"] == pids[f"slurmd {name}-1"]
+
+
+def test_up_after_a_killed_up_starts_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        # As after SIGKILL: no clean-up runs, and no layout was saved.
+        patch.setattr(setup, "remove", lambda *_, **__: None)
+        patch.setattr(setup.SandboxLayout, "save", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sandbox.up(name, nodes=1)
+    assert folder_of(name).exists()
+    assert sandbox.up(name, nodes=2).node_states() == {f"{name}-1": "idle", f"{name}-2": "idle"}
+
+
+def test_up_restores_lost_host_lines(name: str) -> None:
+    box = sandbox.up(name, nodes=1, gpus_per_node=0)
+    lines = _host_lines(name)
+    etc_hosts.remove_hosts(name)
+    sandbox.up(name, nodes=1, gpus_per_node=0)
+    assert _host_lines(name) == lines
+    assert f"{box.nodes[0]} " in lines[0]
+
+
+@pytest.mark.parametrize("remains", ["an empty folder", "no plan", "nothing but processes"])
+def test_down_removes_the_remains_of_a_crash(name: str, remains: str) -> None:
+    before = _host_lines(name)
+    if remains == "an empty folder":
+        folder_of(name).mkdir(parents=True)
+    else:
+        box = sandbox.up(name, nodes=1, gpus_per_node=1)
+        (box.plan.folder / "sandbox.json").unlink()
+        if remains == "nothing but processes":
+            run_command(["rm", "-rf", box.plan.folder])
+    sandbox.down(name)
+    assert _sandbox_processes(name) == []
+    assert not folder_of(name).exists()
+    assert _host_lines(name) == before
+
+
+def test_daemon_that_does_not_start_is_reported_with_its_log(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _host_lines(name)
+    broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={state}", "StateSaveLocation=/dev/null")
+    monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
+    with pytest.raises(
+        SchedulerError, match=r"slurmctld ended; its log .*slurmctld\.log ends:\n.*fatal: .*/dev/null"
+    ):
+        sandbox.up(name, nodes=1, gpus_per_node=0, limit_s=20)
+    assert _sandbox_processes(name) == []
+    assert not folder_of(name).exists()
+    assert _host_lines(name) == before
+
+
+def test_daemon_that_refuses_its_config_is_quoted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = slurm_conf._SLURM_CONF.replace("select/cons_tres", "select/nonsense")
+    monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
+    with pytest.raises(SchedulerError, match=r"(slurmctld|slurmd) .*select/nonsense"):
+        sandbox.up(name, nodes=1, gpus_per_node=0, limit_s=20)
+    assert _sandbox_processes(name) == []
+
+
+def test_job_cannot_take_down_its_own_sandbox(slurm: sandbox.Sandbox) -> None:
+    code = f"from hpctrain import sandbox; sandbox.down({slurm.name!r})"
+    result = run_command(["srun", sys.executable, "-c", code], slurm.env, check=False)
+    assert f"This process runs in a job of sandbox {slurm.name}" in result.stderr
+    assert None not in slurm.daemons().values()
+
+
+def test_files_are_readable_for_all_users_except_the_key(slurm: sandbox.Sandbox) -> None:
+    plan = slurm.plan
+    modes = {
+        path.name: path.stat().st_mode & 0o777 for path in (ROOT, plan.conf, plan.munge, plan.munge / "key")
+    }
+    assert modes == {ROOT.name: 0o755, "slurm.conf": 0o644, "munge": 0o755, "key": 0o400}
+
+
+def _recorded_states(box: sandbox.Sandbox, job: str) -> list[str]:
+    """Return the states of a job in accounting."""
+    return run_command(["sacct", "-nXP", "-o", "State", "-j", job], box.env).stdout.split()
+
+
+def test_accounting_is_separate_and_survives_its_daemons(
+    accounting: sandbox.Sandbox, name: str, tmp_path: Path
+) -> None:
+    box = sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
+    assert {"mariadbd", "slurmdbd"} < set(box.daemons())
+    assert None not in box.daemons().values()
+    for daemon in ("mariadbd", "slurmdbd"):
+        assert os.stat(f"/proc/{box.daemons()[daemon]}").st_uid != 0
+    job = _sbatch(box, "exit 3", tmp_path / "job.out")
+    wait_for(lambda: _recorded_states(box, job) == ["FAILED"], 20, "the record of the job")
+    users = run_command(["sacct", "-nXP", "-S", "now-1hours", "-o", "Cluster"], accounting.env).stdout.split()
+    assert name not in users
+
+    pids = box.daemons()
+    for process in processes():
+        if process.pid in (pids["mariadbd"], pids["slurmdbd"]):
+            process.kill()
+    wait_for(lambda: box.daemons()["slurmdbd"] is None, 5, "the end of slurmdbd")
+    assert None not in sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True).daemons().values()
+    assert _recorded_states(box, job) == ["FAILED"]
+    box.down()
+    assert _sandbox_processes(name) == []
+    assert not folder_of(name).exists()
+    assert None not in accounting.daemons().values()
+
+
+def test_database_that_does_not_start_is_reported_with_its_log(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        daemons, "mariadbd_argv", lambda plan: ("mariadbd", "--no-defaults", "--datadir=/nowhere")
+    )
+    with pytest.raises(
+        SchedulerError, match=r"mariadbd ended; its log .*mariadbd\.log ends:\n(.*\n)*.*/nowhere"
+    ):
+        sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
+    assert _sandbox_processes(name) == []
+    assert not folder_of(name).exists()
+
+
+def test_sacct_without_accounting_is_an_error(slurm: sandbox.Sandbox) -> None:
+    result = run_command(["sacct"], slurm.env, check=False)
+    assert result.returncode == 1
+    assert "accounting storage is disabled" in result.stderr

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.waiting import wait_for
+
+from hpctrain.cluster.processes import ProcessInfo, processes
+from hpctrain.errors import SchedulerError
+from hpctrain.sandbox.daemons import NODE_VARIABLE, SANDBOX_VARIABLE, belongs_to_sandbox
+from hpctrain.sandbox.lock import sandbox_lock
+from hpctrain.sandbox.processes import kill_all
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+#: A child in its own session, without any variable, whose parent has one.
+_ESCAPE = "env -i setsid sleep 61 & echo $!; exec sleep 62"
+
+
+def _alive(pid: int) -> bool:
+    return any(process.pid == pid for process in processes())
+
+
+def test_own_process_is_listed() -> None:
+    own_process = next(process for process in processes() if process.pid == os.getpid())
+    assert own_process.parent == os.getppid()
+    assert own_process.environ["PATH"]
+    assert "\0".join((*own_process.argv, "")) == Path("/proc/self/cmdline").read_text()
+
+
+def test_matching_processes_and_their_descendants_are_killed() -> None:
+    marker = f"test-{os.getpid()}"
+    with (
+        subprocess.Popen(
+            ["sh", "-c", _ESCAPE], env={**os.environ, "MARK": marker}, stdout=subprocess.PIPE, text=True
+        ) as target,
+        subprocess.Popen(["sleep", "63"]) as other,
+    ):
+        assert target.stdout is not None
+        escaped = int(target.stdout.readline())
+        try:
+            kill_all(lambda process: process.environ.get("MARK") == marker, "test")
+            assert target.wait(5) == -9
+            wait_for(lambda: not _alive(escaped), 5, "the end of the grandchild")
+            assert other.poll() is None
+        finally:
+            other.kill()
+            target.kill()
+
+
+def test_reused_pid_is_not_killed() -> None:
+    with subprocess.Popen(["sleep", "64"]) as child:
+        try:
+            current = next(process for process in processes() if process.pid == child.pid)
+            earlier = ProcessInfo(
+                current.pid, current.parent, current.started - 1, current.argv, current.environ
+            )
+            earlier.kill()
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(0.2)
+        finally:
+            child.kill()
+
+
+def test_zombie_is_not_a_living_process() -> None:
+    with subprocess.Popen(["true"]) as child:
+        wait_for(lambda: not _alive(child.pid), 5, "the end of `true`")
+
+
+def _process(**environ: str) -> ProcessInfo:
+    return ProcessInfo(1, 0, 0, ("x",), environ)
+
+
+def test_processes_of_a_sandbox_are_recognized(tmp_path: Path) -> None:
+    box = tmp_path / "box"
+    conf = str(box / "slurm.conf")
+    slurmd = _process(**{SANDBOX_VARIABLE: str(box), NODE_VARIABLE: "box-2"})
+    rank = _process(SLURM_CONF=conf, SLURMD_NODENAME="box-2")
+    users_shell = _process(SLURM_CONF=conf)
+    elsewhere = _process(SLURM_CONF="/etc/slurm/slurm.conf", SLURMD_NODENAME="box-2")
+    assert [belongs_to_sandbox(box, process) for process in (slurmd, rank, users_shell, elsewhere)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [belongs_to_sandbox(box, process, "box-2") for process in (slurmd, rank, users_shell)] == [
+        True,
+        True,
+        False,
+    ]
+    assert not any(belongs_to_sandbox(box, process, "box-1") for process in (slurmd, rank))
+
+
+def test_lock_is_exclusive_and_its_folder_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    inside: list[int] = []
+    counts: list[int] = []
+
+    def worker(number: int) -> None:
+        for _ in range(20):
+            with sandbox_lock(root, limit_s=30):
+                inside.append(number)
+                counts.append(len(inside))
+                time.sleep(0.001)
+                inside.remove(number)
+
+    threads = [threading.Thread(target=worker, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counts) == 80
+    assert max(counts) == 1
+    assert not root.exists()
+
+
+def test_waiting_for_the_lock_has_a_limit(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with (
+        sandbox_lock(root),
+        pytest.raises(SchedulerError, match="Another sandbox command"),
+        sandbox_lock(root, limit_s=0.1),
+    ):
+        pass
+    assert not root.exists()
+
+
+def test_lock_keeps_a_folder_in_use(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with sandbox_lock(root):
+        (root / "box").mkdir()
+    assert (root / "box").is_dir()

@@ -1,0 +1,158 @@
+"""The attempt monitor with a fake step: reactions to exits, stops and missing ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+
+import pytest
+
+from hpctrain.errors import SchedulerError
+from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.job_control.slurm import SlurmJobControl
+from hpctrain.supervisor.launch.job_step import SignalReceived, StepEnded, TaskExit
+from hpctrain.supervisor.policy.outcome import AttemptOutcome
+from hpctrain.supervisor.workers import attempt_monitor
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+
+
+class FakeStep:
+    """Records its signals; ends when killed, unless it is stubborn."""
+
+    def __init__(self, events, stubborn=False):
+        self.events, self.stubborn = events, stubborn
+        self.signals: list[signal.Signals] = []
+        self.killed = False
+
+    def signal(self, number):
+        self.signals.append(number)
+
+    def kill(self):
+        self.killed = True
+        if not self.stubborn:
+            self.events.put(StepEnded(137))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _short_limits(monkeypatch):
+    for name in ("_FAILURE_GRACE_S", "_EXIT_GRACE_S", "STOP_GRACE_S", "CANCEL_GRACE_S", "_KILL_LIMIT_S"):
+        monkeypatch.setattr(attempt_monitor, name, 0.05)
+
+
+class Local(LocalJobControl):
+    def __init__(self):
+        self._limit_s = None
+
+
+def monitor(*past_events, job=None, stubborn=False, ends_in=None, lead=0.1):
+    events = queue.SimpleQueue()
+    for event in past_events:
+        events.put(event)
+    step = FakeStep(events, stubborn)
+    ends_at = None if ends_in is None else time.monotonic() + ends_in
+    attempt = AttemptMonitor(
+        events=events, job_control=job or Local(), ends_at=ends_at, stop_before_limit_s=lead
+    )
+    return attempt.wait(step), step, attempt
+
+
+def test_all_ranks_done():
+    outcome, step, _ = monitor(TaskExit(0, 0), TaskExit(1, 0), StepEnded(0))
+    assert outcome is AttemptOutcome.DONE
+    assert not step.killed
+
+
+def test_peers_of_a_failed_rank_are_killed():
+    outcome, step, attempt = monitor(TaskExit(3, None, signal.SIGKILL))
+    assert outcome is AttemptOutcome.FAILED
+    assert step.killed
+    assert [task.rank for task in attempt.exits] == [3]
+
+
+def test_ranks_that_do_not_stop_are_killed_and_the_attempt_is_stopped():
+    outcome, step, _ = monitor(TaskExit(0, 75))
+    assert outcome is AttemptOutcome.STOPPED
+    assert step.killed
+
+
+def test_step_that_could_not_start():
+    assert monitor(StepEnded(1, "srun: error: Unable to create step"))[0] is AttemptOutcome.NOT_STARTED
+
+
+def test_preemption_is_forwarded_and_unresponsive_ranks_are_killed():
+    outcome, step, _ = monitor(SignalReceived(signal.SIGUSR2))
+    assert step.signals == [signal.SIGTERM]
+    assert step.killed
+    assert outcome is AttemptOutcome.STOPPED
+
+
+def test_second_cancel_kills_unresponsive_ranks(monkeypatch):
+    monkeypatch.setattr(attempt_monitor, "CANCEL_GRACE_S", 60.0)
+    outcome, step, _ = monitor(SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM))
+    assert step.signals == [signal.SIGTERM]
+    assert step.killed
+    assert outcome is AttemptOutcome.STOPPED
+
+
+def test_signal_sent_by_slurm_is_not_forwarded(tmp_path):
+    spec = JobSpec(
+        script="/x.py", name="x", run_id="x", run_dir="/x", backend="slurm", python="p", workdir="/"
+    )
+    job = SlurmJobControl(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
+    outcome, step, attempt = monitor(SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job)
+    assert step.signals == []
+    assert not step.killed
+    assert outcome is AttemptOutcome.STOPPED
+    assert attempt.signals == [signal.SIGTERM]
+
+
+def test_time_limit_sends_a_signal_and_then_kills():
+    outcome, step, _ = monitor(ends_in=0.3, lead=0.2)
+    assert step.signals == [signal.SIGUSR2]
+    assert step.killed
+    assert outcome is AttemptOutcome.OUT_OF_TIME
+
+
+def test_unreachable_controller_before_the_time_limit_does_not_fail_the_run(monkeypatch, caplog):
+    def unreachable(self, number):
+        raise SchedulerError("squeue says: Unable to contact slurm controller")
+
+    monkeypatch.setattr(FakeStep, "signal", unreachable)
+    outcome, _, _ = monitor(TaskExit(0, 75), ends_in=5.0, lead=10.0)
+    assert outcome is AttemptOutcome.STOPPED
+    assert "cannot signal the ranks: squeue says" in caplog.text
+
+
+def test_step_that_survives_its_kill_is_an_error():
+    with pytest.raises(TimeoutError, match="still running"):
+        monitor(TaskExit(0, 1), stubborn=True)
+
+
+def test_job_id_of_a_local_run_is_the_process_id():
+
+    spec = JobSpec(
+        script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"
+    )
+    assert LocalJobControl(spec).job_id == str(os.getpid())
+
+
+def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):
+    monkeypatch.setattr(attempt_monitor, "_EXIT_GRACE_S", 60.0)
+    monkeypatch.setattr(attempt_monitor, "_REQUEUE_S", 12.0)
+    monkeypatch.setattr(attempt_monitor, "_MIN_EXIT_GRACE_S", 0.05)
+
+    class Slurm(Local):
+        def seconds_left(self):
+            return 12.1
+
+    start = time.monotonic()
+    outcome, step, _ = monitor(TaskExit(0, 75), job=Slurm())
+    assert (outcome, step.killed) == (AttemptOutcome.STOPPED, True)
+    assert time.monotonic() - start < 5

@@ -1,0 +1,165 @@
+"""The supervisor on a full or missing disk: it buffers writes in memory and flushes them later."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from helpers.disks import mounted_disk
+from helpers.waiting import wait_for
+
+from hpctrain.errors import HpctrainError
+from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor import buffered_storage
+from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
+from hpctrain.supervisor.run_end import finish_run
+
+
+@pytest.fixture(autouse=True)
+def _short_intervals(monkeypatch):
+    monkeypatch.setattr(buffered_storage, "_RETRY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(buffered_storage, "_VANISHED_LIMIT_S", 0.2)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 kB."""
+    with mounted_disk(tmp_path / "disk", "size=256k,nr_inodes=12") as folder:
+        yield folder
+
+
+def fill(disk: Path) -> None:
+    """Leave space for no byte and no file."""
+    with open(disk / "filler", "ab", buffering=0) as file:
+        for size in (4096, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    for number in range(20):
+        try:
+            (disk / f"filler-{number}").touch()
+        except OSError:
+            return
+    raise AssertionError("there is always room for another file")
+
+
+def free(disk: Path) -> None:
+    for path in disk.glob("filler*"):
+        path.unlink()
+
+
+def kinds(run: RunDir) -> list[str]:
+    return [event["kind"] for event in run.read_events()]
+
+
+def test_writes_to_a_full_disk_are_buffered_and_flushed_later(disk):
+    run = RunDir(disk, BufferedStorage(disk))
+    run.spec.touch()
+    assert run.new_attempt() == 0
+    run.log_event("started", 0)
+    before = run.events.stat().st_size
+    fill(disk)
+    for i in range(300):
+        run.log_event("failure", 0, rank=i, cause="x" * 100)
+    run.write(run.failure(0, 0), "how")
+    assert run.new_attempt() == 1
+    assert run.new_attempt() == 2
+    assert run.attempts() == [0, 1, 2]
+    assert kinds(run) == ["started"] + ["failure"] * 300, "what waits counts"
+    assert len(kinds(RunDir(disk))) < 100, "the disk was full"
+    assert "disk full at" in str(run.storage.pending_reason)
+    free(disk)
+    wait_for(lambda: len(kinds(RunDir(disk))) == 301, 10, "what waits to be written")
+    wait_for(run.failure(0, 0).exists, 10, "the file that waits")
+    assert run.storage.pending_reason is None
+    assert run.events.stat().st_size > before
+
+
+def test_failed_run_on_a_full_disk_prints_its_end_after_a_limit(disk, capsys):
+    run = RunDir(disk, BufferedStorage(disk))
+    fill(disk)
+    run.log_event("started", 0)
+    finish_run(run, "FAILED", "rank 1 died")
+    start = time.monotonic()
+    run.storage.flush_pending(0.3)
+    assert time.monotonic() - start < 5
+    printed = [
+        line.partition(": {")[2] for line in capsys.readouterr().err.splitlines() if '"finished"' in line
+    ]
+    assert json.loads("{" + printed[0])["cause"].startswith("rank 1 died; disk full at ")
+
+
+def test_reserved_space_holds_the_end_of_a_failed_run(disk):
+    run = RunDir(disk, BufferedStorage(disk))
+    run.storage.reserve_space()
+    fill(disk)
+    run.log_event("failure", 0, rank=1, cause="rank 1 died")
+    finish_run(run, "FAILED", "rank 1 died")
+    run.storage.flush_pending(5)
+    failure, finished = RunDir(disk).read_events()
+    assert failure["cause"] == "rank 1 died"
+    assert "disk full at" in finished["cause"]
+    assert not run.storage.reserve_file.exists()
+
+
+def test_log_is_buffered(disk, capsys):
+    handler = BufferedLogHandler(disk / "supervisor.log")
+    fill(disk)
+    for i in range(3):
+        handler.emit(logging.makeLogRecord({"msg": f"line {i}"}))
+    assert "supervisor.log: No space left" in capsys.readouterr().err
+    free(disk)
+    handler.lines.flush()
+    assert (disk / "supervisor.log").read_text() == "line 0\nline 1\nline 2\n"
+
+
+def test_missing_folder_ends_the_run_and_is_not_created(tmp_path):
+    run = RunDir(tmp_path / "run", BufferedStorage(tmp_path / "run"))
+    with pytest.raises(HpctrainError, match="has vanished"):
+        run.new_attempt()
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO])
+def test_disk_errors_are_distinguished_from_others(number):
+    assert "/x" in str(describe_disk_error(OSError(number, "what"), Path("/x")))
+    assert describe_disk_error(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
+
+
+@pytest.mark.slow
+def test_supervisor_with_all_output_on_a_full_disk_ends_without_a_traceback(disk, tmp_path):
+    """The job's own log is also on the disk, which was full before the start."""
+    run = RunDir(disk)
+    script = tmp_path / "script.py"
+    script.write_text("print('here')\n")
+    spec = JobSpec(
+        script=str(script),
+        name="x",
+        run_id="x",
+        run_dir=str(disk),
+        backend="local",
+        python=sys.executable,
+        workdir=str(tmp_path),
+        ntasks_per_node=1,
+    )
+    run.spec.write_text(spec.text())
+    run.lock.touch()
+    stderr_file = tmp_path / "said"
+    with open(stderr_file, "wb") as errors, open(disk / "output", "ab") as output:
+        fill(disk)
+        command = [sys.executable, "-m", "hpctrain.supervisor", str(disk)]
+        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
+    wait_for(lambda: "cannot write" in stderr_file.read_text(), 60, "the supervisor to notice")
+    free(disk)
+    assert process.wait(100) == 0, stderr_file.read_text()
+    assert "Traceback" not in stderr_file.read_text()
+    assert kinds(run)[-1] == "finished"

@@ -1,0 +1,156 @@
+"""Hang detection, and the rank that the others wait for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpctrain.supervisor.workers.hang_detection import HangDetector, PhaseLimits, RankSnapshot, blocking_ranks
+
+
+def trained_detector(
+    steps: int, seconds: float, ranks: int = 2, floor_s: float | None = 60.0
+) -> HangDetector:
+    """Return a detector after that many steps, each of that many seconds."""
+    detector = HangDetector(PhaseLimits(floor_s))
+    for step in range(steps + 1):
+        for rank in range(ranks):
+            detector.on_heartbeat(rank, "step", step, step, step * seconds)
+    return detector
+
+
+def test_hang_is_detected_after_the_floor_without_progress():
+    detector = trained_detector(5, 1.0)
+    assert detector.find_hang(64.0) is None
+    overdue = detector.find_hang(66.0)
+    assert overdue is not None
+    assert (overdue.seconds, overdue.limit_s) == (61.0, 60.0)
+
+
+def test_limit_grows_with_the_longest_step():
+    detector = trained_detector(5, 20.0)
+    assert detector.find_hang(100.0 + 199.0) is None
+    assert detector.find_hang(100.0 + 201.0) is not None
+
+
+def test_learned_durations_survive_an_attempt():
+    limits = trained_detector(5, 20.0).limits
+    restored = HangDetector(PhaseLimits(60.0, dict(limits.max_duration_s)))
+    restored.on_heartbeat(0, "step", 1, 1, 0.0)
+    assert restored.find_hang(199.0) is None
+    assert restored.find_hang(201.0) is not None
+
+
+def test_progress_of_one_rank_is_enough():
+    detector = trained_detector(5, 1.0)
+    detector.on_heartbeat(1, "step", 6, 6, 60.0)
+    assert detector.find_hang(100.0) is None
+
+
+def test_phase_with_the_longest_limit_counts():
+    detector = trained_detector(5, 1.0)
+    detector.on_heartbeat(0, "save", 5, 6, 6.0)
+    assert detector.find_hang(700.0) is None
+    assert detector.find_hang(6.0 + 12 * 60.0 + 1.0) is not None
+
+
+def test_last_phase_of_a_silent_rank_does_not_count():
+    """A rank that holds Python's lock in its fifth step sent its last heartbeat before the first."""
+    detector = HangDetector(PhaseLimits(60.0, {"load": 40.0}))
+    detector.on_heartbeat(1, "load", 0, 1, 0.0)
+    for second in range(100):
+        detector.on_heartbeat(0, "step", 5, 5, float(second))
+        detector.on_message(0, float(second))
+    overdue = detector.find_hang(99.0)
+    assert overdue is not None
+    assert overdue.limit_s == 60.0
+    detector.on_message(1, 99.0)
+    assert detector.find_hang(99.0) is None
+
+
+def test_heartbeat_without_progress_does_not_prevent_a_hang():
+    detector = trained_detector(5, 1.0)
+    for second in range(6, 70):
+        detector.on_heartbeat(0, "step", 5, 5, float(second))
+        detector.on_heartbeat(1, "step", 5, 5, float(second))
+    assert detector.find_hang(70.0) is not None
+
+
+def test_first_step_may_take_longer():
+    detector = trained_detector(0, 1.0)
+    assert detector.find_hang(350.0) is None
+    assert detector.find_hang(361.0) is not None
+
+
+def test_end_of_a_script_has_no_limit():
+    detector = HangDetector(PhaseLimits(60.0))
+    detector.on_heartbeat(0, "end", 0, 0, 0.0)
+    assert detector.find_hang(1e9) is None
+
+
+def test_idle_start_has_a_longer_limit():
+    detector = HangDetector(PhaseLimits(60.0))
+    detector.on_heartbeat(0, "start", 0, 0, 0.0)
+    assert detector.find_hang(360.0) is None
+    assert detector.find_hang(361.0) is not None
+    detector.on_heartbeat(0, "start", 0, 1, 361.0)
+    assert detector.find_hang(700.0) is None
+
+
+def test_busy_script_without_steps_hangs_after_twelve_times_the_limit():
+    detector = HangDetector(PhaseLimits(60.0))
+    detector.on_heartbeat(0, "script", 5, 5, 0.0)
+    for second in range(1, 800):
+        detector.on_heartbeat(0, "script", 5, 5 + second, float(second))
+    assert detector.find_hang(720.0) is None
+    assert detector.find_hang(800.0).limit_s == 720.0
+
+
+def test_idle_script_hangs_after_the_limit_and_evaluations_extend_step_gaps():
+    detector = HangDetector(PhaseLimits(60.0))
+    detector.on_heartbeat(0, "script", 5, 5, 0.0)
+    assert detector.find_hang(61.0).limit_s == 60.0
+    for second in range(1, 200):
+        detector.on_heartbeat(0, "script", 5, 5 + second, float(second))
+    detector.on_heartbeat(0, "script", 6, 205, 200.0)
+    assert detector.limits.limit_s("step gap") == 2000.0
+
+
+def test_no_hang_is_detected_without_a_floor():
+    assert trained_detector(5, 1.0, floor_s=None).find_hang(1e9) is None
+    assert PhaseLimits(None).limit_s("step") == math.inf
+
+
+def test_disconnected_ranks_do_not_hang():
+    detector = trained_detector(5, 1.0)
+    detector.remove_rank(0)
+    detector.remove_rank(1)
+    assert detector.find_hang(1e9) is None
+
+
+def test_suspended_job_does_not_hang():
+    detector = trained_detector(5, 1.0)
+    detector.discount_pause(1000.0)
+    assert detector.find_hang(1060.0) is None
+
+
+BUSY = RankSnapshot("step", 7, "training_step (train.py:12)", waits=False)
+WAITS = RankSnapshot("step", 7, "backward (train.py:20)", waits=True)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "silent", "ranks"),
+    [
+        ({0: WAITS, 1: BUSY, 2: WAITS}, [], [1]),
+        ({0: WAITS, 2: WAITS}, [1], [1]),
+        ({0: WAITS, 1: RankSnapshot("step", 6, "elsewhere", waits=True), 2: WAITS}, [], [1]),
+        ({0: BUSY, 1: RankSnapshot("step", 7, "other (train.py:3)", waits=False), 2: BUSY}, [], [1]),
+        ({0: WAITS, 1: WAITS, 2: WAITS}, [], []),
+        ({0: BUSY, 1: RankSnapshot("step", 7, "other (train.py:3)", waits=False)}, [], []),
+        ({}, [0, 1], []),
+    ],
+    ids=["busy", "silent", "behind", "elsewhere", "all wait", "two, each elsewhere", "nobody answers"],
+)
+def test_rank_outside_the_collective_is_found(snapshots, silent, ranks):
+    assert blocking_ranks(snapshots, silent) == ranks

@@ -1,0 +1,74 @@
+"""Lost nodes, from `scontrol show node` and from their slurmd."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hpctrain.rundir import RunDir
+from hpctrain.slurm import node_queries
+from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
+from hpctrain.supervisor.job_control import slurm_nodes
+from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes, node_trouble
+
+RECORD = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1
+   NodeAddr=10.0.0.1 NodeHostName=host-1 Port=26811 Version=22.05.8
+   State=ALLOCATED ThreadsPerCore=1 TmpDisk=0
+   Reason=State=DOWN Port=1 [root@2026-11-21T11:02:09]
+
+NodeName=n2 Arch=x86_64 CoresPerSocket=1
+   NodeAddr=n2 NodeHostName=n2 Version=22.05.8
+   State=DOWN*+DRAIN ThreadsPerCore=1 TmpDisk=0
+"""
+
+
+def test_node_records_are_parsed():
+    assert parse_nodes(RECORD) == [
+        NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED"),
+        NodeRecord("n2", "n2", 6818, "DOWN*+DRAIN"),
+    ]
+
+
+@pytest.mark.parametrize("port", ["x", "-1", "6818x", "99999", "9" * 5000])
+def test_invalid_port_is_replaced_by_the_default(port):
+    assert parse_nodes(f"NodeName=n1 Port={port} State=IDLE\n") == [NodeRecord("n1", "n1", 6818, "IDLE")]
+
+
+@pytest.mark.parametrize("address", ["a" * 200, "\0"])
+def test_invalid_address_does_not_make_a_node_lost(address):
+    assert node_trouble(NodeRecord("n1", address, 6818, "IDLE")) is None
+
+
+@pytest.mark.parametrize("state", ["DOWN", "DOWN*", "IDLE+POWERED_DOWN"])
+def test_down_node_is_lost(state):
+    assert node_trouble(NodeRecord("n2", "127.0.0.1", 1, state)) == f"Slurm reports {state}"
+
+
+def test_draining_node_with_responsive_slurmd_is_not_lost():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert (
+            node_trouble(NodeRecord("n1", "127.0.0.1", server.getsockname()[1], "ALLOCATED*+DRAIN")) is None
+        )
+
+
+def test_node_without_slurmd_is_lost():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert "does not respond (ConnectionRefusedError)" in str(
+        node_trouble(NodeRecord("n1", "127.0.0.1", port, "ALLOCATED"))
+    )
+
+
+def test_unresolvable_name_does_not_make_a_node_lost():
+    assert node_trouble(NodeRecord("n1", "no-such-host.invalid", 6818, "ALLOCATED")) is None
+
+
+def test_all_nodes_are_checked(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        node_queries, "run_slurm", lambda command, _environ: RECORD if command[-1] == "n[1-2]" else ""
+    )
+    monkeypatch.setattr(slurm_nodes, "node_trouble", lambda node: "gone" if node.name == "n2" else None)
+    nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "1"})
+    assert nodes.lost(["n1", "n2"]) == {"n2": "gone"}

@@ -1,0 +1,65 @@
+"""Detection of slow ranks."""
+
+from __future__ import annotations
+
+from hpctrain.supervisor.workers.straggler_detection import (
+    LASTING_WINDOWS,
+    StepTimes,
+    StragglerDetector,
+    find_stragglers,
+)
+
+
+def step_times(steps: int, data: float, compute: float, whole: float) -> StepTimes:
+    """Return the times of that many steps of that many seconds."""
+    return StepTimes(steps, steps * data, steps * compute, steps * (whole - data - compute))
+
+
+def test_rank_with_slow_compute_is_reported_with_its_ratio():
+    times = {rank: step_times(10, 0.01, 0.09, 1.0) for rank in range(4)}
+    times[2] = step_times(10, 0.01, 0.99, 1.0)
+    (slow,) = find_stragglers(times)
+    assert (slow.rank, round(slow.ratio, 1), slow.part) == (2, 10.0, "compute")
+
+
+def test_rank_with_slow_data_is_distinguished():
+    times = {rank: step_times(10, 0.01, 0.1, 0.5) for rank in range(4)}
+    times[0] = step_times(10, 0.35, 0.1, 0.5)
+    (slow,) = find_stragglers(times)
+    assert (slow.rank, slow.part) == (0, "data")
+
+
+def test_slower_of_two_ranks_is_reported():
+    (slow,) = find_stragglers({0: step_times(5, 0.0, 0.1, 0.4), 1: step_times(5, 0.0, 0.4, 0.4)})
+    assert (slow.rank, round(slow.ratio, 1)) == (1, 4.0)
+
+
+def test_small_differences_are_ignored():
+    assert find_stragglers({0: step_times(5, 0.0, 0.01, 1.0), 1: step_times(5, 0.0, 0.03, 1.0)}) == []
+
+
+def test_equal_and_single_ranks_are_not_stragglers():
+    assert find_stragglers({rank: step_times(5, 0.1, 0.2, 0.4) for rank in range(8)}) == []
+    assert find_stragglers({0: step_times(5, 0.1, 0.2, 0.4)}) == []
+
+
+def test_straggler_lasts_after_several_windows():
+    stragglers = StragglerDetector(2, window_s=10.0)
+    times = []
+    for window in range(1, 2 * LASTING_WINDOWS + 2):
+        stragglers.on_heartbeat(0, step_times(10 * window, 0.0, 0.1, 1.0))
+        stragglers.on_heartbeat(1, step_times(10 * window, 0.0, 0.9, 1.0))
+        times += [number for _, number in stragglers.check_window(10.0 * window)]
+    assert times == list(range(1, 2 * LASTING_WINDOWS + 1))
+    # From here on, both are equally fast.
+    stragglers.on_heartbeat(0, StepTimes(170, 0.0, 57.0, 113.0))
+    stragglers.on_heartbeat(1, StepTimes(170, 0.0, 113.0, 57.0))
+    assert stragglers.check_window(1000.0) == []
+
+
+def test_no_straggler_before_all_ranks_have_trained():
+    stragglers = StragglerDetector(3, window_s=0.0)
+    stragglers.on_heartbeat(0, step_times(10, 0.0, 0.1, 1.0))
+    stragglers.on_heartbeat(1, step_times(10, 0.0, 0.9, 1.0))
+    assert stragglers.check_window(1.0) == []
+    assert stragglers.check_window(2.0) == []

@@ -1,0 +1,773 @@
+"""The supervisor over several attempts, with a fake launcher and fake job control."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import threading
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from torch.distributed import TCPStore
+
+from hpctrain.errors import SchedulerError
+from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.supervisor import acquire_run, requeuer
+from hpctrain.supervisor.launch.job_step import StepEnded, TaskExit
+from hpctrain.supervisor.main import main
+from hpctrain.supervisor.policy.job_intent import JobDisposition
+from hpctrain.supervisor.supervise import Supervisor
+
+KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
+STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
+DONE = [StepEnded(0)]
+
+
+class FakeStep:
+    def signal(self, number):
+        raise AssertionError("nothing to signal")
+
+    kill = close = lambda self: None
+
+
+class FakeLauncher:
+    """Each start emits the next of `attempts`: events, or functions to call before them."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, attempts):
+        self.hosts, self.spares = ["n1", "n2"], []
+        self.attempts = list(attempts)
+
+    def start(self, command, variables, emit):
+        for event in self.attempts.pop(0):
+            if callable(event):
+                event(variables, emit)
+            else:
+                emit(event)
+        return FakeStep()
+
+
+class FakeJob:
+    """A job that is requeued at once, in this process, unless `refuses` is set."""
+
+    job_id = "7"
+    ends_job_at = None
+    on_signal: ClassVar = {}
+    cancel_signals = frozenset()
+    nodes = successors = None
+
+    def __init__(
+        self, refuses=False, disposition=JobDisposition.STAYS, left=None, site_requeues=True, **parts
+    ):
+        self.refuses, self.left, self.site_requeues = refuses, left, site_requeues
+        self.later_disposition = disposition
+        self.num_requeues = 0
+        self.__dict__.update(parts)
+
+    def disposition(self):
+        is_over = self.num_requeues or self.later_disposition is JobDisposition.EVICTED
+        return self.later_disposition if is_over else JobDisposition.STAYS
+
+    def can_requeue(self):
+        return self.site_requeues
+
+    def seconds_left(self):
+        return self.left
+
+    def requeue(self):
+        self.num_requeues += 1
+        if self.refuses:
+            raise SchedulerError("scontrol says: Requeue is disabled")
+        return False
+
+
+class FakeNodes:
+    def __init__(self, lost=None, fits=False, shrinks=True):
+        self.lost_ones, self.fits, self.shrinks, self.kept = lost or {}, fits, shrinks, []
+
+    def lost(self, hosts):
+        return {host: reason for host, reason in self.lost_ones.items() if host in hosts}
+
+    def can_reallocate(self, left_out):
+        return self.fits
+
+    def shrink_to(self, hosts):
+        self.kept.append(hosts)
+        if not self.shrinks:
+            raise SchedulerError("scontrol says: Job shrink disabled")
+
+    def kill_steps(self):
+        pass
+
+
+class FakeSuccessors:
+    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
+
+    def __init__(self, successor=None, predecessor=None):
+        self.successor, self.predecessor, self.continued = successor, predecessor, []
+
+    def submit(self, attempt, left_out=()):
+        self.continued.append(attempt)
+        if self.successor is None:
+            raise SchedulerError("sbatch says: Access denied")
+        return self.successor
+
+    def find(self):
+        return self.successor
+
+
+def job_with_successor():
+    """Return a job on a site that does not requeue; job 8 continues it."""
+    return FakeJob(site_requeues=False, successors=FakeSuccessors("8"))
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    run.log_event("submitted", 0, job_id="7", backend="slurm")
+    return run
+
+
+def spec_of(run, **fields):
+    return JobSpec(
+        script="/x.py",
+        name="x",
+        run_id="x",
+        run_dir=str(run.path),
+        backend="slurm",
+        nodes=2,
+        python="python",
+        workdir="/",
+        **fields,
+    )
+
+
+def supervise(run, attempts, job=None, spares=(), **fields):
+    spec = spec_of(run, **fields)
+    launcher = FakeLauncher(attempts)
+    launcher.spares = list(spares)
+    code = Supervisor(run, spec, launcher, job or FakeJob()).run()
+    assert launcher.attempts == []
+    return code
+
+
+def kinds(run):
+    return [event["kind"] for event in run.read_events()][1:]
+
+
+def finished(run):
+    return next(event for event in run.read_events() if event["kind"] == "finished")
+
+
+@pytest.mark.parametrize(("kind", "next_event"), [("preempted", "requeue"), ("killed", "restart")])
+def test_supervisor_killed_before_releasing_the_nodes_releases_them(run, kind, next_event):
+    run.log_event("started", run.new_attempt(), nodes=2, world_size=2, hosts=["n1", "n2"])
+    run.log_event("requeue", 0, seconds=9.0, by="successor", **{"class": kind})
+    launcher = FakeLauncher([DONE] if next_event == "restart" else [])
+    Supervisor(run, spec_of(run), launcher, job_with_successor()).run(deaths=1)
+    assert kinds(run)[:4] == ["started", "requeue", "failure", next_event]
+    assert launcher.attempts == []
+
+
+def test_crash_restarts_and_completes(run):
+    assert supervise(run, [KILLED, DONE]) == 0
+    assert kinds(run) == ["started", "failure", "restart", "started", "finished"]
+    assert finished(run)["state"] == "COMPLETED"
+    assert run.failure(0, 1).exists()
+
+
+def test_three_crashes_fail_the_run_with_the_cause(run):
+    assert supervise(run, [KILLED, KILLED, KILLED]) == 4
+    assert finished(run)["state"] == "FAILED"
+    assert "rank 1 on n2: SIGKILL" in finished(run)["cause"]
+
+
+def test_checkpoints_of_the_script_count_as_progress(run):
+    def save(_variables, _emit):
+        run.checkpoints.mkdir(exist_ok=True)
+        (run.checkpoints / "last.ckpt").write_text(str(len(run.attempts())))
+
+    saved = [save, *KILLED]
+    assert supervise(run, [KILLED, KILLED, saved, KILLED, saved, KILLED, DONE]) == 0
+    paths = [event["path"] for event in run.read_events() if event["kind"] == "checkpoint"]
+    assert paths == [str(run.checkpoints / "last.ckpt")] * 2
+
+
+def test_script_that_rewrites_the_same_files_and_crashes_is_ended(run):
+    def save(_variables, _emit):
+        run.checkpoints.mkdir(exist_ok=True)
+        (run.checkpoints / "last.ckpt").write_text(str(len(run.attempts())))
+
+    assert supervise(run, [[save, *KILLED]] * 30) == 4
+
+
+def test_ranks_without_a_process_group_are_noted(run):
+    assert supervise(run, [DONE]) == 0
+    assert "none of the 2 ranks created a process group" in finished(run)["note"]
+
+
+def test_ranks_of_a_torchrun_store_are_not_noted(run):
+    assert supervise(run, [DONE], torchrun=TorchrunConfig()) == 0
+    assert "note" not in finished(run)
+
+
+def test_ranks_that_joined_the_store_are_not_noted(run):
+    def join(variables, emit):
+        address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+
+        def rank():
+            TCPStore(*address, is_master=False, wait_for_workers=False).set("rank", "0")
+            emit(StepEnded(0))
+
+        # The store answers only after the ranks have been started.
+        threading.Thread(target=rank).start()
+
+    assert supervise(run, [[join]]) == 0
+    assert "note" not in finished(run)
+
+
+@pytest.mark.parametrize("shrinks", [True, False])
+@pytest.mark.parametrize("end", [StepEnded(1), TaskExit(0, 1)])
+def test_run_continues_on_the_remaining_nodes(run, shrinks, end):
+    write_exception(run, 0, "Connection closed by peer")
+    nodes = FakeNodes({"n2": "the slurmd does not respond"}, shrinks=shrinks)
+    ends = [end] if isinstance(end, StepEnded) else [end, StepEnded(1)]
+    assert supervise(run, [ends, DONE], FakeJob(nodes=nodes), min_nodes=1) == 0
+    assert nodes.kept == [["n1"]]
+    assert kinds(run) == ["started", "failure", "shrink", "started", "finished"]
+    first, second = (event for event in run.read_events() if event["kind"] == "started")
+    assert (first["world_size"], second["world_size"], second["hosts"]) == (2, 1, ["n1"])
+    shrink = next(event for event in run.read_events() if event["kind"] == "shrink")
+    assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (2, 1, ["n2"])
+    assert shrink["cause"] == "n2: the slurmd does not respond"
+
+
+def test_too_few_nodes_release_the_allocation(run):
+    job = job_with_successor()
+    job.nodes = FakeNodes({"n2": "Slurm says DOWN"})
+    assert supervise(run, [KILLED], job) == 75
+    assert kinds(run) == ["started", "failure", "requeue"]
+    failure = next(event for event in run.read_events() if event["kind"] == "failure")
+    assert (failure["rank"], failure["host"], failure["cause"]) == (1, "n2", "node lost: n2: Slurm says DOWN")
+
+
+def write_exception(run, rank, message="no such thing", final=True):
+    """Write the failure file of a rank whose function raised."""
+    run.failures.mkdir(exist_ok=True)
+    record = {"rank": rank, "host": f"n{rank + 1}", "kind": "exception", "error": "ValueError"}
+    record |= {"message": message, "log": "/log", "order": rank, "time": 0.0, "final": final}
+    run.failure(0, rank).write_text(json.dumps(record))
+
+
+def test_deterministic_exception_ends_the_run(run):
+    write_exception(run, 1)
+    assert supervise(run, [[TaskExit(1, 1), StepEnded(1)]]) == 4
+    assert kinds(run) == ["started", "failure", "finished"]
+    assert finished(run)["cause"] == "rank 1 on n2: ValueError: no such thing"
+
+
+def test_exception_after_a_kill_does_not_end_the_run(run):
+    write_exception(run, 0)
+    assert supervise(run, [KILLED, DONE]) == 0
+    assert kinds(run) == ["started", "failure", "restart", "started", "finished"]
+
+
+@pytest.mark.parametrize("message", ["Connection closed by peer", "in the function's own words"])
+def test_exception_of_a_rank_with_stopped_peers_does_not_end_the_run(run, message):
+    write_exception(run, 1, message)
+    assert supervise(run, [[TaskExit(0, 75), TaskExit(1, 1), StepEnded(1)], DONE]) == 0
+    assert finished(run)["state"] == "COMPLETED"
+
+
+def test_stop_requeues_and_completes(run):
+    assert supervise(run, [STOPPED, DONE]) == 0
+    assert kinds(run) == ["started", "requeue", "started", "finished"]
+
+
+def test_refused_requeue_fails_with_the_schedulers_message(run):
+    assert supervise(run, [STOPPED], FakeJob(refuses=True), resume_mode="requeue") == 4
+    assert (
+        "the checkpoint is saved, but the requeue failed: scontrol says: Requeue is disabled"
+        in finished(run)["cause"]
+    )
+
+
+def test_failed_requeue_and_failed_successor_are_both_reported(run):
+    job = FakeJob(refuses=True, successors=FakeSuccessors())
+    assert supervise(run, [STOPPED], job) == 4
+    assert job.successors.continued == [0]
+    assert "Requeue is disabled; the successor failed: sbatch says: Access denied" in finished(run)["cause"]
+
+
+@pytest.mark.parametrize(
+    ("job", "resume_mode", "requeues"),
+    [
+        (FakeJob(refuses=True), "auto", 1),
+        (FakeJob(site_requeues=False), "auto", 0),
+        (FakeJob(), "successor", 0),
+        (FakeJob(disposition=JobDisposition.EVICTED), "auto", 0),
+    ],
+)
+def test_successor_continues_the_run(run, job, resume_mode, requeues):
+    job.successors = FakeSuccessors("8")
+    assert supervise(run, [STOPPED], job, resume_mode=resume_mode) == 75
+    assert (job.successors.continued, job.num_requeues) == ([0], requeues)
+    assert kinds(run) == ["started", "requeue"]
+
+
+def test_evicted_run_ends_without_a_successor_option(run):
+    job = FakeJob(disposition=JobDisposition.EVICTED, successors=FakeSuccessors("8"))
+    assert supervise(run, [STOPPED], job, resume_mode="requeue") == 75
+    assert kinds(run) == ["started"]
+
+
+def successor_job(run, record=True, job_id="8"):
+    """Return job 8, which continues job 7."""
+    run.log_event("handover", 0, job_id="7")
+    if record:
+        run.log_event("submitted", 1, job_id="8", backend="slurm", after="7")
+    return FakeJob(job_id=job_id, successors=FakeSuccessors(predecessor="7"))
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_successor_trains_with_or_without_a_record_by_its_predecessor(run, record):
+    assert supervise(run, [DONE], successor_job(run, record)) == 0
+    assert kinds(run) == ["handover", "submitted", "started", "finished"]
+    submitted = list(run.read_events())[2]
+    assert (submitted["job_id"], submitted["after"]) == ("8", "7")
+    assert run.successor_claim("7").read_text() == "8"
+
+
+def test_one_of_two_successors_trains(run):
+    job = successor_job(run)
+    job.successors.successor, job.site_requeues = "9", False
+    assert supervise(run, [STOPPED], job) == 75
+    assert supervise(run, [], successor_job(run, record=False, job_id="10")) == 0
+    # Its second start, after a requeue, is still the same job.
+    assert supervise(run, [DONE], job) == 0
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "CANCELLED", "FAILED"])
+def test_successor_of_an_ended_run_does_nothing(run, state):
+    job = successor_job(run, record=False)
+    run.log_event("finished", 0, state=state, exit_code=4)
+    assert supervise(run, [], job) == 4
+
+
+def test_successor_of_a_cancelled_run_ends_it(run):
+    job = successor_job(run)
+    run.cancel_request.touch()
+    assert supervise(run, [], job) == 0
+    assert finished(run)["state"] == "CANCELLED"
+
+
+def test_successor_ends_if_the_run_was_resubmitted(run):
+    job = successor_job(run, record=False)
+    run.log_event("submitted", 1, job_id="20", backend="slurm")
+    assert supervise(run, [], job) == 0
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_requeued_predecessor_leaves_the_run_to_its_successor(run, record):
+    successor_job(run, record)
+    assert supervise(run, [], FakeJob(successors=FakeSuccessors("8"))) == 0
+    assert [event["job_id"] for event in run.read_events() if event["kind"] == "submitted"] == ["7", "8"]
+
+
+def test_requeued_predecessor_continues_without_a_successor(run):
+    run.log_event("handover", 0, job_id="7")
+    assert supervise(run, [DONE], FakeJob(successors=FakeSuccessors())) == 0
+
+
+def test_requeue_by_slurm_itself_is_not_a_failure(run):
+    assert supervise(run, [STOPPED], FakeJob(refuses=True, disposition=JobDisposition.REQUEUED)) == 75
+    assert "finished" not in kinds(run)
+
+
+def test_crash_shortly_before_the_time_limit_requeues(run):
+    job = FakeJob(left=60.0)
+    assert supervise(run, [KILLED, DONE], job) == 0
+    assert job.num_requeues == 1
+
+
+def test_supervisor_log_has_no_python_values(run, caplog):
+    caplog.set_level(logging.INFO)
+    refused = [StepEnded(1, "srun: error: Unable to create step for job 7: Node down")]
+    assert supervise(run, [KILLED, refused, DONE]) == 0
+    text = "\n".join(caplog.messages)
+    assert "attempt 0: starting 2 ranks on n[1-2]" in text
+    assert "attempt 0 ended (killed): restart the ranks on n[1-2]" in text
+    assert "attempt 1 ended (not-started): requeue the job" in text
+    assert "attempt 2 ended (done): complete the run" in text
+    assert not re.search(r"\w\(\w+=|<\w+|\[['\"]|\{['\"]|\('", text)
+
+
+def test_stop_after_a_cancel_request_ends_the_run(run):
+    run.cancel_request.touch()
+    assert supervise(run, [STOPPED]) == 0
+    assert finished(run)["state"] == "CANCELLED"
+
+
+def test_step_that_does_not_start_is_requeued_at_most_twice(run):
+    refused = [StepEnded(1, "srun: error: Unable to create step for job 7: Node down")]
+    assert supervise(run, [refused, refused, refused]) == 4
+    assert "Node down" in finished(run)["cause"]
+    assert kinds(run).count("requeue") == 2
+
+
+def test_completed_run_is_not_trained_again_but_a_failed_one_is(run):
+    run.log_event("finished", 0, state="COMPLETED", exit_code=0)
+    assert supervise(run, []) == 0
+    assert kinds(run) == ["finished"]
+    run.log_event("submitted", 1, job_id="7", backend="slurm")
+    run.log_event("finished", 1, state="FAILED", exit_code=4)
+    assert supervise(run, [DONE]) == 0
+    assert kinds(run)[-4:] == ["finished", "submitted", "started", "finished"]
+
+
+def test_unrecorded_job_is_recorded(run, monkeypatch):
+    monkeypatch.setattr(acquire_run, "_RECORD_LIMIT_S", 0.1)
+    assert supervise(run, [DONE], FakeJob(job_id="8")) == 0
+    assert kinds(run) == ["submitted", "started", "finished"]
+
+
+def failure_of(run):
+    return next(event for event in run.read_events() if event["kind"] == "failure")
+
+
+def raise_on_rank_1(run, attempt=0, **fields):
+    """Make rank 1 raise, as a script does."""
+
+    def write(_variables, _emit):
+        run.failures.mkdir(exist_ok=True)
+        record = {"rank": 1, "host": "n2", "kind": "exception", "error": "KeyError", "message": "'x'"}
+        record |= {"classes": ["KeyError", "Exception"], "log": "/log", "order": 1, "time": 0.0, **fields}
+        run.failure(attempt, 1).write_text(json.dumps(record))
+
+    return [write, TaskExit(1, 1), StepEnded(1)]
+
+
+def test_user_error_in_the_first_step_ends_the_run(run):
+    run.metrics.write_text('{"step": 1, "loss": 2.5}\n')
+    assert supervise(run, [raise_on_rank_1(run)]) == 4
+    assert kinds(run) == ["started", "failure", "finished"]
+    assert failure_of(run)["class"] == "user-error"
+    assert finished(run)["cause"] == "rank 1 on n2: KeyError: 'x'"
+
+
+@pytest.mark.parametrize("condition", ["a step", "a checkpoint", "the network"])
+def test_other_exceptions_are_retried(run, condition):
+    if condition == "a step":
+        run.metrics.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.5}\n')
+    if condition == "a checkpoint":
+        run.log_event("checkpoint", 0, step=1, path="x")
+    classes = ["OSError"] if condition == "the network" else ["KeyError"]
+    assert supervise(run, [raise_on_rank_1(run, classes=classes), DONE]) == 0
+    assert failure_of(run)["class"] == "python"
+
+
+def test_same_exception_twice_in_a_row_ends_the_run(run):
+    run.log_event("checkpoint", 0, step=1, path="x")
+    assert supervise(run, [raise_on_rank_1(run), raise_on_rank_1(run, 1)]) == 4
+    assert finished(run)["cause"] == "rank 1 on n2: KeyError: 'x'"
+    assert finished(run)["note"].startswith("the same python failure occurred 2 times in a row")
+
+
+def test_restart_policy_can_retry_user_errors(run):
+    assert supervise(run, [raise_on_rank_1(run), DONE], restart_policy={"user-error": {"retries": 1}}) == 0
+
+
+def test_faulty_node_is_excluded_from_the_next_job(run):
+    job = FakeJob(nodes=FakeNodes(fits=True))
+    assert supervise(run, [KILLED, KILLED, DONE], job) == 0
+    assert kinds(run) == [
+        *("started", "failure", "restart", "started", "failure", "excluded", "requeue", "started", "finished")
+    ]
+    excluded = next(event for event in run.read_events() if event["kind"] == "excluded")
+    assert (excluded["hosts"], excluded["reason"]) == (["n2"], "n2: killed, 2 times")
+
+
+def test_faulty_node_is_excluded_from_the_step(run):
+    assert supervise(run, [KILLED, KILLED, DONE], FakeJob(nodes=FakeNodes()), min_nodes=1) == 0
+    starts = [event["hosts"] for event in run.read_events() if event["kind"] == "started"]
+    assert starts == [["n1", "n2"], ["n1", "n2"], ["n1"]]
+
+
+def test_excluded_node_stays_excluded_after_a_requeue(run):
+    run.log_event("excluded", 0, hosts=["n2"], reason="n2: gpu")
+    assert supervise(run, [DONE], min_nodes=1) == 0
+    assert next(event for event in run.read_events() if event["kind"] == "started")["hosts"] == ["n1"]
+
+
+def test_spare_node_replaces_a_lost_one(run):
+    nodes = FakeNodes({"n2": "the slurmd does not respond"})
+    assert supervise(run, [KILLED, DONE], FakeJob(nodes=nodes), spares=["n3", "n4"]) == 0
+    assert nodes.kept == [["n1", "n3", "n4"]]
+    replaced = next(event for event in run.read_events() if event["kind"] == "replace")
+    assert (replaced["hosts"], replaced["lost"]) == (["n1", "n3"], ["n2"])
+    assert failure_of(run)["class"] == "node-lost"
+
+
+def test_xid_of_the_device_classifies_the_failure_as_gpu(run):
+    def report(_variables, _emit):
+        path = run.telemetry(1)
+        path.parent.mkdir()
+        path.write_text(json.dumps({"time": 4e9, "host": "n2.site", "gpu_xids": [None, "79"]}) + "\n")
+
+    assert supervise(run, [[report, *KILLED], node_check(run, 1, [[], []]), DONE]) == 0
+    assert failure_of(run)["class"] == "gpu"
+
+
+def test_local_tiers_are_drained_before_the_nodes_are_released(run):
+    def save(_variables, _emit):
+        run.log_event("checkpoint", 0, step=2, tier="local", path="/fast/hpctrain-x-1/step-00000002")
+
+    commands, launcher = [], FakeLauncher([[save, *KILLED], DONE])
+    start = launcher.start
+    launcher.start = lambda command, *rest: commands.append(command) or start(command, *rest)
+    assert Supervisor(run, spec_of(run, max_failures=1), launcher, FakeJob()).run() == 4
+    assert commands[1][-4:] == ["-m", "hpctrain.runtime.drain_local_tier", "/fast", "60"]
+    assert kinds(run)[-1] == "finished"
+
+
+def node_check(run, attempt, problems):
+    """Make the node check report these problems of each rank's node."""
+
+    def write(_variables, _emit):
+        for rank, rank_problems in enumerate(problems):
+            path = run.node_check_result(attempt, rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"rank": rank, "trouble": rank_problems}))
+
+    return [write, StepEnded(0)]
+
+
+def test_node_that_fails_the_check_is_excluded_before_the_start(run):
+    attempts = [node_check(run, 0, [[], ["GPU 0 is in use"]]), node_check(run, 1, [[]]), DONE]
+    job = FakeJob(nodes=FakeNodes())
+    assert supervise(run, attempts, job, node_check="always", min_nodes=1) == 0
+    assert kinds(run) == ["failure", "excluded", "shrink", "started", "finished"]
+    assert failure_of(run)["cause"] == "node check: n2: GPU 0 is in use"
+    assert next(event for event in run.read_events() if event["kind"] == "started")["hosts"] == ["n1"]
+
+
+def test_unfinished_check_of_a_node_excludes_it(run):
+    attempts = [node_check(run, 0, [[]]), DONE]
+    job = job_with_successor()
+    job.nodes = FakeNodes(fits=True)
+    assert supervise(run, attempts[:1], job, node_check="always") == 75
+    assert kinds(run) == ["failure", "excluded", "requeue"]
+    assert "n2: the check did not finish" in failure_of(run)["cause"]
+
+
+@pytest.mark.parametrize("problems", [[["no sum"], ["no sum"]], []])
+def test_check_that_fails_on_all_nodes_excludes_none(run, problems):
+    assert supervise(run, [node_check(run, 0, problems), DONE], node_check="always") == 0
+    assert kinds(run) == ["started", "finished"]
+
+
+def test_stop_during_the_check_requeues(run):
+    def stopped(_variables, _emit):
+        run.requeue_request.write_text("0\n")
+        path = run.node_check_result(0, 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"rank": 1, "trouble": [], "stopped": True}))
+
+    attempts = [[stopped, StepEnded(143)], node_check(run, 1, [[], []]), DONE]
+    assert supervise(run, attempts, node_check="always") == 0
+    assert kinds(run) == ["requeue", "started", "finished"]
+    assert [event.get("class") for event in run.read_events() if event["kind"] == "requeue"] == ["requested"]
+
+
+def test_nodes_are_checked_after_a_communication_failure(run):
+    lost = raise_on_rank_1(run, message="Connection closed by peer")
+    assert supervise(run, [lost, node_check(run, 1, [[], []]), DONE]) == 0
+    assert failure_of(run)["class"] == "nccl"
+    assert run.node_check_results(1)
+
+
+def test_slow_saves_extend_the_signal_lead(run):
+    run.log_event("checkpoint", 0, step=1, path="x", seconds=400.0)
+    seen, job = [], job_with_successor()
+    job.left = 512.0 + 1
+
+    def record_grace(variables, _emit):
+        seen.append(variables[STOP_GRACE_VARIABLE])
+
+    class RecordingStep(FakeStep):
+        def signal(self, number):
+            seen.append(number)
+            self.emit(TaskExit(0, 75))
+            self.emit(StepEnded(75))
+
+    class Launcher(FakeLauncher):
+        def start(self, command, variables, emit):
+            record_grace(variables, emit)
+            step = RecordingStep()
+            step.emit = emit
+            return step
+
+    spec = spec_of(run, stop_before_limit_s=120)
+    grace = {STOP_GRACE_VARIABLE: "SIGTERM=30,SIGUSR2=120"}
+    supervisor = Supervisor(run, spec, Launcher([]), job, grace)
+    supervisor.run()
+    assert seen == ["SIGTERM=30,SIGUSR2=512", signal.SIGUSR2]
+
+
+def test_unreachable_controller_is_retried(run, monkeypatch):
+    monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
+
+    class UnreachableJob(FakeJob):
+        def requeue(self):
+            self.num_requeues += 1
+            if self.num_requeues < 4:
+                raise SchedulerError("scontrol says: Unable to contact slurm controller (connect failure)")
+            return False
+
+    job = UnreachableJob()
+    assert supervise(run, [STOPPED, DONE], job) == 0
+    assert job.num_requeues == 4
+    assert kinds(run) == ["started", "requeue", "started", "finished"]
+
+
+def test_unreachable_controller_fails_the_run_after_a_limit(run, monkeypatch):
+    monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(requeuer, "_UNREACHABLE_TIMEOUT_S", 0.05)
+
+    class UnreachableJob(FakeJob):
+        def requeue(self):
+            raise SchedulerError("scontrol says: Unable to contact slurm controller (connect failure)")
+
+    assert supervise(run, [STOPPED], UnreachableJob()) == 4
+    assert "Unable to contact slurm controller" in finished(run)["cause"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "note"),
+    [
+        (["1.5", "NaN"], "The last loss is NaN (step 2)."),
+        (["1.5", '"NaN"'], "The last loss is NaN (step 2)."),
+        (["1.5", "-Infinity"], "The last loss is -inf (step 2)."),
+        (["NaN", "1.5"], ""),
+        (["1.5", "[1]", '"high"', "null"], ""),
+        ([], ""),
+    ],
+)
+def test_non_finite_last_loss_is_noted(run, losses, note):
+    lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, 1)]
+    run.metrics.write_text("".join(lines))
+    assert supervise(run, [DONE]) == 0
+    no_group, _, rest = finished(run)["note"].partition("each rank trained alone.")
+    assert (no_group != "", rest.strip()) == (True, note)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"what": 3, "last_step": "x"}'])
+def test_damaged_unfinished_markers_do_not_end_the_supervisor(run, content):
+    path = run.unfinished_marker(0, 0, "00000000")
+    path.parent.mkdir()
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    for name in ("attempt-000-rank-x-0.json", "attempt-000-rank-0x-0.json", "attempt-000-rank-99999-0.json"):
+        (path.parent / name).write_text("{}")
+    assert supervise(run, [DONE]) == 4
+    assert "the script exited with code 0 before" in finished(run)["cause"]
+    assert not path.exists()
+
+
+def test_unfinished_marker_of_an_invalid_rank_is_ignored(run):
+    path = run.unfinished_marker(0, 99999, "00000000")
+    path.parent.mkdir()
+    path.write_text("{}")
+    assert supervise(run, [DONE]) == 0
+
+
+def stop_without_saving(run):
+    """Make the ranks agree to stop at the time limit without a new checkpoint."""
+
+    def agree(variables, _emit):
+        attempt = int(variables["HPCTRAIN_ATTEMPT"])
+        run.log_event("signal", attempt, signal="SIGUSR2", step=3, saved=False)
+
+    return [agree, *STOPPED]
+
+
+def test_run_without_progress_before_the_time_limit_ends_after_three_attempts(run):
+    assert supervise(run, [stop_without_saving(run)] * 3) == 4
+    assert finished(run)["cause"].startswith(
+        "3 consecutive attempts ended at the time limit without a new checkpoint (restart.time-limit.retries)"
+    )
+    assert finished(run)["state"] == "FAILED"
+
+
+def test_run_with_a_checkpoint_in_each_attempt_continues(run):
+    def save(variables, _emit):
+        attempt = int(variables["HPCTRAIN_ATTEMPT"])
+        run.log_event("checkpoint", attempt, step=attempt + 1, path="x")
+
+    assert supervise(run, [*([save, *stop_without_saving(run)] for _ in range(6)), DONE]) == 0
+    assert finished(run)["state"] == "COMPLETED"
+
+
+def end_unfinished(run, events, ranks=(0,)):
+    """Make ranks end with exit code 0 during a training."""
+
+    def mark(variables, _emit):
+        attempt = int(variables["HPCTRAIN_ATTEMPT"])
+        for rank in ranks:
+            path = run.unfinished_marker(attempt, rank, "0")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text('{"what": "Trainer.fit()", "last_step": 10}')
+
+    return [mark, *events]
+
+
+def test_unfinished_training_fails_the_run(run):
+    assert supervise(run, [end_unfinished(run, DONE, (0, 1))]) == 4
+    assert failure_of(run)["class"] == "unfinished"
+    cause = finished(run)["cause"]
+    assert cause.startswith("rank 0 on n1: the script exited with code 0 before Trainer.fit() returned, ")
+    assert "before step 1 of 10: To end training early" in cause
+    assert run.unfinished_files(0) == []
+
+
+def test_unfinished_training_is_the_cause_of_lost_peers(run):
+    def lose_peer(variables, _emit):
+        record = {
+            "rank": 0, "host": "n1", "kind": "exception", "error": "RuntimeError", "log": "x", "order": 1,
+            "message": "Connection closed by peer", "time": 1.0,
+        }  # fmt: skip
+        run.write(run.failure(int(variables["HPCTRAIN_ATTEMPT"]), 0), json.dumps(record))
+
+    events = [lose_peer, TaskExit(1, 0), TaskExit(0, 1), StepEnded(1)]
+    assert supervise(run, [end_unfinished(run, events, (0, 1))]) == 4
+    assert finished(run)["cause"].startswith("rank 1 on n2: the script exited with code 0")
+
+
+def test_restart_policy_can_retry_unfinished_training(run):
+    attempts = [end_unfinished(run, DONE), DONE]
+    assert supervise(run, attempts, restart_policy={"unfinished": {"retries": 1}}) == 0
+    assert finished(run)["state"] == "COMPLETED"
+
+
+def test_stopped_ranks_with_exit_code_0_are_continued(run):
+    stopped = end_unfinished(run, [stop_without_saving(run)[0], *DONE])
+    assert supervise(run, [stopped, DONE]) == 0
+    assert [event["class"] for event in run.read_events() if event["kind"] == "requeue"] == ["time-limit"]
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_run_with_special_files_as_records_is_refused(tmp_path, name, capsys):
+    RunDir(tmp_path).spec.write_text(spec_of(RunDir(tmp_path)).text())
+    (tmp_path / name).mkdir()
+    assert main([str(tmp_path)], {}) == 2
+    assert f"Error: {tmp_path / name} is not a regular file" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""GPU readings from a fake driver, including a lost GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pynvml
+import pytest
+from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake_driver
+
+from hpctrain.files import read_json_lines
+from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus
+from hpctrain.telemetry.sampling.procfs import ProcfsReader
+from hpctrain.telemetry.sampling.sampler import TelemetrySampler
+
+
+@pytest.mark.parametrize(
+    ("listed", "memory"),
+    [
+        (None, [9, 5, 9]),
+        (["1"], [9]),
+        (["GPU-b"], [9]),
+        (["MIG-1"], [5]),
+        (["0"], [9, 5]),
+        (["7"], []),
+        ([], []),
+    ],
+)
+def test_mig_parts_are_read_with_fake_driver(monkeypatch, listed, memory):
+    install_fake_driver(monkeypatch, FakeDriver())
+    with GpuReader(listed) as gpus:
+        readings = gpus.read(traffic=True)
+        assert [reading.memory for reading in readings] == memory
+        assert gpus.memory_bytes == [10] * len(memory)
+        assert all(set(reading.xids) == {79} for reading in readings)
+        assert all(reading.xids == () for reading in gpus.read())
+    if listed is None:
+        assert [reading.power_w for reading in readings] == [300, 300, 600]
+    assert all(reading.util is None and reading.throttled == () for reading in readings)
+
+
+def test_all_readings_of_fake_driver_are_read(monkeypatch):
+    install_fake_driver(monkeypatch, DetailedFakeDriver())
+    with GpuReader() as gpus:
+        assert gpus.names == ["H100"]
+        (reading,) = gpus.read(traffic=True)
+        (without_traffic,) = gpus.read()
+    assert reading == GpuReading(
+        util=83,
+        memory=9,
+        power_w=300.0,
+        temp_c=71,
+        clock_mhz=1410,
+        throttled=("power cap", "temperature, by hardware"),
+        ecc_errors=2,
+        processes=2,
+        xids=(79,),
+        pcie_rx=7000,
+        pcie_tx=3000,
+        nvlink_rx=5 * 1024,
+        nvlink_tx=9 * 1024,
+    )
+    assert (without_traffic.pcie_rx, without_traffic.nvlink_rx) == (None, None)
+
+
+def test_lost_gpu_does_not_stop_the_sampler(monkeypatch, tmp_path):
+    """The fake driver then answers every query with an error; the node is still sampled."""
+    driver = DetailedFakeDriver()
+    install_fake_driver(monkeypatch, driver)
+    path, now = tmp_path / "node-000.jsonl", [0.0]
+    with GpuReader() as gpus:
+        sampler = TelemetrySampler(
+            path, gpus, ProcfsReader(), host="n1", run_id="r", clock=lambda: now[0], now=lambda: now[0]
+        )
+        sampler.begin()
+        for second in range(1, 16):
+            driver.lost = second > 5
+            now[0] = second
+            sampler.read()
+    begin, complete, *lost = read_json_lines(path)
+    assert begin["gpu_names"] == ["H100"]
+    assert complete["gpu_util"] == [83.0]
+    assert len(lost) == 2
+    for line in lost:
+        assert not any(name in line for name in ("gpu_util", "gpu_memory", "gpu_throttled"))
+        assert line["memory"] > 0
+
+
+@pytest.mark.parametrize(
+    "number", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 999]
+)
+def test_no_gpus_without_a_working_driver(monkeypatch, number):
+    class NoDriver(FakeDriver):
+        def nvmlInit(self) -> None:  # noqa: N802
+            raise pynvml.NVMLError(number)
+
+    install_fake_driver(monkeypatch, NoDriver())
+    with GpuReader() as gpus:
+        assert (gpus.names, gpus.memory_bytes, gpus.read(traffic=True)) == ([], [], [])
+    assert count_gpus({}) == 0
+
+
+def test_no_gpus_without_pynvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with GpuReader() as gpus:
+        assert gpus.read() == []

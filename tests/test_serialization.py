@@ -1,0 +1,139 @@
+"""Serialized calls and results: unpicklable values are reported with their attribute path."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from helpers.commands import run_command
+
+from hpctrain.errors import UserError
+from hpctrain.serialization import CallPayload, FunctionCall, dumps
+
+LOCK = threading.Lock()
+
+
+@dataclass
+class Config:
+    name: str
+    lock: object = None
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+class Trainer:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def fit(self):
+        pass
+
+
+def add(a, b=0):
+    return a + b
+
+
+def local_function():
+    lock = LOCK
+
+    def inner():
+        return lock
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "culprit"),
+    [
+        ([1, LOCK], {}, "argument 1 is a _thread.lock"),
+        ([], {"b": {"x": [0, LOCK]}}, "argument b['x'][1] is a _thread.lock"),
+        ([Config("c", LOCK)], {}, "argument 0.lock is a _thread.lock"),
+        ([SimpleNamespace(deep=Config("c", {"k": LOCK}))], {}, "argument 0.deep.lock['k'] is a _thread.lock"),
+        ([Slotted((LOCK,))], {}, "argument 0.inner[0] is a _thread.lock"),
+        ([], {"b": (i for i in ())}, "argument b is a generator"),
+        ([functools.partial(add, b=LOCK)], {}, "the arguments of argument 0['b'] is a _thread.lock"),
+    ],
+)
+def test_unpicklable_argument_is_reported_with_its_path(args, kwargs, culprit):
+    with pytest.raises(UserError) as caught:
+        CallPayload.serialize(FunctionCall(add, tuple(args), kwargs))
+    assert str(caught.value).startswith(f"add(): {culprit}, which cannot be pickled: cannot pickle ")
+
+
+@pytest.mark.parametrize(
+    ("function", "culprit"),
+    [
+        (local_function(), "inner(): the variable lock in the function is a _thread.lock"),
+        (Trainer().fit, "fit(): the object of the function.lock is a _thread.lock"),
+        (functools.partial(add, LOCK), "add(): the arguments of the function[0] is a _thread.lock"),
+    ],
+)
+def test_unpicklable_part_of_the_function_is_reported(function, culprit):
+    with pytest.raises(UserError) as caught:
+        CallPayload.serialize(FunctionCall(function))
+    assert str(caught.value).startswith(culprit)
+
+
+def test_recursive_structure_is_searched_once():
+    loop = [LOCK]
+    loop.insert(0, loop)
+    with pytest.raises(UserError, match="_thread"):
+        dumps(loop, "f", [("result", loop)])
+
+
+def test_object_with_its_own_pickling_error_is_reported():
+    class Stubborn:
+        def __reduce__(self):
+            raise RuntimeError("not me")
+
+    with pytest.raises(UserError, match=r"result\[0\] is a .*Stubborn, which cannot be pickled: not me"):
+        dumps([Stubborn()], "f", [("result", [Stubborn()])])
+
+
+def test_payload_is_read_without_deserializing_it(tmp_path):
+    path = tmp_path / "p.pkl"
+    path.write_bytes(
+        CallPayload.serialize(FunctionCall(add, (1,), {"b": 2}), retry_on_exception=True).to_bytes()
+    )
+    payload = CallPayload.read(path)
+    assert payload.retry_on_exception
+    assert payload.sys_path == tuple(map(os.path.realpath, sys.path))
+    assert payload.deserialize()() == 3
+
+
+def test_payload_is_read_without_the_functions_module(tmp_path):
+    module = tmp_path / "mine.py"
+    module.write_text("def f():\n    return 5\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import mine, pathlib; from "
+        "hpctrain.serialization import *; "
+        "CallPayload.serialize(FunctionCall(mine.f)).write(pathlib.Path('p.pkl'))"
+    )
+    run_command([sys.executable, "-c", code, tmp_path], cwd=tmp_path)
+    payload = CallPayload.read(tmp_path / "p.pkl")
+    assert str(tmp_path) in payload.sys_path
+    with pytest.raises(ModuleNotFoundError, match="mine"):
+        payload.deserialize()
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (add, "add"),
+        (functools.partial(functools.partial(add, 1), 2), "add"),
+        (lambda: 0, "<lambda>"),
+        (Config, "Config"),
+    ],
+)
+def test_function_name(function, name):
+    assert FunctionCall(function).name == name

@@ -1,0 +1,227 @@
+"""Saves of a training: overlap, failures, stops and leftovers."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy
+import pytest
+import torch
+from helpers.waiting import wait_for
+from test_training_checkpoints import Line, events, fit, steps
+
+import hpctrain
+from hpctrain.checkpoint.interval import InterruptionHistory
+from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.tier.tier_copier import TierCopier
+from hpctrain.errors import CheckpointError, UserError
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.training.base import rng
+
+
+def test_random_state_has_a_constant_shape():
+    """Otherwise, the layout of a checkpoint would change with every save."""
+    shapes = set()
+    for seed in range(5):
+        rng.seed_all(seed * 10**5)
+        for _ in range(seed):
+            random.gauss(0, 1)
+            numpy.random.standard_normal()
+        shapes.add(str({name: (part.shape, part.dtype) for name, part in rng.capture_rng_state().items()}))
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 1000])
+def test_random_state_is_restored_exactly(draws):
+    def draw() -> tuple[object, ...]:
+        return (
+            [random.gauss(0, 1) for _ in range(3)],
+            numpy.random.standard_normal(3).tolist(),
+            torch.randn(3).tolist(),
+            random.random(),
+        )
+
+    rng.seed_all(7)
+    for _ in range(draws):
+        random.gauss(0, 1)
+        numpy.random.standard_normal()
+    state = rng.capture_rng_state()
+    expected = draw()
+    rng.seed_all(8)
+    rng.restore_rng_state(state)
+    assert draw() == expected
+
+
+def test_clock_set_back_gives_no_negative_time():
+    history = [
+        {"kind": "started", "time": 1e9, "nodes": 4},
+        {"kind": "checkpoint", "time": 1e9 + 500},
+        {"kind": "checkpoint", "time": 3.0},
+        {"kind": "started", "time": 5.0, "nodes": 4},
+        {"kind": "checkpoint", "time": 105.0},
+    ]
+    assert InterruptionHistory.from_events(history) == InterruptionHistory(1, 4 * 600.0)
+
+
+def test_failed_copy_is_not_confused_with_the_save_in_flight(tmp_path, monkeypatch):
+    """A stop at this moment must know of the save in flight, and the run of the failed copy."""
+    tier, gate, seen = tmp_path / "fast", threading.Event(), {}
+    tier.mkdir()
+
+    def no_copy(self, step):
+        gate.wait(20)
+        raise CheckpointError(f"step {step} was not copied")
+
+    write = file_writer.FileWriter._write
+
+    def write_late(writing, part):
+        if "step-00000004" in str(writing._folder):
+            gate.set()
+            wait_for(lambda: "in flight" in seen, 20, "a look at what is in flight")
+            writing.last_progress = 0.0
+        return write(writing, part)
+
+    monkeypatch.setattr(TierCopier, "_copy_own", no_copy)
+    monkeypatch.setattr(file_writer.FileWriter, "_write", write_late)
+    from hpctrain.training.saving.checkpoint_manager import CheckpointManager
+
+    collect_finished = CheckpointManager.collect_finished
+
+    def watch(self):
+        outcomes = collect_finished(self)
+        if gate.is_set() and any("not copied" in event["cause"] for event in events(tmp_path, "failure")):
+            seen.setdefault("in flight", self.in_flight_s)
+        return outcomes
+
+    monkeypatch.setattr(CheckpointManager, "collect_finished", watch)
+    module = Line(at={n: lambda: time.sleep(0.05) for n in range(1, 60)})
+    fit(tmp_path, 40, module, checkpoint_every=2, local_checkpoints=tier)
+    assert seen["in flight"] is not None
+
+
+def test_inaccessible_folder_is_not_reported_as_missing(tmp_path, capsys):
+    run = RunDir(tmp_path)
+
+    def replace_by_link():
+        wait_for(lambda: steps(tmp_path) == [2], 10, "the first checkpoint")
+        run.checkpoints.rename(tmp_path / "away")
+        run.checkpoints.symlink_to("checkpoints")
+
+    def restore_after_failure():
+        if run.checkpoints.is_symlink() and events(tmp_path, "failure"):
+            run.checkpoints.unlink()
+            (tmp_path / "away").rename(run.checkpoints)
+        time.sleep(0.02)
+
+    fit(tmp_path, 20, Line(at={3: replace_by_link} | dict.fromkeys(range(5, 20), restore_after_failure)))
+    out = capsys.readouterr().out
+    assert "has vanished" not in out
+    assert "step 4 was not written" in out
+    assert steps(tmp_path)[-1] == 20
+
+
+def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys):
+    """The disk recovers only after ten more steps; if training waited, neither would continue."""
+    from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+    from hpctrain.training.saving import checkpoint_manager
+
+    monkeypatch.setattr(checkpoint_manager, "_MAX_WAIT_S", 0.3)
+    released, commit = threading.Event(), CheckpointDir.commit
+
+    def hang(directory, path, step, files):
+        assert step != 4 or released.wait(40)
+        return commit(directory, path, step, files)
+
+    def release():
+        released.set()
+        wait_for(lambda: 4 in steps(tmp_path), 10, "the checkpoint for which the disk hung")
+
+    monkeypatch.setattr(CheckpointDir, "commit", hang)
+    fit(tmp_path, 20, Line(at={2: lambda: time.sleep(0.2), 14: release}), keep_last=20)
+    (failure,) = events(tmp_path, "failure")
+    assert failure["cause"].startswith("The checkpoint of step 4 is still being written after ")
+    assert failure["cause"].endswith("the state after step 6 is not saved.")
+    assert "Training continues" in capsys.readouterr().out
+    assert not {6, 8, 10, 12} & set(steps(tmp_path))
+    assert {2, 4, 16, 18, 20} <= set(steps(tmp_path))
+
+
+def test_local_tier_is_empty_after_a_stop(tmp_path):
+    """The next attempt may run elsewhere, and leftover memory would be lost for all jobs of the node."""
+    import signal
+
+    tier = tmp_path / "fast"
+    tier.mkdir()
+    module = Line(at={5: lambda: signal.raise_signal(signal.SIGTERM)})
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "run", 20, module, local_checkpoints=tier)
+    (stop,) = events(tmp_path / "run", "signal")
+    assert stop["saved"]
+    assert list(tier.iterdir()) == []
+    assert fit(tmp_path / "run", 20, local_checkpoints=tier).seen["steps"] == 20
+
+
+def test_signal_name_comes_from_whichever_rank_received_it(tmp_path, monkeypatch):
+    """Slurm may signal the ranks of one node only; rank 0 writes the event."""
+    from hpctrain.runtime.distributed_context import DistributedContext
+
+    monkeypatch.setattr(
+        DistributedContext,
+        "all_gather",
+        lambda self, value: [value, "SIGUSR2"] if value is None else [value],
+    )
+    flags = []
+
+    def stop_another_rank():
+        StopFlag.is_set = property(lambda flag: flags.append(flag) or True)
+
+    is_set = StopFlag.is_set
+    try:
+        with pytest.raises(SystemExit):
+            fit(tmp_path, 20, Line(at={3: stop_another_rank}))
+    finally:
+        StopFlag.is_set = is_set
+    (stop,) = events(tmp_path, "signal")
+    assert stop["signal"] == "SIGUSR2"
+
+
+def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
+    """An undisturbed run validates and saves at step 4; this one was stopped there, and validates later."""
+    import signal
+
+    settings = {
+        "validate_every": 4,
+        "keep_best": 1,
+        "monitor": "val_up",
+        "keep_last": 1,
+        "checkpoint_every": 100,
+    }
+    fit(tmp_path / "whole", 12, **settings)
+    module = Line(at={3: lambda: signal.raise_signal(signal.SIGTERM)})
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "parts", 12, module, **settings)
+    assert steps(tmp_path / "parts") == [4], "stopped where validation was due"
+    fit(tmp_path / "parts", 12, **settings)
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole") == [4, 12]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_batch_size": 4}, r"'global_batch_size': 2.*'global_batch_size': 4"),
+        ({"seed": 4}, r"'seed': 3.*'seed': 4"),
+        ({"samples": 9}, r"'num_samples': 8.*'num_samples': 9"),
+    ],
+)
+def test_changes_of_the_sample_order_are_refused_without_loss(tmp_path, change, message):
+    fit(tmp_path, 3)
+    before = {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
+    settings = {"max_steps": 6, "global_batch_size": 2, "seed": 3, **change}
+    data = list(torch.randn(settings.pop("samples", 8), 2))
+    with pytest.raises(UserError, match=message + r".*Restore the old values, or start a new run"):
+        hpctrain.Trainer(run_dir=tmp_path, validate_every=None, **settings).fit(Line(), data)
+    assert before == {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
+    assert fit(tmp_path, 6).seen["steps"] == 6

@@ -1,0 +1,169 @@
+"""Loader workers: signals, death with their rank, and reported failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.commands import environment
+from helpers.waiting import wait_for
+from torch.utils.data import Dataset
+
+import hpctrain
+from hpctrain.training.data import loader_workers as workers_module
+from hpctrain.training.data.fetcher import make_fetcher
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.sample_seeds import SampleSeeds
+
+
+class Numbers(Dataset):
+    """Numbers, and an action when one of them is fetched."""
+
+    def __init__(self, action=None, at: int = 7, length: int = 40) -> None:
+        self.action, self.at, self.length = action, at, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at and self.action is not None:
+            self.action()
+        return index
+
+
+def batches(dataset, num_workers=2, timeout_s=60.0, size=4):
+    fetcher = make_fetcher(dataset, None, SampleSeeds(0, "training"), "train_dataset")
+    orders = ((3, torch.arange(i, i + size)) for i in range(0, len(dataset), size))
+    return LoaderConfig(num_workers=num_workers, timeout_s=timeout_s).batches(
+        fetcher, orders, "train_dataset"
+    )
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise KeyError("no such picture")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_dataset_error_names_sample_and_epoch(num_workers):
+    with pytest.raises(KeyError) as caught:
+        list(batches(Numbers(fail), num_workers))
+    error_text = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "no such picture" in error_text
+    assert "raised while train_dataset was fetching sample 7 in epoch 3" in error_text
+    if num_workers:
+        assert "in fail" in error_text  # the traceback of the worker
+
+
+def test_dead_worker_is_reported_with_its_sample():
+    start = time.monotonic()
+    message = r"data worker 1 \(pid \d+\) was killed by SIGKILL at sample 7 of train_dataset, epoch 3.*memory"
+    with pytest.raises(hpctrain.HpctrainError, match=message):
+        list(batches(Numbers(kill_self)))
+    assert time.monotonic() - start < 20
+
+
+def test_stuck_worker_is_abandoned_after_the_limit(monkeypatch):
+    monkeypatch.setattr(workers_module, "_POLL_INTERVAL_S", 0.2)
+    start = time.monotonic()
+    with pytest.raises(
+        hpctrain.HpctrainError,
+        match=r"within 0.5 s \(dataloader_timeout_s\)(.|\n)*sample 7 of train_dataset, epoch 3",
+    ):
+        list(batches(Numbers(lambda: time.sleep(300)), timeout_s=0.5))
+    assert time.monotonic() - start < 10
+
+
+def test_closing_early_ends_busy_workers():
+    start = time.monotonic()
+    with closing(batches(Numbers(lambda: time.sleep(300), at=30))) as loaded_batches:
+        assert next(loaded_batches).tolist() == [0, 1, 2, 3]
+    assert time.monotonic() - start < 10  # and the autouse fixture finds no process left
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+def test_signal_at_birth_does_not_kill_a_worker(number):
+    """The signal arrives between the fork and the worker's first instruction: the fork itself sends it."""
+
+    def signal_self():
+        os.kill(os.getpid(), number)
+
+    armed = [True]
+    os.register_at_fork(after_in_child=lambda: armed[0] and signal_self())
+    try:
+        assert torch.cat(list(batches(Numbers()))).tolist() == list(range(40))
+    finally:
+        armed[0] = False
+
+
+@pytest.mark.ranks
+def test_workers_ignore_job_signals_and_die_with_their_rank(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_loader_workers import Numbers, batches
+loaded = batches(Numbers(lambda: time.sleep(300), at=39, length=40))
+for _ in range(9):
+    next(loaded)
+print("ready", flush=True)
+next(loaded)
+"""
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment({"PYTHONPATH": os.pathsep.join(sys.path)}),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        children_text = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text()
+        children = [int(pid) for pid in children_text.split()]
+        assert len(children) == 2
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            for pid in children:
+                os.kill(pid, number)
+        time.sleep(0.3)
+        assert all(Path(f"/proc/{pid}/stat").exists() for pid in children)
+        rank.kill()
+        rank.wait()
+        wait_for(lambda: not any(_is_alive(pid) for pid in children), 2, "the workers to go with their rank")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.ranks
+def test_failed_rank_does_not_wait_for_its_workers(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_loader_workers import Numbers, batches
+loaded = batches(Numbers(lambda: time.sleep(300), at=30))
+next(loaded)
+keep = [loaded]
+raise SystemExit(3)
+"""
+    )
+    env = environment({"PYTHONPATH": os.pathsep.join(sys.path)})
+    with subprocess.Popen([sys.executable, str(script)], env=env) as rank:
+        assert rank.wait(60) == 3

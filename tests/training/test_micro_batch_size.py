@@ -1,0 +1,129 @@
+"""Automatic micro-batch size."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import hpctrain
+from hpctrain.training.base import rng
+from hpctrain.training.optim.micro_batch_size import fits_in_memory, largest_that_fits, preserve_state
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_largest_fitting_micro_batch_is_found_in_few_trials(share, limit):
+    trials: list[int] = []
+
+    def fits(count: int) -> bool:
+        trials.append(count)
+        return count <= limit
+
+    size = largest_that_fits(share, fits)
+    parts = -(-share // size)
+    assert size <= limit
+    assert parts == 1 or -(-share // (parts - 1)) > limit
+    assert len(trials) <= 2 * share.bit_length() + 1
+
+
+def test_error_if_not_even_one_sample_fits():
+    with pytest.raises(hpctrain.UserError, match="even a training step with one sample"):
+        largest_that_fits(10, lambda count: False)
+
+
+def test_trial_restores_gradients_buffers_and_random_generators():
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    before, generators = {k: v.clone() for k, v in module.state_dict().items()}, rng.capture_rng_state()
+
+    def forward_backward() -> None:
+        module(torch.rand(5, 3)).sum().backward()
+
+    with preserve_state(module):
+        assert fits_in_memory(module, torch.device("cpu"), forward_backward)
+        assert not torch.equal(module.state_dict()["1.running_mean"], before["1.running_mean"])
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(torch.equal(value, generators[name]) for name, value in rng.capture_rng_state().items())
+
+
+def test_trial_that_runs_out_of_memory_does_not_fit():
+    def forward_backward() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")  # torch raises this on a GPU
+
+    module = nn.Linear(2, 2)
+    assert not fits_in_memory(module, torch.device("cpu"), forward_backward)
+
+
+class Wide(hpctrain.Module):
+    """Needs memory in proportion to the batch size, and records it."""
+
+    def __init__(self, bytes_a_sample: int = 0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, affine=False, momentum=None)
+        self.bytes_a_sample, self.seen = bytes_a_sample, list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(len(batch))
+        held = torch.empty(self.bytes_a_sample * len(batch), dtype=torch.uint8, device=batch.device)
+        return self.layer(self.norm(batch)).pow(2).mean() + 0 * held[:1].sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def test_auto_uses_the_whole_share_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = Wide()
+    trainer = hpctrain.Trainer(max_steps=3, global_batch_size=12, micro_batch_size="auto")
+    trainer.fit(module, torch.rand(30, 4))
+    assert module.seen == [12, 12, 6]
+
+
+@pytest.mark.gpu
+def test_auto_finds_a_size_on_a_gpu_and_keeps_it_after_a_stop(tmp_path):
+    free, _ = torch.cuda.mem_get_info()
+    module = Wide(bytes_a_sample=free // 10)
+    settings = {"global_batch_size": 32, "micro_batch_size": "auto", "run_dir": tmp_path}
+    hpctrain.Trainer(max_steps=2, **settings).fit(module, torch.rand(64, 4))
+    trained = module.seen[-8:]
+    size = max(trained)
+    assert 5 <= size <= 9
+    assert sum(trained) == 64
+    assert int(module.norm.num_batches_tracked) == len(trained)  # without those of the trials
+    resumed = Wide(bytes_a_sample=free // 100)
+    hpctrain.Trainer(max_steps=4, **settings).fit(resumed, torch.rand(64, 4))
+    assert set(resumed.seen) == {size}
+
+
+@pytest.mark.gpu
+def test_out_of_memory_error_has_a_hint():
+    free, _ = torch.cuda.mem_get_info()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Wide(free // 10), torch.rand(64, 4))
+    assert "micro_batch_size='auto' finds the largest size that fits" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.gpu
+def test_step_on_a_gpu_is_started_without_waiting():
+    """Each step takes half a second; the next one starts long before it ends."""
+
+    class Slow(Wide):
+        begun: list[float] = []  # noqa: RUF012
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.begun.append(time.monotonic())
+            torch.cuda._sleep(1_000_000_000)
+            return super().training_step(batch, batch_idx)
+
+    data = torch.rand(64, 4)
+    hpctrain.Trainer(max_steps=2, global_batch_size=32).fit(Wide(), data)  # loads what CUDA loads lazily
+    module = Slow()
+    hpctrain.Trainer(max_steps=2, global_batch_size=32).fit(module, data)
+    first, second = module.begun
+    assert second - first < 0.1

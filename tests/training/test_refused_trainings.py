@@ -1,0 +1,143 @@
+"""Unsupported modules, data and settings are refused before the first step, with the reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from train_regression import Regression, samples
+
+import hpctrain
+from hpctrain.rundir import RunDir
+from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.dataset_adapters import make_step_source
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.step_source import StopCondition
+
+
+@pytest.mark.parametrize(("data", "settings"), [((), {}), ((samples(),), {"validate_every": None})])
+def test_early_stopping_without_validation_is_refused(data, settings):
+    trainer = hpctrain.Trainer(max_steps=1, callbacks=hpctrain.EarlyStopping("val_f1"), **settings)
+    with pytest.raises(hpctrain.UserError, match="monitors 'val_f1', but there is no validation"):
+        trainer.fit(Regression(), samples(), *data)
+
+
+def test_unknown_metric_is_reported_with_available_ones(tmp_path):
+    class Model(Regression):
+        def validation_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx).detach()
+
+    stopping = hpctrain.EarlyStopping("val_los")
+    trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, callbacks=stopping)
+    with pytest.raises(hpctrain.UserError, match=r"'val_los', but the validation returned only: val_loss\.$"):
+        trainer.fit(Model(), samples(), samples())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"callbacks": hpctrain.EarlyStopping("nope")}, {"keep_best": 1, "monitor": "val_nope"}]
+)
+def test_missing_metric_is_reported_before_the_first_step(tmp_path, settings):
+    class Model(Regression):
+        def validation_step(self, batch, batch_idx):
+            return {"f1": super().training_step(batch, batch_idx).detach()}
+
+    trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, **settings)
+    with pytest.raises(hpctrain.UserError, match="nope', but the validation returned only: f1"):
+        trainer.fit(Model(), samples(), samples())
+    assert not RunDir(tmp_path).metrics.exists()
+
+
+class Foreign(Regression):
+    """The optimizer has the parameters of another head."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
+
+
+class Second(Regression):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.Linear(1, 1), "a Linear, which has no configure_optimizers"),
+        (Foreign(), "none of the module's 4 trainable parameters"),
+        (Second(), "returned an LBFGS"),
+    ],
+    ids=["no Module", "foreign", "LBFGS"],
+)
+def test_unsupported_module_is_refused(module, message):
+    with pytest.raises(hpctrain.UserError, match=message):
+        hpctrain.Trainer(max_steps=1).fit(module, samples())
+
+
+def test_data_loader_is_not_a_dataset():
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*samples()), batch_size=5)
+    with pytest.raises(hpctrain.UserError, match=r"train_dataset is a DataLoader; pass its TensorDataset"):
+        hpctrain.Trainer(max_steps=1).fit(Regression(), loader)
+    with pytest.raises(hpctrain.UserError, match="val_dataset is a DataLoader"):
+        hpctrain.Trainer(max_steps=1).fit(Regression(), samples(), loader)
+
+
+def test_checkpoint_of_another_optimizer_is_reported(tmp_path):
+    class WithAdam(Regression):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    hpctrain.Trainer(max_steps=1, run_dir=tmp_path).fit(Regression(), samples())
+    with pytest.raises(
+        hpctrain.UserError,
+        match=r"the optimizer in the checkpoint has .*momentum.*, the optimizer of the script has .*betas",
+    ):
+        hpctrain.Trainer(max_steps=2, run_dir=tmp_path).fit(WithAdam(), samples())
+
+
+@pytest.mark.parametrize("metric", ["", None])
+def test_early_stopping_needs_a_metric_name(metric):
+    with pytest.raises(hpctrain.UserError, match="must be the name of a metric"):
+        hpctrain.EarlyStopping(metric)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_clip_norm": 0},
+        {"gradient_clip_value": "1"},
+        {"warmup_steps": -1},
+        {"sanity_val_batches": None},
+        {"lr_reference_batch_size": 0},
+        {"lr_scaling": "cubic"},
+        {"callbacks": [print]},
+        {"seed": "1"},
+        {"seed": 2**70},
+        {"compile": "max"},
+        {"compile": {"mod": "max-autotune"}},
+        {"global_batch_size": True},
+        {"global_batch_size": None},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(hpctrain.UserError, match=next(iter(settings))):
+        hpctrain.Trainer(max_steps=1, **settings)
+
+
+def test_differing_numbers_of_steps_on_ranks_are_reported():
+    group = SimpleNamespace(
+        all_gather=lambda identity: [identity, {**identity, "max_steps": 4}],
+        ranks=SimpleNamespace(world_size=2),
+    )
+    with pytest.raises(
+        hpctrain.UserError, match=r"'max_steps': 3.* on rank 0, but .*'max_steps': 4.* on rank 1"
+    ):
+        make_step_source(
+            samples(),
+            LoaderConfig(global_batch_size=4),
+            DataRank(0, 2),
+            group,
+            StopCondition(3),
+        )

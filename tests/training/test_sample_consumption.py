@@ -1,0 +1,286 @@
+"""Samples of each step, on any number of ranks and through any stops; ranks are threads here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from helpers.iterable_datasets import PlainDataset, ShardedDataset, StatefulDataset, StatefulIteratorDataset
+from helpers.simulated_ranks import TrainedSteps, train_steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+import hpctrain
+from hpctrain.training.data.dataset_adapters import make_step_source
+from hpctrain.training.data.interleaved_reader import ShardedStream
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.step_source import StopCondition
+from hpctrain.training.data.stream_order import (
+    UNKNOWN_LENGTH,
+    StreamCursor,
+    list_rank_shards,
+    next_batch,
+    owner_rank,
+)
+
+#: Numbers of steps until a stop, and of ranks.
+SEGMENTS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=5)
+
+
+class Numbers(Dataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def source_maker(make_dataset: Any, batch: int, stop_condition: StopCondition, num_workers: int = 0):
+    loader_config = LoaderConfig(5, batch, num_workers=num_workers, seed_samples=False, collate_fn=list)
+
+    def make(data_rank: Any, group: Any) -> Any:
+        return make_step_source(make_dataset(), loader_config, data_rank, group, stop_condition)
+
+    return make
+
+
+def train_segments(
+    make: Any, segments: list[tuple[int, int]], micro: int | None = None
+) -> list[TrainedSteps]:
+    """Train segment after segment, each from the previous one's state, and one to the end."""
+    trained: list[TrainedSteps] = []
+    step, state = 0, None
+    for num_steps, world_size in [*segments, (10**6, 1)]:
+        segment = train_steps(make, world_size, num_steps, after=step, state=state, micro_batch_size=micro)
+        trained.append(segment)
+        step, state = step + len(segment.steps), segment.state
+        if segment.finished:
+            break
+    return trained
+
+
+def consumed_samples(segments: list[TrainedSteps]) -> list[tuple[Any, ...]]:
+    """Return for each step: number, epoch, batch, whether it ends the epoch, and its sorted samples."""
+    return [
+        (
+            step["step"], step["epoch"], step["batch_idx"], step["ends_epoch"],
+            sorted(map(str, chain(*step["indices"]))),
+        )
+        for segment in segments
+        for step in segment.steps
+    ]  # fmt: skip
+
+
+def assert_every_epoch_is_complete(steps: list[tuple[Any, ...]], sizes: dict[int, int], batch: int) -> None:
+    seen: dict[int, Counter[str]] = {}
+    for _, epoch, _, _, samples in steps:
+        seen.setdefault(epoch, Counter()).update(samples)
+    assert {epoch: len(counts) for epoch, counts in seen.items()} == sizes
+    assert all(count == 1 for counts in seen.values() for count in counts.values())
+    for _, _, _, ends_epoch, samples in steps:
+        assert len(samples) == batch or ends_epoch
+
+
+@given(st.integers(1, 60), st.integers(1, 16), SEGMENTS, st.sampled_from([None, 1, 3]))
+@settings(max_examples=40, deadline=None)
+def test_every_sample_of_a_dataset_is_trained_once_per_epoch_through_stops(size, batch, segments, micro):
+    make = source_maker(lambda: Numbers(size), batch, StopCondition(None, 3))
+    steps = consumed_samples(train_segments(make, segments, micro))
+    assert steps == consumed_samples([train_steps(make, 1, 10**6)])
+    assert_every_epoch_is_complete(steps, dict.fromkeys(range(3), size), batch)
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=9).filter(any),
+    st.integers(1, 16),
+    SEGMENTS,
+    st.integers(0, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sample_of_a_stream_is_trained_once_per_epoch_through_stops(
+    lengths, batch, segments, per_epoch
+):
+    make = source_maker(lambda: ShardedDataset(lengths, per_epoch=per_epoch), batch, StopCondition(None, 3))
+    steps = consumed_samples(train_segments(make, segments))
+    assert steps == consumed_samples([train_steps(make, 1, 10**6)])
+    sizes = {e: sum(lengths) + e * per_epoch * len(lengths) for e in range(3)}
+    assert_every_epoch_is_complete(steps, sizes, batch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(any),
+    st.integers(1, 60),
+    st.integers(1, 16),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8), st.integers(0, 3)), min_size=1, max_size=4),
+)
+@settings(max_examples=30, deadline=None)
+def test_samples_are_the_same_with_any_number_of_workers(lengths, size, batch, segments):
+    """Segments with workers use one rank, because ranks are threads, which must not fork at once."""
+    for make_dataset, sizes in (
+        (lambda: ShardedDataset(lengths), sum(lengths)),
+        (lambda: Numbers(size), size),
+    ):
+        uninterrupted = consumed_samples(
+            [train_steps(source_maker(make_dataset, batch, StopCondition(None, 2)), 1, 10**6)]
+        )
+        trained: list[TrainedSteps] = []
+        step, state = 0, None
+        for num_steps, world_size, num_workers in [*segments, (10**6, 1, 1)]:
+            make = source_maker(make_dataset, batch, StopCondition(None, 2), num_workers)
+            segment = train_steps(
+                make, world_size if num_workers == 0 else 1, num_steps, after=step, state=state
+            )
+            trained.append(segment)
+            step, state = step + len(segment.steps), segment.state
+            if segment.finished:
+                break
+        assert consumed_samples(trained) == uninterrupted
+        assert_every_epoch_is_complete(consumed_samples(trained), dict.fromkeys(range(2), sizes), batch)
+
+
+@pytest.mark.parametrize("dataset", [lambda: StatefulDataset(37), lambda: StatefulIteratorDataset(37)])
+def test_stream_without_shards_is_shared_by_all_ranks(dataset):
+    make = source_maker(dataset, 8, StopCondition(12))
+    uninterrupted = consumed_samples([train_steps(make, 1, 100)])
+    assert consumed_samples(train_segments(make, [(3, 3), (4, 2), (1, 5)])) == uninterrupted
+    assert [len(samples) for *_, samples in uninterrupted] == [8, 8, 8, 8, 5, 8, 8, 8, 8, 5, 8, 8]
+
+
+def test_stream_without_state_reports_repeated_samples():
+    make = source_maker(lambda: PlainDataset(37), 8, StopCondition(12))
+    first = train_steps(make, 2, 7)
+    second = train_steps(make, 3, 100, after=7, state=first.state)
+    (message,) = second.remarks
+    assert message.startswith("train_dataset has no state_dict and load_state_dict")
+    assert message.endswith("epoch 1 starts over and repeats 16 samples.")
+    assert [(step["step"], step["epoch"], step["batch_idx"]) for step in second.steps] == [
+        (8, 1, 0), (9, 1, 1), (10, 1, 2), (11, 1, 3), (12, 1, 4),
+    ]  # fmt: skip
+    # At the end of an epoch, nothing is repeated.
+    assert train_steps(make, 1, 1, after=5, state=train_steps(make, 2, 5).state).remarks == []
+
+
+def test_ranks_exchange_ends_only_at_the_end_of_a_shard():
+    make = source_maker(lambda: ShardedDataset([200, 200, 200]), 12, StopCondition(None, 1))
+    segment = train_steps(make, 4, 10**6)
+    assert len(segment.steps) == 50
+    assert sum(step["collectives"] > 0 for step in segment.steps) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_read_the_same_stream(num_workers):
+    lengths = [9, 2, 0, 14, 5]
+    uninterrupted = consumed_samples(
+        [train_steps(source_maker(lambda: ShardedDataset(lengths), 4, StopCondition(None, 2)), 1, 10**6)]
+    )
+    make = source_maker(lambda: ShardedDataset(lengths), 4, StopCondition(None, 2), num_workers)
+    assert consumed_samples(train_segments(make, [(4, 1)])) == uninterrupted
+
+
+def test_workers_do_not_split_a_stream_that_splits_itself():
+    make = source_maker(lambda: PlainDataset(20), 4, StopCondition(None, 1), num_workers=2)
+    without_workers = source_maker(lambda: PlainDataset(20), 4, StopCondition(None, 1))
+    assert consumed_samples([train_steps(make, 1, 100)]) == consumed_samples(
+        [train_steps(without_workers, 1, 100)]
+    )
+
+
+def test_micro_batches_are_equally_many_on_every_rank_and_small_enough():
+    make = source_maker(lambda: Numbers(23), 10, StopCondition(None, 1))
+    segment = train_steps(make, 3, 100, micro_batch_size=2)
+    for step in segment.steps:
+        for micro, indices in zip(step["micro"], step["indices"], strict=True):
+            assert sum(count for count, _ in micro) == len(indices)
+            assert all(count <= 2 and len(batch) == max(count, 1) for count, batch in micro)
+    assert {len(step["micro"][0]) for step in segment.steps} == {2, 1}
+
+
+@pytest.mark.parametrize(
+    "dataset", [lambda: Numbers(3), lambda: StatefulDataset(3), lambda: ShardedDataset([1, 0, 0, 2])]
+)
+def test_rank_without_samples_joins_every_collective(dataset):
+    segment = train_steps(source_maker(dataset, 8, StopCondition(2)), 5, 10)
+    assert len(segment.steps) == 2
+    for step in segment.steps:
+        assert sum(len(indices) for indices in step["indices"]) == 3
+        assert all(len(batch) >= 1 for micro in step["micro"] for _, batch in micro)
+
+
+def test_stream_without_samples_is_an_error():
+    with pytest.raises(hpctrain.UserError, match="no samples in epoch 0"):
+        train_steps(source_maker(lambda: ShardedDataset([0, 0]), 4, StopCondition(None, 2)), 2, 10)
+
+
+# Pure functions.
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    st.integers(1, 30),
+    st.integers(0, 11),
+    st.integers(0, 10),
+)
+@settings(max_examples=200, deadline=None)
+def test_batches_cycle_through_shards_and_skip_ended_ones(lengths, count, shard, round_):
+    all_samples = sorted((k, s) for s, length in enumerate(lengths) for k in range(length))
+    cursor = StreamCursor(0, 0, round_, shard)
+    expected = [(s, k) for k, s in all_samples if (k, s) >= (round_, shard)]
+    picked: list[tuple[int, int]] = []
+    while (batch := next_batch(torch.tensor(lengths), cursor, count)) is not None:
+        assert len(batch.picks) == min(count, len(expected) - len(picked))
+        picked += [tuple(pick) for pick in batch.picks.tolist()]
+        cursor = batch.after
+        taken_ = Counter(s for k, s in all_samples if (k, s) < (cursor.round, cursor.shard))
+        assert cursor.taken(torch.tensor(lengths)).tolist() == [taken_[s] for s in range(len(lengths))]
+    assert picked == expected
+
+
+@given(st.integers(1, 20), st.integers(1, 20))
+def test_every_sample_has_one_owner_and_owners_share_evenly(num_shards, world_size):
+    counts = Counter(
+        owner_rank(shard, number, num_shards, world_size)
+        for shard in range(num_shards)
+        for number in range(60)
+    )
+    assert set(counts) == set(range(world_size))
+    assert max(counts.values()) <= 60 * -(-num_shards // world_size)
+    for rank in range(world_size):
+        owned = {
+            s
+            for s in range(num_shards)
+            for k in range(60)
+            if owner_rank(s, k, num_shards, world_size) == rank
+        }
+        assert owned == set(list_rank_shards(rank, num_shards, world_size))
+
+
+def test_step_of_a_stream_is_planned_fast():
+    lengths = torch.full((1024,), UNKNOWN_LENGTH)
+    batch = next_batch(lengths, StreamCursor(0, 3, 10**9, 7), 4096)
+    assert batch is not None
+    assert batch.picks[0].tolist() == [7, 10**9]
+    assert batch.after == replace(batch.after, round=10**9 + 4, shard=7)
+
+
+def test_stream_with_a_foreign_num_shards_is_one_shard():
+    class ForeignStream(IterableDataset):
+        num_shards = 4
+
+        def __iter__(self):
+            return iter(range(8))
+
+    stream = ShardedStream(ForeignStream(), "train_dataset")
+    assert stream.num_shards == 1
+    assert list(stream.shard(0)) == list(range(8))

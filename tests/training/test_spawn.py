@@ -1,0 +1,259 @@
+"""`ddp_spawn`, `dp` and `devices=…`: one process that trains on several devices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SCRIPTS
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
+from train_with_strategies import train_manually
+
+pytestmark = pytest.mark.ranks
+
+SCRIPT = SCRIPTS / "train_with_strategies.py"
+
+VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
+
+UNGUARDED = """
+import torch, hpctrain
+from train_with_strategies import Blocks, samples
+from hpctrain.training.strategies.fully_sharded import ZeRO3
+print("imported")
+
+@hpctrain.register_strategy("own")
+class OwnStrategy(ZeRO3):
+    def before_update(self):
+        super().before_update()
+        if self.context.ranks.is_main:
+            print("own strategy")
+
+class Losses(hpctrain.Callback):
+    def __init__(self):
+        self.seen = []
+    def on_step_end(self, trainer, module, metrics):
+        self.seen.append(metrics["loss"])
+    def state_dict(self):
+        return {"seen": self.seen}
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+class Own(Blocks):  # is defined here, and so travels whole
+    def get_extra_state(self):
+        return Losses
+    def set_extra_state(self, state):
+        self.extra = state
+    def training_step_end(self, outputs):
+        return {key: value.mean() for key, value in outputs.items()}
+
+trainer = hpctrain.Trainer(max_steps=5, global_batch_size=10, seed=3, strategy="own", devices=2,
+                           callbacks=[losses := Losses()])
+module = Own()
+trainer.fit(module, samples(), samples())
+assert module.extra.__name__ == "Losses"
+weights = {name: value for name, value in module.state_dict().items() if name != "_extra_state"}
+torch.save((weights, trainer.step, trainer.metrics, losses.seen), "out")
+"""
+
+
+def test_module_of_the_caller_has_the_weights(tmp_path):
+    """Any strategy works, also the script's own, without a main guard; no process runs the script again.
+
+    Values other than tensors also come back, and so does the state of callbacks.
+    """
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
+    assert printed.count("imported") == 1
+    assert printed.count("own strategy") >= 5
+    weights, step, metrics, losses = torch.load(tmp_path / "out")
+    assert step == len(losses) == 5
+    assert metrics["val_loss"] > 0
+    for name, value in train_manually(5).items():
+        assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"strategy": "ddp_spawn", "devices": 2}, marks=pytest.mark.long),
+        {"strategy": "dp", "devices": 3},
+    ],
+)
+def test_fifty_steps_are_those_of_one_process(tmp_path, settings):
+    training = {**settings, "max_steps": 50}
+    run_command([sys.executable, SCRIPT, tmp_path / "out", json.dumps([training])], VARIABLES, timeout=110)
+    (result,) = torch.load(tmp_path / "out")
+    for name, value in train_manually(50).items():
+        assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
+
+
+FAILING = """
+import sys, threading, time, hpctrain
+from hpctrain.training.algorithms import register_algorithm
+from hpctrain.training.algorithms.base import AllReduce
+from train_with_strategies import Blocks, samples
+
+@register_algorithm("own")  # is known in the ranks, which do not run this line
+class Own(AllReduce):
+    pass
+
+class Failing(Blocks):
+    def training_step(self, batch, batch_idx):
+        import os
+        if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
+            raise ArithmeticError("by rank 1")
+        if sys.argv[1] == "user":
+            return "loss"
+        if sys.argv[1] == "slow":
+            time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+module = Failing()
+if sys.argv[1] == "pickle":
+    module.net[0].lock = {"it": threading.Lock()}
+hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2, algorithm="own").fit(module, samples())
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        (
+            "pickle",
+            r"Trainer.fit(): module._modules['net']._modules['0'].lock['it'] is a _thread.lock, which",
+        ),
+        ("fail", "ArithmeticError: by rank 1"),
+        pytest.param("user", " of 2 failed:\nFailing.training_step returned", marks=pytest.mark.long),
+    ],
+)
+def test_errors_are_reported_to_the_caller(tmp_path, mode, message):
+    (tmp_path / "script.py").write_text(FAILING)
+    result = run_command(
+        [sys.executable, "script.py", mode], VARIABLES, cwd=tmp_path, check=False, timeout=110
+    )
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert mode != "fail" or "Rank 1 of 2 failed:" in result.stderr
+
+
+@contextlib.contextmanager
+def running_caller(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script in its own process group, whose two ranks are training."""
+    (folder / "script.py").write_text(FAILING)
+    with subprocess.Popen(
+        [sys.executable, "script.py", "slow"],
+        env=environment(VARIABLES),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as caller:
+        assert caller.stdout is not None
+        wait_for(lambda: "step" in caller.stdout.readline(), 60, "a step")
+        yield caller
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_all_ranks_with_one_traceback(tmp_path):
+    with running_caller(tmp_path) as caller:
+        os.killpg(caller.pid, signal.SIGINT)  # like a terminal: to the ranks, too
+        _, stderr = caller.communicate(timeout=30)
+    assert caller.returncode == -signal.SIGINT
+    assert stderr.count("Traceback") == 1
+    wait_for(lambda: not is_group_alive(caller.pid), 30, "the end of the ranks")
+
+
+@pytest.mark.long
+def test_ranks_die_with_their_caller(tmp_path):
+    with running_caller(tmp_path) as caller:
+        caller.kill()
+    wait_for(lambda: not is_group_alive(caller.pid), 30, "the end of the ranks")
+
+
+def is_group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.long
+def test_stop_is_forwarded_and_the_run_resumes(tmp_path):
+    """The caller exits with 75 after its ranks have saved; no process is left."""
+    training = {"strategy": "ddp_spawn", "devices": 2, "run_dir": str(tmp_path / "run"), "sleep": 0.02}
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "out")]
+    with subprocess.Popen(
+        [*command, json.dumps([{**training, "max_steps": 5000}])], env=environment(VARIABLES)
+    ) as first:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 60, "three steps")
+        os.kill(first.pid, signal.SIGTERM)
+        assert first.wait(60) == 75
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    run_command([*command, json.dumps([{**training, "max_steps": step + 3, "sleep": 0}])], VARIABLES)
+    (result,) = torch.load(tmp_path / "out")
+    assert result["step"] == step + 3
+    for name, value in train_manually(step + 3).items():
+        assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
+
+
+WHOLE_BATCH = """
+import torch, hpctrain
+from torch import nn
+
+class Seen(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    def training_step(self, batch, batch_idx):
+        rows, names = batch["rows"], batch["names"]
+        parts.append(len(rows))
+        assert names == "one"
+        return {"out": self.net(rows), "part": torch.tensor(len(rows))}
+
+    def training_step_end(self, outputs):
+        seen.append((len(outputs["out"]), outputs["part"].tolist()))
+        return outputs["out"].pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+parts, seen = [], []
+collate = lambda rows: {"rows": torch.stack([row for row, in rows]), "names": "one"}
+trainer = hpctrain.Trainer(max_steps=2, global_batch_size=10, strategy="dp", devices=3, collate_fn=collate)
+trainer.fit(Seen(), torch.utils.data.TensorDataset(torch.randn(20, 3)))
+print(parts, seen)
+"""
+
+
+def test_dp_splits_the_batch_and_step_end_sees_all_of_it(tmp_path):
+    (tmp_path / "script.py").write_text(WHOLE_BATCH)
+    printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
+    assert "'ddp' is faster" in printed
+    assert printed.splitlines()[-1] == "[4, 3, 3, 4, 3, 3] [(10, [4, 3, 3]), (10, [4, 3, 3])]"
+
+
+def test_dp_is_refused_with_several_ranks(tmp_path):
+    from helpers.fork_server import run_forked
+
+    run_forked(
+        SCRIPT,
+        [str(tmp_path / "out"), '[{"strategy": "dp"}]'],
+        {**VARIABLES, "GLOO_SOCKET_IFNAME": "lo"},
+        ranks=2,
+    )
+    (result,) = torch.load(tmp_path / "out")
+    assert "strategy 'dp' runs in one process, but there are 2 ranks (torchrun)" in result["error"]

@@ -1,0 +1,73 @@
+"""A stop during a long validation: all ranks leave it at once, and repeat it after the restart."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
+from test_trainer import losses, variables
+
+from hpctrain.rundir import RunDir
+from hpctrain.training.loop.step_sync import MessageBatcher
+
+SCRIPT = SCRIPTS / "validate_long.py"
+
+
+def train(run: Path, *args: object, ranks: int) -> dict:
+    printed = run_forked(SCRIPT, [str(arg) for arg in args], variables(run), ranks=ranks)
+    return json.loads(printed.splitlines()[-1])
+
+
+def train_until_stop(run: Path, last_step: int, stop_at: str, ranks: int) -> int:
+    """Train until a rank is stopped; return the number of batches that rank 0 had validated."""
+    with pytest.raises(AssertionError, match="exit code 75") as error:
+        train(run, last_step, stop_at, ranks=ranks)
+    return int(re.search(r"validated (\d+)", str(error.value))[1])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_stop_during_a_validation_takes_effect_at_once_and_changes_nothing(tmp_path, ranks):
+    """400 samples are 50 batches of 8 on one rank, and 45 of 3 on each of three."""
+    uninterrupted = train(tmp_path / "whole", 6, ranks=ranks)
+    run = RunDir(tmp_path / "parts")
+    # In the validation after step 3; in its repetition; and in the one after the last step.
+    assert 5 <= train_until_stop(run.path, 6, f"{ranks - 1}:5", ranks) < 45
+    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith("step")] == [
+        "step-00000003"
+    ]
+    assert 9 <= train_until_stop(run.path, 6, f"{ranks - 1}:9", ranks) < 45
+    per_validation = 50 if ranks == 1 else 45
+    assert (
+        per_validation + 5
+        <= train_until_stop(run.path, 6, f"0:{per_validation + 5}", ranks)
+        < 2 * per_validation - 5
+    )
+    assert run.checkpoint(6).is_dir()
+    assert train(run.path, 6, ranks=ranks) == uninterrupted
+    assert losses(run.path) == losses(tmp_path / "whole")
+
+
+def test_message_batcher_groups_short_items():
+    now = itertools.count(0.0, 0.002)
+    batcher = MessageBatcher(clock=lambda: next(now))
+    assert batcher.size == 1
+    batcher.add()
+    assert batcher.is_full
+    assert batcher.seconds_per_item() == pytest.approx(0.002)
+    for seconds, size in [(0.002, 5), (0.0001, 16), (0.0, 16), (0.011, 1), (30.0, 1), (0.0049, 2)]:
+        batcher.adapt(seconds)
+        assert batcher.size == size, seconds
+    batcher.add()
+    assert not batcher.is_full
+    batcher.reset()
+    batcher.add()
+    assert not batcher.is_full
+    one_by_one = MessageBatcher(one_by_one=True)
+    one_by_one.adapt(0.0001)
+    assert one_by_one.size == 1

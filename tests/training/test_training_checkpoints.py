@@ -1,0 +1,541 @@
+"""Checkpoints of a training: schedule, content, final save and retention."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from helpers import REPOSITORY
+from helpers.waiting import wait_for
+
+import hpctrain
+from hpctrain.buffered_writer import BufferedLineWriter
+from hpctrain.checkpoint.format.manifest import committed_steps
+from hpctrain.checkpoint.interval import InterruptionHistory, checkpoint_interval_s, optimal_interval_s
+from hpctrain.checkpoint.listing import list_checkpoints
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import CheckpointError, UserError
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.training.optim.optimizer_setup import ignored_hyperparameters
+from hpctrain.training.saving import checkpoint_schedule as cadence_module
+from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
+from hpctrain.training.saving.stop_deadline import FinalSavePlan, StopDeadline, plan_final_save
+
+DAY = 86_400.0
+
+
+class Line(hpctrain.Module):
+    """Counts its own steps in extra state; runs actions at given steps."""
+
+    def __init__(self, at=None) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = torch.nn.Linear(2, 1)
+        self.at, self.rate = at or {}, 0.1
+        self.seen = {"steps": 0, "mean": torch.zeros(2), "words": ("a", None, 0.1)}
+
+    def training_step(self, batch, batch_idx):
+        self.seen["steps"] += 1
+        self.seen["mean"] = self.seen["mean"] + batch.mean(0)
+        if action := self.at.get(self.seen["steps"]):
+            action()
+        return self.layer(batch).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        return {
+            "val_loss": self.layer(batch).pow(2).mean(),
+            "val_up": torch.tensor(float(self.seen["steps"])),
+        }
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["seen"]
+
+
+def fit(run_dir, max_steps=6, module=None, **settings) -> Line:
+    module = module or Line()
+    trainer = hpctrain.Trainer(
+        max_steps=max_steps, global_batch_size=2, run_dir=run_dir, seed=3,
+        **{"checkpoint_every": 2, "validate_every": None, **settings},
+    )  # fmt: skip
+    data = list(torch.randn(8, 2, generator=torch.Generator().manual_seed(5)))
+    trainer.fit(module, data, data if trainer.validate_every else None)
+    return module
+
+
+def events(run_dir, kind=None):
+    return [event for event in RunDir(run_dir).read_events() if kind in (None, event["kind"])]
+
+
+def steps(run_dir):
+    return sorted(committed_steps(RunDir(run_dir).checkpoints))
+
+
+# --- content -------------------------------------------------------------------------------------------
+
+
+def test_extra_state_of_the_module_is_restored(tmp_path):
+    uninterrupted = fit(tmp_path / "whole", 6)
+    fit(tmp_path / "parts", 3)
+    resumed = fit(tmp_path / "parts", 6)
+    assert resumed.seen["steps"] == uninterrupted.seen["steps"] == 6
+    assert torch.equal(resumed.seen["mean"], uninterrupted.seen["mean"])
+    assert resumed.seen["words"] == ("a", None, 0.1)
+
+
+def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
+    module = Line()
+    module.seen["deep"] = [{"lock": threading.Lock()}]
+    with pytest.raises(CheckpointError, match=r"state/user/seen/deep/0/lock is a _thread.lock"):
+        fit(tmp_path, module=module)
+    assert not RunDir(tmp_path).metrics.exists()
+
+
+class TwoOptimizers(Line):
+    """Two optimizers for different parameters, each with a schedule."""
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.AdamW([self.layer.weight], lr=0.1), torch.optim.SGD([self.layer.bias], 0.1)]
+        return optimizers, [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}
+            for optimizer in optimizers
+        ]
+
+
+def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
+    uninterrupted = fit(tmp_path / "whole", 6, TwoOptimizers())
+    fit(tmp_path / "parts", 3, TwoOptimizers())
+    resumed = fit(tmp_path / "parts", 6, TwoOptimizers())
+    assert torch.equal(resumed.layer.weight, uninterrupted.layer.weight)
+    assert torch.equal(resumed.layer.bias, uninterrupted.layer.bias)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizers", "message"),
+    [
+        (lambda m: [torch.optim.SGD(m.parameters(), 0.1)] * 2, "assigns layer.weight to optimizer 0"),
+        (lambda m: ([], []), "returned ([], [])"),
+        (
+            lambda m: {
+                "optimizer": (o := torch.optim.SGD(m.parameters(), 0.1)),
+                "lr_scheduler": {
+                    "scheduler": torch.optim.lr_scheduler.StepLR(o, 2),
+                    "interval": "epoch",
+                },
+            },
+            "interval='epoch'",
+        ),
+    ],
+)
+def test_unsupported_optimizer_configuration_is_refused(tmp_path, make_optimizers, message):
+    module = Line()
+    optimizer = make_optimizers(module)
+    if isinstance(optimizer, list):
+        optimizer[1] = torch.optim.Adam(module.parameters())
+    module.configure_optimizers = lambda: optimizer
+    with pytest.raises(UserError, match=re.escape(message)):
+        fit(tmp_path, module=module)
+
+
+def test_saved_state_is_that_of_the_step_even_if_written_late(tmp_path, monkeypatch):
+    """The disk accepts no data until training is one step further."""
+    reached = threading.Event()
+    from hpctrain.checkpoint import saver
+
+    commit = saver.write_and_commit
+
+    def late(site, step, own_files):
+        assert step == 6 or reached.wait(20)
+        return commit(site, step, own_files)
+
+    monkeypatch.setattr(saver, "write_and_commit", late)
+    module = Line(at={5: reached.set})
+    fit(tmp_path / "late", 6, module, checkpoint_every=4)
+    monkeypatch.undo()
+    fit(tmp_path / "prompt", 6, checkpoint_every=4, checkpoint_async=False)
+    from hpctrain.checkpoint.convert.export_checkpoint import load_on_cpu
+
+    for step in (4, 6):
+        late_one, prompt = (
+            load_on_cpu(RunDir(tmp_path / name).checkpoint(step)).state for name in ("late", "prompt")
+        )
+        assert late_one["user"]["seen"]["steps"] == step
+        assert torch.equal(late_one["user"]["seen"]["mean"], prompt["user"]["seen"]["mean"])
+        assert torch.equal(late_one["module"]["layer.weight"], prompt["module"]["layer.weight"])
+
+
+# --- retention -----------------------------------------------------------------------------------------
+
+
+def test_retention_by_newest_step_and_score(tmp_path):
+    fit(
+        tmp_path,
+        12,
+        checkpoint_every=1,
+        keep_last=2,
+        keep_every=5,
+        keep_best=1,
+        monitor="val_up",
+        mode="min",
+        validate_every=3,
+    )
+    assert steps(tmp_path) == [3, 5, 10, 11, 12]
+    listed, rule = list_checkpoints(RunDir(tmp_path), verify=True)
+    assert (rule.metric, rule.mode) == ("val_up", "min")
+    assert [entry.step for entry in listed if entry.best] == [3]
+    assert [entry.step for entry in listed if entry.newest] == [12]
+
+
+def test_unknown_monitor_metric_is_reported_with_available_ones(tmp_path):
+    with pytest.raises(UserError, match=r"monitor is 'accuracy'.*'loss', 'val_loss', 'val_up'"):
+        fit(tmp_path, keep_best=1, monitor="accuracy", validate_every=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_every": 0}, "keep_every is 0"),
+        ({"keep_best": -1}, "keep_best is -1"),
+        ({"mode": "low"}, "mode is 'low'; it must be 'min' or 'max'"),
+    ],
+)
+def test_retention_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        hpctrain.Trainer(max_steps=1, **settings)
+
+
+def test_local_tier_gets_saves_first_and_is_clean_at_the_end(tmp_path):
+    tier = tmp_path / "fast"
+    tier.mkdir()
+    fit(tmp_path / "run", 6, local_checkpoints=tier)
+    saved = [(event["step"], event["tier"]) for event in events(tmp_path / "run", "checkpoint")]
+    assert saved[0] == (2, "local")
+    assert (6, "shared") in saved
+    assert steps(tmp_path / "run")[-1] == 6
+    assert list(tier.iterdir()) == []
+
+
+def test_missing_local_tier_is_not_created_and_saves_go_to_the_run_folder(tmp_path, capsys):
+    fit(tmp_path / "run", 4, local_checkpoints=tmp_path / "nope" / "deep")
+    assert "no such folder on this node" in capsys.readouterr().out
+    assert not (tmp_path / "nope").exists()
+    assert steps(tmp_path / "run")[-1] == 4
+
+
+def test_keep_best_without_validation_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"keep_best=2 .*monitor='val_loss'.* no validation set"):
+        fit(tmp_path, keep_best=2)
+
+
+def test_ignored_learning_rate_is_reported(tmp_path, capsys):
+    fit(tmp_path, 2)
+    capsys.readouterr()
+    module = Line()
+    module.rate = 0.5
+    fit(tmp_path, 4, module)
+    output = capsys.readouterr().out
+    assert re.search(
+        r"lr stays [\d.]+, the value in the checkpoint, although the script now sets 0.5\.", output
+    )
+    fit(tmp_path, 6)
+    assert "the value in the checkpoint" not in capsys.readouterr().out
+
+
+def test_schedule_does_not_count_as_changed_learning_rate():
+    parameter = torch.nn.Parameter(torch.ones(1))
+
+    def make(rate, **kwargs):
+        optimizer = torch.optim.SGD([parameter], lr=rate, **kwargs)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    old, schedule = make(0.1)
+    old.step()
+    schedule.step()
+    assert old.param_groups[0]["lr"] < 0.1
+    state = old.state_dict()
+    assert ignored_hyperparameters([make(0.1)[0]], [state]) == []
+    (message,) = ignored_hyperparameters([make(0.2)[0]], [state])
+    assert message.startswith("lr stays 0.1, the value in the checkpoint, although the script now sets 0.2.")
+    (message,) = ignored_hyperparameters([make(0.1, momentum=0.9)[0]], [state])
+    assert message.startswith("momentum stays 0")
+    assert ignored_hyperparameters([old], None) == []
+
+
+def test_run_with_only_corrupt_checkpoints_is_not_restarted_silently(tmp_path):
+    fit(tmp_path, 4)
+    for step in steps(tmp_path):
+        (RunDir(tmp_path).checkpoint(step) / "manifest.json").write_text("torn")
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"No checkpoint in .* is complete.*step-0+4\.broken-0.*To start over"
+        ):
+            fit(tmp_path, 6)
+    for path in RunDir(tmp_path).checkpoints.glob("*.broken-0"):
+        shutil.rmtree(path)
+    fit(tmp_path, 6)
+    assert steps(tmp_path)[-1] == 6
+
+
+# --- disk errors ---------------------------------------------------------------------------------------
+
+
+def test_failed_save_is_reported_and_retried_after_a_pause(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cadence_module, "_MIN_BACKOFF_S", 0.05)
+    run = RunDir(tmp_path)
+    run.checkpoints.write_text("in the way")
+    attempted = []
+    begin = CheckpointStore.async_save
+    monkeypatch.setattr(
+        CheckpointStore,
+        "async_save",
+        lambda self, step, *a, **k: (attempted.append(step), begin(self, step, *a, **k)),
+    )
+    module = Line(at={n: lambda: time.sleep(0.02) for n in range(1, 60)} | {30: run.checkpoints.unlink})
+    fit(tmp_path, 60, module, checkpoint_every=1)
+    failures = events(tmp_path, "failure")
+    assert 1 <= len(failures) < 10
+    assert "step 1 " in failures[0]["cause"]
+    assert "Training continues" in capsys.readouterr().out
+    assert "rank" not in failures[0], "a failed save is no failed rank"
+    assert len([step for step in attempted if step < 30]) == len(failures), "in the pause nothing is tried"
+    assert steps(tmp_path)[-1] == 60
+    assert len(events(tmp_path, "checkpoint")) > 3
+
+
+def test_records_are_buffered_until_they_can_be_written(tmp_path):
+    messages: list[str] = []
+    folder = tmp_path / "run"
+    lines = BufferedLineWriter(folder / "metrics.jsonl", messages.append)
+    for i in range(3):
+        lines.append({"step": i})
+    assert len(messages) == 1
+    assert "No such file or directory" in messages[0]
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"torn": ')
+    lines.append({"step": 3})
+    lines.flush()
+    assert [record["step"] for record in read_json_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert "is writable again" in messages[1]
+
+
+# --- interval ------------------------------------------------------------------------------------------
+
+
+def test_optimal_interval_is_that_of_young_and_daly():
+    # By Young's √(2 · 60 s · 1 day) = 3220 s; Daly's terms of higher order reduce it by 40 s.
+    assert optimal_interval_s(60, DAY) == pytest.approx(
+        3220 * (1 + 0.01863 / 3 + 0.01863**2 / 9) - 60, rel=1e-3
+    )
+    assert optimal_interval_s(3 * DAY, DAY) == DAY
+
+
+@pytest.mark.parametrize(("save_s", "mtbf_s"), [(1.0, 600.0), (60.0, DAY), (120.0, 3600.0)])
+def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
+    def overhead(interval_s: float) -> float:
+        """Return Daly's exact expectation of wall time over work, without restart times."""
+        return mtbf_s * math.expm1((interval_s + save_s) / mtbf_s) / interval_s
+
+    best = optimal_interval_s(save_s, mtbf_s)
+    least = min(overhead(best * factor / 100) for factor in range(20, 500))
+    assert overhead(best) <= least * 1.001
+
+
+def test_interval_has_lower_limits():
+    assert checkpoint_interval_s(1e-6, 0.0, 10.0) == 10.0
+    assert checkpoint_interval_s(0.1, 500.0, DAY) == 500.0
+
+
+def test_documented_interval_examples_are_correct():
+    page = (REPOSITORY / "docs" / "checkpoints.md").read_text()
+    row = r"\| (\d+) \| ([\d.]+) s \| (none|(\d+) days, (\d+) interruptions) \| (\d+) s \|"
+    rows = re.findall(row, page)
+    assert len(rows) == 4
+    for nodes, save_s, _, days, count, said_s in rows:
+        history = InterruptionHistory(int(count or 0), int(nodes) * int(days or 0) * DAY)
+        mtbf_s = history.node_mtbf_s(DAY) / int(nodes)
+        assert round(checkpoint_interval_s(float(save_s), 0.0, mtbf_s)) == int(said_s)
+
+
+def attempt(begin, end, *, nodes=2, saved=None, state=None):
+    yield {"kind": "started", "time": begin, "nodes": nodes}
+    if saved is not None:
+        yield {"kind": "signal", "time": end, "saved": saved}
+    if state is not None:
+        yield {"kind": "finished", "time": end, "state": state}
+    yield {"kind": "checkpoint", "time": end, "step": 1}
+
+
+def test_interruptions_are_counted_from_events():
+    history = [
+        *attempt(0.0, 100.0),  # killed
+        *attempt(150.0, 250.0, saved=True),  # preempted, and saved
+        *attempt(300.0, 400.0, saved=False),  # preempted, and not saved
+        *attempt(500.0, 600.0, nodes=4),  # this one
+    ]
+    assert InterruptionHistory.from_events(history) == InterruptionHistory(2, 2 * 300.0 + 4 * 100.0)
+    assert InterruptionHistory.from_events([]).node_mtbf_s(DAY) == DAY
+    assert InterruptionHistory(3, 3 * DAY).node_mtbf_s(DAY) == DAY
+    assert InterruptionHistory(0, 9 * DAY).node_mtbf_s(DAY) == 10 * DAY
+
+
+def test_estimated_mtbf_converges():
+    generator, true_mtbf_s, node_seconds, count = random.Random(1), 5_000.0, 0.0, 0
+    while count < 2000:
+        node_seconds += generator.expovariate(1 / true_mtbf_s)
+        count += 1
+    assert InterruptionHistory(count, node_seconds).node_mtbf_s(DAY) == pytest.approx(true_mtbf_s, rel=0.1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_auto_interval_is_shorter_with_more_nodes():
+    clock = Clock()
+    single_node, many = (CheckpointSchedule("auto", num_nodes=n, clock=clock) for n in (1, 100))
+    for schedule in (single_node, many):
+        schedule.on_save_started(1.0)
+        assert not schedule.is_due_by_time()
+        schedule.on_save_committed(5.0)
+    assert 8 < single_node.interval_s / many.interval_s < 11
+    clock.now = many.interval_s
+    assert many.is_due_by_time()
+    assert not single_node.is_due_by_time()
+    many.on_save_started(1.0)
+    clock.now = 1e6
+    assert not many.is_due_by_time(), "one is in flight"
+
+
+def test_failed_saves_are_followed_by_growing_pauses():
+    clock = Clock()
+    schedule = CheckpointSchedule(1000, clock=clock)
+    pauses = []
+    for _ in range(10):
+        schedule.on_save_started(0.0)
+        schedule.on_save_failed()
+        begin = clock.now
+        assert not schedule.is_due_by_time()
+        while schedule.in_backoff:
+            clock.now += 1.0
+        pauses.append(clock.now - begin)
+        assert schedule.is_due_by_time(), "tried again before the next step that is due"
+    assert pauses == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600]
+    schedule.on_save_started(0.0)
+    schedule.on_save_committed(1.0)
+    assert not schedule.is_due_by_time()
+    assert not schedule.in_backoff
+
+
+def test_invalid_node_mtbf_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_NODE_MTBF_S", "often")
+    with pytest.raises(UserError, match="HPCTRAIN_NODE_MTBF_S is 'often'"):
+        fit(tmp_path)
+
+
+# --- final save ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left_s", "write_s", "in_flight_s", "plan"),
+    [
+        (math.inf, None, None, FinalSavePlan.AFTER_PENDING_SAVE),
+        (1.0, None, None, FinalSavePlan.AFTER_PENDING_SAVE),  # no estimate speaks against it
+        (30.0, 10.0, None, FinalSavePlan.AFTER_PENDING_SAVE),
+        (30.0, 10.0, 9.0, FinalSavePlan.AFTER_PENDING_SAVE),
+        (20.0, 10.0, 1.0, FinalSavePlan.REPLACE_PENDING_SAVE),
+        (8.0, 10.0, 9.0, FinalSavePlan.PENDING_SAVE_ONLY),
+        (8.0, 10.0, 1.0, FinalSavePlan.NONE),
+        (13.0, 10.0, None, FinalSavePlan.NONE),
+        (-1.0, 1.0, None, FinalSavePlan.NONE),
+    ],
+)
+def test_final_save_must_fit_into_the_grace_period(left_s, write_s, in_flight_s, plan):
+    assert plan_final_save(left_s, write_s, in_flight_s) is plan
+
+
+def test_remaining_grace_counts_from_the_signal():
+    flag = StopFlag()
+    grace = StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120"}, flag)
+    assert grace.left_s() == math.inf
+    flag.record(15, None)
+    assert 29 < grace.left_s() <= 30
+    assert grace.left_s(for_requeue=True) == math.inf
+    assert (
+        299
+        < StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,requeue=300"}, flag).left_s(for_requeue=True)
+        <= 300
+    )
+    assert StopDeadline({}, flag).left_s() == math.inf
+    with pytest.raises(UserError, match="HPCTRAIN_STOP_GRACE is 'soon'"):
+        StopDeadline({"HPCTRAIN_STOP_GRACE": "soon"}, flag)
+
+
+@pytest.mark.parametrize(("grace", "saved"), [("SIGTERM=60", True), ("SIGTERM=1", False)])
+def test_stop_saves_if_there_is_time_and_reports_otherwise(tmp_path, monkeypatch, capsys, grace, saved):
+    monkeypatch.setenv("HPCTRAIN_STOP_GRACE", grace)
+    run = RunDir(tmp_path)
+
+    def stop_after_first_checkpoint():
+        wait_for(lambda: run.checkpoint(2).is_dir(), 10, "the checkpoint of step 2")
+        time.sleep(0.1)  # until it is reported
+        signal.raise_signal(signal.SIGTERM)
+
+    module = Line(at={3: stop_after_first_checkpoint})
+    with pytest.raises(SystemExit) as exit_info:
+        fit(tmp_path, 20, module, checkpoint_every=2)
+    assert exit_info.value.code == 75
+    (stop,) = events(tmp_path, "signal")
+    assert stop["saved"] is saved
+    assert (stop["step"] in steps(tmp_path)) is saved
+    out = capsys.readouterr().out
+    assert ("its checkpoint is saved" in out) is saved
+    assert ("Earlier checkpoints are intact" in out) is not saved
+    assert steps(tmp_path), "a checkpoint stands"
+    assert fit(tmp_path, 20).seen["steps"] == 20
+
+
+def test_error_during_a_save_ends_the_training_at_once(tmp_path, monkeypatch):
+    from hpctrain.checkpoint import saver
+
+    stuck = threading.Event()
+    monkeypatch.setattr(saver, "write_and_commit", lambda *_: stuck.wait(20))
+
+    def crash():
+        raise ZeroDivisionError
+
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, 6, Line(at={3: crash}))
+    assert time.monotonic() - start < 10
+    stuck.set()
+
+
+def test_validation_and_metrics_are_in_order_during_async_saves(tmp_path):
+    fit(tmp_path, 8, validate_every=2, checkpoint_every=1)
+    records = list(read_json_lines(RunDir(tmp_path).metrics))
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert [record["step"] for record in records if "val_loss" in record] == [2, 4, 6, 8]
+    saved = [event["step"] for event in events(tmp_path, "checkpoint")]
+    assert saved == list(range(1, 9))
+    for event in events(tmp_path, "checkpoint"):
+        assert json.dumps(event)
+        assert event["seconds"] > 0

@@ -1,0 +1,468 @@
+"""Features of the training loop, compared with loops without hpctrain."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SCRIPTS
+from helpers.fork_server import run_forked
+from test_trainer import losses, variables
+from torch import nn
+from train_regression import Gan, Noisy, Regression, Tokens, samples
+
+import hpctrain
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+from hpctrain.training.data.sample_order import SampleOrder
+from hpctrain.training.loop.optimizer_step import LrScaler
+from hpctrain.training.observe.dataloader_hints import warn_too_few_workers, warn_too_many_workers
+from hpctrain.training.observe.progress import SampleRate
+from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
+from hpctrain.training.optim.optimizer_setup import only_trainable
+
+SCRIPT = SCRIPTS / "train_regression.py"
+
+
+def train(run: Path, *args: object, ranks: int = 1) -> dict:
+    """Return the result of `train_regression.py`; the ranks must end with equal parameters."""
+    printed = run_forked(SCRIPT, [str(arg) for arg in args], variables(run), ranks=ranks)
+    result = json.loads(printed.splitlines()[-1])
+    assert all(state == result["state"][0] for state in result["state"])
+    return result
+
+
+def batches(num_steps: int, size: int = 10):
+    """Return the batches of the first steps, with their numbers in their epochs."""
+    data = samples()
+    count = len(data[0])
+    all_batches = [
+        (number, SampleOrder(count, 3).indices(epoch, start, min(start + size, count)))
+        for epoch in range(num_steps)
+        for number, start in enumerate(range(0, count, size))
+    ]
+    return [(number, [column[indices] for column in data]) for number, indices in all_batches[:num_steps]]
+
+
+def state_of(module: nn.Module) -> list[float]:
+    return torch.cat([value.double().flatten() for value in module.state_dict().values()]).tolist()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_gradient_norm_is_clipped_over_all_parameters(tmp_path, ranks, strategy):
+    if ranks == 1 and strategy != "ddp":
+        pytest.skip("one rank has nothing in parts")
+    module = Regression()
+    optimizer, norms = module.configure_optimizers(), []
+    for number, batch in batches(6):
+        module.training_step(batch, number).backward()
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), 5.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(norms) < 5.0 < max(norms)
+    args = ("gradient_clip_norm=5.0", "micro_batch_size=2", f'strategy="{strategy}"')
+    result = train(tmp_path, "regression", 6, *args, ranks=ranks)
+    # Some strategies compute the norm in float32.
+    assert result["state"][0] == pytest.approx(state_of(module), rel=1e-5)
+    logged = [line["grad_norm"] for line in read_json_lines(RunDir(tmp_path).metrics)]
+    assert logged == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_gradients_are_unscaled_before_clipping_in_float16(tmp_path):
+    """Elements of 2^16 times the gradient would all be clipped."""
+    plain = train(tmp_path / "32", "regression", 1, "gradient_clip_value=5.0")
+    scaled = train(
+        tmp_path / "16", "regression", 1, "gradient_clip_value=5.0", 'precision="16-mixed"', ranks=2
+    )
+    assert scaled["state"][0] == pytest.approx(plain["state"][0], rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.ranks
+def test_gradient_elements_are_clipped_by_value(tmp_path):
+    module = Regression()
+    optimizer = module.configure_optimizers()
+    for number, batch in batches(4):
+        module.training_step(batch, number).backward()
+        assert max(p.grad.abs().max() for p in module.parameters()) > 0.05
+        nn.utils.clip_grad_value_(module.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    result = train(tmp_path, "regression", 4, "gradient_clip_value=0.05", ranks=2)
+    assert result["state"][0] == pytest.approx(state_of(module), rel=1e-9)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (3, "ddp"), (2, "zero3")])
+def test_mean_over_tokens_is_over_the_global_batch(tmp_path, ranks, strategy):
+    """Means of micro-batches with different numbers of tokens must not be averaged equally."""
+    module = Tokens()
+    optimizer, means = module.configure_optimizers(), []
+    for number, batch in batches(5):
+        loss = module.training_step(batch, number)["loss"]
+        means.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = train(tmp_path, "tokens", 5, "micro_batch_size=2", f'strategy="{strategy}"', ranks=ranks)
+    # The factor of the gradients is a float32.
+    assert result["state"][0] == pytest.approx(state_of(module), rel=1e-5)
+    assert list(losses(tmp_path).values()) == pytest.approx(means, rel=1e-5)
+    first = next(iter(read_json_lines(RunDir(tmp_path).metrics)))
+    assert first["num_tokens"] == batches(1)[0][1][2].sum()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (3, "ddp"), (2, "zero1")])
+def test_alternating_optimizers_see_the_whole_batch_in_order(tmp_path, ranks, strategy):
+    module = Gan()
+    optimizers = module.configure_optimizers()
+    for number, batch in batches(7):
+        for idx, optimizer in enumerate(optimizers):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            with only_trainable(module, parameters):
+                outputs = module.training_step(batch, number, idx)
+                if outputs is not None:
+                    outputs["loss"].backward()
+                    optimizer.step()
+            module.zero_grad()
+    result = train(tmp_path, "gan", 7, "micro_batch_size=2", f'strategy="{strategy}"', ranks=ranks)
+    assert result["state"][0] == pytest.approx(state_of(module), rel=1e-9)
+
+
+@pytest.mark.ranks
+def test_alternating_optimizers_with_sharded_parameters_are_refused(tmp_path):
+    with pytest.raises(
+        AssertionError,
+        match=r"UserError: .*strategy 'zero3' updates all parameters together",
+    ):
+        train(tmp_path, "gan", 1, 'strategy="zero3"', ranks=2)
+
+
+def test_manual_optimization_is_refused_with_a_hint():
+    class ManualOptimization(Regression):
+        automatic_optimization = False
+
+    with pytest.raises(hpctrain.UserError, match="third parameter, optimizer_idx"):
+        hpctrain.Trainer(max_steps=1).fit(ManualOptimization(), samples())
+
+
+@pytest.mark.ranks
+def test_early_stopping_ends_all_ranks_permanently(tmp_path):
+    result = train(tmp_path, "regression", 500, "patience=2", "validate_every=5", ranks=2)
+    validations = [
+        line["val_loss"] for line in read_json_lines(RunDir(tmp_path).metrics) if "val_loss" in line
+    ]
+    steps = [line["step"] for line in read_json_lines(RunDir(tmp_path).metrics) if "val_loss" in line]
+    assert result["step"] == steps[-1] < 500
+    best = min(range(len(validations)), key=lambda i: validations[i])
+    assert len(validations) - 1 - best <= 2
+    assert "did not improve" in result["ending"]
+    checkpoint = RunDir(tmp_path).checkpoints / f"step-{result['step']:08d}"
+    assert (checkpoint / "manifest.json").exists()
+    resumed = train(tmp_path, "regression", 500, "patience=2", "validate_every=5", ranks=1)
+    assert resumed["step"] == result["step"]
+    assert resumed["state"][0] == result["state"][0]
+    extended = train(tmp_path, "regression", 500, "patience=4", "validate_every=5", ranks=1)
+    assert extended["step"] > result["step"]
+
+
+def test_early_stopping_on_nan_ends_permanently():
+    trainer = hpctrain.Trainer(max_steps=1)
+    stopping = hpctrain.EarlyStopping(patience=2)
+    for _ in range(2):
+        stopping.on_validation_end(trainer, Regression(), {"val_loss": float("nan")})
+    assert trainer.ending == "val_loss was NaN in 2 validations"
+    restored = hpctrain.EarlyStopping(patience=2)
+    restored.load_state_dict(stopping.state_dict())
+    restored.on_fit_start(trainer, Regression())
+
+
+class StopOnTrainingMetric(hpctrain.EarlyStopping):
+    """Monitors a training metric."""
+
+    def on_step_end(self, trainer, module, metrics):
+        self.on_validation_end(trainer, module, metrics)
+
+
+def test_early_stopping_on_a_training_metric_needs_no_validation():
+    trainer = hpctrain.Trainer(
+        max_steps=50, callbacks=StopOnTrainingMetric("loss", patience=1, min_delta=1e9)
+    )
+    trainer.fit(Regression(), samples())
+    assert trainer.ending is not None
+    assert trainer.step < 50
+
+
+@pytest.mark.parametrize("method", ["class", "instance"])
+def test_custom_zero_grad_of_an_optimizer_is_called(method):
+    calls = []
+
+    class Careful(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            calls.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    class Model(Regression):
+        def configure_optimizers(self):
+            if method == "class":
+                return Careful(self.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            torchs = optimizer.zero_grad
+            optimizer.zero_grad = lambda set_to_none=True: (calls.append(set_to_none), torchs())
+            return optimizer
+
+    module = Model()
+    hpctrain.Trainer(max_steps=3).fit(module, samples())
+    assert calls == [True] * 3
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_batch_larger_than_the_dataset_is_reported(capfd):
+    data = samples()
+    count = len(data[0])
+    hpctrain.Trainer(max_steps=1, global_batch_size=count + 1).fit(Regression(), data)
+    assert (
+        f"hpctrain: global_batch_size is {count + 1}, but train_dataset has only {count} samples; "
+        "every step uses all samples\n"
+    ) in capfd.readouterr().out
+
+
+class Frozen(Regression):
+    """A frozen body in eval mode; validation returns the same metric as training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.eval()
+
+    def training_step(self, batch, batch_idx):
+        assert (self.training, self.body.training, self.head.training) == (True, False, True)
+        return {"loss": super().training_step(batch, batch_idx), "of_training": 1.0}
+
+    def validation_step(self, batch, batch_idx):
+        assert not self.training
+        return {"loss": 5.0 * super().training_step(batch, batch_idx)}
+
+
+def test_submodules_keep_their_modes_and_validation_keeps_the_training_loss(tmp_path):
+    module = Frozen()
+    trainer = hpctrain.Trainer(
+        max_steps=4, validate_every=2, run_dir=tmp_path, callbacks=hpctrain.EarlyStopping()
+    )
+    trainer.fit(module, samples(), samples())
+    assert [*trainer.metrics] == ["val_loss"]
+    last = list(read_json_lines(RunDir(tmp_path).metrics))[-1]
+    assert last["val_loss"] > last["loss"]
+    trainer.validate(module, samples())
+    trainer.predict(module, [torch.zeros(2, 3, dtype=torch.float64)])
+    assert (module.training, module.body.training, module.head.training) == (True, False, True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("names", ["order", "other", "more", "time"])
+def test_metrics_must_have_equal_names_on_every_rank(tmp_path, names):
+    """Otherwise, more metrics on one rank would crash both."""
+    if names == "order":
+        train(tmp_path, "named", 20, 'names="order"', ranks=2)
+        for line in read_json_lines(RunDir(tmp_path).metrics):
+            assert (line["a"], line["b"]) == pytest.approx((10, 20))
+        return
+    message = "reserved in metrics.jsonl" if names == "time" else r"\['a', 'b', 'loss'\] on rank 0, but \["
+    with pytest.raises(AssertionError, match=f"UserError: .*{message}"):
+        train(tmp_path, "named", 20, f'names="{names}"', ranks=2)
+
+
+@pytest.mark.ranks
+def test_metric_names_may_change_between_steps(tmp_path):
+    train(tmp_path, "named", 20, 'names="turns"', ranks=2)
+    for line in read_json_lines(RunDir(tmp_path).metrics):
+        assert line["a" if line["step"] % 3 else "c"] == pytest.approx(10)
+
+
+def test_metric_names_must_not_differ_between_micro_batches():
+    class ChangingNames(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.calls = getattr(self, "calls", 0) + 1
+            return {"loss": loss, "odd" if self.calls % 2 else "even": 1.0}
+
+        def validation_step(self, batch, batch_idx):
+            return self.training_step(batch, batch_idx)
+
+    trainer = hpctrain.Trainer(max_steps=2, global_batch_size=8, micro_batch_size=4)
+    with pytest.raises(hpctrain.UserError, match="for a micro-batch, but"):
+        trainer.fit(ChangingNames(), samples())
+    with pytest.raises(hpctrain.UserError, match=r"validation_step returned .* for a batch, but"):
+        trainer.validate(ChangingNames(), samples())
+
+
+@pytest.mark.ranks
+def test_callback_on_one_rank_ends_the_training_on_all(tmp_path):
+    result = train(tmp_path, "regression", 500, "ends_at=6", ranks=3)
+    assert 6 < result["step"] <= 9
+    assert [line["step"] for line in read_json_lines(RunDir(tmp_path).metrics)] == [
+        *range(1, result["step"] + 1)
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_short_steps_with_joint_messages_are_logged_individually(tmp_path, ranks):
+    """A step callback makes each step send its own message. On four ranks, the order of a sum matters."""
+    together = train(tmp_path / "together", "regression", 80, ranks=ranks)
+    separate = train(tmp_path / "alone", "regression", 80, "ends_at=1000", ranks=ranks)
+    assert together == separate
+    assert losses(tmp_path / "together") == losses(tmp_path / "alone")
+    lines = list(read_json_lines(RunDir(tmp_path / "together").metrics))
+    assert [line["step"] for line in lines] == [*range(1, 81)]
+    assert all(before["time"] <= after["time"] for before, after in itertools.pairwise(lines))
+    assert all(line["spent"]["all"] > 0 for line in lines)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_test_and_predict_see_every_sample_once_in_order(tmp_path, ranks):
+    result = train(tmp_path, "regression", 3, ranks=ranks)
+    module = Regression()
+    nn.utils.vector_to_parameters(torch.tensor(result["state"][0]).double(), module.parameters())
+    with torch.no_grad():
+        expected, loss = module(samples()[0]), module.training_step(samples(), 0)
+    assert result["predictions"] == pytest.approx(expected.flatten().tolist())
+    assert result["test"] == pytest.approx({"test_loss": loss.item()})
+
+
+@pytest.mark.ranks
+def test_recomputation_changes_neither_gradients_nor_running_statistics(tmp_path):
+    plain = train(tmp_path / "plain", "noisy", 5, "global_batch_size=8", ranks=2)
+    recomputed = train(tmp_path / "again", "noisy", 5, "global_batch_size=8", 'recompute=["body"]', ranks=2)
+    assert recomputed == plain
+
+
+def test_activations_of_a_recomputed_block_are_not_stored():
+    module, sizes = Noisy(), []
+
+    def record_size(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    def total_size() -> int:
+        sizes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(record_size, lambda tensor: tensor):
+            module.training_step(samples(), 0)
+        return sum(sizes)
+
+    plain = total_size()
+    with activation_checkpointing(module, ["body"]):
+        assert total_size() < plain / 2
+    assert total_size() == plain
+    with pytest.raises(hpctrain.UserError, match=r"recompute contains 'bodies', but .* no such submodule"):
+        activation_checkpointing(module, ["bodies"]).__enter__()
+    with pytest.raises(hpctrain.UserError, match=r"'body.0' and also 'body', which contains it"):
+        activation_checkpointing(module, ["body*", "body.*"]).__enter__()
+
+
+@pytest.mark.ranks
+def test_compiled_steps_train_equally(tmp_path):
+    plain = train(tmp_path / "plain", "regression", 4, ranks=2)
+    compiled = train(tmp_path / "compiled", "regression", 4, 'compile={"backend": "eager"}', ranks=2)
+    assert compiled["state"][0] == pytest.approx(plain["state"][0], rel=1e-12)
+    with pytest.raises(hpctrain.UserError, match="Set only one"):
+        hpctrain.Trainer(max_steps=1, compile=True, recompute=["body"])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("setting", ["micro_batch_size=2", 'recompute=["body"]'])
+def test_static_graph_changes_nothing(tmp_path, setting):
+    plain = train(tmp_path / "plain", "regression", 7, setting, ranks=2)
+    for last_step in (3, 7):
+        static = train(tmp_path / "static", "regression", last_step, setting, "static_graph=true", ranks=2)
+    assert static == plain
+    for wrong in ({"strategy": "zero3"}, {"find_unused_parameters": True}):
+        with pytest.raises(hpctrain.UserError, match="static_graph is True"):
+            hpctrain.Trainer(max_steps=1, static_graph=True, **wrong)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("gan", "micro_batch_size=2"), ("regression", 'compile={"backend": "eager"}')]
+)
+def test_alternating_and_compiled_steps_resume_bitwise(tmp_path, kind, setting):
+    uninterrupted = train(tmp_path / "whole", kind, 7, setting, ranks=2)
+    for last_step in (4, 7):
+        resumed = train(tmp_path / "parts", kind, last_step, setting, ranks=2)
+    assert resumed == uninterrupted
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_failing_validation_step_fails_before_the_first_step():
+    class Broken(Regression):
+        steps = 0
+
+        def training_step(self, batch, batch_idx):
+            type(self).steps += 1
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        hpctrain.Trainer(max_steps=3).fit(Broken(), samples(), samples())
+    assert Broken.steps == 0
+
+
+@pytest.mark.ranks
+def test_sanity_validation_changes_nothing(tmp_path):
+    results = [
+        train(tmp_path / str(n), "noisy", 4, "validate_every=2", f"sanity_val_batches={n}") for n in (0, 2)
+    ]
+    assert results[0] == results[1]
+    assert losses(tmp_path / "0") == losses(tmp_path / "2")
+
+
+@pytest.mark.ranks
+def test_learning_rate_scaling_and_warmup_apply_with_any_schedule(tmp_path):
+    module = Regression()
+    optimizer = module.configure_optimizers()
+    for step, (number, batch) in enumerate(batches(5), 1):
+        optimizer.param_groups[0]["lr"] = 0.1 * LrScaler(2.0, 4).factor(step)
+        module.training_step(batch, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for last_step in (2, 5):  # with a stop
+        result = train(tmp_path, "regression", last_step, "lr_reference_batch_size=5", "warmup_steps=4")
+    assert result["state"][0] == pytest.approx(state_of(module), rel=1e-9)
+
+
+def test_learning_rate_factors():
+    assert [LrScaler(4.0, 3).factor(step) for step in (1, 2, 3, 9)] == [2.0, 3.0, 4.0, 4.0]
+    assert [LrScaler(1.0, 4).factor(step) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    scaler = LrScaler.from_settings(
+        hpctrain.Trainer(max_steps=1, global_batch_size=64, lr_reference_batch_size=16, lr_scaling="sqrt")
+    )
+    assert scaler == LrScaler(2.0)
+    assert LrScaler.from_settings(hpctrain.Trainer(max_steps=1)) is None
+
+
+def test_hints_about_data_workers():
+    assert warn_too_many_workers(4, 4) is None
+    assert "num_workers is 8, but each rank has only 4 CPUs" in (warn_too_many_workers(8, 4) or "")
+    assert warn_too_few_workers(1.0, 100.0, 0, 8) is None
+    assert warn_too_few_workers(9.0, 10.0, 0, 8) is None  # too early to decide
+    assert "50% of the time" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
+    assert "try 4" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
+    assert "--cpus-per-task" in (warn_too_few_workers(50.0, 100.0, 8, 8) or "")
+
+
+def test_sample_rate_is_reported_after_an_interval():
+    now = [0.0]
+    pace = SampleRate(32, lambda: now[0])
+    assert pace.rate_since_last(1) == ""
+    now[0] = 0.5
+    assert pace.rate_since_last(10) == ""
+    now[0] = 2.0
+    assert pace.rate_since_last(21) == "  320 samples/s"
