@@ -187,12 +187,12 @@ def test_unreadable_metrics_do_not_hide_the_state(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("limit", ["null x", "60", [60], {"60": 1}, True, math.nan, -math.inf, 10**400])
-def test_a_time_limit_that_is_no_number_is_left_out_of_the_command_that_repeats_the_run(tmp_path, limit):
+def test_resubmit_command_omits_an_invalid_time_limit(tmp_path, limit):
     spec = {**SPEC, "time_limit_s": limit}
     write_run(tmp_path).spec.write_text(yaml.safe_dump(spec))
     _, command = resubmit_command(spec)
     assert "--time" not in command
-    reported = call(tmp_path, "report", "r", "--format", "md")
+    reported = invoke(tmp_path, "report", "r", "--format", "md")
     assert reported.exit_code == 0
     assert command in reported.stdout
 
