@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.training import Module, Trainer
     from hpctrain.training.callbacks import Callback, EarlyStopping
     from hpctrain.training.data.sample_seeds import sample_generator
+    from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
     from hpctrain.training.loop.session import session
     from hpctrain.training.strategies import Strategy, register_strategy
 
@@ -60,6 +61,7 @@ __all__ = [
     "register_strategy",
     "session",
     "sample_generator",
+    "StatefulBatchSampler",
     "should_stop",
     "detect",
     "Ranks",
@@ -95,6 +97,7 @@ _HOMES = {
     "RunDir": "hpctrain.rundir",
     "RunState": "hpctrain.slurm.states",
     "RunStatus": "hpctrain.jobs.runs.run_status",
+    "StatefulBatchSampler": "hpctrain.training.data.stateful_batch_sampler",
     "Strategy": "hpctrain.training.strategies",
     "SubmitOptions": "hpctrain.jobs.options.table",
     "Trainer": "hpctrain.training",
