@@ -16,6 +16,7 @@ from hpctrain.errors import UserError
 from hpctrain.torch_compat import DataLoaderIterator
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.sample_order import SampleOrder
+from hpctrain.training.data.shield_loader_workers import shield_loader_workers
 
 
 class StatefulBatchSampler(Sampler[list[int]]):
@@ -49,6 +50,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
         Raises:
             UserError: the data set is empty, or a batch has fewer samples than there are ranks.
         """
+        shield_loader_workers()
         self._data_rank = _find_data_rank(rank, num_replicas)
         if len(dataset) < 1:
             raise UserError("The data set has no samples.")
@@ -63,7 +65,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
 
     @property
     def step(self) -> int:
-        """Number of batches, over all epochs, that the DataLoader has yielded. Prefetched ones don't count."""
+        """Number of batches that the DataLoader has yielded, over all epochs, without prefetched ones."""
         return self._start + (self._batches.num_yielded if self._batches else 0)
 
     @property
