@@ -136,6 +136,19 @@ def test_state_of_another_order_is_refused():
         sampler().load_state_dict(sampler(seed=4).state_dict())
 
 
+def test_order_of_the_data_set_without_short_batches():
+    now = StatefulBatchSampler(
+        range(NUM_SAMPLES), BATCH, shuffle=False, drop_last=True, rank=1, num_replicas=2
+    )
+    assert list(now) == [list(range(start + 4, start + 8)) for start in range(0, 48, 8)]
+    assert (len(now), now.epoch) == (6, 1)
+
+
+def test_data_without_a_batch_is_refused():
+    with pytest.raises(UserError, match="has 50 samples, which is no batch: global_batch_size is 51"):
+        StatefulBatchSampler(range(NUM_SAMPLES), 51, drop_last=True, rank=0, num_replicas=1)
+
+
 def test_batches_smaller_than_the_number_of_ranks_are_refused():
     with pytest.raises(UserError, match="global_batch_size is 8, but there are 9 ranks"):
         sampler(0, 9)

@@ -15,12 +15,12 @@ from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import DataLoaderIterator
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
-from hpctrain.training.data.sample_order import SampleOrder
+from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.shield_loader_workers import shield_loader_workers
 
 
 class StatefulBatchSampler(Sampler[list[int]]):
-    """This rank's share of each global batch, in a shuffled order that is the same on any number of ranks.
+    """This rank's share of each global batch, in an order that is the same on any number of ranks.
 
     Every sample is yielded exactly once per epoch. Pass it as `batch_sampler` to a `DataLoader` or to
     torchdata's `StatefulDataLoader`. Each iteration continues at the position and ends with the epoch.
@@ -35,6 +35,8 @@ class StatefulBatchSampler(Sampler[list[int]]):
         global_batch_size: int,
         *,
         seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
         rank: int | None = None,
         num_replicas: int | None = None,
     ) -> None:
@@ -44,22 +46,29 @@ class StatefulBatchSampler(Sampler[list[int]]):
             dataset: the data set, of which only the length is used.
             global_batch_size: samples of all ranks per batch, at least one per rank.
             seed: decides the order.
+            shuffle: False to keep the order of the data set.
+            drop_last: True to leave out a short last batch of each epoch.
             rank: this rank; by default that of the process group, or of the environment.
             num_replicas: number of ranks; the same default.
 
         Raises:
-            UserError: the data set is empty, or a batch has fewer samples than there are ranks.
+            UserError: the data set has no batch, or a batch has fewer samples than there are ranks.
         """
         shield_loader_workers()
         self._data_rank = _find_data_rank(rank, num_replicas)
-        if len(dataset) < 1:
-            raise UserError("The data set has no samples.")
+        if len(dataset) < (global_batch_size if drop_last else 1):
+            raise UserError(
+                f"The data set has {len(dataset)} samples, which is no batch: global_batch_size is "
+                f"{global_batch_size}, drop_last is {drop_last}."
+            )
         if global_batch_size < self._data_rank.world_size:
             raise UserError(
                 f"global_batch_size is {global_batch_size}, but there are {self._data_rank.world_size} "
                 "ranks. It counts the samples of all ranks; set it to at least one per rank."
             )
-        self._plan = BatchPlan(SampleOrder(len(dataset), seed), global_batch_size)
+        order = (SampleOrder if shuffle else SequentialOrder)(len(dataset), seed)
+        self._plan = BatchPlan(order, global_batch_size, drop_last)
+        self._identity = {**self._plan.identity(), "shuffle": shuffle, "drop_last": drop_last}
         self._start = 0
         self._batches: _BatchIterator | None = None
 
@@ -90,7 +99,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch that was yielded last."""
-        return {"step": self.step, **self._plan.identity()}
+        return {"step": self.step, **self._identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position that `state_dict` returned, also on another number of ranks.
@@ -99,10 +108,10 @@ class StatefulBatchSampler(Sampler[list[int]]):
             UserError: the state belongs to another order of samples.
         """
         saved = {name: value for name, value in state_dict.items() if name != "step"}
-        if saved != self._plan.identity():
+        if saved != self._identity:
             raise UserError(
                 f"The checkpoint has the order of samples of {saved}, but this script uses "
-                f"{self._plan.identity()}. Restore the old values, or start a new run in a new folder."
+                f"{self._identity}. Restore the old values, or start a new run in a new folder."
             )
         self._start, self._batches = state_dict["step"], None
 
