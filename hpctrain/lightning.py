@@ -204,8 +204,13 @@ class LightningTrainer(lightning.Trainer):
                 "num_nodes": ranks.num_nodes,
                 "devices": ranks.local_world_size,
             }
-            if self._run_checkpoint.checkpoints.run is not None:
-                kwargs.setdefault("default_root_dir", str(self._run_checkpoint.checkpoints.run.path))
+            run = self._run_checkpoint.checkpoints.run
+            if run is not None and kwargs.get("default_root_dir") is None:
+                kwargs["default_root_dir"] = str(run.path)
+            for each in callbacks:
+                # LightningCLI's callback refuses the configuration that an earlier attempt has saved.
+                if type(each).__name__ == "SaveConfigCallback":
+                    each.overwrite = True
         super().__init__(**kwargs)
 
     def fit(

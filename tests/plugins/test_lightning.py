@@ -31,3 +31,13 @@ def test_the_trainer_takes_ranks_and_folder_from_the_job(undisturbed):
     names = sorted(path.name for path in run.dir.checkpoints.iterdir())
     assert names == ["lightning-10", "lightning-12", "lightning-8"]
     assert run.status()["state"] == "COMPLETED"
+
+
+def test_lightning_cli_takes_the_trainer(tmp_path):
+    pytest.importorskip("jsonargparse")
+    options = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    run, steps = train(tmp_path, "train_with_lightning_cli.py", *options, disturb="kill:10")
+    assert (len(run.dir.attempts()), steps) == (2, 64)
+    # LightningCLI refuses to overwrite it by itself.
+    assert (run.path / "config.yaml").exists()
+    assert (run.dir.checkpoints / "lightning-64").exists()
