@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """On three ranks, the order of gradient buckets shows in the last bit."""
+    """Three ranks, so that they share batches unevenly."""
     return train(tmp_path_factory.mktemp("undisturbed"), "train_with_blocks.py", num_ranks=3)
 
 
@@ -40,6 +40,7 @@ def test_status_shows_steps_loss_and_checkpoint(undisturbed):
     assert json.dumps(run.losses()[24]) in json.dumps(status)
     assert [event["step"] for event in run.events("checkpoint")] == [4, 8, 12, 16, 20, 24]
     assert "hpctrain: " not in log_of(run)
+    assert "24" in run.hpctrain("checkpoints", "list", str(run.path)).stdout
 
 
 def test_a_resized_loop_has_the_same_samples_and_nearly_the_same_parameters(tmp_path):

@@ -14,12 +14,21 @@ from torch.utils.data import DataLoader, TensorDataset
 import hpctrain
 
 
+class Net(nn.Sequential):
+    """Layers that are registered in reverse, so that DDP regroups their gradients after the first step."""
+
+    def forward(self, x):
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
 def main(num_epochs: int, stop_at: int | None = None, run_dir: str | None = None) -> list[torch.Tensor]:
     """Train; with `stop_at`, save after that step and return."""
     torch.manual_seed(1)
     x = torch.linspace(-3, 3, 43).unsqueeze(1)
     data = TensorDataset(x, x.sin())
-    net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 32), nn.Linear(32, 1))
+    net = Net(nn.Linear(32, 1), nn.Linear(32, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(1, 32))
     if "NO_DROPOUT" in os.environ:
         net.eval()
     model = nn.parallel.DistributedDataParallel(net) if dist.is_initialized() else net
