@@ -38,7 +38,10 @@ if TYPE_CHECKING:
     from hpctrain.training import Module, Trainer
     from hpctrain.training.callbacks import Callback, EarlyStopping
     from hpctrain.training.data.sample_seeds import sample_generator
+    from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
     from hpctrain.training.loop.session import session
+    from hpctrain.training.observe.log_metrics import log_metrics
+    from hpctrain.training.saving.checkpointer import Checkpointer
     from hpctrain.training.strategies import Strategy, register_strategy
 
 __all__ = [
@@ -60,6 +63,9 @@ __all__ = [
     "register_strategy",
     "session",
     "sample_generator",
+    "StatefulBatchSampler",
+    "Checkpointer",
+    "log_metrics",
     "should_stop",
     "detect",
     "Ranks",
@@ -86,6 +92,7 @@ _ALIASES = {"BrokenCheckpoint": "CorruptCheckpoint", "MeetingFailed": "Rendezvou
 
 _HOMES = {
     "Callback": "hpctrain.training.callbacks",
+    "Checkpointer": "hpctrain.training.saving.checkpointer",
     "EarlyStopping": "hpctrain.training.callbacks",
     "Executor": "hpctrain.jobs.executor",
     "JobSpec": "hpctrain.spec.job_spec",
@@ -95,12 +102,14 @@ _HOMES = {
     "RunDir": "hpctrain.rundir",
     "RunState": "hpctrain.slurm.states",
     "RunStatus": "hpctrain.jobs.runs.run_status",
+    "StatefulBatchSampler": "hpctrain.training.data.stateful_batch_sampler",
     "Strategy": "hpctrain.training.strategies",
     "SubmitOptions": "hpctrain.jobs.options.table",
     "Trainer": "hpctrain.training",
     "compress_hostlist": "hpctrain.cluster",
     "detect": "hpctrain.cluster",
     "expand_hostlist": "hpctrain.cluster",
+    "log_metrics": "hpctrain.training.observe.log_metrics",
     "register_strategy": "hpctrain.training.strategies",
     "sample_generator": "hpctrain.training.data.sample_seeds",
     "session": "hpctrain.training.loop.session",

@@ -17,11 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import worker as dataloader_worker
+from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 __all__ = [
     "CURRENT_DCP_VERSION",
     "FSDP_ATTRIBUTES",
     "BatchNorm",
+    "DataLoaderIterator",
     "ShardedTensor",
     "StorageInfo",
     "all_gather_single",

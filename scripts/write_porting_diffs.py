@@ -14,10 +14,13 @@ _DIFF = re.compile(r"(<!-- diff: (?P<name>\w+) -->\n```diff\n).*?(^```$)", re.MU
 
 
 def make_diff(name: str) -> str:
-    """Return the unified diff from `NAME_before.py` to `NAME_after.py`, without their docstrings."""
+    """Return the unified diff to `NAME_after.py`, without docstrings.
+
+    It starts at the `before` script of the first word of the name.
+    """
     before, after = (
-        (SCRIPTS / f"{name}_{side}.py").read_text().splitlines(keepends=True)[2:]
-        for side in ("before", "after")
+        (SCRIPTS / script).read_text().splitlines(keepends=True)[2:]
+        for script in (f"{name.split('_')[0]}_before.py", f"{name}_after.py")
     )
     lines = list(difflib.unified_diff(before, after, n=2))
     return "".join(line for line in lines[2:] if not line.startswith("@@"))

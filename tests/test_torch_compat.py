@@ -80,3 +80,10 @@ def fully_shard_leaves_traces() -> None:
 def test_fully_shard_adds_only_known_attributes():
     # A process group of this process would remain in torch's caches, and a fork in another thread would hang.
     run_on_ranks(fully_shard_leaves_traces, world_size=1)
+
+
+def test_iterators_of_data_loaders_count_batches_in_an_attribute():
+    iterator = iter(torch.utils.data.DataLoader(range(4)))
+    assert isinstance(iterator, torch_compat.DataLoaderIterator)
+    next(iterator)
+    assert vars(iterator)["_num_yielded"] == 1

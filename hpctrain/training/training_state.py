@@ -79,7 +79,10 @@ class TrainingState:
 
     def template(self) -> dict[str, Any]:
         """Return `tree` with parameters in place of the optimizer state, which has the same sharding."""
-        return {**self.tree(), "optimizers": [_parameters(optimizer) for optimizer in self.optimizers]}
+        return {
+            **self.tree(),
+            "optimizers": [optimizer_parameters(optimizer) for optimizer in self.optimizers],
+        }
 
     def load(self, loaded: LoadedCheckpoint) -> None:
         """Restore the result of `tree`.
@@ -121,7 +124,7 @@ class TrainingState:
         self.validation, self.latest = tree["validation"], tree["latest"]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the parameters of an optimizer, by their numbers in its `state_dict`."""
     groups = optimizer.param_groups
     return {"state": dict(enumerate(parameter for group in groups for parameter in group["params"]))}

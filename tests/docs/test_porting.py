@@ -18,7 +18,7 @@ def test_guide_shows_the_current_diffs():
     diffs = importlib.util.module_from_spec(SPEC)
     SPEC.loader.exec_module(diffs)
     text = diffs.PAGE.read_text()
-    names = sorted(path.name.removesuffix("_before.py") for path in SCRIPTS.glob("*_before.py"))
+    names = sorted(path.name.removesuffix("_after.py") for path in SCRIPTS.glob("*_after.py"))
     assert sorted(re.findall(r"<!-- diff: (\w+) -->", text)) == names
     assert diffs.update_page(text) == text, "run scripts/write_porting_diffs.py"
 

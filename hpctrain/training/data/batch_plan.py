@@ -67,9 +67,13 @@ class BatchPlan:
 
     order: SampleOrder
     global_batch_size: int
+    drop_last: bool = False
+    """True to leave out a short last batch of each epoch."""
 
     @cached_property
     def steps_per_epoch(self) -> int:
+        if self.drop_last:
+            return self.order.num_samples // self.global_batch_size
         return -(-self.order.num_samples // self.global_batch_size)
 
     def identity(self) -> dict[str, int]:

@@ -94,6 +94,13 @@ class SampleOrder:
         ]
 
 
+class SequentialOrder(SampleOrder):
+    """Order of the data set itself, in every epoch."""
+
+    def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:  # noqa: ARG002
+        return torch.arange(start, stop)
+
+
 def _mix(values: torch.Tensor, key: int) -> torch.Tensor:
     """Hash to [0, 2^62) with a key: the 64-bit finaliser of MurmurHash3, in wrapping int64 arithmetic."""
     x = (values * _signed(0x9E3779B97F4A7C15)).add_(key)

@@ -12,6 +12,7 @@ from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longe
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import EXIT_CONTINUE, DiskFull, UserError
 from hpctrain.rundir import NODE_MTBF_VARIABLE
+from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
@@ -148,7 +149,7 @@ class TrainingCheckpoints:
         for sentence in broken:
             self._progress.print_message(f"hpctrain: {sentence}")
         if loaded is None:
-            self._refuse_restart_from_zero(self._manager.folder, broken)
+            refuse_restart_from_zero(self._context, self._manager.folder, broken)
             return
         self._state.load(loaded)
         if loaded.rank_state:  # imported checkpoints have no random state
@@ -164,23 +165,6 @@ class TrainingCheckpoints:
             seconds=time.monotonic() - begun,
         )
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
-
-    def _refuse_restart_from_zero(self, folder: Path, broken: list[str]) -> None:
-        """Raise an error if all checkpoints are damaged, instead of training again from step 0.
-
-        All ranks must call this.
-        """
-        is_main = self._context.ranks.is_main
-        aside = self._context.broadcast_from_main(
-            sorted(map(str, folder.glob("step-*.broken-*"))) if is_main else []
-        )
-        if broken or aside:
-            raise UserError(
-                f"No checkpoint in {folder} is complete, so training would start over at step 0. "
-                f"{' '.join(broken) or 'Set aside: ' + ', '.join(aside) + '.'} Restore the missing files and "
-                "remove '.broken-N' from the folder's name, or import a checkpoint (hpctrain checkpoints "
-                "import). To start over, delete those folders, or use another --run-dir."
-            )
 
     def add_score(self) -> None:
         """Add the score of the resumed state if it was validated after the resume. All ranks must call this.
@@ -249,6 +233,28 @@ class TrainingCheckpoints:
         # Copy the local tier to the run folder now: the next attempt may use other nodes.
         saved += [*manager.collect_finished(), *manager.close(max(0.0, ends_at - time.monotonic()))]
         return any(one.step == self._state.step and manager.is_shared(one) for one in saved)
+
+
+def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: list[str]) -> None:
+    """Raise an error if all checkpoints are damaged, instead of training again from step 0.
+
+    All ranks must call this.
+
+    Args:
+        context: the ranks.
+        folder: the folder of checkpoints.
+        broken: sentences about the checkpoints that were found damaged just now.
+    """
+    aside = context.broadcast_from_main(
+        sorted(map(str, folder.glob("step-*.broken-*"))) if context.ranks.is_main else []
+    )
+    if broken or aside:
+        raise UserError(
+            f"No checkpoint in {folder} is complete, so training would start over at step 0. "
+            f"{' '.join(broken) or 'Set aside: ' + ', '.join(aside) + '.'} Restore the missing files and "
+            "remove '.broken-N' from the folder's name, or import a checkpoint (hpctrain checkpoints "
+            "import). To start over, delete those folders, or use another --run-dir."
+        )
 
 
 def _node_mtbf_s(environ: Mapping[str, str]) -> float:

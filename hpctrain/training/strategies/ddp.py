@@ -178,6 +178,20 @@ class _Step(nn.Module):
         return self._take(batch, batch_idx, num_samples, turn)
 
 
+def regroup_buckets(model: DistributedDataParallel) -> None:
+    """Regroup the gradient buckets of a model before its first step. All ranks must call this.
+
+    See `DataParallelBase`. Gradients that exist are removed.
+    """
+    module = model.module
+    module.forward = lambda: _sum_of_nothing([p for p in module.parameters() if p.requires_grad])
+    try:
+        torch.autograd.backward(model())
+    finally:
+        del module.forward
+    model.zero_grad(set_to_none=True)
+
+
 def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
     """Return a zero that depends on every parameter; its backward pass starts with the last parameter."""
     total = torch.zeros((), device=parameters[0].device)

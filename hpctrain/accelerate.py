@@ -1,0 +1,118 @@
+"""Checkpoints, position and agreed stop for loops with Hugging Face Accelerate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import RandomSampler
+
+from hpctrain.cluster import detect
+from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.training.base import rng
+from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.strategies.ddp import regroup_buckets
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import SeedableRandomSampler, get_sampler
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"hpctrain.accelerate needs Accelerate: {error}. Install it with pip install 'hpctrain[accelerate]'."
+    ) from error
+
+__all__ = ["AcceleratorCheckpointer"]
+
+
+class AcceleratorCheckpointer:
+    """Saves everything that an `Accelerator` has prepared into the run folder.
+
+    A step is one batch of the loader, also if gradients are accumulated. All ranks must call every method.
+    Without a run folder, nothing is saved.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, *, every_n_steps: int | None = None, keep_last: int = 3
+    ) -> None:
+        """Begin to record stop signals.
+
+        Args:
+            accelerator: the accelerator, after `prepare`.
+            every_n_steps: steps between two checkpoints; ten minutes if None.
+            keep_last: number of newest checkpoints to keep.
+
+        Raises:
+            UserError: the accelerator does not train on all ranks of the job.
+        """
+        ranks = detect(os.environ)
+        if accelerator.num_processes != ranks.world_size:
+            raise UserError(
+                f"The Accelerator trains on {accelerator.num_processes} of the {ranks.world_size} ranks "
+                "of the job. Without a GPU, it needs Accelerator(cpu=True)."
+            )
+        self._accelerator = accelerator
+        self._checkpoints = ForeignCheckpoints("accelerate", keep_last=keep_last, every_n_steps=every_n_steps)
+        self._loaded_step: int | None = None
+        should_stop()
+
+    def load(self) -> int:
+        """Load the newest checkpoint; return its step, or 0 if there is none."""
+        for model in self._accelerator._models:
+            if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+                regroup_buckets(model)
+        newest = self._checkpoints.newest()
+        if newest is None:
+            return 0
+        self._accelerator.load_state(str(newest))
+        self._checkpoints.log_resumed(newest)
+        self._loaded_step = self._checkpoints.step_of(newest)
+        return self._loaded_step
+
+    def batches(self, loader: Any, step: int) -> Iterator[Any]:
+        """Yield the batches after `step`, to the end of their epoch.
+
+        Args:
+            loader: the prepared loader.
+            step: number of trained batches, over all epochs.
+
+        Raises:
+            UserError: the order of the loader cannot be restored.
+        """
+        sampler = get_sampler(loader)
+        if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
+            raise UserError(
+                "The order of the loader cannot be restored. Pass "
+                "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator."
+            )
+        epoch, position = divmod(step, len(loader))
+        loader.set_epoch(epoch)
+        random = rng.capture_rng_state() if position and step == self._loaded_step else None
+        for batch in self._accelerator.skip_first_batches(loader, position) if position else loader:
+            if random is not None:
+                # An undisturbed run has created its iterator at the start of the epoch.
+                rng.restore_rng_state(random)
+                random = None
+            yield batch
+
+    def save_if_due(self, step: int) -> None:
+        """Save after `step` batches if it is time, or if the job received a stop signal.
+
+        Between two optimizer steps there are gradients, which are not saved, so it does nothing.
+
+        Raises:
+            SystemExit: with code 75, after a stop signal, when the state is saved.
+        """
+        if not self._accelerator.sync_gradients:
+            return
+        decision = self._checkpoints.decide(step)
+        if decision is not None:
+            self.save(step)
+        if decision == "stop":
+            raise SystemExit(EXIT_CONTINUE)
+
+    def save(self, step: int) -> None:
+        """Save after `step` batches."""
+        self._checkpoints.save(step, lambda path: self._accelerator.save_state(str(path)))

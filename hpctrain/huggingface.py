@@ -1,0 +1,95 @@
+"""The Hugging Face Trainer with the promise of hpctrain: `prepare(trainer)` before `trainer.train()`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, TypeVar
+
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.cluster import detect
+from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.strategies.ddp import regroup_buckets
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"hpctrain.huggingface needs Transformers: {error}. Install it with "
+        "pip install 'hpctrain[huggingface]'."
+    ) from error
+
+__all__ = ["RunCallback", "prepare"]
+
+T = TypeVar("T", bound="transformers.Trainer")
+
+#: A checkpoint folder with this file is complete.
+_MARKER = "hpctrain-complete"
+
+
+def prepare(trainer: T) -> T:
+    """Let the trainer save into the run folder, resume by itself, and stop at a stop signal.
+
+    `trainer.args.output_dir` becomes the run's `checkpoints`. After a stop signal, all ranks save after the
+    same step, and exit with code 75. Without a run folder the trainer is left unchanged.
+
+    Args:
+        trainer: a `transformers.Trainer` or an instance of a subclass, before `train`.
+
+    Raises:
+        UserError: the trainer does not train on all ranks of the job.
+    """
+    ranks = detect(os.environ)
+    if trainer.args.world_size != ranks.world_size:
+        raise UserError(
+            f"The Trainer trains on {trainer.args.world_size} of the {ranks.world_size} ranks of the job. "
+            "Without a GPU, it needs TrainingArguments(use_cpu=True)."
+        )
+    checkpoints = ForeignCheckpoints("checkpoint", marker=_MARKER)
+    if checkpoints.run is None:
+        return trainer
+    trainer.args.output_dir = str(checkpoints.run.checkpoints)
+    trainer.add_callback(RunCallback(trainer, checkpoints))
+    train = trainer.train
+
+    @functools.wraps(train)
+    def resume(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        should_stop()  # signals are recorded from here on
+        newest = checkpoints.newest()
+        if newest is not None:
+            checkpoints.log_resumed(newest)
+            resume_from_checkpoint = str(newest)
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+    setattr(trainer, "train", resume)  # noqa: B010 (a method)
+    return trainer
+
+
+class RunCallback(transformers.TrainerCallback):
+    """Requests checkpoints, marks the complete ones, and stops all ranks after the same step."""
+
+    def __init__(self, trainer: transformers.Trainer, checkpoints: ForeignCheckpoints) -> None:
+        self._trainer, self._checkpoints = trainer, checkpoints
+        self._is_stopping = False
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        model = self._trainer.model_wrapped
+        if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+            regroup_buckets(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        # After the last step of an epoch, its evaluation comes first, which a resumed run would leave out.
+        if args.eval_strategy == "epoch" and float(state.epoch).is_integer():
+            return control
+        decision = self._checkpoints.decide(state.global_step)
+        self._is_stopping = decision == "stop"
+        control.should_save |= decision is not None
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        self._checkpoints.mark(state.global_step)
+        if self._is_stopping:
+            raise SystemExit(EXIT_CONTINUE)

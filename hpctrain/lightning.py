@@ -1,0 +1,337 @@
+"""Lightning with the promise of hpctrain: `hpctrain.lightning.Trainer` in place of `lightning.Trainer`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from hpctrain.cluster import Ranks, detect
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.rundir import RUN_DIR_VARIABLE
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.training.base import rng
+from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
+from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.strategies.ddp import regroup_buckets
+
+try:
+    import lightning
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"hpctrain.lightning needs Lightning: {error}. Install it with pip install 'hpctrain[lightning]'."
+    ) from error
+
+__all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]
+
+
+class HpctrainEnvironment(ClusterEnvironment):
+    """Ranks as hpctrain detects them, under any launcher. Lightning's requeueing stays off."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ["MASTER_ADDR"]
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["MASTER_PORT"])
+
+    @staticmethod
+    def detect() -> bool:
+        return RUN_DIR_VARIABLE in os.environ
+
+    def world_size(self) -> int:
+        return self._ranks.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher has set it."""
+
+    def global_rank(self) -> int:
+        return self._ranks.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher has set it."""
+
+    def local_rank(self) -> int:
+        return self._ranks.local_rank
+
+    def node_rank(self) -> int:
+        return self._ranks.node_rank
+
+
+class RunCheckpoint(lightning.Callback):
+    """Saves into the run folder, stops all ranks between the same two batches, and restores the position.
+
+    `Trainer` adds one. Pass your own to set its options.
+    """
+
+    def __init__(self, *, every_n_train_steps: int | None = None, keep_last: int = 3) -> None:
+        """Form the process group if the script has not done so. All ranks must call this.
+
+        Args:
+            every_n_train_steps: optimizer steps between two checkpoints; ten minutes if None.
+            keep_last: number of newest checkpoints to keep.
+        """
+        self.checkpoints = ForeignCheckpoints(
+            "lightning", keep_last=keep_last, every_n_steps=every_n_train_steps
+        )
+        self._loader: _ResumableLoader | None = None
+        self._checked_step = 0
+        self._is_saving = False
+        self._resumed: dict[str, Any] = {}
+        self._handlers: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """Record stop signals from now on."""
+        should_stop()
+        self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def attach(self, trainer: lightning.Trainer, loader: Any) -> Any:
+        """Return the training loader in a form whose position can be restored, if possible."""
+        if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
+            return loader
+        if not _is_replaceable(loader):
+            if trainer.is_global_zero:
+                print(
+                    f"hpctrain: the training loader has a {type(loader.sampler).__name__} and a "
+                    f"{type(loader.batch_sampler).__name__}, whose position cannot be restored. A run that "
+                    "is interrupted in an epoch trains other samples than an undisturbed one. Use a "
+                    "hpctrain.StatefulBatchSampler.",
+                    flush=True,
+                )
+            return loader
+        self._loader = _ResumableLoader(trainer, loader, self._resumed)
+        return self._loader
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        # Lightning's handler of SIGTERM communicates with other ranks, which may be in another collective.
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._checked_step = trainer.global_step
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+            regroup_buckets(model)
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        # Between two steps of the optimizer there are gradients, which are not saved.
+        if trainer.global_step == self._checked_step:
+            return
+        self._checked_step = trainer.global_step
+        decision = self.checkpoints.decide(trainer.global_step)
+        if decision is not None:
+            self._save(trainer)
+        if decision == "stop":
+            raise SystemExit(EXIT_CONTINUE)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        if self._checked_step != trainer.global_step:
+            self._checked_step = trainer.global_step
+            self.checkpoints.save(trainer.global_step, lambda path: trainer.save_checkpoint(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return position and random states; in an own checkpoint, as before the batch that comes next."""
+        loader = self._loader
+        random, position = rng.capture_rng_state(), None if loader is None else loader.sampler.state_dict()
+        if loader is not None and self._is_saving:
+            random, position = loader.before_fetch
+        gathered = self.checkpoints.context.all_gather(random, "the random states of all ranks")
+        return {"position": position, "random": gathered, "step": self._checked_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed.update(state_dict, restore=self.checkpoints.restore_rng_state)
+
+    def _save(self, trainer: lightning.Trainer) -> None:
+        self._is_saving = True
+        try:
+            self.checkpoints.save(trainer.global_step, lambda path: trainer.save_checkpoint(path))
+        finally:
+            self._is_saving = False
+
+    def on_save_checkpoint(
+        self,
+        trainer: lightning.Trainer,  # noqa: ARG002
+        pl_module: Any,  # noqa: ARG002
+        checkpoint: dict[str, Any],
+    ) -> None:
+        if self._is_saving:
+            # Lightning counts the batch that has begun when it loads this.
+            checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+
+
+class LightningTrainer(lightning.Trainer):
+    """Lightning's Trainer with the ranks, the run folder and the checkpoints of the job.
+
+    It resumes by itself, and exits with code 75 after a stop signal, when its state is saved. Without a run
+    and without a launcher it is Lightning's.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Take the arguments of `lightning.Trainer`; `num_nodes` and `devices` are those of the job."""
+        ranks = detect(os.environ)
+        self._run_checkpoint: RunCheckpoint | None = None
+        if ranks.world_size > 1 or RUN_DIR_VARIABLE in os.environ:
+            callbacks = kwargs.get("callbacks") or []
+            callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+            own = [each for each in callbacks if isinstance(each, RunCheckpoint)] or [RunCheckpoint()]
+            self._run_checkpoint = own[0]
+            plugins = kwargs.get("plugins") or []
+            plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+            kwargs |= {
+                "callbacks": [*(each for each in callbacks if each is not own[0]), own[0]],
+                "plugins": [*plugins, HpctrainEnvironment(ranks)],
+                "num_nodes": ranks.num_nodes,
+                "devices": ranks.local_world_size,
+            }
+            run = self._run_checkpoint.checkpoints.run
+            if run is not None and kwargs.get("default_root_dir") is None:
+                kwargs["default_root_dir"] = str(run.path)
+            for each in callbacks:
+                # LightningCLI's callback refuses the configuration that an earlier attempt has saved.
+                if type(each).__name__ == "SaveConfigCallback":
+                    each.overwrite = True
+        super().__init__(**kwargs)
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Resume from the newest checkpoint of the run; without one, do as Lightning does.
+
+        Raises:
+            SystemExit: with code 75, after a stop signal, when the state is saved.
+        """
+        own = self._run_checkpoint
+        if own is None:
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+            return
+        own.begin()
+        if train_dataloaders is None or isinstance(train_dataloaders, lightning.LightningDataModule):
+            source = datamodule or train_dataloaders or model
+            make = source.train_dataloader
+            setattr(source, "train_dataloader", lambda: own.attach(self, make()))  # noqa: B010 (a method)
+        else:
+            train_dataloaders = own.attach(self, train_dataloaders)
+        newest = own.checkpoints.newest()
+        if newest is not None:
+            own.checkpoints.log_resumed(newest)
+            # It contains what the script's objects save, and was written by this run.
+            ckpt_path, weights_only = newest, False
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+
+
+Trainer = LightningTrainer
+
+
+class _ResumableLoader:
+    """A training loader with a StatefulBatchSampler, built when Lightning knows its ranks.
+
+    Attributes:
+        before_fetch: random state and position before the batch that was fetched last.
+    """
+
+    def __init__(self, trainer: lightning.Trainer, loader: DataLoader[Any], resumed: dict[str, Any]) -> None:
+        self._trainer, self._original, self._resumed = trainer, loader, resumed
+        self.before_fetch: tuple[dict[str, torch.Tensor], dict[str, Any]] = ({}, {})
+        self.dataset, self.num_workers = loader.dataset, loader.num_workers
+        self.batch_size = loader.batch_size
+
+    @cached_property
+    def sampler(self) -> StatefulBatchSampler:
+        """The sampler; Lightning sets its epoch."""
+        loader = self._original
+        if isinstance(loader.batch_sampler, StatefulBatchSampler):
+            sampler = loader.batch_sampler
+        else:
+            assert loader.batch_size is not None
+            ranks = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+            sampler = StatefulBatchSampler(
+                loader.dataset,  # type: ignore[arg-type]
+                loader.batch_size * ranks["num_replicas"],
+                seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+                shuffle=_is_shuffled(loader),
+                drop_last=loader.drop_last,
+                **ranks,
+            )
+        if self._resumed.get("position"):
+            sampler.load_state_dict(self._resumed["position"])
+        return sampler
+
+    @cached_property
+    def _loader(self) -> DataLoader[Any]:
+        loader = self._original
+        if loader.batch_sampler is self.sampler:
+            return loader
+        names = (
+            *(
+                "num_workers",
+                "collate_fn",
+                "pin_memory",
+                "timeout",
+                "worker_init_fn",
+                "generator",
+                "in_order",
+            ),
+            *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
+        )
+        return DataLoader(
+            loader.dataset, batch_sampler=self.sampler, **{name: getattr(loader, name) for name in names}
+        )
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while True:
+            if restore := self._resumed.pop("restore", None):
+                restore(self._resumed["random"], self._resumed["step"])
+            self.before_fetch = (rng.capture_rng_state(), self.sampler.state_dict())
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+
+def _is_replaceable(loader: DataLoader[Any]) -> bool:
+    """True if the loader takes all samples once per epoch, in an order that can be replaced."""
+    if isinstance(loader.batch_sampler, StatefulBatchSampler):
+        return True
+    sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler:
+        return False
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    return type(sampler) in (SequentialSampler, DistributedSampler)
+
+
+def _is_shuffled(loader: DataLoader[Any]) -> bool:
+    sampler = loader.sampler
+    return sampler.shuffle if isinstance(sampler, DistributedSampler) else isinstance(sampler, RandomSampler)

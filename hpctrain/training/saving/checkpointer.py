@@ -1,0 +1,266 @@
+"""Checkpoints for your own training loop."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.checkpoint.format.state_tree import split_tree
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave, LoadedCheckpoint, Retention
+from hpctrain.cluster import detect
+from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
+from hpctrain.records.rank_phase import RankPhase
+from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.distributed_context import init_distributed
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.training.base import rng
+from hpctrain.training.data.shield_loader_workers import shield_loader_workers
+from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S
+from hpctrain.training.saving.training_checkpoints import refuse_restart_from_zero
+from hpctrain.training.strategies.ddp import regroup_buckets
+from hpctrain.training.training_state import Stateful, optimizer_parameters
+
+
+class Checkpointer:
+    """Checkpoints of your own loop: all objects that it is given, and each rank's random numbers.
+
+    A checkpoint is written by all ranks and committed by a rename, so that a kill never leaves half of one.
+    All ranks must call every method. Without a run folder, nothing is saved or loaded.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: str | os.PathLike[str] | None = None,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        **objects: Stateful,
+    ) -> None:
+        """Open the checkpoints of the run. Forms the process group if the script has not done so.
+
+        Args:
+            run_dir: output folder; the run folder by default.
+            keep_last: number of newest checkpoints to keep.
+            keep_every: keep the steps that are a multiple of this, too.
+            objects: everything with `state_dict` and `load_state_dict`: models, optimizers, schedules,
+                samplers, scalers. The wrapper `DistributedDataParallel` is not saved.
+
+        Raises:
+            UserError: an object has no state, or an option is out of its range.
+        """
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise UserError(
+                    f"Checkpointer received {name}={type(value).__name__}(…), which has no state_dict() and "
+                    "load_state_dict(). Leave it out, or add these methods."
+                )
+        self._replicas = [each for each in objects.values() if isinstance(each, DistributedDataParallel)]
+        self._objects = {
+            name: value.module if isinstance(value, DistributedDataParallel) else value
+            for name, value in objects.items()
+        }
+        shield_loader_workers()
+        folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
+        self._run = RunDir(Path(folder).absolute()) if folder else None
+        self._context = init_distributed(detect(os.environ), os.environ)
+        self._store: CheckpointStore | None = None
+        if self._run is None:
+            self._print("there is no run folder, so nothing is saved; pass run_dir, or use hpctrain submit")
+            return
+        self._run.check_records()
+        self._log = RunWriter(
+            self._run,
+            self._context,
+            os.environ,
+            self._print,
+            log_every=1,
+            record_samples=False,
+            last_step=None,
+        )
+        self._store = CheckpointStore(
+            self._run.checkpoints,
+            self._context.cpu_group,
+            retention=Retention(last=keep_last, every=keep_every),
+            records=(self._run.metrics, self._run.events),
+        )
+        # Before the exit handler of the store, which abandons a save in flight.
+        atexit.register(self._wait_at_exit)
+
+    def load(self) -> int:
+        """Load the newest valid checkpoint; return its step, or 0 if there is none.
+
+        Call it once, after the objects are complete and before the first step.
+
+        Raises:
+            UserError: the checkpoint does not fit the objects, or all checkpoints are broken.
+            CheckpointError: a checkpoint cannot be read at the moment.
+        """
+        for replica in self._replicas:
+            # Otherwise the first step after a restart would add gradients in another order.
+            if not replica.find_unused_parameters:
+                regroup_buckets(replica)
+        if self._store is None or self._run is None:
+            return 0
+        begun = time.monotonic()
+        with activity.in_phase(RankPhase.LOAD):
+            loaded, broken = self._store.load_newest(self._template())
+        for sentence in broken:
+            self._print(sentence)
+        if loaded is None:
+            refuse_restart_from_zero(self._context, self._run.checkpoints, broken)
+            return 0
+        self._restore(loaded)
+        self._log.write_event(
+            "resumed",
+            step=loaded.step,
+            checkpoint=str(loaded.path),
+            broken=broken,
+            seconds=time.monotonic() - begun,
+        )
+        self._print(f"resumed after step {loaded.step} from {loaded.path}")
+        return loaded.step
+
+    def save(self, step: int) -> None:
+        """Save the state after `step` steps; return when it is committed.
+
+        Raises:
+            CheckpointError: on all ranks: it could not be saved. Earlier checkpoints are intact.
+        """
+        if self._store is None:
+            return
+        with activity.in_phase(RankPhase.SAVE):
+            state = self._state()
+            self._store.wait(MAX_SAVE_S)
+            self._collect()
+            self._record(self._store.save(step, state, rng.capture_rng_state()))
+
+    def async_save(self, step: int) -> None:
+        """Copy the state after `step` steps and return; it is written in the background.
+
+        A save that fails is reported, and training continues. Waits for an earlier save.
+
+        Raises:
+            CheckpointError: on all ranks: an object has a state that differs between ranks.
+        """
+        if self._store is None:
+            return
+        with activity.in_phase(RankPhase.SAVE):
+            state = self._state()
+            self._store.wait(MAX_SAVE_S)
+            self._collect()
+            self._store.async_save(step, state, rng.capture_rng_state())
+
+    def save_and_exit(self, step: int) -> NoReturn:
+        """Save the state after `step` steps, and exit with a request to be continued.
+
+        Call it when `hpctrain.should_stop()` is true. If the save fails, earlier checkpoints are intact.
+
+        Raises:
+            SystemExit: with code 75, always.
+        """
+        try:
+            self.save(step)
+        except CheckpointError as error:
+            self._print(f"{error}")
+        raise SystemExit(EXIT_CONTINUE)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if any."""
+        if self._store is not None:
+            self._store.wait(MAX_SAVE_S)
+            self._collect()
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state of all objects.
+
+        Raises:
+            CheckpointError: on all ranks: values that are stored once differ between ranks.
+        """
+        state = {name: value.state_dict() for name, value in self._objects.items()}
+        digests = {
+            name: hashlib.sha256(json.dumps(split_tree(each, name)[0]).encode()).hexdigest()
+            for name, each in state.items()
+        }
+        for rank, others in enumerate(self._context.all_gather(digests, "the states of all ranks")):
+            for name, digest in digests.items():
+                if others[name] != digest:
+                    raise CheckpointError(
+                        f"{name}.state_dict() of rank {rank} differs from that of rank "
+                        f"{self._context.ranks.rank}, but a checkpoint has one state for all ranks. For the "
+                        "position in the data, use a StatefulBatchSampler"
+                    )
+        return state
+
+    def _template(self) -> dict[str, Any]:
+        """Return the state, with parameters in place of the optimizer state; see `TrainingState.template`."""
+        return {
+            name: optimizer_parameters(value)
+            if isinstance(value, torch.optim.Optimizer)
+            else value.state_dict()
+            if isinstance(value, nn.Module)
+            else None
+            for name, value in self._objects.items()
+        }
+
+    def _restore(self, loaded: LoadedCheckpoint) -> None:
+        if loaded.state.keys() != self._objects.keys():
+            raise UserError(
+                f"{loaded.path} has {', '.join(sorted(loaded.state))}, but the script passes "
+                f"{', '.join(sorted(self._objects))} to Checkpointer. Pass the same names, or start a new "
+                "run in a new folder."
+            )
+        for name, value in self._objects.items():
+            try:
+                value.load_state_dict(loaded.state[name])
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise UserError(
+                    f"{name} in {loaded.path} does not fit the script: {error} Restore the previous {name}, "
+                    "or start a new run in a new folder."
+                ) from error
+        if loaded.rank_state:
+            rng.restore_rng_state(loaded.rank_state)
+        else:
+            rng.seed_all(rng.derive_seed("rank", self._context.ranks.rank, "step", loaded.step))
+
+    def _collect(self) -> None:
+        assert self._store is not None
+        for outcome in self._store.collect_outcomes():
+            if isinstance(outcome, CheckpointError):
+                self._log.write_event("failure", cause=str(outcome))
+                self._print(
+                    f"{str(outcome).rstrip('.')}. Training continues; earlier checkpoints are intact."
+                )
+            else:
+                self._record(outcome)
+
+    def _record(self, saved: CommittedSave) -> None:
+        for note in saved.notes:
+            self._print(note)
+        self._log.write_event(
+            "checkpoint",
+            step=saved.step,
+            path=str(saved.path),
+            tier="shared",
+            bytes=saved.total_bytes,
+            seconds=saved.seconds,
+        )
+
+    def _print(self, message: str) -> None:
+        if self._context.ranks.is_main:
+            print(message if message.startswith("hpctrain: ") else f"hpctrain: {message}", flush=True)
+
+    def _wait_at_exit(self) -> None:
+        # After a crash, the other ranks may be gone.
+        if getattr(sys, "last_value", None) is None:
+            self.wait()

@@ -1,0 +1,187 @@
+"""Checkpoints that another library writes into a run folder, and the decision when it writes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token
+from hpctrain.cluster import detect
+from hpctrain.files import fsync_path, make_folder, write_atomic
+from hpctrain.records.rank_phase import RankPhase
+from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.distributed_context import init_distributed
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.training.base import rng
+from hpctrain.training.data.shield_loader_workers import shield_loader_workers
+from hpctrain.training.observe.run_writer import RunWriter
+
+#: Seconds between two checkpoints by default.
+EVERY_S = 600.0
+
+
+class ForeignCheckpoints:
+    """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of another library.
+
+    They are written under a hidden name and committed by a rename. All ranks must call every method. Without
+    a run folder, nothing is saved.
+
+    Attributes:
+        context: the ranks.
+        run: the run folder, or None.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        keep_last: int = 3,
+        every_n_steps: int | None = None,
+        marker: str | None = None,
+    ) -> None:
+        """Form the process group if the script has not done so.
+
+        Args:
+            prefix: start of the names.
+            keep_last: number of newest checkpoints to keep.
+            every_n_steps: steps between two checkpoints; ten minutes if None.
+            marker: name of a file that makes a checkpoint valid, for a library that writes folders in place.
+        """
+        shield_loader_workers()
+        self.context = init_distributed(detect(os.environ), os.environ)
+        folder = os.environ.get(RUN_DIR_VARIABLE)
+        self.run = RunDir(Path(folder)) if folder else None
+        self._prefix, self._keep_last, self._every_n_steps = prefix, keep_last, every_n_steps
+        self._marker = marker
+        self._name = re.compile(rf"{re.escape(prefix)}-(\d+)")
+        self._saved_at = time.monotonic()
+        self._log = RunWriter(
+            self.run,
+            self.context,
+            os.environ,
+            partial(print, flush=True),
+            log_every=1,
+            record_samples=False,
+            last_step=None,
+        )
+
+    def newest(self) -> Path | None:
+        """Return the newest committed checkpoint, if any."""
+        steps = self._steps() if self.context.ranks.is_main else {}
+        name = self.context.broadcast_from_main(steps[max(steps)].name if steps else None)
+        return None if name is None or self.run is None else self.run.checkpoints / name
+
+    def step_of(self, path: Path) -> int:
+        """Return the step of a checkpoint."""
+        match = self._name.fullmatch(path.name)
+        assert match is not None
+        return int(match[1])
+
+    def log_resumed(self, path: Path) -> None:
+        """Record that a checkpoint was loaded."""
+        self._log.write_event(
+            "resumed", step=self.step_of(path), checkpoint=str(path), broken=[], seconds=0.0
+        )
+        if self.context.ranks.is_main:
+            print(f"hpctrain: resumed after step {self.step_of(path)} from {path}", flush=True)
+
+    def decide(self, step: int) -> Literal["stop", "save"] | None:
+        """Return what all ranks do after `step`: stop after a save, save, or neither."""
+        if should_stop():
+            return "stop"
+        if self.run is None:
+            return None
+        if self._every_n_steps is not None:
+            return "save" if step % self._every_n_steps == 0 else None
+        # Only the clock of rank 0 counts.
+        due = self.context.ranks.is_main and time.monotonic() - self._saved_at >= EVERY_S
+        return "save" if self.context.all_reduce_min(-float(due)) < 0 else None
+
+    def save(self, step: int, write: Callable[[Path], object]) -> None:
+        """Have all ranks write the checkpoint of `step` to the path that `write` gets, and commit it."""
+        if self.run is None:
+            return
+        begun = time.monotonic()
+        folder, name = self.run.checkpoints, f"{self._prefix}-{step}"
+        token = self.context.broadcast_from_main(f"{boot_identity()}-{new_save_token()}")
+        hidden = folder / f".saving-{name}-{token}"
+        with activity.in_phase(RankPhase.SAVE):
+            if self.context.ranks.is_main:
+                make_folder(folder)
+                for left in folder.glob(f".saving-{self._prefix}-*"):
+                    _remove(left)
+            self.context.barrier()
+            write(hidden)
+            self.context.barrier()
+            if self.context.ranks.is_main and not (folder / name).exists():
+                size = _sync(hidden)
+                hidden.rename(folder / name)
+                fsync_path(folder)
+                self._log_saved(step, folder / name, size, time.monotonic() - begun)
+                for old in sorted(self._steps().items())[: -self._keep_last]:
+                    _remove(old[1])
+            self.context.barrier()
+        self._saved_at = time.monotonic()
+
+    def mark(self, step: int) -> None:
+        """Commit the checkpoint of `step`, which the library has written in place."""
+        if self.run is None or self._marker is None:
+            return
+        self.context.barrier()
+        if self.context.ranks.is_main:
+            path = self.run.checkpoints / f"{self._prefix}-{step}"
+            size = _sync(path)
+            write_atomic(path / self._marker, f"{step}\n")
+            self._log_saved(step, path, size, 0.0)
+        self.context.barrier()
+        self._saved_at = time.monotonic()
+
+    def restore_rng_state(self, states: Sequence[dict[str, torch.Tensor]], step: int) -> None:
+        """Restore the random state of this rank; on another number of ranks, seed each differently."""
+        ranks = self.context.ranks
+        if len(states) == ranks.world_size:
+            rng.restore_rng_state(states[ranks.rank])
+        else:
+            rng.seed_all(rng.derive_seed("rank", ranks.rank, "step", step))
+
+    def _log_saved(self, step: int, path: Path, size: int, seconds: float) -> None:
+        self._log.write_event(
+            "checkpoint", step=step, path=str(path), tier="shared", bytes=size, seconds=seconds
+        )
+
+    def _steps(self) -> dict[int, Path]:
+        """Return the committed checkpoints by step."""
+        if self.run is None:
+            return {}
+        folder = self.run.checkpoints
+        matches = [match for name in self.run.storage.names(folder) if (match := self._name.fullmatch(name))]
+        return {
+            int(match[1]): folder / match[0]
+            for match in matches
+            if self._marker is None or (folder / match[0] / self._marker).exists()
+        }
+
+
+def _sync(path: Path) -> int:
+    """Sync a file, or all files of a folder, to disk; return their size in bytes."""
+    size = 0
+    for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        fsync_path(each)
+        size += each.stat().st_size if each.is_file() else 0
+    return size
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,56 @@
+"""Runs of scripts that call `disturbance.after_step`, and what they leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers import SCRIPTS
+from helpers.training_runs import Run
+
+
+def train(
+    folder: Path, script: str, *arguments: str, disturb: str = "", num_ranks: int = 2
+) -> tuple[Run, Any]:
+    """Run a script of `tests/scripts` to its end on one pretended node; return the run and its result.
+
+    The script gets the path of its result as first argument.
+    """
+    run, result = (
+        Run(folder / f"run-{disturb.partition(':')[0]}", {"OMP_NUM_THREADS": "1"}),
+        folder / "result",
+    )
+    result.unlink(missing_ok=True)
+    options = ["--backend=local", f"--ntasks-per-node={num_ranks}", "--standby-workers=never"]
+    options += [f"--env=DISTURB={disturb}", f"--run-dir={run.path}"]
+    run.hpctrain("submit", *options, str(SCRIPTS / script), str(result), *arguments)
+    assert run.wait() == 0, run.story() + log_of(run)
+    return run, torch.load(result, weights_only=False)
+
+
+def log_of(run: Run) -> str:
+    """The output of rank 0 in all attempts."""
+    return "".join(run.dir.rank_log(attempt, 0).read_text() for attempt in run.dir.attempts())
+
+
+def assert_resumed(run: Run, disturb: str) -> None:
+    """The run was disturbed once, and resumed from a step that was saved."""
+    kind, _, step = disturb.partition(":")
+    assert len(run.dir.attempts()) == 2
+    failures = [(failure["rank"], failure["cause"]) for failure in run.events("failure")]
+    if kind == "kill":
+        assert [rank for rank, _ in failures] == [1], failures
+    else:
+        assert failures == []
+        assert len(run.events("requeue")) == 1
+    (resumed,) = (event["step"] for event in run.events("resumed"))
+    assert 0 < resumed <= int(step) if kind == "kill" else resumed >= int(step)
+
+
+def assert_same_bits(result: Any, undisturbed: Any) -> None:
+    """All tensors are equal bit for bit."""
+    assert len(result) == len(undisturbed) > 0
+    for one, other in zip(result, undisturbed, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

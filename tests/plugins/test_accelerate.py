@@ -1,0 +1,36 @@
+"""An Accelerate loop with hpctrain's checkpointer ends with the parameters of an undisturbed run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
+
+from hpctrain.errors import UserError
+
+pytestmark = pytest.mark.ranks
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("undisturbed"), "train_with_accelerate.py")
+
+
+@pytest.mark.parametrize("disturb", ["requeue:9", "kill:11"])
+def test_a_disturbed_loop_has_the_same_bits(disturb, undisturbed, tmp_path):
+    run, result = train(tmp_path, "train_with_accelerate.py", disturb=disturb)
+    assert_resumed(run, disturb)
+    assert_same_bits(result, undisturbed[1])
+
+
+def test_an_order_that_cannot_be_restored_is_refused():
+    from accelerate import Accelerator
+
+    from hpctrain.accelerate import AcceleratorCheckpointer
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(8), shuffle=True))
+    checkpointer = AcceleratorCheckpointer.__new__(AcceleratorCheckpointer)
+    with pytest.raises(UserError, match="use_seedable_sampler=True"):
+        next(checkpointer.batches(loader, 0))

@@ -1,0 +1,31 @@
+"""A prepared Hugging Face Trainer ends with the parameters of an undisturbed run."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
+
+pytestmark = pytest.mark.ranks
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("undisturbed"), "train_with_huggingface.py")
+
+
+@pytest.mark.parametrize("disturb", ["requeue:8", "kill:7"])
+def test_a_disturbed_run_has_the_same_bits(disturb, undisturbed, tmp_path):
+    """Step 8 is the last of an epoch, so that the evaluation comes before the stop."""
+    run, result = train(tmp_path, "train_with_huggingface.py", disturb=disturb)
+    assert_resumed(run, disturb)
+    assert_same_bits(result, undisturbed[1])
+
+
+def test_the_trainer_saves_into_the_run_folder(undisturbed):
+    run, result = undisturbed
+    assert result[-1] == 16
+    steps = {event["step"] for event in run.events("checkpoint")}
+    # The supervisor reports files of a script, without a step.
+    assert steps - {None} == set(range(2, 17, 2))
+    assert (run.dir.checkpoints / "checkpoint-16" / "hpctrain-complete").exists()

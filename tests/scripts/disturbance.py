@@ -1,0 +1,28 @@
+"""A disturbance of a run from within, for scripts that know nothing of it: `after_step(step)` in each step.
+
+`DISTURB=requeue:5` has rank 1 of the first attempt request a requeue of the run after step 5, which sends
+SIGTERM to all ranks. With `kill:5` it kills itself with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+_KIND, _, _STEP = os.environ.get("DISTURB", "").partition(":")
+
+
+def after_step(step: int) -> None:
+    """Disturb the run if it is time."""
+    if not _KIND or os.environ["HPCTRAIN_ATTEMPT"] != "0":
+        return
+    if step == int(_STEP) and os.environ["RANK"] == "1":
+        if _KIND == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        subprocess.Popen([sys.executable, "-m", "hpctrain", "requeue", os.environ["HPCTRAIN_RUN_DIR"]])
+    if step >= int(_STEP):
+        # The signal arrives before the last step.
+        time.sleep(0.3)
