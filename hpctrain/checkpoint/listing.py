@@ -28,7 +28,7 @@ class CheckpointInfo:
     problems: tuple[str, ...]
     """One sentence per broken file."""
     newest: bool = False
-    """True if a run would resume from it: the newest checkpoint without a known problem."""
+    """True if a run would resume from it: the newest without a known problem, finite if there is one."""
     best: bool = False
     """True if it has the best score of all."""
 
@@ -102,7 +102,8 @@ def _best_metric(events: list[dict[str, Any]]) -> BestMetric | None:
 
 def _mark_newest_and_best(found: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
     whole = [one for one in found if one.manifest is not None and not one.problems]
-    newest = whole[-1] if whole else None
+    finite = [one for one in whole if one.manifest and one.manifest.finite is not False]
+    newest = (finite or whole)[-1] if whole else None
     scores = {
         one.step: one.manifest.score
         for one in whole

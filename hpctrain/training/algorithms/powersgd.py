@@ -23,6 +23,8 @@ class PowerSGD(Algorithm):
     bucket, so that a checkpoint would depend on the bucket size.
     """
 
+    keeps_gradients = True
+
     def __init__(self, rank: int = 2, seed: int = 0) -> None:
         """Use `rank` columns, drawn at first from `seed`, which must be the same on all ranks."""
         super().__init__()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
+from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.errors import EXIT_CONTINUE, DiskFull, UserError
-from hpctrain.rundir import NODE_MTBF_VARIABLE
+from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, UserError
+from hpctrain.rundir import NODE_MTBF_VARIABLE, checkpoint_folder_name
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
+from hpctrain.training.observe.loss_guard import left_out_steps
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 from hpctrain.training.saving.disk_space_wait import DiskSpaceWait
@@ -22,6 +26,9 @@ from hpctrain.training.saving.stop_deadline import (
     StopDeadline,
     plan_final_save,
 )
+
+#: Keys of the tensors that tell if a checkpoint is finite.
+_CHECKED = (f"{STATE_KEY}/module/", f"{STATE_KEY}/optimizers/")
 
 
 class TrainingCheckpoints:
@@ -37,11 +44,14 @@ class TrainingCheckpoints:
         Raises:
             UserError: an environment variable is invalid, or the run cannot be recorded.
         """
-        run, history = parts.log.run, None
+        run, history, left_out = parts.log.run, None, list[int]()
         if run is not None:
             run.check_records()
             if parts.context.ranks.is_main:
-                history = InterruptionHistory.from_events(run.read_events())
+                recorded = list(run.read_events())
+                history = InterruptionHistory.from_events(recorded)
+                left_out = left_out_steps(recorded)
+            parts.state.loss_guard.left_out.update(parts.context.broadcast_from_main(left_out))
         self._parts, self._state, self._settings = parts, parts.state, parts.settings
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._deadline = StopDeadline(environ, parts.stop)
@@ -54,12 +64,15 @@ class TrainingCheckpoints:
         self._manager: CheckpointManager | None = None
         self._prepared = False
         if run is not None:
+            # A buffer may be a mask, with infinities.
+            buffers = {f"{STATE_KEY}/module/{name}" for name, _ in parts.module.named_buffers()}
             store = CheckpointStore(
                 run.checkpoints,
                 parts.context.cpu_group,
                 retention=parts.settings.retention,
                 second_tier=parts.settings.second_tier(environ),
                 records=(run.metrics, run.events),
+                checked=lambda key: key.startswith(_CHECKED) and key not in buffers,
             )
             self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints)
 
@@ -71,7 +84,8 @@ class TrainingCheckpoints:
     ) -> None:
         if self._manager is None:
             return
-        if kind is None:
+        # All ranks raise `BadLoss` together.
+        if kind is None or issubclass(kind, BadLoss):
             self._manager.close()
         else:
             self._manager.abandon()
@@ -164,6 +178,28 @@ class TrainingCheckpoints:
             seconds=time.monotonic() - begun,
         )
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
+
+    def finish_pending(self) -> str | None:
+        """Wait for the save in flight; return the path of the newest finite checkpoint, or None.
+
+        All ranks must call this.
+        """
+        if self._manager is None:
+            return None
+        self._manager.wait()
+        self._manager.collect_finished()
+        newest = self._find_finite(self._manager.folder) if self._context.ranks.is_main else None
+        path: str | None = self._context.broadcast_from_main(newest)
+        return path
+
+    @staticmethod
+    def _find_finite(folder: Path) -> str | None:
+        for step in committed_steps(folder):
+            path = folder / checkpoint_folder_name(step)
+            with suppress(CheckpointError):
+                if Manifest.read(path).finite is not False:
+                    return str(path)
+        return None
 
     def _refuse_restart_from_zero(self, folder: Path, broken: list[str]) -> None:
         """Raise if all checkpoints are broken, instead of training again from step 0.
