@@ -11,7 +11,7 @@ from hpctrain.errors import UserError
 #: Name of the training step's output for the number of tokens, or other units, that its loss is a mean over.
 TOKENS_FIELD = "num_tokens"
 #: Name of the metric that is 1 for a step without an update, because its loss is bad.
-SKIPPED_FIELD = "skipped"
+SKIPPED_FIELD = "update_skipped"
 #: Fields of a line of `metrics.jsonl` that are not metrics.
 RESERVED_FIELDS = ("step", "epoch", "time", "attempt", "spent", "last_step")
 

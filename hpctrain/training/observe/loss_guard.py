@@ -17,7 +17,7 @@ _WINDOW, _MIN_LOSSES = 128, 32
 _SPIKE_THRESHOLD = 20.0
 #: Lower limit of the standard deviation, as a part of the median, for losses that hardly vary.
 _MIN_DEVIATION = 0.01
-#: Bad losses in consecutive steps that end the run.
+#: Bad losses in consecutive steps that end the run, and steps in a row that float16 may skip.
 MAX_CONSECUTIVE = 10
 
 
@@ -72,9 +72,10 @@ class LossGuard:
 
         Args:
             settings: settings of the training.
-            has_scaler: float16 is used. Its loss scaler skips steps whose gradients are not finite, so they
-                are not checked here.
+            has_scaler: the loss scaler of float16 skips steps that are not finite. They are bad only if it
+                does so many times in a row.
         """
+        self._has_scaler, self._num_not_finite = has_scaler, 0
         self.policy = settings.on_bad_loss
         threshold = settings.loss_spike_threshold
         if threshold == "auto":
@@ -89,8 +90,10 @@ class LossGuard:
         """Describe the loss of a step if it is bad; otherwise it counts as one of the last."""
         if self.policy is None or loss is None:
             return None
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
+        self._num_not_finite = 0 if math.isfinite(loss) else self._num_not_finite + 1
+        if self._num_not_finite:
+            is_bad = not self._has_scaler or self._num_not_finite >= MAX_CONSECUTIVE
+            return f"the loss is {loss}" if is_bad else None
         if self._spikes is None:
             return None
         if self._spikes.is_spike(loss):
@@ -115,11 +118,13 @@ class LossGuard:
     def state_dict(self) -> dict[str, Any]:
         """Return the last losses and the steps left out."""
         losses = [] if self._spikes is None else list(self._spikes.losses)
-        return {"losses": losses, "left_out": sorted(self.left_out)}
+        left_out = sorted(self.left_out)
+        return {"losses": losses, "left_out": left_out, "num_not_finite": self._num_not_finite}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`; steps known to be left out stay so."""
         self.left_out.update(state.get("left_out", ()))
+        self._num_not_finite = state.get("num_not_finite", 0)
         if self._spikes is not None:
             self._spikes = SpikeDetector(self._spikes.threshold)
             for loss in state.get("losses", ()):
