@@ -17,6 +17,7 @@ EventKind = Literal[
     "started",
     "resumed",
     "checkpoint",
+    "bad_loss",
     "signal",
     "failure",
     "restart",

@@ -28,7 +28,7 @@ class CheckpointInfo:
     problems: tuple[str, ...]
     """One message per damaged file."""
     newest: bool = False
-    """True if a run would resume from this checkpoint: the newest checkpoint without a known problem."""
+    """True if a run would resume from this checkpoint: the newest without a known problem, if possible finite."""
     best: bool = False
     """True if this checkpoint has the best score."""
 
@@ -102,7 +102,8 @@ def _best_metric(events: list[dict[str, Any]]) -> BestMetric | None:
 
 def _mark_newest_and_best(found: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
     whole = [one for one in found if one.manifest is not None and not one.problems]
-    newest = whole[-1] if whole else None
+    finite = [one for one in whole if one.manifest and one.manifest.finite is not False]
+    newest = (finite or whole)[-1] if whole else None
     scores = {
         one.step: one.manifest.score
         for one in whole

@@ -24,6 +24,8 @@ class CommittedSave:
     seconds: float
     """Seconds from the call of `async_save` or `save` to the commit, on this rank."""
     score: float | None = None
+    finite: bool | None = True
+    """See `Manifest`."""
     world_size: int = 1
     notes: tuple[str, ...] = ()
     """Messages about problems that did not prevent the checkpoint."""
@@ -64,6 +66,7 @@ def describe_save(
         total_bytes=manifest.total_bytes,
         seconds=time.monotonic() - begun,
         score=manifest.score,
+        finite=manifest.finite,
         world_size=manifest.world_size,
         notes=tuple(notes),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -62,8 +62,8 @@ class MetadataCache:
         return self._tables
 
 
-#: The file entries of a rank, and the layout if changed.
-_Contribution = tuple[list[FileEntry], list[tuple[Any, ...]] | None]
+#: The file entries of a rank; its layout if changed, and True if its part of the state is finite.
+_Contribution = tuple[list[FileEntry], tuple[list[tuple[Any, ...]] | None, bool]]
 
 
 class Saver:
@@ -74,8 +74,9 @@ class Saver:
         notes: messages to report with the next checkpoint.
     """
 
-    def __init__(self, target: CommitTarget, retention: Retention) -> None:
+    def __init__(self, target: CommitTarget, retention: Retention, checked: Callable[[str], bool]) -> None:
         self._target, self._retention, self._coordinator = target, retention, target.coordinator
+        self._checked = checked
         self.local_tier: LocalTier | None = None
         self.notes: list[str] = []
         self._metadata_cache = MetadataCache()
@@ -147,24 +148,25 @@ class Saver:
 
     def _commit(self, save: PendingSave, staged: StagedState, target: CommitTarget) -> Manifest:
         staged_file, rank = staged.staged_file, self._coordinator.rank
+        news = self._metadata_cache.changed_layout(staged_file, rank)
+        layout = None if news is None else [*map(astuple, news)]
 
         def seal(everything: list[_Contribution]) -> dict[str, bytes]:
             tables = self._metadata_cache.tables(
-                [None if news is None else [StoredChunk(*item) for item in news] for _, news in everything]
+                [None if new is None else [StoredChunk(*item) for item in new] for _, (new, _) in everything]
             )
             files = {**tables, STATE_NAME: json.dumps(staged.plain).encode("ascii") + b"\n"}
             entries = [entry for entries, _ in everything for entry in entries]
             entries += [make_entry(name, content) for name, content in files.items()]
             size = self._coordinator.world_size
-            manifest = Manifest(save.step, size, save.time, save.score, tuple(entries))
+            finite = all(is_finite for _, (_, is_finite) in everything)
+            manifest = Manifest(save.step, size, save.time, save.score, tuple(entries), finite)
             return {**files, MANIFEST_NAME: manifest.encode()}
 
         own = RankWrite(
             [bytes_file_write(rank_file_name(rank), staged_file.content)] if staged_file.num_bytes else [],
             seal,
-            layout=None
-            if (news := self._metadata_cache.changed_layout(staged_file, rank)) is None
-            else [*map(astuple, news)],
+            remark=lambda: (layout, staged_file.is_finite(self._checked)),
             fingerprint=staged.fingerprint,
             ready=staged.ready,
             abort=save.abort,

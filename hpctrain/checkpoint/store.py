@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class CheckpointStore:
         second_tier_bytes: int | None = None,
         patience_s: float = IO_TIMEOUT_S,
         records: tuple[Path, ...] = (),
+        checked: Callable[[str], bool] = lambda _key: True,
     ) -> None:
         """Open the checkpoints in `folder`. All ranks must call this.
 
@@ -76,6 +77,8 @@ class CheckpointStore:
             second_tier_bytes: capacity of that subfolder per node; half of its file system if None.
             patience_s: time without disk progress after which a save is aborted, in seconds.
             records: files that rank 0 writes; see `CheckpointDir`.
+            checked: returns True for the keys of tensors that make a checkpoint "not finite" if they have an
+                infinity or NaN.
         """
         self._coordinator = RankCoordinator(group, patience_s + _MARGIN_S)
         self._target = CommitTarget(
@@ -84,7 +87,7 @@ class CheckpointStore:
             is_leader=self._coordinator.is_main,
             io_timeout_s=patience_s,
         )
-        self._saver = Saver(self._target, retention or Retention())
+        self._saver = Saver(self._target, retention or Retention(), checked)
         self._tier: LocalTier | None = None
         if second_tier is not None:
             self._tier, problem = LocalTier.open(
@@ -211,9 +214,10 @@ class CheckpointStore:
         return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
 
     def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """Load the newest valid checkpoint. All ranks must call this.
+        """Load the newest valid checkpoint, if possible one that is finite. All ranks must call this.
 
-        Damaged newer checkpoints are set aside, never deleted. Each rank checks a share of the files.
+        Newer checkpoints that are damaged or not finite are set aside, never deleted. Each rank checks a share
+        of the files.
 
         Args:
             like: a state with the same structure as the saved state. A tensor is loaded with the distribution
@@ -222,8 +226,8 @@ class CheckpointStore:
                 other tensors are loaded completely, on the CPU.
 
         Returns:
-            The checkpoint, or None if no checkpoint is valid; and a message for each damaged checkpoint, with
-            its name, the problem and its new location.
+            The checkpoint, or None if no checkpoint is valid; and a message for each checkpoint set aside,
+            with its name, the problem and its new location.
 
         Raises:
             CheckpointError: on all ranks: a checkpoint cannot be read at the moment, or has another format.
@@ -291,11 +295,13 @@ def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
 def find_latest_valid(
     target: CommitTarget, tier: LocalTier | None
 ) -> tuple[VerifiedCheckpoint | None, list[str]]:
-    """Find the newest valid checkpoint; set damaged newer checkpoints aside. All ranks must call this.
+    """Find the newest valid checkpoint, if possible a finite one. All ranks must call this.
+
+    Newer checkpoints that are damaged or not finite are set aside.
 
     Returns:
-        The checkpoint or None, and a message for each damaged checkpoint, with its name, the problem and its
-        new location.
+        The checkpoint or None, and a message for each checkpoint set aside, with its name, the problem and
+        its new location.
 
     Raises:
         CheckpointError: on all ranks: a checkpoint cannot be checked at the moment. It is left unchanged.
@@ -303,19 +309,34 @@ def find_latest_valid(
     shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
     broken: list[str] = []
     found: VerifiedCheckpoint | None = None
+    not_finite: list[VerifiedCheckpoint] = []
     for step in sorted(shared | held.keys(), reverse=True):
         if step in shared:
             try:
                 found = check_shared(target, step)
-                break
             except CorruptCheckpoint as error:
                 broken.append(_set_aside(target, target.directory, step, str(error)))
-        if tier is not None and step in held:
+        if found is None and tier is not None and step in held:
             try:
                 found = tier.find(step, held[step])
-                break
             except CorruptCheckpoint as error:
                 broken.append(_set_aside(tier.target, tier.target.directory, step, str(error)))
+        if found is None:
+            continue
+        if found.manifest.finite is not False:
+            break
+        not_finite.append(found)
+        found = None
+    if found is None and not_finite:
+        found = not_finite[0]
+    else:
+        for each in not_finite:
+            problem = f"{each.folder} has parameters or optimizer states that are not finite."
+            if tier is not None and (step := each.manifest.step) in held:
+                moved = _set_aside(tier.target, tier.target.directory, step, problem)
+            if each.folder.parent == target.directory.folder:
+                moved = _set_aside(target, target.directory, each.manifest.step, problem)
+            broken.append(moved)
     if tier is not None:
         tier.reset_to(found)
     return found, broken

@@ -236,6 +236,8 @@ def _as_row(one: CheckpointInfo, *, verify: bool) -> tuple[str, ...]:
     elif verify:
         marks.append("verified")
     manifest = one.manifest
+    if manifest is not None and manifest.finite is False:
+        marks.append("NOT FINITE")
     if manifest is None:
         return (str(one.step), "", "", "", "", one.tier, "", " ".join(marks))
     return (
@@ -260,6 +262,7 @@ def _as_record(one: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:
         "bytes": manifest and manifest.total_bytes,
         "files": manifest and len(manifest.files),
         "world_size": manifest and manifest.world_size,
+        "finite": manifest and manifest.finite,
         "score": manifest and manifest.score,
         "metric": rule and rule.metric,
         "newest": one.newest,

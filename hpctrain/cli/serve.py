@@ -80,13 +80,13 @@ class RunPages:
         self._lock = threading.Lock()
         self._asked = -_QUERY_INTERVAL_S
         self._known: dict[str, RunStatus] = {}
-        self._left_out = 0
+        self._num_omitted = 0
         self._pages: OrderedDict[str, _Page] = OrderedDict()
 
     def tag(self, run_id: str | None) -> str | None:
         known = self._statuses()
         if run_id is None:
-            return _digest([*known.values(), self._left_out])
+            return _digest([*known.values(), self._num_omitted])
         if run_id not in known:
             return None
         kept = self._pages.get(run_id)
@@ -104,7 +104,7 @@ class RunPages:
             for one in reversed(self._statuses().values())
         ]
         folder = str(self._runs_dir.absolute())
-        return render_index_page(folder, rows, live_s=_LIVE_S, left_out=self._left_out)
+        return render_index_page(folder, rows, live_s=_LIVE_S, num_omitted=self._num_omitted)
 
     def _page_of(self, run_id: str) -> str:
         """Return the page of a run, cached for all clients; large ones are updated less often."""
@@ -143,7 +143,7 @@ class RunPages:
                 found = list_runs(self._runs_dir, os.environ)
                 found += [task for run in found for task in run.tasks()]
                 runs = [run for run in found if run.dir.path.resolve().is_relative_to(here)]
-                self._left_out = len(found) - len(runs)
+                self._num_omitted = len(found) - len(runs)
                 self._known = {one.run_id: one for one in query_statuses(runs, skip_unreadable=True)}
                 self._asked = time.monotonic()
             return self._known

@@ -42,7 +42,7 @@ def submit_successor(
     job_id: str,
     attempt: int,
     environ: Mapping[str, str],
-    left_out: Collection[str] = (),
+    excluded_hosts: Collection[str] = (),
 ) -> str:
     """Submit the successor of this job and return its id. Must be called in the job.
 
@@ -52,13 +52,13 @@ def submit_successor(
         job_id: this job.
         attempt: the attempt to continue.
         environ: environment of this job's batch script.
-        left_out: nodes to exclude.
+        excluded_hosts: nodes to exclude.
 
     Raises:
         SchedulerError: the scheduler rejected the job, or did not respond in time.
     """
     run.log_event("handover", attempt, job_id=job_id)
-    successor = _submit_once(run, spec, job_id, environ, left_out)
+    successor = _submit_once(run, spec, job_id, environ, excluded_hosts)
     record_successor(run, successor, job_id)
     _move_dependents(job_id, successor, environ)
     if run.cancel_request.exists():
@@ -142,39 +142,39 @@ def _marker(job_id: str) -> str:
     return f"continues-job-{job_id}"
 
 
-def excluded_nodes(spec: JobSpec, left_out: Collection[str]) -> str:
-    """Return the nodes to exclude from a job: the user's and `left_out`."""
+def excluded_nodes(spec: JobSpec, excluded_hosts: Collection[str]) -> str:
+    """Return the nodes to exclude from a job: the user's and `excluded_hosts`."""
     named = spec.directives.get("exclude")
-    return ",".join([*([named] if named else []), *sorted(left_out)])
+    return ",".join([*([named] if named else []), *sorted(excluded_hosts)])
 
 
 def can_start_without(
-    run: RunDir, spec: JobSpec, left_out: Collection[str], environ: Mapping[str, str]
+    run: RunDir, spec: JobSpec, excluded_hosts: Collection[str], environ: Mapping[str, str]
 ) -> bool:
     """True if the scheduler could start the run's job without these nodes, according to `sbatch`.
 
     False without a response: a run that pends forever is worse than a run on a faulty node.
     """
-    command = ["sbatch", "--test-only", f"--exclude={excluded_nodes(spec, left_out)}"]
+    command = ["sbatch", "--test-only", f"--exclude={excluded_nodes(spec, excluded_hosts)}"]
     if spec.array_task is not None:
         command.append(f"--array={spec.array_task}")
     command.append(str((run.array or run).job_script))
     try:
         run_slurm(command, sbatch_env(environ, all_directives(spec)))
     except SchedulerError as error:
-        log.info("the job cannot start without %s: %s", ", ".join(left_out), error)
+        log.info("the job cannot start without %s: %s", ", ".join(excluded_hosts), error)
         return False
     return True
 
 
 def _submit_once(
-    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
+    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], excluded_hosts: Collection[str]
 ) -> str:
     """Submit the successor unless it exists: an earlier response of the scheduler may have been lost."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
-            return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ, left_out)
+            return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ, excluded_hosts)
         except SchedulerError as error:
             if not is_transient(str(error)) or time.monotonic() > deadline:
                 raise
@@ -183,11 +183,11 @@ def _submit_once(
 
 
 def _submit(
-    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], left_out: Collection[str]
+    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], excluded_hosts: Collection[str]
 ) -> str:
     options = [f"--dependency=afterany:{job_id}"]
-    if left_out:
-        options.append(f"--exclude={excluded_nodes(spec, left_out)}")
+    if excluded_hosts:
+        options.append(f"--exclude={excluded_nodes(spec, excluded_hosts)}")
     if "begin" in spec.directives:
         options.append("--begin=now")
     if spec.array_task is not None:

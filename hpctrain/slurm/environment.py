@@ -147,7 +147,7 @@ def sbatch_env(environ: Mapping[str, str], directives: Collection[str]) -> dict[
     surrounding job.
     """
     written = {*directives, *(_MEMORY if _MEMORY.intersection(directives) else ())}
-    left_out = _OVERRULED | set(map(sbatch_variable, written))
+    removed = _OVERRULED | set(map(sbatch_variable, written))
     if "SLURM_JOB_ID" in environ:
-        left_out |= _DEVICE_VARIABLES
-    return {name: value for name, value in strip_job_env(environ).items() if name not in left_out}
+        removed |= _DEVICE_VARIABLES
+    return {name: value for name, value in strip_job_env(environ).items() if name not in removed}

@@ -27,7 +27,7 @@ class NodeChoice:
     launcher: Launcher
     control: AllocatedNodes | None
 
-    def leave_out_excluded(self) -> None:
+    def drop_excluded(self) -> None:
         """Use only nodes that are not excluded, if the allocation has enough of them."""
         excluded = History.from_events(self.run.read_events()).excluded
         nodes = Allocation(tuple(self.launcher.hosts), tuple(self.launcher.spares))

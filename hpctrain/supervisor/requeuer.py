@@ -54,7 +54,7 @@ class Requeuer:
     events: queue.SimpleQueue[StepEvent]
 
     def relocate(
-        self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, left_out: Collection[str]
+        self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, excluded_hosts: Collection[str]
     ) -> Continue | Exit | RequeueRefused:
         """Release the allocation and request a new allocation.
 
@@ -62,14 +62,14 @@ class Requeuer:
             attempt: the attempt to continue.
             intent: the intent for the job.
             kind: kind of the end of the attempt.
-            left_out: nodes to exclude.
+            excluded_hosts: nodes to exclude.
             seconds: duration of the attempt.
         """
         methods = self._methods(intent)
         self.run.log_event("requeue", attempt, seconds=seconds, by=methods[0].value, **{"class": kind})
         deadline = time.monotonic() + _UNREACHABLE_TIMEOUT_S
         while True:
-            moved = self._try_methods(methods, attempt, left_out)
+            moved = self._try_methods(methods, attempt, excluded_hosts)
             if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
                 return moved
             log.warning("cannot reach the controller; retrying in %.0f s", _PAUSE_S)
@@ -83,16 +83,18 @@ class Requeuer:
         return continuation_methods(self.spec.resume_mode, intent, can_requeue=self._can_requeue())
 
     def _try_methods(
-        self, methods: Sequence[ContinuationMethod], attempt: int, left_out: Collection[str]
+        self, methods: Sequence[ContinuationMethod], attempt: int, excluded_hosts: Collection[str]
     ) -> Continue | Exit | RequeueRefused:
         """Try each method once. See `relocate`."""
         refusals, may_pass = [], False
         for method in methods:
             try:
                 if method is ContinuationMethod.REQUEUE:
-                    return self._requeue(left_out)
+                    return self._requeue(excluded_hosts)
                 assert self.job_control.successors is not None
-                log.info("job %s continues the run", self.job_control.successors.submit(attempt, left_out))
+                log.info(
+                    "job %s continues the run", self.job_control.successors.submit(attempt, excluded_hosts)
+                )
                 return Exit(EXIT_CONTINUE)
             except SchedulerError as error:
                 if self.intent() is JobIntent.YIELD:
@@ -102,7 +104,7 @@ class Requeuer:
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
 
-    def _requeue(self, left_out: Collection[str]) -> Continue | Exit:
+    def _requeue(self, excluded_hosts: Collection[str]) -> Continue | Exit:
         """Requeue the job.
 
         Raises:
@@ -110,7 +112,7 @@ class Requeuer:
         """
         if not self.job_control.requeue():
             return Continue()
-        self._exclude(left_out)
+        self._exclude(excluded_hosts)
         self._wait_for_the_end()
         return Exit(EXIT_CONTINUE)
 
@@ -148,14 +150,14 @@ class Requeuer:
             log.warning("%s Assuming that the site requeues jobs.", error)
             return True
 
-    def _exclude(self, left_out: Collection[str]) -> None:
+    def _exclude(self, excluded_hosts: Collection[str]) -> None:
         """Exclude nodes from the requeued job; on failure, the next attempt avoids these nodes."""
-        if not left_out or self.job_control.nodes is None:
+        if not excluded_hosts or self.job_control.nodes is None:
             return
         try:
-            self.job_control.nodes.exclude(left_out)
+            self.job_control.nodes.exclude(excluded_hosts)
         except SchedulerError as error:
-            log.warning("the job may start on %s again: %s", ", ".join(left_out), error)
+            log.warning("the job may start on %s again: %s", ", ".join(excluded_hosts), error)
 
     def _wait_for_the_end(self) -> None:
         """Wait for Slurm to end this process, as it does to requeue the job."""

@@ -183,8 +183,8 @@ class Simulation:
     def _start_waiting(self) -> None:
         """Start pending runs in order of submission; runs that do not fit are skipped."""
         for run in list(self._waiting):
-            left_out = History.from_events(run.events).excluded
-            fit = sorted(self._free - left_out)
+            excluded_hosts = History.from_events(run.events).excluded
+            fit = sorted(self._free - excluded_hosts)
             if len(fit) >= (run.min_nodes if run.min_nodes < run.nodes else run.nodes + run.spares):
                 granted = fit[: run.nodes + run.spares]
                 self._waiting.remove(run)

@@ -90,7 +90,7 @@ class Supervisor:
         if isinstance(next_step, Exit):
             log.info("the run is already complete; nothing to do")
             return next_step.code
-        self._nodes.leave_out_excluded()
+        self._nodes.drop_excluded()
         if deaths and isinstance(next_step := self._take_over(), Exit):
             return next_step.code
         with self._worker_group:

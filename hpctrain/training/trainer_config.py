@@ -145,6 +145,17 @@ class TrainerConfig(metaclass=_AcceptsAliases):
 
     Checkpoints are copied to the run folder in the background.
     """
+    on_bad_loss: Literal["stop", "skip", "rollback"] | None = "stop"
+    """Reaction to a loss that is not finite, or is far above the ones before.
+
+    `stop` ends the run as failed. `skip` skips the update of the step. `rollback` returns to the last
+    good checkpoint and excludes the batch. None continues.
+    """
+    loss_spike_threshold: float | Literal["auto"] | None = "auto"
+    """Distance from the median of the last losses above which a loss is bad, in robust standard deviations.
+
+    None checks only if losses are finite. `auto` is 20 for `skip` and `rollback`, and None for `stop`.
+    """
     validate_every: int | Literal["epoch"] | None = "epoch"
     """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation."""
     sanity_val_batches: int = 1
@@ -228,12 +239,34 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             raise UserError(f"keep_best is {self.keep_best!r}; it must be an integer of at least 0.")
         if self.mode not in ("min", "max"):
             raise UserError(f"mode is {self.mode!r}; it must be 'min' or 'max'.")
+        self._check_loss_guard()
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
         self.loggers = find_loggers(self.loggers)
         if self.devices is not None:
             parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)
+
+    def _check_loss_guard(self) -> None:
+        if self.on_bad_loss not in ("stop", "skip", "rollback", None):
+            raise UserError(
+                f"on_bad_loss is {self.on_bad_loss!r}; it must be 'stop', 'skip', 'rollback' or None."
+            )
+        threshold = self.loss_spike_threshold
+        if not (threshold in ("auto", None) or (type(threshold) in (int, float) and threshold > 0)):  # type: ignore[operator]
+            raise UserError(
+                f"loss_spike_threshold is {threshold!r}; it must be a number above 0, 'auto' or None."
+            )
+        if self.on_bad_loss == "rollback" and self.checkpoint_every is None:
+            raise UserError(
+                "on_bad_loss is 'rollback' and checkpoint_every is None, so there would be no checkpoint to "
+                "return to. Set checkpoint_every, or use on_bad_loss='skip'."
+            )
+        if self.on_bad_loss == "rollback" and self.local_checkpoints is not None:
+            raise UserError(
+                f"on_bad_loss is 'rollback' and local_checkpoints is {self.local_checkpoints!r}, but a "
+                "running training cannot load from the local tier. Set only one of them."
+            )
 
     @property
     def retention(self) -> Retention:

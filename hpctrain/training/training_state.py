@@ -11,6 +11,7 @@ from hpctrain.checkpoint.store import LoadedCheckpoint
 from hpctrain.errors import UserError
 from hpctrain.training.data.step_source import StepSource
 from hpctrain.training.module import Module
+from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.optim.optimizer_setup import (
     OptimizerSetup,
     check_optimizer_class,
@@ -37,13 +38,16 @@ class TrainingState:
         scaler: float16 loss scaler; None for other precisions.
         callbacks: the user's callbacks, or None.
         algorithm: algorithm that synchronizes the replicas; None without replicas.
+        loss_guard: record of the losses, and of the excluded steps.
         validated_step: the step of `validation`, or 0.
         validation: latest results of validation.
         latest: latest logged scalars.
     """
 
-    def __init__(self, module: Module, optimization: OptimizerSetup, source: StepSource) -> None:
-        self.module, self.source = module, source
+    def __init__(
+        self, module: Module, optimization: OptimizerSetup, source: StepSource, loss_guard: LossGuard
+    ) -> None:
+        self.module, self.source, self.loss_guard = module, source, loss_guard
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
         self.scaler: Stateful | None = None
         self.callbacks: Stateful | None = None
@@ -67,6 +71,7 @@ class TrainingState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
             "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
+            "loss_guard": self.loss_guard.state_dict(),
             "user": own,
             "plan": self.source.identity(),
             "epoch": self.epoch,
@@ -114,6 +119,7 @@ class TrainingState:
             self.callbacks.load_state_dict(tree.get("callbacks", {}))
         if self.algorithm is not None:
             self.algorithm.load_state_dict(tree.get("algorithm", {}))
+        self.loss_guard.load_state_dict(tree.get("loss_guard", {}))
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
         if tree["plan"] is not None:

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.training.module import Module
+from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.optim.optimizer_setup import configure_optimizers_of
+from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
 
 pytestmark = pytest.mark.ranks
@@ -66,7 +68,8 @@ def train_from_newest(folder: Path, last_step: int) -> list[float]:
         for layer in (module.net[0], module.net[2]):
             fully_shard(layer)
         fully_shard(module)
-    state = TrainingState(module, configure_optimizers_of(module), NoData())
+    guard = LossGuard(TrainerConfig(max_steps=1), has_scaler=False)
+    state = TrainingState(module, configure_optimizers_of(module), NoData(), guard)
     store = CheckpointStore(folder, dist.group.WORLD)
     like = {**state.template(), "table": make_table()}
     loaded, broken = store.load_newest(like)

@@ -95,7 +95,7 @@ class FakeNodes:
     def lost(self, hosts):
         return {host: reason for host, reason in self.lost_ones.items() if host in hosts}
 
-    def can_reallocate(self, left_out):
+    def can_reallocate(self, excluded_hosts):
         return self.fits
 
     def shrink_to(self, hosts):
@@ -113,7 +113,7 @@ class FakeSuccessors:
     def __init__(self, successor=None, predecessor=None):
         self.successor, self.predecessor, self.continued = successor, predecessor, []
 
-    def submit(self, attempt, left_out=()):
+    def submit(self, attempt, excluded_hosts=()):
         self.continued.append(attempt)
         if self.successor is None:
             raise SchedulerError("sbatch says: Access denied")

@@ -411,4 +411,4 @@ def test_faulty_nodes_are_listed_first(tmp_path):
     timeline = build_timeline(facts_of(write_run(tmp_path / "run", history)))
     assert timeline.hosts[0].name == "n150"
     assert [point.kind for point in timeline.hosts[0].points] == ["fault"]
-    assert len(timeline.hosts) + len(timeline.more_hosts) + timeline.hosts_left_out == 200
+    assert len(timeline.hosts) + len(timeline.more_hosts) + timeline.hosts_omitted == 200

@@ -50,10 +50,10 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
         return [f"Wrote {file}: {_count(weights)} (step {step})"]
     tensors = {name: value.contiguous() for name, value in _tensors(weights)}
     _write(file, lambda path: save_file(tensors, path, {"format": "pt", "step": str(step)}))
-    left_out = sorted(set(weights) - set(tensors))
+    omitted = sorted(set(weights) - set(tensors))
     return [
         f"Wrote {file}: {_count(tensors)} (step {step})",
-        *(f"{name} is not a tensor and was omitted; a .pt file can store it" for name in left_out),
+        *(f"{name} is not a tensor and was omitted; a .pt file can store it" for name in omitted),
     ]
 
 

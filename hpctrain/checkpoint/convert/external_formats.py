@@ -33,14 +33,14 @@ class ExternalState:
     """A state_dict each; None if the file has none."""
     schedulers: list[Any] | None = None
     step: int | None = None
-    left_out: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     """Names of the other entries of the file."""
     remarks: tuple[str, ...] = field(default=())
 
     def weights_alone(self) -> ExternalState:
         """Return a copy without optimizers and schedulers."""
         names = [name for name in ("optimizers", "schedulers") if getattr(self, name)]
-        return replace(self, optimizers=None, schedulers=None, left_out=(*self.left_out, *names))
+        return replace(self, optimizers=None, schedulers=None, omitted=(*self.omitted, *names))
 
     def tree(self) -> dict[str, Any]:
         """Return the state in the structure of the Trainer's checkpoints; missing parts are empty."""
@@ -85,7 +85,7 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
         optimizers[1],
         schedulers[1],
         step=step,
-        left_out=tuple(str(key) for key in content if key not in used),
+        omitted=tuple(str(key) for key in content if key not in used),
         remarks=remarks,
     )
 

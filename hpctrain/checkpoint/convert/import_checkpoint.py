@@ -124,8 +124,8 @@ def _import_notes(external: ExternalState) -> Iterator[str]:
         if not states:
             start = "from scratch" if name == "optimizer" else "at its first step"
             yield f"no {name} state: the {name} starts {start}"
-    if external.left_out:
-        yield f"omitted: {', '.join(external.left_out)}"
+    if external.omitted:
+        yield f"omitted: {', '.join(external.omitted)}"
     yield from external.remarks
     yield (
         "not in the file: the position in the data and the random state. The run uses its own sample "

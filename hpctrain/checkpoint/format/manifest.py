@@ -64,6 +64,8 @@ class Manifest:
     score: float | None
     """Value of the metric that selects the best checkpoints."""
     files: tuple[FileEntry, ...]
+    finite: bool | None = None
+    """True if all parameters and optimizer states are finite; None if an older version wrote it."""
 
     @property
     def total_bytes(self) -> int:
@@ -95,7 +97,8 @@ class Manifest:
                     f"{_FORMAT}. Resume with the version that wrote the checkpoint."
                 )
             files = tuple(FileEntry(**entry) for entry in record["files"])
-            return cls(record["step"], record["world_size"], record["time"], record["score"], files)
+            step, world_size, written_at = record["step"], record["world_size"], record["time"]
+            return cls(step, world_size, written_at, record["score"], files, record.get("finite"))
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"{path} is corrupt: {type(error).__name__}: {error}.") from error
 

@@ -8,10 +8,11 @@ of memory.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,8 @@ from hpctrain.checkpoint.format.write_plan import WriteItem, item_bytes
 #: Archives start at multiples of this value, to align their data for every type.
 _ALIGNMENT = 64
 _RECORD = b"archive/data/0"
+#: Types of parameters and optimizer states that can be infinite or NaN.
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Reserve for growth in later saves, such as more digits in the random state.
 _SLACK_BYTES = 1 << 20
 #: cudaHostRegisterPortable (CUDA Runtime API, memory management).
@@ -83,6 +86,20 @@ class StagedFile:
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, list(data), non_blocking=True)
         return _CopyDone({source.device for source in data if source.is_cuda})
+
+    def is_finite(self, checked: Callable[[str], bool]) -> bool:
+        """Return False if a tensor has an infinity or NaN.
+
+        Args:
+            checked: returns True for the keys of the tensors to check.
+        """
+        return all(
+            math.isfinite(limit)
+            for item, target in zip(self.items, self._targets, strict=True)
+            if item.dtype in _FLOATS and target.numel() and checked(item.key)
+            # The extremes take one pass without a copy; a NaN becomes both of them.
+            for limit in torch.stack(target.aminmax()).tolist()
+        )
 
 
 class _CopyDone:

@@ -156,12 +156,16 @@ class CheckpointDir:
                     raise CorruptCheckpoint(f"{entry.name} has {size} bytes, not {entry.bytes}")
         except (OSError, CheckpointError) as error:
             return [f"No old checkpoint was deleted, because the new checkpoint may be damaged: {error}"]
-        scores: dict[int, float | None] = {}
+        manifests: dict[int, Manifest] = {}
         for step in list_checkpoint_steps(self.folder):
             with suppress(CheckpointError):
-                scores[step] = Manifest.read(self.folder / checkpoint_folder_name(step)).score
+                manifests[step] = Manifest.read(self.folder / checkpoint_folder_name(step))
+        kept = retention.steps_to_keep(
+            {step: manifest.score for step, manifest in manifests.items()},
+            not_finite={step for step, manifest in manifests.items() if manifest.finite is False},
+        )
         notes = []
-        for step in sorted(scores.keys() - retention.steps_to_keep(scores)):
+        for step in sorted(manifests.keys() - kept):
             if step < newest:
                 try:
                     self.delete(step)

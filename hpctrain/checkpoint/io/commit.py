@@ -16,7 +16,7 @@ from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator
 from hpctrain.checkpoint.io.file_writer import FileWrite, FileWriter, write_on_all_ranks
 from hpctrain.errors import CheckpointError
 
-LayoutT = TypeVar("LayoutT")
+RemarkT = TypeVar("RemarkT")
 T = TypeVar("T")
 
 #: Limit on the wait for the cleanup after a save, in seconds; the cleanup always runs.
@@ -62,14 +62,14 @@ class CommitTarget:
 
 
 @dataclass
-class RankWrite(Generic[LayoutT]):
+class RankWrite(Generic[RemarkT]):
     """Contribution of a rank to a checkpoint."""
 
     files: Sequence[FileWrite]
-    finalize: Callable[[list[tuple[list[FileEntry], LayoutT]]], Mapping[str, bytes]]
+    finalize: Callable[[list[tuple[list[FileEntry], RemarkT]]], Mapping[str, bytes]]
     """Function for rank 0: returns all other files, including the manifest, from all entries and remarks."""
-    layout: LayoutT
-    """Sent to rank 0. See `hpctrain.messages.gather` for the permitted types."""
+    remark: Callable[[], RemarkT]
+    """Called when the files are written; sent to rank 0. See `hpctrain.messages.gather` for the types."""
     fingerprint: Any = None
     """Must be equal on all ranks."""
     ready: Any = None
@@ -108,7 +108,7 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
         entries = write_on_all_ranks(
             coordinator, own.writer, own.abort, timeout_s=target.io_timeout_s, failure=failure
         )
-        brought = coordinator.gather(([astuple(entry) for entry in entries], own.layout), failure)
+        brought = coordinator.gather(([astuple(entry) for entry in entries], own.remark()), failure)
 
         def seal() -> Mapping[str, bytes]:
             if not coordinator.is_main:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,14 +37,17 @@ class Retention:
         if self.mode not in ("min", "max"):
             raise UserError(f"mode is {self.mode!r}; it must be 'min' or 'max'.")
 
-    def steps_to_keep(self, scores: Mapping[int, float | None]) -> set[int]:
-        """Return the steps to keep; the newest is always among them.
+    def steps_to_keep(
+        self, scores: Mapping[int, float | None], not_finite: Set[int] = frozenset()
+    ) -> set[int]:
+        """Return the steps to keep; the newest and the newest finite one are always among them.
 
         Args:
             scores: step → score; None and NaN never count as best.
+            not_finite: steps whose state contains an infinity or NaN.
         """
         steps = sorted(scores)
-        stay = set(steps[-self.last :])
+        stay = {*steps[-self.last :], *sorted(scores.keys() - not_finite)[-1:]}
         if self.every is not None:
             stay.update(step for step in steps if step % self.every == 0)
         scored = {

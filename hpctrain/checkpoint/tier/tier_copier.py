@@ -116,7 +116,9 @@ class TierCopier:
                     raise CorruptCheckpoint(f"{path} has changed since it was written: {entry.name}.")
             return files
 
-        own = RankWrite([file_copy_write(path / name) for name in large], seal, None, abort=self._abort)
+        own = RankWrite(
+            [file_copy_write(path / name) for name in large], seal, lambda: None, abort=self._abort
+        )
         return write_and_commit(self._shared, step, own)
 
     def _copy_all(self, first: int) -> None:

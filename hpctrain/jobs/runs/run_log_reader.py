@@ -140,6 +140,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
         case "resumed":
             damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
             return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"
+        case "bad_loss":
+            return f"attempt {attempt}: {event.get('cause')}; action: {event.get('action')}"
         case "signal":
             saved = (
                 "state saved" if event.get("saved") else "no new checkpoint; the previous checkpoint is used"

@@ -62,13 +62,13 @@ class AllocatedNodes(Protocol):
     def shrink_to(self, hosts: Sequence[str]) -> None:
         """Release all other nodes of the job, so that their loss does not end the job."""
 
-    def can_reallocate(self, left_out: Collection[str]) -> bool:
+    def can_reallocate(self, excluded_hosts: Collection[str]) -> bool:
         """Return true if the site could start the job on other nodes."""
 
-    def num_free(self, left_out: Collection[str]) -> int:
+    def num_free(self, excluded_hosts: Collection[str]) -> int:
         """Return the number of additional nodes that are free and not claimed by waiting jobs."""
 
-    def exclude(self, left_out: Collection[str]) -> None:
+    def exclude(self, excluded_hosts: Collection[str]) -> None:
         """Exclude these nodes from the next start of the requeued job."""
 
     def stop_ranks(self) -> None:
@@ -89,7 +89,7 @@ class SuccessorJobs(Protocol):
     #: Held by the job that trains in the run folder.
     lease: Lease
 
-    def submit(self, attempt: int, left_out: Collection[str] = ()) -> str:
+    def submit(self, attempt: int, excluded_hosts: Collection[str] = ()) -> str:
         """Submit a job that continues the run after `attempt` on other nodes; return its id.
 
         Afterwards, this job must exit.

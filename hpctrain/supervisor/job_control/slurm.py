@@ -103,9 +103,11 @@ class SlurmSuccessors:
         restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
         self.lease = Lease(run, self._job_id, restarts, self._environ, _leave)
 
-    def submit(self, attempt: int, left_out: Collection[str] = ()) -> str:
+    def submit(self, attempt: int, excluded_hosts: Collection[str] = ()) -> str:
         """Submit the same script again, to start after this job. See `SuccessorJobs.submit`."""
-        return submit_successor(self._run, self._spec, self._job_id, attempt, self._batch_environ, left_out)
+        return submit_successor(
+            self._run, self._spec, self._job_id, attempt, self._batch_environ, excluded_hosts
+        )
 
     def find(self) -> str | None:
         """Search the output of `squeue`. See `SuccessorJobs.find`."""

@@ -56,11 +56,11 @@ class SlurmNodes:
         """Shrink the running job with `scontrol`. See `AllocatedNodes.shrink_to`."""
         shrink_job(self._job_id, hosts, self._environ)
 
-    def can_reallocate(self, left_out: Collection[str]) -> bool:
+    def can_reallocate(self, excluded_hosts: Collection[str]) -> bool:
         """Ask `sbatch --test-only`. See `AllocatedNodes.can_reallocate`."""
-        return can_start_without(self._run, self._spec, left_out, self._batch_environ)
+        return can_start_without(self._run, self._spec, excluded_hosts, self._batch_environ)
 
-    def num_free(self, left_out: Collection[str]) -> int:
+    def num_free(self, excluded_hosts: Collection[str]) -> int:
         """Count the partition's idle nodes if no other job waits in it. See `AllocatedNodes.num_free`."""
         partition = self._batch_environ.get("SLURM_JOB_PARTITION", "")
         waiting = ["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"]
@@ -69,11 +69,11 @@ class SlurmNodes:
         idle = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N"]
         excluded = expand_hostlist(self._spec.directives.get("exclude", ""))
         found = set(run_slurm(idle, self._environ).split())
-        return len(found.difference(left_out, excluded))
+        return len(found.difference(excluded_hosts, excluded))
 
-    def exclude(self, left_out: Collection[str]) -> None:
+    def exclude(self, excluded_hosts: Collection[str]) -> None:
         """Change the exclude list of the pending job. See `AllocatedNodes.exclude`."""
-        nodes = excluded_nodes(self._spec, left_out)
+        nodes = excluded_nodes(self._spec, excluded_hosts)
         update_job([self._job_id], self._environ, until_killed=True, ExcNodeList=nodes)
 
     def stop_ranks(self) -> None:

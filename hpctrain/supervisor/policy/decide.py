@@ -35,10 +35,12 @@ class Allocation:
     can_reallocate: bool = False
     """True if the scheduler can start the job without the nodes to be excluded."""
 
-    def usable(self, left_out: frozenset[str]) -> tuple[str, ...]:
+    def usable(self, excluded_hosts: frozenset[str]) -> tuple[str, ...]:
         """Return the usable nodes, at most as many as were in use; spare nodes replace lost nodes."""
         good = [
-            host for host in (*self.in_use, *self.spare) if host not in self.lost and host not in left_out
+            host
+            for host in (*self.in_use, *self.spare)
+            if host not in self.lost and host not in excluded_hosts
         ]
         return tuple(good[: len(self.in_use)])
 

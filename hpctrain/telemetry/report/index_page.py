@@ -34,7 +34,7 @@ def run_url(run_id: str | None) -> str:
 
 
 def render_index_page(
-    folder: str, rows: Sequence[RunRow], *, live_s: int | None = None, left_out: int = 0
+    folder: str, rows: Sequence[RunRow], *, live_s: int | None = None, num_omitted: int = 0
 ) -> str:
     """Return the page of all runs, with one row per run. See `render_page`.
 
@@ -42,7 +42,7 @@ def render_index_page(
         folder: the parent folder of the runs.
         rows: the runs.
         live_s: see `render_page`.
-        left_out: number of omitted runs, which are links out of the folder.
+        num_omitted: number of omitted runs, which are links out of the folder.
     """
     shown = [
         {
@@ -64,6 +64,6 @@ def render_index_page(
         data=data,
         folder=folder,
         rows=shown,
-        left_out=left_out,
+        num_omitted=num_omitted,
         live_s=live_s,
     )

@@ -56,7 +56,7 @@ class Timeline:
     hosts: list[TimelineRow]
     """If not all nodes are visible, nodes with failures are first."""
     more_hosts: list[TimelineRow]
-    hosts_left_out: int
+    hosts_omitted: int
     ticks: list[tuple[float, str]]
 
 
@@ -101,7 +101,7 @@ def build_timeline(run_data: RunData) -> Timeline:
         attempts=attempts,
         hosts=shown[:_HOSTS_IN_SIGHT],
         more_hosts=shown[_HOSTS_IN_SIGHT:],
-        hosts_left_out=len(hosts) - len(shown),
+        hosts_omitted=len(hosts) - len(shown),
         ticks=_ticks(end - start),
     )
 

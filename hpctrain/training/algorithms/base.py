@@ -32,9 +32,11 @@ class Algorithm:
     Attributes:
         sent_bytes: bytes that this rank has sent since the start.
         shares_gradients: True if every step ends with equal gradients; if not, weights may differ.
+        keeps_gradients: True if a gradient has effects on later steps, even if its own update is skipped.
     """
 
     shares_gradients: ClassVar[bool] = True
+    keeps_gradients: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.sent_bytes = 0
@@ -50,6 +52,11 @@ class Algorithm:
         Raises:
             UserError: the settings are not compatible; the message contains the reason.
         """
+        if settings.on_bad_loss == "skip" and cls.keeps_gradients:
+            raise UserError(
+                f"on_bad_loss 'skip' does not work with algorithm {settings.algorithm!r}, which keeps parts "
+                "of each gradient for later steps. Use 'rollback'."
+            )
         if settings.precision == "16-mixed" and not cls.shares_gradients:
             raise UserError(
                 f"precision '16-mixed' does not work with algorithm {settings.algorithm!r}: ranks with "

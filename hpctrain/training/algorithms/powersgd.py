@@ -23,6 +23,8 @@ class PowerSGD(Algorithm):
     stores them by bucket: a checkpoint would depend on the bucket size.
     """
 
+    keeps_gradients = True
+
     def __init__(self, rank: int = 2, seed: int = 0) -> None:
         """Use `rank` columns, initially drawn from `seed`, which must be the same on all ranks."""
         super().__init__()

@@ -33,6 +33,8 @@ class QAdam(Algorithm):
     in 8 bits, in units of their deviation. The variance is frozen.
     """
 
+    keeps_gradients = True
+
     def __init__(self, warmup_steps: int = 100) -> None:
         """Freeze the variance after `warmup_steps` steps."""
         super().__init__()
@@ -41,6 +43,7 @@ class QAdam(Algorithm):
 
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
+        super().check(settings)
         for name in ("gradient_clip_norm", "gradient_clip_value"):
             if getattr(settings, name) is not None:
                 raise UserError(

@@ -10,6 +10,8 @@ from hpctrain.errors import UserError
 
 #: Output name of the training step for the number of tokens, or other units, over which the loss is a mean.
 TOKENS_FIELD = "num_tokens"
+#: Name of the metric that is 1 for a step without an update, because its loss is bad.
+SKIPPED_FIELD = "update_skipped"
 #: Fields of a line of `metrics.jsonl` that are not metrics.
 RESERVED_FIELDS = ("step", "epoch", "time", "attempt", "spent", "last_step")
 

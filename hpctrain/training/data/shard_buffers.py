@@ -99,9 +99,11 @@ class ShardBuffers:
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] >= epoch}
 
     def close(self) -> None:
-        """Stop the data workers."""
+        """Stop the data workers, and empty the buffers."""
         if self._readers is not None:
             self._readers.close()
+        self._readers = None
+        self._buffers.clear()
 
     def _buffer(self, epoch: int, shard: int) -> _ShardBuffer:
         if (epoch, shard) not in self._buffers:

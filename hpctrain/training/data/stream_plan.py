@@ -38,6 +38,7 @@ class StreamPlan:
     def reset(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
         """Start at a position, with the available shard lengths of its epoch."""
         self.cursor = cursor
+        self.upcoming.clear()
         self._lengths = {} if lengths is None else {cursor.epoch: lengths}
 
     def plan(self, step: int) -> None:

@@ -125,6 +125,7 @@ class StreamStepSource:
         ]
         if any((checkpoint := checkpoints[shard]) is None or not checkpoint.resumable for shard in begun):
             self._plan.reset(StreamCursor(cursor.epoch))
+            self._checkpoints = {}
             remark = (
                 "train_dataset has no state_dict and load_state_dict to resume from its position: epoch "
                 f"{cursor.epoch} starts over and repeats {int(taken.sum())} samples."

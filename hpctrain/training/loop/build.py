@@ -24,6 +24,7 @@ from hpctrain.training.module import Module, takes_optimizer_idx
 from hpctrain.training.observe.compute_timer import ComputeTimer
 from hpctrain.training.observe.environment_info import collect_environment
 from hpctrain.training.observe.logger_process import LoggerProcess
+from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.observe.progress import make_progress
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.observe.step_timer import StepTimer
@@ -74,13 +75,19 @@ def build_training_loop(
     data_rank = strategy_class.data_rank(ranks)
     source, val_data = _make_data(settings, context, data_rank, train_dataset, val_dataset)
     _check_monitor(settings, validates=val_data is not None)
+    if run is None and settings.on_bad_loss == "rollback":
+        raise UserError(
+            "on_bad_loss is 'rollback', but there is no run folder, so there would be no checkpoint to "
+            "return to. Set run_dir, or use on_bad_loss='skip'."
+        )
     callbacks.check(validates=val_data is not None and settings.validate_every is not None)
     cast_module(module, settings.precision)
     placed = strategy_class(module, context, settings)
     optimization = _configure_optimizers(placed, module)
     scaler = make_scaler(settings.precision, context.device)
     train_step = TrainStep(placed, optimization, settings, scaler)
-    state = TrainingState(module, optimization, source)
+    guard = LossGuard(settings, has_scaler=scaler is not None)
+    state = TrainingState(module, optimization, source, guard)
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
     parts = Components(

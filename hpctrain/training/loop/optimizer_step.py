@@ -31,40 +31,50 @@ class OptimizerStep:
         self._clip_norm, self._clip_value = settings.gradient_clip_norm, settings.gradient_clip_value
         self._lr_scaler = LrScaler.from_settings(settings)
 
-    def update(
-        self, optimizers: Sequence[torch.optim.Optimizer], step: int, per_token: torch.Tensor | None = None
+    def complete_gradients(
+        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Update the parameters of `optimizers`, then clear all gradients. All ranks must call this.
+        """Complete and clip the gradients of `optimizers`. All ranks must call this.
 
         Args:
             optimizers: optimizers with complete gradients.
-            step: the optimizer step, from 1.
             per_token: factor for the gradients before clipping, if the loss is a mean over tokens.
 
         Returns:
             The norm of the gradients before clipping by norm; None if they are not clipped by norm.
         """
         self._strategy.before_update()
-        norm = None
         if per_token is not None or self._clip_norm is not None or self._clip_value is not None:
-            norm = self._change(optimizers, per_token)
+            return self._change(optimizers, per_token)
+        return None
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
+        """Update the parameters of `optimizers`, then clear all gradients. All ranks must call this.
+
+        Args:
+            optimizers: those whose gradients are complete.
+            step: the optimizer step, from 1.
+        """
         with self._lr_scaler.apply(optimizers, step) if self._lr_scaler else _NOTHING:
             for optimizer in optimizers:
                 if self._scaler is None:
                     optimizer.step()
                 else:
                     self._scaler.step(optimizer)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Clear all gradients."""
         for optimizer in self._optimization.optimizers:
             self._strategy.zero_grad(optimizer)
-        return norm
 
-    def advance(self, step: int) -> None:
-        """Advance the schedules and the float16 loss scale after all updates of `step`."""
-        if self._scaler is not None:
+    def advance(self, step: int, *, updated: bool = True) -> None:
+        """Advance the schedules, and after an update the float16 loss scale, at the end of `step`."""
+        if self._scaler is not None and updated:
             self._scaler.update()
         if not self._optimization.schedulers:
             return
-        # Schedules also count steps skipped by optimizers because of float16.
+        # Schedules also count steps without an update.
         with _suppress_order_warning() if self._scaler and step == 1 else contextlib.nullcontext():
             for scheduler in self._optimization.schedulers:
                 scheduler.step()

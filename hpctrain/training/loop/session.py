@@ -37,6 +37,8 @@ _OPTIONS = (
     "keep_last",
     "keep_every",
     "local_checkpoints",
+    "on_bad_loss",
+    "loss_spike_threshold",
     "log_every",
     "loggers",
     "record_samples",
@@ -65,6 +67,11 @@ def session(
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise UserError(f"session() has no option {unknown[0]!r}; choose from {', '.join(_OPTIONS)}.")
+    if options.get("on_bad_loss") in ("skip", "rollback"):
+        raise UserError(
+            f"on_bad_loss is {options['on_bad_loss']!r}, but the updates of a custom loop are its own, so "
+            "session() can only stop. Use 'stop' or None."
+        )
     seed_all(seed)
     folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     run = RunDir(Path(folder).absolute()) if folder else None

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Literal
 
-from hpctrain.training.base.metric_accumulator import MetricAccumulator
+import torch
+
+from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.loop.step_sync import StepFlags, StepSync
@@ -15,22 +21,74 @@ from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 _NO_REQUESTS = StepFlags()
 
 
+class BadStep(Exception):
+    """Signal for the training loop: a step has a bad loss, and its update is already applied.
+
+    All ranks raise it at the same point.
+    """
+
+    def __init__(self, step: int, cause: str) -> None:
+        super().__init__(cause)
+        self.step, self.cause = step, cause
+
+
 class StepExchange:
     """Exchange of metrics and requests after each step.
 
     The message of a step is sent during the next step, so no step waits. The exception is a step after which
-    all ranks validate, save or stop.
+    all ranks validate, save or stop. Such a step, and no later one, is exchanged before that work, so no
+    checkpoint is saved after a bad loss.
+
+    If updates are to be skipped, the message is sent before the last backward pass of the next step, with the
+    loss of that step, and received before its update.
     """
 
     def __init__(self, parts: Components, validator: Validator, checkpoints: TrainingCheckpoints) -> None:
         self._parts, self._validator, self._checkpoints = parts, validator, checkpoints
+        self._guard = parts.state.loss_guard
+        self._checks_early = self._guard.policy == "skip"
         self._sync = StepSync(
-            parts.context, one_by_one=parts.source.exchanges_ends or parts.callbacks.wants_steps
+            parts.context,
+            one_by_one=parts.source.exchanges_ends or parts.callbacks.wants_steps or self._checks_early,
         )
+        self._own_requests = self._requests = _NO_REQUESTS
+        self._failed: BadStep | None = None
 
     def begin(self) -> None:
         """Restart the clock at the first step and after other work of the ranks."""
         self._sync.begin()
+
+    def discard(self) -> None:
+        """Discard the steps not yet exchanged, which will be trained again."""
+        self._sync.discard()
+
+    def send_loss(self, unfinished: MetricAccumulator) -> None:
+        """Send the loss of a step before its update. All ranks must call this, and then `may_update`."""
+        self._sync.send(self._own_requests, unfinished)
+        self._own_requests = _NO_REQUESTS
+
+    def may_update(self, step: int, unfinished: MetricAccumulator) -> bool:
+        """Return False if the step whose loss was sent is to be skipped. All ranks must call this."""
+        # The step's own clock counts this wait, from the last gradient to the update.
+        self._requests, results = self._receive(nullcontext())
+        self._show(results)
+        cause = self._guard.find_problem(self._sync.checked_loss)
+        return cause is None or self._skip(step, cause, unfinished.values["loss"])
+
+    def accepts_norm(self, step: int, norm: torch.Tensor | None) -> bool:
+        """Return False if the step is to be skipped for its gradient norm, which all ranks have."""
+        if norm is None or not self._guard.checks_norm or math.isfinite(norm):
+            return True
+        return self._skip(step, f"the gradient norm is {norm.item()}", 0.0)
+
+    def _skip(self, step: int, cause: str, own_loss: torch.Tensor | float) -> Literal[False]:
+        cause = self._describe(step, cause, own_loss)
+        if self._guard.exclude_step(step):
+            self._parts.log.write_event("bad_loss", step=step, cause=cause, action="skip")
+            self._parts.progress.print_message(f"hpctrain: {cause}: its update is skipped")
+        else:
+            self._failed = BadStep(step, cause)
+        return False
 
     def complete_step(self, rank_batch: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
         """Exchange a trained step, and advance the state to it. All ranks must call this.
@@ -42,17 +100,22 @@ class StepExchange:
         Returns:
             The requests of the ranks if a validation, a save or a stop follows this step; the state then
             contains the metrics of the step. Otherwise None: the metrics arrive during the next step.
+
+        Raises:
+            BadStep: on all ranks: a step that was exchanged has a bad loss.
         """
         parts, state, sync = self._parts, self._parts.state, self._sync
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
-        before = _NO_REQUESTS
+        if self._failed is not None:
+            raise self._failed
+        before, self._requests = self._requests, _NO_REQUESTS
         if sync.is_pending:
             before, results = self._receive()
             self._show(results)
         state.finished = parts.source.finished or before.end
         if before.stop or before.save or self._checkpoints.due() or self._validator.due():
             sync.add(state.step, state.epoch, metrics, None)
-            self._send()
+            sync.send(self._collect_requests())
             now, (*earlier, latest) = self._receive()
             self._show(earlier)
             state.latest = latest.scalars
@@ -60,29 +123,45 @@ class StepExchange:
             return StepFlags(stop=before.stop or now.stop, save=before.save or now.save)
         ended = parts.step_timer.sample() if parts.log.is_logged(state.step) else None
         sync.add(state.step, state.epoch, metrics, ended)
-        if sync.is_due:
-            self._send()
+        if self._checks_early:
+            self._own_requests = self._collect_requests()
+        elif sync.is_due:
+            sync.send(self._collect_requests())
         return None
 
-    def _send(self) -> None:
-        """Send this rank's unsent steps and requests."""
+    def _collect_requests(self) -> StepFlags:
+        """Return this rank's requests."""
         parts = self._parts
-        self._sync.send(
-            StepFlags(
-                stop=parts.stop.is_set,
-                save=self._checkpoints.save_requested(),
-                end=parts.callbacks.ending is not None,
-                stream_ends=parts.source.local_ends(),
-            )
+        return StepFlags(
+            stop=parts.stop.is_set,
+            save=self._checkpoints.save_requested(),
+            end=parts.callbacks.ending is not None,
+            stream_ends=parts.source.local_ends(),
         )
 
-    def _receive(self) -> tuple[StepFlags, list[StepResult]]:
-        with self._parts.compute_timer.exchange():
+    def _receive(
+        self, timer: AbstractContextManager[None] | None = None
+    ) -> tuple[StepFlags, list[StepResult]]:
+        with timer or self._parts.compute_timer.exchange():
             requests, results = self._sync.read()
         self._parts.source.receive_ends(requests.stream_ends)
-        for result in results:
-            self._parts.callbacks.step_end(result.step, result.scalars)
+        for count, result in enumerate(results, 1):
+            if not self._checks_early and (cause := self._guard.find_problem_in(result.scalars)):
+                # A step before a validation or a save has no time sample yet.
+                timing = result.timing or self._parts.step_timer.sample()
+                self._show([*results[: count - 1], replace(result, timing=timing)])
+                own = self._sync.own_loss(result.step)
+                raise BadStep(result.step, self._describe(result.step, cause, own))
+            if SKIPPED_FIELD not in result.scalars:
+                self._parts.callbacks.step_end(result.step, result.scalars)
         return requests, results
+
+    def _describe(self, step: int, cause: str, own_loss: torch.Tensor | float) -> str:
+        """Return the cause with the ranks that it comes from. All ranks must call this."""
+        finite = self._parts.context.all_gather(math.isfinite(own_loss))
+        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        origin = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
+        return f"in step {step}, {cause}{origin}"
 
     def _show(self, results: Sequence[StepResult]) -> None:
         """Show the latest of `results`, and log the results that are due."""

@@ -103,6 +103,9 @@ class StepSync:
         self._sent: list[_RecordedStep] = []
         self._names: list[str] | None = None
         self._read: Callable[[], list[float]] | None = None
+        self._checks_loss = False
+        #: Loss of the unfinished step that was sent last.
+        self.checked_loss = 0.0
 
     def begin(self) -> None:
         """Restart the clock when training continues after other work."""
@@ -123,19 +126,32 @@ class StepSync:
         """True if a sent message is not yet read."""
         return self._read is not None
 
-    def send(self, requests: StepFlags) -> None:
-        """Send the recorded steps and this rank's requests."""
+    def discard(self) -> None:
+        """Discard the recorded steps, which will be trained again."""
+        self._recorded = []
+
+    def own_loss(self, step: int) -> float:
+        """Return this rank's part of the loss of a step that was just read."""
+        return next(
+            (float(each.sums.values.get("loss", 0.0)) for each in self._sent if each.step == step), 0.0
+        )
+
+    def send(self, requests: StepFlags, unfinished: MetricAccumulator | None = None) -> None:
+        """Send the recorded steps, this rank's requests, and the loss of an unfinished step, if given."""
         flags = [*map(float, (requests.stop, requests.save, requests.end)), requests.stream_ends]
         flags.append(self._batcher.seconds_per_item())
         self._sent, self._recorded = self._recorded, []
-        if self._names is None:
+        if self._names is None and self._sent:
             self._names = self._agreed_names()
         # Messages have the same length on all ranks. A rank with other names sends zeros and sets a flag.
-        names = dict.fromkeys(self._names).keys()
+        names = dict.fromkeys(self._names or ()).keys()
         names_differ = any(each.sums.values.keys() != names for each in self._sent)
         values = self._values()
         if names_differ:
             values = [0.0 for _ in range(len(names) * len(self._sent))]
+        self._checks_loss = unfinished is not None
+        if unfinished is not None:
+            values += [unfinished.values.get(name, 0.0) for name in ("loss", TOKENS_FIELD)]
         self._read = _send(self._context, [*flags, float(names_differ)], values)
 
     def read(self) -> tuple[StepFlags, list[StepResult]]:
@@ -149,6 +165,9 @@ class StepSync:
             raise RuntimeError("nothing was sent")
         stop, save, end, stream_ends, seconds, names_differ, *values = self._read()
         self._read = None
+        if self._checks_loss:
+            *values, loss, tokens = values
+            self.checked_loss = loss / (tokens or 1.0)
         self._batcher.adapt(seconds / self._context.ranks.world_size)
         if names_differ:
             self._names = self._agreed_names()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
+from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.base.precision import cast_batch, casts_batches, forward_context
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import needs_transfer, to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
 from hpctrain.training.loop.optimizer_step import OptimizerStep
+from hpctrain.training.loop.step_exchange import StepExchange
 from hpctrain.training.module import as_scalars, takes_optimizer_idx
 from hpctrain.training.optim.micro_batch_size import (
     add_oom_hint,
@@ -45,13 +47,19 @@ class TrainStep:
         """Inspect the arguments of the module's training step.
 
         Raises:
-            UserError: the module uses manual optimization.
+            UserError: the module uses manual optimization, or its optimizers take turns although updates are
+                to be skipped.
         """
         self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
         self._settings, self._scaler = settings, scaler
         self._optimizers = optimization.optimizers
         self._optimizer_step = OptimizerStep(optimization, strategy, settings, scaler)
         self._optimizers_alternate = takes_optimizer_idx(self._module)
+        if self._optimizers_alternate and settings.on_bad_loss == "skip":
+            raise UserError(
+                "on_bad_loss is 'skip', but training_step takes optimizer_idx: the first optimizer has "
+                "already updated when the loss of the second is computed. Use 'stop' or 'rollback'."
+            )
         # A pipeline runs the backward passes within the training step.
         self._runs_backward = strategy.splits_batches and strategy.context.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
@@ -59,6 +67,8 @@ class TrainStep:
         self._forward_context = forward_context(settings.precision, self._context.device)
         self._converts_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
         self._tokens = _Tokens(self._context, self._world_size)
+        #: Set if the updates of steps with a bad loss are to be skipped.
+        self.loss_check: StepExchange | None = None
 
     def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
         """Train one step.
@@ -72,21 +82,57 @@ class TrainStep:
             UserError: the training step did not return a loss.
         """
         number = step.rank_batch.step
+        updated = True
         if not self._optimizers_alternate:
-            per_token = self._accumulate(step, micro_batches, sums)
-            self._record_norm(sums, self._optimizer_step.update(self._optimizers, number, per_token))
+            updated = self._update(step, micro_batches, self._optimizers, sums)
         else:
             # Each optimizer uses all micro-batches, after the update of the previous one.
             all_micro_batches = list(micro_batches)
             for idx, optimizer in enumerate(self._optimizers):
                 with self._strategy.toggled_optimizer(idx):
                     own = MetricAccumulator()
-                    per_token = self._accumulate(step, all_micro_batches, own)
-                    if own.values:
-                        self._record_norm(own, self._optimizer_step.update([optimizer], number, per_token))
+                    self._update(step, all_micro_batches, [optimizer], own)
                 sums.join(own)
         self._strategy.on_optimizer_step_end(number)
-        self._optimizer_step.advance(number)
+        self._optimizer_step.advance(number, updated=updated)
+
+    def exclude_step(self, step: StepData, sums: MetricAccumulator) -> None:
+        """Complete a step without training it. All ranks must call this."""
+        for _ in step.micro_batches:  # they come before those of the next step
+            pass
+        self._record_skipped(sums)
+        self._strategy.on_optimizer_step_end(step.rank_batch.step)
+        self._optimizer_step.advance(step.rank_batch.step, updated=False)
+
+    def _update(
+        self,
+        step: StepData,
+        micro_batches: Iterable[MicroBatch],
+        optimizers: Sequence[torch.optim.Optimizer],
+        sums: MetricAccumulator,
+    ) -> bool:
+        """Compute gradients and update; return False if the update is skipped because of a bad loss."""
+        number, check = step.rank_batch.step, self.loss_check
+        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()] if check else []
+        per_token = self._accumulate(step, micro_batches, sums)
+        if not sums.values:
+            return False  # this optimizer skips the step
+        accepted = check is None or check.may_update(number, sums)
+        norm = self._optimizer_step.complete_gradients(optimizers, per_token)
+        self._record_norm(sums, norm)
+        if accepted and (check is None or check.accepts_norm(number, norm)):
+            self._optimizer_step.update(optimizers, number)
+            return True
+        self._optimizer_step.clear_gradients()
+        with torch.no_grad():
+            for buffer, before in buffers:  # such as running means
+                buffer.copy_(before)
+        self._record_skipped(sums)
+        return False
+
+    def _record_skipped(self, sums: MetricAccumulator) -> None:
+        sums.values.setdefault("loss", math.nan)
+        sums.values[SKIPPED_FIELD] = 1.0 / self._context.ranks.world_size
 
     def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
         """Return the configured size; for "auto", the size before a stop if still valid, otherwise search."""
@@ -177,8 +223,10 @@ class TrainStep:
             weight = self._tokens.add(
                 scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], rank_batch, last
             )
-        self._strategy.backward(self._weighted(scalars["loss"], weight))
         sums.add(scalars, part)
+        if last and self.loss_check is not None:
+            self.loss_check.send_loss(sums)
+        self._strategy.backward(self._weighted(scalars["loss"], weight))
 
     def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
         if norm is not None:

@@ -6,13 +6,15 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import NoReturn
 
+from hpctrain.errors import BadLoss
 from hpctrain.records.rank_phase import RankPhase
+from hpctrain.runtime.failure_file import mark_non_retryable
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.step_source import StepData
-from hpctrain.training.loop.step_exchange import StepExchange
+from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.validator import Validator
 from hpctrain.training.observe.dataloader_hints import (
@@ -21,6 +23,7 @@ from hpctrain.training.observe.dataloader_hints import (
     warn_too_many_workers,
 )
 from hpctrain.training.observe.logger_process import LoggerProcess
+from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.torch_compile import compile_steps
@@ -47,6 +50,8 @@ class TrainingLoop:
         self._parts, self._train_step, self._validator = parts, train_step, validator
         self._loggers, self._checkpoints = loggers, checkpoints
         self._exchange = StepExchange(parts, validator, checkpoints)
+        if parts.state.loss_guard.policy == "skip":
+            train_step.loss_check = self._exchange
         self._cpus = count_rank_cpus(parts.context.ranks.local_world_size)
         self.state, self.last_step = parts.state, parts.source.last_step
         self.metrics = MetricAccumulator()
@@ -83,8 +88,11 @@ class TrainingLoop:
             closing(parts.source),
         ):
             self._resume()
-            if not self.state.finished:
-                yield from self._steps()
+            while not self.state.finished:
+                try:
+                    yield from self._steps()
+                except BadStep as bad:
+                    self._roll_back(bad)
                 waited_s, all_s = parts.step_timer.data_wait()
                 self._print_hint(warn_too_few_workers(waited_s, all_s, settings.num_workers, self._cpus))
             parts.context.barrier()
@@ -98,11 +106,14 @@ class TrainingLoop:
         parts.step_timer.sample()
         self._exchange.begin()
         for step in parts.step_timer.timed(parts.source.steps()):
-            parts.log.write_samples(step.rank_batch)
             self.metrics = MetricAccumulator()
-            parts.compute_timer.begin()
-            yield step
-            parts.compute_timer.end()
+            if step.rank_batch.step in state.loss_guard.excluded_steps:
+                self._train_step.exclude_step(step, self.metrics)
+            else:
+                parts.log.write_samples(step.rank_batch)
+                parts.compute_timer.begin()
+                yield step
+                parts.compute_timer.end()
             requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:
                 continue
@@ -118,6 +129,41 @@ class TrainingLoop:
             if state.finished:
                 break
             self._exchange.begin()
+
+    def _roll_back(self, bad: BadStep) -> None:
+        """Return to the newest finite checkpoint; the bad step will be excluded. All ranks must call this.
+
+        Raises:
+            BadLoss: on all ranks: the settings do not allow it, there is no checkpoint, or the losses of many
+                steps in a row were bad.
+        """
+        parts, guard = self._parts, self.state.loss_guard
+        newest = self._checkpoints.finish_pending()
+        reason = "on_bad_loss is 'stop'"
+        if guard.policy == "rollback":
+            reason = "there is no checkpoint to return to (on_bad_loss='rollback')" if newest is None else ""
+        if guard.policy != "stop" and not guard.exclude_step(bad.step):
+            reason = f"the losses of {MAX_CONSECUTIVE} steps in a row were bad (on_bad_loss={guard.policy!r})"
+        action = "stop" if reason else "rollback"
+        parts.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
+        if reason:
+            error = BadLoss(
+                f"{bad.cause[0].upper()}{bad.cause[1:]}. The run stops, because {reason}. The last good "
+                f"checkpoint is {newest or 'none'}. Check the data of that step and the learning rate. "
+                "on_bad_loss='skip' skips the update of such a step, 'rollback' excludes its batch."
+            )
+            mark_non_retryable(error)
+            raise error
+        parts.progress.print_message(f"hpctrain: {bad.cause}: returning to {newest}; its batch is excluded")
+        self._exchange.discard()
+        parts.source.close()
+        parts.strategy.sync_buffers()  # ends what an algorithm does in the background
+        with activity.in_phase(RankPhase.LOAD):
+            self._checkpoints.resume()
+        for remark in self.state.remarks:
+            self._print_hint(remark)
+        parts.source.begin(self.state.step)
+        self.state.finished = False
 
     def _resume(self) -> None:
         """Load the newest checkpoint, if any, and prepare the next step."""

@@ -236,6 +236,11 @@ class CheckpointManager:
             self._schedule.on_save_committed(saved.seconds)
         if self.is_shared(saved):
             self.write_s = saved.seconds
+        if saved.finite is False:
+            fields["finite"] = False
+            self._progress.print_message(
+                f"hpctrain: {saved.path} has parameters or optimizer states that are not finite."
+            )
         if saved.score is not None:
             fields |= {
                 "score": saved.score,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
+from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.errors import EXIT_CONTINUE, DiskFull, UserError
-from hpctrain.rundir import NODE_MTBF_VARIABLE
+from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, UserError
+from hpctrain.rundir import NODE_MTBF_VARIABLE, checkpoint_folder_name
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
+from hpctrain.training.observe.loss_guard import read_excluded_steps
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 from hpctrain.training.saving.disk_space_wait import DiskSpaceWait
@@ -23,6 +27,9 @@ from hpctrain.training.saving.stop_deadline import (
     StopDeadline,
     plan_final_save,
 )
+
+#: Keys of the tensors that tell if a checkpoint is finite.
+_CHECKED = (f"{STATE_KEY}/module/", f"{STATE_KEY}/optimizers/")
 
 
 class TrainingCheckpoints:
@@ -38,11 +45,14 @@ class TrainingCheckpoints:
         Raises:
             UserError: an environment variable is invalid, or the run cannot be recorded.
         """
-        run, history = parts.log.run, None
+        run, history, excluded_steps = parts.log.run, None, list[int]()
         if run is not None:
             run.check_records()
             if parts.context.ranks.is_main:
-                history = InterruptionHistory.from_events(run.read_events())
+                recorded = list(run.read_events())
+                history = InterruptionHistory.from_events(recorded)
+                excluded_steps = read_excluded_steps(recorded)
+            parts.state.loss_guard.excluded_steps.update(parts.context.broadcast_from_main(excluded_steps))
         self._parts, self._state, self._settings = parts, parts.state, parts.settings
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._deadline = StopDeadline(environ, parts.stop)
@@ -55,12 +65,15 @@ class TrainingCheckpoints:
         self._manager: CheckpointManager | None = None
         self._prepared = False
         if run is not None:
+            # A buffer may be a mask, with infinities.
+            buffers = {f"{STATE_KEY}/module/{name}" for name, _ in parts.module.named_buffers()}
             store = CheckpointStore(
                 run.checkpoints,
                 parts.context.cpu_group,
                 retention=parts.settings.retention,
                 second_tier=parts.settings.second_tier(environ),
                 records=(run.metrics, run.events),
+                checked=lambda key: key.startswith(_CHECKED) and key not in buffers,
             )
             self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints)
 
@@ -72,7 +85,8 @@ class TrainingCheckpoints:
     ) -> None:
         if self._manager is None:
             return
-        if kind is None:
+        # All ranks raise `BadLoss` together.
+        if kind is None or issubclass(kind, BadLoss):
             self._manager.close()
         else:
             self._manager.abandon()
@@ -165,6 +179,28 @@ class TrainingCheckpoints:
             seconds=time.monotonic() - begun,
         )
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
+
+    def finish_pending(self) -> str | None:
+        """Wait for the save in flight; return the path of the newest finite checkpoint, or None.
+
+        All ranks must call this.
+        """
+        if self._manager is None:
+            return None
+        self._manager.wait()
+        self._manager.collect_finished()
+        newest = self._find_finite(self._manager.folder) if self._context.ranks.is_main else None
+        path: str | None = self._context.broadcast_from_main(newest)
+        return path
+
+    @staticmethod
+    def _find_finite(folder: Path) -> str | None:
+        for step in committed_steps(folder):
+            path = folder / checkpoint_folder_name(step)
+            with suppress(CheckpointError):
+                if Manifest.read(path).finite is not False:
+                    return str(path)
+        return None
 
     def add_score(self) -> None:
         """Add the score of the resumed state if it was validated after the resume. All ranks must call this.

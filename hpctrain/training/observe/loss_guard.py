@@ -1,0 +1,145 @@
+"""Detection of bad losses: not finite, or far above the previous losses; and the record of excluded steps."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD
+from hpctrain.training.trainer_config import TrainerConfig
+
+#: Losses that a new one is compared with, and the fewest that allow a comparison.
+_WINDOW, _MIN_LOSSES = 128, 32
+#: Robust standard deviations of "auto".
+_SPIKE_THRESHOLD = 20.0
+#: Lower limit of the standard deviation, as a part of the median, for losses that hardly vary.
+_MIN_DEVIATION = 0.01
+#: Bad losses in consecutive steps that end the run, and steps in a row that float16 may skip.
+MAX_CONSECUTIVE = 10
+
+
+class SpikeDetector:
+    """Test for losses far above the last ones.
+
+    The distance from the median is measured in units of the median absolute deviation (MAD). The factor
+    0.6745 makes that a standard deviation for normally distributed losses: Iglewicz and Hoaglin, "How to
+    Detect and Handle Outliers", 1993, formula of the modified z-score. Earlier outliers do not change it.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self.losses: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def limit(self) -> float:
+        """Return the largest loss that is not a spike."""
+        if len(self._sorted) < _MIN_LOSSES:
+            return math.inf
+        middle = _median(self._sorted)
+        deviation = _median(sorted(abs(loss - middle) for loss in self._sorted)) / 0.6745
+        deviation = max(deviation, _MIN_DEVIATION * abs(middle))
+        return middle + self.threshold * deviation if deviation else math.inf
+
+    def is_spike(self, loss: float) -> bool:
+        """True if `loss` is far above the last ones."""
+        if not self._sorted:
+            return False
+        middle = _median(self._sorted)
+        # Most losses are too close to the median for any deviation, which takes longer to compute.
+        return loss > middle + self.threshold * _MIN_DEVIATION * abs(middle) and loss > self.limit()
+
+    def add(self, loss: float) -> None:
+        """Add a loss that is not a spike."""
+        self.losses.append(loss)
+        insort(self._sorted, loss)
+        if len(self.losses) > _WINDOW:
+            del self._sorted[bisect_left(self._sorted, self.losses.popleft())]
+
+
+class LossGuard:
+    """Judge of each step's loss; the ranks have the same losses, so they come to the same result.
+
+    Attributes:
+        policy: `on_bad_loss` of the settings.
+        excluded_steps: steps whose batch is excluded, or whose update was skipped.
+    """
+
+    def __init__(self, settings: TrainerConfig, *, has_scaler: bool) -> None:
+        """Set up the guard.
+
+        Args:
+            settings: settings of the training.
+            has_scaler: the loss scaler of float16 skips steps that are not finite. They are bad only if it
+                does so many times in a row.
+        """
+        self._has_scaler, self._num_not_finite = has_scaler, 0
+        self.policy = settings.on_bad_loss
+        threshold = settings.loss_spike_threshold
+        if threshold == "auto":
+            threshold = None if self.policy == "stop" else _SPIKE_THRESHOLD
+        self._spikes = None if self.policy is None or threshold is None else SpikeDetector(threshold)
+        self.checks_norm = (
+            self.policy is not None and settings.gradient_clip_norm is not None and not has_scaler
+        )
+        self.excluded_steps: set[int] = set()
+
+    def find_problem(self, loss: float | None) -> str | None:
+        """Describe the loss of a step if it is bad; otherwise it counts as one of the last."""
+        if self.policy is None or loss is None:
+            return None
+        self._num_not_finite = 0 if math.isfinite(loss) else self._num_not_finite + 1
+        if self._num_not_finite:
+            is_bad = not self._has_scaler or self._num_not_finite >= MAX_CONSECUTIVE
+            return f"the loss is {loss}" if is_bad else None
+        if self._spikes is None:
+            return None
+        if self._spikes.is_spike(loss):
+            return f"the loss is {loss:.6g}, above the limit of {self._spikes.limit():.6g} for a spike"
+        self._spikes.add(loss)
+        return None
+
+    def find_problem_in(self, scalars: Mapping[str, float]) -> str | None:
+        """Describe what is bad in the metrics of a step."""
+        if self.policy is None or SKIPPED_FIELD in scalars:
+            return None
+        norm = scalars["grad_norm"] if self.checks_norm and "grad_norm" in scalars else 0.0
+        if not math.isfinite(norm) and math.isfinite(scalars.get("loss", 0.0)):
+            return f"the gradient norm is {norm}"
+        return self.find_problem(scalars.get("loss"))
+
+    def exclude_step(self, step: int) -> bool:
+        """Record an excluded step; return False if too many consecutive steps are excluded."""
+        self.excluded_steps.add(step)
+        return any(earlier not in self.excluded_steps for earlier in range(step - MAX_CONSECUTIVE + 1, step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last losses and the excluded steps."""
+        losses = [] if self._spikes is None else list(self._spikes.losses)
+        excluded_steps = sorted(self.excluded_steps)
+        return {"losses": losses, "excluded_steps": excluded_steps, "num_not_finite": self._num_not_finite}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`; steps that are already excluded remain excluded."""
+        self.excluded_steps.update(state.get("excluded_steps", ()))
+        self._num_not_finite = state.get("num_not_finite", 0)
+        if self._spikes is not None:
+            self._spikes = SpikeDetector(self._spikes.threshold)
+            for loss in state.get("losses", ()):
+                self._spikes.add(loss)
+
+
+def read_excluded_steps(events: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the steps that a run excluded when it returned to an earlier checkpoint."""
+    return [
+        event["step"]
+        for event in events
+        if event["kind"] == "bad_loss" and event.get("action") == "rollback" and event.get("step")
+    ]
+
+
+def _median(ordered: list[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
