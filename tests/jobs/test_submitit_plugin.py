@@ -77,14 +77,14 @@ def test_auto_executor_submits_runs(auto, tmp_path):
     assert spec.restart_policy == parse_rule_changes({"time-limit.retries": "5"})
 
 
-def test_auto_executor_names_an_unknown_parameter_and_the_reason_of_a_refusal(auto):
+def test_auto_executor_reports_unknown_and_refused_parameters(auto):
     with pytest.raises(NameError, match="Unknown argument 'node' for executor 'hpctrain'"):
         auto.update_parameters(hpctrain_node=1)
     with pytest.raises(SpecError, match=r"no parameter 'teardown'\. A killed"):
         auto.update_parameters(hpctrain_teardown=["rm x"])
 
 
-def test_the_plugin_leaves_other_clusters_alone(installed, tmp_path, monkeypatch):
+def test_plugin_does_not_affect_other_clusters(installed, tmp_path, monkeypatch):
     assert submitit.AutoExecutor(tmp_path).cluster in ("slurm", "local")
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda _: 1))
     slurm = submitit.AutoExecutor(tmp_path, cluster="slurm")
@@ -134,7 +134,7 @@ def test_parameters_of_submitit_become_options(tmp_path):
         ({"max_failures": 1}, True),
     ],
 )
-def test_a_function_that_raises_is_called_again_on_request(auto, options, again):
+def test_function_that_raises_is_called_again_on_request(auto, options, again):
     auto.update_parameters(**{f"hpctrain_{name}": value for name, value in options.items()})
     job = auto.submit(add, 1)
     assert CallPayload.read(job.run.dir.function).retry_on_exception is again
@@ -150,12 +150,12 @@ def test_a_function_that_raises_is_called_again_on_request(auto, options, again)
         ("python", "python3", "venv, conda or container_image"),
     ],
 )
-def test_a_refusal_has_a_reason(tmp_path, name, value, reason):
+def test_refusal_has_a_reason(tmp_path, name, value, reason):
     with pytest.raises(SpecError, match=f"{name}.*{reason}"):
         Executor(tmp_path).update_parameters(**{name: value})
 
 
-def test_the_documentation_lists_all_parameters_of_submitit(tmp_path):
+def test_documentation_lists_all_parameters_of_submitit(tmp_path):
     table = (REPOSITORY / "docs/submitit.md").read_text().partition("| submitit | hpctrain |")[2]
     rows = [row.split(" | ", 1) for row in table.partition("\n\n")[0].splitlines()[2:]]
     effects = {name: effect for names, effect in rows for name in re.findall(r"`(\w+)`", names)}

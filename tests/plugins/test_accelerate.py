@@ -18,13 +18,13 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("disturb", ["requeue:9", "kill:11"])
-def test_a_disturbed_loop_has_the_same_bits(disturb, undisturbed, tmp_path):
+def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     run, result = train(tmp_path, "train_with_accelerate.py", disturb=disturb)
     assert_resumed(run, disturb)
     assert_same_bits(result, undisturbed[1])
 
 
-def test_an_order_that_cannot_be_restored_is_refused():
+def test_unrestorable_order_is_refused():
     from accelerate import Accelerator
 
     from hpctrain.accelerate import AcceleratorCheckpointer

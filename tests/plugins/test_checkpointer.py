@@ -24,7 +24,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("disturb", ["requeue:9", "kill:9"])
-def test_a_disturbed_loop_has_the_same_bits(disturb, undisturbed, tmp_path):
+def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     run, result = train(tmp_path, "train_with_blocks.py", disturb=disturb, num_ranks=3)
     assert_resumed(run, disturb)
     assert_same_bits(result, undisturbed[1])
@@ -43,7 +43,7 @@ def test_status_shows_steps_loss_and_checkpoint(undisturbed):
     assert "24" in run.hpctrain("checkpoints", "list", str(run.path)).stdout
 
 
-def test_a_resized_loop_has_the_same_samples_and_nearly_the_same_parameters(tmp_path):
+def test_resized_loop_has_the_same_samples_and_similar_parameters(tmp_path):
     env = {"NO_DROPOUT": ""}
     whole = run_on_ranks(train_with_blocks.main, 3, world_size=2, env=env)[0]
     run_on_ranks(train_with_blocks.main, 3, 8, str(tmp_path), world_size=3, env=env)
@@ -96,7 +96,7 @@ def test_other_objects_are_refused(tmp_path):
         Checkpointer(run_dir=tmp_path, data=[])
 
 
-def test_model_that_does_not_fit_is_refused(tmp_path):
+def test_checkpoint_of_another_model_is_refused(tmp_path):
     Checkpointer(run_dir=tmp_path, model=nn.Linear(1, 1)).save(1)
     with pytest.raises(UserError, match=r"model in .*step-00000001 does not fit the script"):
         Checkpointer(run_dir=tmp_path, model=nn.Linear(2, 1)).load()
@@ -118,7 +118,7 @@ def test_states_that_differ_between_ranks_are_refused(tmp_path):
     assert not RunDir(tmp_path).checkpoints.exists()
 
 
-def test_without_a_run_folder_nothing_is_saved(tmp_path, monkeypatch, capsys):
+def test_nothing_is_saved_without_a_run_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     checkpointer = Checkpointer(counter=Counter())
     assert checkpointer.load() == 0

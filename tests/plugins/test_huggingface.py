@@ -15,14 +15,14 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("disturb", ["requeue:8", "kill:7"])
-def test_a_disturbed_run_has_the_same_bits(disturb, undisturbed, tmp_path):
+def test_disturbed_run_is_bitwise_identical(disturb, undisturbed, tmp_path):
     """Step 8 is the last of an epoch, so that the evaluation comes before the stop."""
     run, result = train(tmp_path, "train_with_huggingface.py", disturb=disturb)
     assert_resumed(run, disturb)
     assert_same_bits(result, undisturbed[1])
 
 
-def test_the_trainer_saves_into_the_run_folder(undisturbed):
+def test_trainer_saves_into_the_run_folder(undisturbed):
     run, result = undisturbed
     assert result[-1] == 16
     steps = {event["step"] for event in run.events("checkpoint")}

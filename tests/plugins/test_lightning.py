@@ -16,14 +16,14 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("disturb", ["requeue:6", "kill:5"])
-def test_a_disturbed_run_has_the_same_bits(disturb, undisturbed, tmp_path):
+def test_disturbed_run_is_bitwise_identical(disturb, undisturbed, tmp_path):
     """Step 6 is the last of an epoch, so that validation and the end of the epoch come before the stop."""
     run, result = train(tmp_path, "train_with_lightning.py", disturb=disturb)
     assert_resumed(run, disturb)
     assert_same_bits(result, undisturbed[1])
 
 
-def test_the_trainer_takes_ranks_and_folder_from_the_job(undisturbed):
+def test_trainer_uses_ranks_and_folder_of_the_job(undisturbed):
     run, result = undisturbed
     # With 8 samples per batch of two ranks, 46 samples are 3 steps.
     assert result[-1] == 12
@@ -33,7 +33,7 @@ def test_the_trainer_takes_ranks_and_folder_from_the_job(undisturbed):
     assert run.status()["state"] == "COMPLETED"
 
 
-def test_lightning_cli_takes_the_trainer(tmp_path):
+def test_lightning_cli_accepts_the_trainer(tmp_path):
     pytest.importorskip("jsonargparse")
     options = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--trainer.logger=false"]
     run, steps = train(tmp_path, "train_with_lightning_cli.py", *options, disturb="kill:10")

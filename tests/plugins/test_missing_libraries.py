@@ -22,14 +22,14 @@ except ModuleNotFoundError as error:
     ("library", "extra"),
     [("lightning", "lightning"), ("transformers", "huggingface"), ("accelerate", "accelerate")],
 )
-def test_the_error_names_the_extra(library, extra):
+def test_error_names_the_extra(library, extra):
     printed = run_command([sys.executable, "-c", IMPORT, library, extra]).stdout
     assert f"hpctrain.{extra} needs " in printed
     assert f"pip install 'hpctrain[{extra}]'" in printed
 
 
 @pytest.mark.slow
-def test_the_building_blocks_import_no_framework():
+def test_building_blocks_import_no_framework():
     code = (
         "import hpctrain, sys; hpctrain.Checkpointer; hpctrain.StatefulBatchSampler; hpctrain.log_metrics; "
         "print(*{'lightning', 'transformers', 'accelerate', 'torchdata'} & sys.modules.keys())"

@@ -38,7 +38,7 @@ def global_batches(world_size: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_every_sample_once_per_epoch_and_the_same_batches_on_any_number_of_ranks(world_size):
+def test_samples_and_batches_are_the_same_on_any_number_of_ranks(world_size):
     steps = global_batches(world_size)
     assert steps == global_batches(1)
     for epoch in (steps[:7], steps[7:]):
@@ -136,7 +136,7 @@ def test_state_of_another_order_is_refused():
         sampler().load_state_dict(sampler(seed=4).state_dict())
 
 
-def test_order_of_the_data_set_without_short_batches():
+def test_unshuffled_order_has_no_short_batches():
     now = StatefulBatchSampler(
         range(NUM_SAMPLES), BATCH, shuffle=False, drop_last=True, rank=1, num_replicas=2
     )

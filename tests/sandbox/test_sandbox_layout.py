@@ -139,7 +139,7 @@ def test_settings_replace_or_add_lines(tmp_path: Path) -> None:
     assert SandboxLayout.load(plan.folder) == plan
 
 
-def test_processes_have_the_default_time_of_slurm_between_sigterm_and_sigkill(tmp_path: Path) -> None:
+def test_kill_wait_is_the_default_of_slurm(tmp_path: Path) -> None:
     assert "\nKillWait=30\n" in slurm_conf(_layout(tmp_path / "box"), "here", 4096)
 
 

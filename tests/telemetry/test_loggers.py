@@ -272,7 +272,7 @@ def test_missing_package_is_reported_with_the_install_command(monkeypatch):
         find_loggers([TensorBoard(folder="x")])
 
 
-def test_it_is_said_that_the_service_of_neptune_has_ended(monkeypatch, run, capsys):
+def test_end_of_the_neptune_service_is_stated(monkeypatch, run, capsys):
     monkeypatch.setitem(sys.modules, "neptune_scale", Mock())
     Neptune().start(LoggedRun("r", run.path))
     assert "Neptune's hosted service has ended." in capsys.readouterr().err
