@@ -21,7 +21,8 @@ try:
     from accelerate.data_loader import SeedableRandomSampler, get_sampler
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.accelerate needs Accelerate: {error}. Install it with pip install 'hpctrain[accelerate]'."
+        f"hpctrain.accelerate requires Accelerate: {error}. Install Accelerate with pip install "
+        "'hpctrain[accelerate]'."
     ) from error
 
 __all__ = ["AcceleratorCheckpointer"]
@@ -37,7 +38,7 @@ class AcceleratorCheckpointer:
     def __init__(
         self, accelerator: Accelerator, *, every_n_steps: int | None = None, keep_last: int = 3
     ) -> None:
-        """Begin to record stop signals.
+        """Start to record stop signals.
 
         Args:
             accelerator: the accelerator, after `prepare`.
@@ -51,7 +52,7 @@ class AcceleratorCheckpointer:
         if accelerator.num_processes != ranks.world_size:
             raise UserError(
                 f"The Accelerator trains on {accelerator.num_processes} of the {ranks.world_size} ranks "
-                "of the job. Without a GPU, it needs Accelerator(cpu=True)."
+                "of the job. Without GPUs, use Accelerator(cpu=True)."
             )
         self._accelerator = accelerator
         self._checkpoints = ForeignCheckpoints("accelerate", keep_last=keep_last, every_n_steps=every_n_steps)
@@ -92,15 +93,15 @@ class AcceleratorCheckpointer:
         random = rng.capture_rng_state() if position and step == self._loaded_step else None
         for batch in self._accelerator.skip_first_batches(loader, position) if position else loader:
             if random is not None:
-                # An undisturbed run has created its iterator at the start of the epoch.
+                # An undisturbed run creates its iterator at the start of the epoch.
                 rng.restore_rng_state(random)
                 random = None
             yield batch
 
     def save_if_due(self, step: int) -> None:
-        """Save after `step` batches if it is time, or if the job received a stop signal.
+        """Save after `step` batches if a checkpoint is due, or if the job received a stop signal.
 
-        Between two optimizer steps there are gradients, which are not saved, so it does nothing.
+        Does nothing between two optimizer steps, because gradients are not saved.
 
         Raises:
             SystemExit: with code 75, after a stop signal, when the state is saved.

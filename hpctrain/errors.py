@@ -11,7 +11,7 @@
     ├── RunFailed                 exit 4: the run ended without success
     ├── WaitTimeout               exit 1: the awaited event did not happen in time
     ├── RendezvousError           exit 1: the ranks of a job did not form a group
-    ├── BadLoss                   exit 1: the loss of a step is not finite, or far above the ones before
+    ├── BadLoss                   exit 1: the loss of a step is not finite, or far above previous losses
     ├── Unauthenticated           exit 1: a peer did not prove that it belongs to the run
     └── CheckpointError           exit 1: a checkpoint could not be written or read
         ├── CorruptCheckpoint     a part of it is missing or changed
@@ -74,7 +74,7 @@ class RendezvousError(HpctrainError):
 
 
 class BadLoss(HpctrainError):
-    """The loss of a step is not finite, or far above the ones before."""
+    """The loss of a step is not finite, or far above previous losses."""
 
 
 class Unauthenticated(HpctrainError):

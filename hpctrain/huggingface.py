@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with the promise of hpctrain: `prepare(trainer)` before `trainer.train()`."""
+"""Exact resumption for the Hugging Face Trainer: call `prepare(trainer)` before `trainer.train()`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ try:
     import transformers
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.huggingface needs Transformers: {error}. Install it with "
-        "pip install 'hpctrain[huggingface]'."
+        f"hpctrain.huggingface requires Transformers: {error}. Install Transformers with pip install "
+        "'hpctrain[huggingface]'."
     ) from error
 
 __all__ = ["RunCallback", "prepare"]
@@ -31,10 +31,10 @@ _MARKER = "hpctrain-complete"
 
 
 def prepare(trainer: T) -> T:
-    """Let the trainer save into the run folder, resume by itself, and stop at a stop signal.
+    """Configure the trainer to save to the run folder, resume automatically, and stop on a stop signal.
 
     `trainer.args.output_dir` becomes the run's `checkpoints`. After a stop signal, all ranks save after the
-    same step, and exit with code 75. Without a run folder the trainer is left unchanged.
+    same step, and exit with code 75. Without a run folder, the trainer is unchanged.
 
     Args:
         trainer: a `transformers.Trainer` or an instance of a subclass, before `train`.
@@ -46,7 +46,7 @@ def prepare(trainer: T) -> T:
     if trainer.args.world_size != ranks.world_size:
         raise UserError(
             f"The Trainer trains on {trainer.args.world_size} of the {ranks.world_size} ranks of the job. "
-            "Without a GPU, it needs TrainingArguments(use_cpu=True)."
+            "Without GPUs, use TrainingArguments(use_cpu=True)."
         )
     checkpoints = ForeignCheckpoints("checkpoint", marker=_MARKER)
     if checkpoints.run is None:
@@ -57,7 +57,7 @@ def prepare(trainer: T) -> T:
 
     @functools.wraps(train)
     def resume(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        should_stop()  # signals are recorded from here on
+        should_stop()  # signals are recorded from this point
         newest = checkpoints.newest()
         if newest is not None:
             checkpoints.log_resumed(newest)
@@ -81,7 +81,7 @@ class RunCallback(transformers.TrainerCallback):
             regroup_buckets(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        # After the last step of an epoch, its evaluation comes first, which a resumed run would leave out.
+        # After the last step of an epoch, the evaluation is first, because a resumed run would omit it.
         if args.eval_strategy == "epoch" and float(state.epoch).is_integer():
             return control
         decision = self._checkpoints.decide(state.global_step)

@@ -214,7 +214,7 @@ class CheckpointStore:
         return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
 
     def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """Load the newest valid checkpoint, if possible one that is finite. All ranks must call this.
+        """Load the newest valid checkpoint, if possible a finite one. All ranks must call this.
 
         Newer checkpoints that are damaged or not finite are set aside, never deleted. Each rank checks a
         share of the files.

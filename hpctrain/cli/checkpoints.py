@@ -125,7 +125,7 @@ def export(
     "--step",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Number of steps that the weights were trained for.",
+    help="Number of steps for which the weights were trained.",
 )
 @click.option("--weights-only", is_flag=True, help="Do not import optimizers and schedulers.")
 @click.option(

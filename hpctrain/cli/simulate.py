@@ -79,7 +79,9 @@ def command(
     click.echo("actions  " + _counted(report.actions))
     total = report.trained_s + report.lost_s
     click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f} % of node time, due to restarts")
-    click.echo(f"attempts at most {report.most_starts_without_progress} in a row without a new checkpoint")
+    click.echo(
+        f"attempts at most {report.most_starts_without_progress} consecutive, without a new checkpoint"
+    )
     for reason, count in reasons.most_common(5):
         click.echo(f"failed   {count} × {reason}")
 

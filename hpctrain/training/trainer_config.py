@@ -146,7 +146,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     Checkpoints are copied to the run folder in the background.
     """
     on_bad_loss: Literal["stop", "skip", "rollback"] | None = "stop"
-    """Reaction to a loss that is not finite, or is far above the ones before.
+    """Reaction to a loss that is not finite, or is far above previous losses.
 
     `stop` ends the run as failed. `skip` skips the update of the step. `rollback` returns to the last
     good checkpoint and excludes the batch. None continues.
@@ -167,7 +167,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     loggers: Sequence[str | Logger] = ()
     """Additional metric loggers: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or your own.
 
-    Neptune's hosted service has ended, so `neptune` is useful only offline.
+    Neptune's hosted service was discontinued, so `neptune` is useful only offline.
     """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
@@ -259,8 +259,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             )
         if self.on_bad_loss == "rollback" and self.checkpoint_every is None:
             raise UserError(
-                "on_bad_loss is 'rollback' and checkpoint_every is None, so there would be no checkpoint to "
-                "return to. Set checkpoint_every, or use on_bad_loss='skip'."
+                "on_bad_loss is 'rollback' and checkpoint_every is None, so there would be no checkpoint "
+                "for a rollback. Set checkpoint_every, or use on_bad_loss='skip'."
             )
         if self.on_bad_loss == "rollback" and self.local_checkpoints is not None:
             raise UserError(

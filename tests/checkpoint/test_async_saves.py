@@ -156,7 +156,7 @@ def test_abandoned_save_fails_and_leaves_no_files(tmp_path, gate):
     assert store.wait(10)
     (error,) = store.collect_outcomes()
     assert isinstance(error, CheckpointError)
-    assert "abandoned" in str(error)
+    assert "was aborted" in str(error)
     assert names(tmp_path) == []
     gate.open.set()
     assert isinstance(store.save(2, {"x": torch.zeros(2)}, {}), CommittedSave)
@@ -166,7 +166,7 @@ def test_close_waits_for_save_and_abandons_it_after_timeout(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": torch.zeros(2)}, {})
     assert store.close(timeout_s=0.1) == []
-    assert "abandoned" in str(store.collect_outcomes()[0])
+    assert "was aborted" in str(store.collect_outcomes()[0])
     gate.open.set()
     other = CheckpointStore(tmp_path)
     other.async_save(2, {"x": torch.zeros(2)}, {})

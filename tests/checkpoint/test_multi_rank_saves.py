@@ -189,7 +189,7 @@ def abandon_on_rank_1(folder: Path) -> str:
 
 
 def test_save_abandoned_by_one_rank_is_abandoned_by_all(tmp_path):
-    assert_same(run_on_ranks(abandon_on_rank_1, tmp_path), "abandoned")
+    assert_same(run_on_ranks(abandon_on_rank_1, tmp_path), "was aborted")
     assert list_step_folders(tmp_path) == ["step-00000001"]
 
 

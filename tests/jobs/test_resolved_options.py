@@ -157,6 +157,8 @@ def test_values_in_files_are_parsed_by_option_type_not_by_yaml(files):
         "hang_timeout": 300,
         "notify_stall_after": 900,
         "resume_mode": "auto",
+        "mpi": "none",
+        "independent_ranks": False,
         "code_snapshot_limit": 200,
         "container_runtime": "auto",
         "container_python": "python3",

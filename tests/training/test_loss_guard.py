@@ -420,7 +420,7 @@ class TakesTurns(Net):
         ({"on_bad_loss": "rollback", "run_dir": None}, "there is no run folder"),
         ({"on_bad_loss": "skip", "algorithm": "powersgd"}, "does not work with algorithm 'powersgd'"),
         ({"on_bad_loss": "skip", "algorithm": "qadam"}, "does not work with algorithm 'qadam'"),
-        ({"on_bad_loss": "skip", "module": TakesTurns()}, "training_step takes optimizer_idx"),
+        ({"on_bad_loss": "skip", "module": TakesTurns()}, "training_step accepts optimizer_idx"),
     ],
 )
 def test_what_does_not_work_is_refused_before_the_first_step(tmp_path, settings, words):

@@ -53,7 +53,7 @@ def import_checkpoint(
     if newest >= step:
         raise UserError(
             f"{run.checkpoints} already has a checkpoint of step {newest}, but {file} would become step "
-            f"{step}, but runs resume from the newest checkpoint. Use a higher --step or another run folder."
+            f"{step}. Runs resume from the newest checkpoint. Use a higher --step or another run folder."
         )
     make_folder(run.path)
     store = CheckpointStore(run.checkpoints)

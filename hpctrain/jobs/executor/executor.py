@@ -41,7 +41,7 @@ class Executor(submitit.Executor):
         cluster: Literal["auto", "slurm", "local", "debug"] | None = None,
         **options: Unpack[SubmitOptions],
     ) -> None:
-        # submitit replaces %j by the job id. Here, every job has its own folder below.
+        # submitit replaces %j with the job id. In hpctrain, every job has a separate subfolder.
         super().__init__(JobPaths.get_first_id_independent_folder(os.fspath(folder)))
         self._shown_notes: set[str] = set()
         self.update_parameters(**options)
@@ -68,7 +68,7 @@ class Executor(submitit.Executor):
 
     @classmethod
     def affinity(cls) -> int:
-        return 0  # AutoExecutor uses it only on request.
+        return 0  # AutoExecutor uses this executor only on request.
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:

@@ -19,9 +19,11 @@ _HINTS = {
     "runs_dir": "Use `folder`.",
     "array": "Use map_array(), submit_array() or batch().",
     "max_pickle_size_gb": "The size of a function and its arguments is not limited.",
-    "python": "The ranks use this program's Python. Choose another with venv, conda or container_image.",
+    (
+        "python"
+    ): "The ranks use this program's Python. Choose another interpreter with venv, conda or container_image.",
     "srun_args": "The supervisor starts the ranks with its own options.",
-    "teardown": "A killed or requeued job would not run it. Clean up in the function itself.",
+    "teardown": "A killed or requeued job would not run this callback. Clean up in the function itself.",
     "use_srun": "The supervisor starts the ranks with srun. Choose another program with launcher.",
     "visible_gpus": "Set CUDA_VISIBLE_DEVICES for the program that submits.",
 }
@@ -33,12 +35,12 @@ _RENAMED = {
 }
 #: submitit's parameters that `to_options` converts, because they are a part of an option.
 _CONVERTED = {"additional_parameters", "array_parallelism", "gpus_per_task", "max_num_timeout", "wckey"}
-#: submitit's parameters that ask for what is always the case.
+#: submitit's parameters that request the default behaviour.
 _WITHOUT_EFFECT = {"stderr_to_stdout", "use_srun"}
 
 
 class _PluginParameters(set[str]):
-    """All parameters. Iteration omits those that submitit's Slurm executor has, too.
+    """All parameters. Iteration omits parameters shared with submitit's Slurm executor.
 
     `submitit.AutoExecutor` gives a parameter without a prefix to the last plugin that lists it.
     """
@@ -58,7 +60,7 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
     """Return the option's name and value for a parameter of submitit or hpctrain.
 
     Raises:
-        SpecError: there is no such option, or it does not take this value.
+        SpecError: there is no such option, or it does not accept this value.
     """
     plain = name.removeprefix("slurm_")
     plain = _RENAMED.get(plain, option_aliases().get(plain, plain))
@@ -73,7 +75,7 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
             return plain, None
         case "gpus_per_task", _:
             raise SpecError(
-                f"gpus_per_task is {value!r}, but every rank has one GPU. Use gpus_per_node, without it."
+                f"gpus_per_task is {value!r}, but every rank has one GPU. Use gpus_per_node instead."
             )
     known = ({*all_options()} | _CONVERTED) - _HINTS.keys()
     if plain not in known:
@@ -85,7 +87,7 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
 
 
 def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
-    """Return the options of a submission, and the number of concurrent tasks of an array; 0 if not given."""
+    """Return the options of a submission, and the number of concurrent tasks of an array; 0 if not set."""
     options = {name: value for name, value in parameters.items() if name not in _CONVERTED}
     extra = dict(parameters.get("additional_parameters", {}))
     if "wckey" in parameters:

@@ -84,14 +84,14 @@ class ResolvedOptions:
 
 
 def name_as_in_python(text: str) -> str:
-    """Replace flags by Python parameter names, such as `gpus_per_node`."""
+    """Replace flags with Python parameter names, such as `gpus_per_node`."""
     names = {option.flag: name for name, option in all_options().items()}
     return _FLAG.sub(lambda match: names.get(match[0], match[0]), text)
 
 
 @contextmanager
 def named_as_in_python() -> Iterator[None]:
-    """Replace flags by Python parameter names in error messages."""
+    """Replace flags with Python parameter names in error messages."""
     try:
         yield
     except HpctrainError as error:

@@ -62,7 +62,7 @@ class TimeBreakdown:
         if not reports_steps:
             reports_steps = any(event.kind in ("step", "resumed") for event in timeline)
         book = TimeAccountant(timeline[0], end_us, saves, logs_steps=reports_steps)
-        # Each event is freed here: a long run has millions, and intervals take as much memory.
+        # Events are freed one by one: a long run has millions, and intervals use as much memory.
         timeline.reverse()
         while timeline:
             book.add_event(timeline.pop())

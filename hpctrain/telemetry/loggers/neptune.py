@@ -31,8 +31,8 @@ class Neptune:
         from neptune_scale import Run
 
         print(
-            "hpctrain: Neptune's hosted service has ended. Choose another logger for new runs; this one "
-            "still writes files with NEPTUNE_MODE=offline.",
+            "hpctrain: Neptune's hosted service has ended. Choose another logger for new runs. With "
+            "NEPTUNE_MODE=offline, this logger still writes files.",
             file=sys.stderr,
             flush=True,
         )

@@ -68,7 +68,7 @@ class BatchPlan:
     order: SampleOrder
     global_batch_size: int
     drop_last: bool = False
-    """True to leave out a short last batch of each epoch."""
+    """True to omit a short last batch of each epoch."""
 
     @cached_property
     def steps_per_epoch(self) -> int:

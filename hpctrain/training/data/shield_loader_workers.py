@@ -1,7 +1,7 @@
 """Protection of the workers of any torch DataLoader from stop signals.
 
 Slurm signals every process of a step. A rank that has to stop still needs its workers for the rest of the
-step, and torch raises an exception in the rank if one of them dies.
+step, and torch raises an exception in the rank if a worker dies.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.runtime.stopping.stop_signals import _install_fork_hooks
 from hpctrain.torch_compat import DataLoaderIterator
 
-#: A DataLoader forks at most so many calls below its constructor.
+#: Maximum depth of the stack between a DataLoader's constructor and a fork.
 _MAX_DEPTH = 20
 
 
 @functools.cache
 def shield_loader_workers() -> None:
-    """Let workers that DataLoaders fork from now on ignore stop signals, except those of their own rank."""
-    # These restore the signal mask in the child, so they have to run first.
+    """Configure future DataLoader workers to ignore stop signals, except from their own rank."""
+    # These callbacks restore the signal mask in the child, so they must run first.
     _install_fork_hooks()
     forking = threading.local()
 

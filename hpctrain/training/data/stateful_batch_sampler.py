@@ -22,10 +22,10 @@ from hpctrain.training.data.shield_loader_workers import shield_loader_workers
 class StatefulBatchSampler(Sampler[list[int]]):
     """This rank's share of each global batch, in an order that is the same on any number of ranks.
 
-    Every sample is yielded exactly once per epoch. Pass it as `batch_sampler` to a `DataLoader` or to
-    torchdata's `StatefulDataLoader`. Each iteration continues at the position and ends with the epoch.
+    Every sample is yielded exactly once per epoch. Pass the sampler as `batch_sampler` to a `DataLoader` or
+    to torchdata's `StatefulDataLoader`. Each iteration continues at the position and ends with the epoch.
 
-    If the last batch of an epoch has fewer samples than there are ranks, the ranks without one get a spare
+    If the last batch of an epoch has fewer samples than there are ranks, the other ranks receive a spare
     sample, with `weight` 0.
     """
 
@@ -45,9 +45,9 @@ class StatefulBatchSampler(Sampler[list[int]]):
         Args:
             dataset: the data set, of which only the length is used.
             global_batch_size: samples of all ranks per batch, at least one per rank.
-            seed: decides the order.
+            seed: seed of the order.
             shuffle: False to keep the order of the data set.
-            drop_last: True to leave out a short last batch of each epoch.
+            drop_last: True to omit a short last batch of each epoch.
             rank: this rank; by default that of the process group, or of the environment.
             num_replicas: number of ranks; the same default.
 
@@ -58,13 +58,13 @@ class StatefulBatchSampler(Sampler[list[int]]):
         self._data_rank = _find_data_rank(rank, num_replicas)
         if len(dataset) < (global_batch_size if drop_last else 1):
             raise UserError(
-                f"The data set has {len(dataset)} samples, which is no batch: global_batch_size is "
+                f"The data set has {len(dataset)} samples, too few for a batch: global_batch_size is "
                 f"{global_batch_size}, drop_last is {drop_last}."
             )
         if global_batch_size < self._data_rank.world_size:
             raise UserError(
                 f"global_batch_size is {global_batch_size}, but there are {self._data_rank.world_size} "
-                "ranks. It counts the samples of all ranks; set it to at least one per rank."
+                "ranks. global_batch_size is the total for all ranks. Set it to at least one sample per rank."
             )
         order = (SampleOrder if shuffle else SequentialOrder)(len(dataset), seed)
         self._plan = BatchPlan(order, global_batch_size, drop_last)
@@ -74,7 +74,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
 
     @property
     def step(self) -> int:
-        """Number of batches that the DataLoader has yielded, over all epochs, without prefetched ones."""
+        """Number of batches yielded by the DataLoader, over all epochs, excluding prefetched batches."""
         return self._start + (self._batches.num_yielded if self._batches else 0)
 
     @property
@@ -84,7 +84,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
 
     @property
     def weight(self) -> float:
-        """Factor for the loss over this rank's part of the batch that was yielded last.
+        """Factor for the loss over this rank's part of the last yielded batch.
 
         With it, the mean of the gradients over the ranks is that of the global batch. It is 1 if the ranks
         share the batch evenly.
@@ -93,16 +93,16 @@ class StatefulBatchSampler(Sampler[list[int]]):
         return len(batch.indices) / batch.batch_size * self._data_rank.world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the position is kept if it is in this epoch."""
+        """Move to the start of an epoch; a position within this epoch is kept."""
         if epoch != self.epoch:
             self._start, self._batches = epoch * len(self), None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch that was yielded last."""
+        """Return the position after the last yielded batch."""
         return {"step": self.step, **self._identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the position that `state_dict` returned, also on another number of ranks.
+        """Continue at the position returned by `state_dict`, also on another number of ranks.
 
         Raises:
             UserError: the state belongs to another order of samples.
@@ -116,7 +116,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
         self._start, self._batches = state_dict["step"], None
 
     def __len__(self) -> int:
-        """Number of batches in a whole epoch."""
+        """Number of batches in a complete epoch."""
         return self._plan.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -138,7 +138,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
 
 
 class _BatchIterator(Iterator[list[int]]):
-    """The rest of one epoch.
+    """The remaining batches of an epoch.
 
     A DataLoader with workers requests batches ahead of those that it has yielded. It counts the latter in an
     attribute. Creating its iterator draws a seed for the workers from torch's generator. The draw is undone,
@@ -187,9 +187,9 @@ class _BatchIterator(Iterator[list[int]]):
         return self._sampler._batch(self._step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch that was requested last, for a StatefulDataLoader.
+        """Return the position after the last requested batch, for a StatefulDataLoader.
 
-        It keeps the state of each request until it yields the batch.
+        The loader keeps the state of each request until the batch is yielded.
         """
         return {"step": self._step}
 

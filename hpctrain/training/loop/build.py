@@ -77,8 +77,8 @@ def build_training_loop(
     _check_monitor(settings, validates=val_data is not None)
     if run is None and settings.on_bad_loss == "rollback":
         raise UserError(
-            "on_bad_loss is 'rollback', but there is no run folder, so there would be no checkpoint to "
-            "return to. Set run_dir, or use on_bad_loss='skip'."
+            "on_bad_loss is 'rollback', but there is no run folder, so there would be no checkpoint for a "
+            "rollback. Set run_dir, or use on_bad_loss='skip'."
         )
     callbacks.check(validates=val_data is not None and settings.validate_every is not None)
     cast_module(module, settings.precision)

@@ -69,7 +69,7 @@ def session(
         raise UserError(f"session() has no option {unknown[0]!r}; choose from {', '.join(_OPTIONS)}.")
     if options.get("on_bad_loss") in ("skip", "rollback"):
         raise UserError(
-            f"on_bad_loss is {options['on_bad_loss']!r}, but the updates of a custom loop are its own, so "
+            f"on_bad_loss is {options['on_bad_loss']!r}, but a custom loop performs its own updates, so "
             "session() can only stop. Use 'stop' or None."
         )
     seed_all(seed)

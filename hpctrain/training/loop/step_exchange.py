@@ -157,7 +157,7 @@ class StepExchange:
         return requests, results
 
     def _describe(self, step: int, cause: str, own_loss: torch.Tensor | float) -> str:
-        """Return the cause with the ranks that it comes from. All ranks must call this."""
+        """Return the cause and its source ranks. All ranks must call this."""
         finite = self._parts.context.all_gather(math.isfinite(own_loss))
         ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
         origin = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""

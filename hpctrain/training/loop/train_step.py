@@ -57,8 +57,8 @@ class TrainStep:
         self._optimizers_alternate = takes_optimizer_idx(self._module)
         if self._optimizers_alternate and settings.on_bad_loss == "skip":
             raise UserError(
-                "on_bad_loss is 'skip', but training_step takes optimizer_idx: the first optimizer has "
-                "already updated when the loss of the second is computed. Use 'stop' or 'rollback'."
+                "on_bad_loss is 'skip', but training_step accepts optimizer_idx: the first optimizer "
+                "updates before the loss of the second is computed. Use 'stop' or 'rollback'."
             )
         # A pipeline runs the backward passes within the training step.
         self._runs_backward = strategy.splits_batches and strategy.context.is_distributed

@@ -143,14 +143,17 @@ class TrainingLoop:
         if guard.policy == "rollback":
             reason = "there is no checkpoint to return to (on_bad_loss='rollback')" if newest is None else ""
         if guard.policy != "stop" and not guard.exclude_step(bad.step):
-            reason = f"the losses of {MAX_CONSECUTIVE} steps in a row were bad (on_bad_loss={guard.policy!r})"
+            reason = (
+                f"the losses of {MAX_CONSECUTIVE} consecutive steps were bad (on_bad_loss={guard.policy!r})"
+            )
         action = "stop" if reason else "rollback"
         parts.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
         if reason:
             error = BadLoss(
                 f"{bad.cause[0].upper()}{bad.cause[1:]}. The run stops, because {reason}. The last good "
-                f"checkpoint is {newest or 'none'}. Check the data of that step and the learning rate. "
-                "on_bad_loss='skip' skips the update of such a step, 'rollback' excludes its batch."
+                f"checkpoint is {newest or 'none'}. Check the data of that step and the learning rate. To "
+                "skip the update of such a step, use on_bad_loss='skip'. To exclude the batch, use "
+                "'rollback'."
             )
             mark_non_retryable(error)
             raise error

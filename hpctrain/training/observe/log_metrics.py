@@ -23,7 +23,7 @@ def log_metrics(
 ) -> None:
     """Write the metrics of a step to the run's `metrics.jsonl`.
 
-    Only rank 0 writes, and only its own values; on other ranks and without a run folder it does nothing.
+    Only rank 0 writes, and only its own values. Does nothing on other ranks and without a run folder.
     Reading a tensor waits for its GPU, so log every few steps.
 
     Args:

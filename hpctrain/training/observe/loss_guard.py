@@ -11,18 +11,18 @@ from typing import Any
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD
 from hpctrain.training.trainer_config import TrainerConfig
 
-#: Losses that a new one is compared with, and the fewest that allow a comparison.
+#: Maximum and minimum number of losses for a comparison.
 _WINDOW, _MIN_LOSSES = 128, 32
 #: Robust standard deviations of "auto".
 _SPIKE_THRESHOLD = 20.0
-#: Lower limit of the standard deviation, as a part of the median, for losses that hardly vary.
+#: Lower limit of the standard deviation, as a fraction of the median, for nearly constant losses.
 _MIN_DEVIATION = 0.01
-#: Bad losses in consecutive steps that end the run, and steps in a row that float16 may skip.
+#: Maximum number of consecutive steps with a bad loss, or skipped because of float16.
 MAX_CONSECUTIVE = 10
 
 
 class SpikeDetector:
-    """Test for losses far above the last ones.
+    """Test for losses far above the previous losses.
 
     The distance from the median is measured in units of the median absolute deviation (MAD). The factor
     0.6745 makes that a standard deviation for normally distributed losses: Iglewicz and Hoaglin, "How to
@@ -44,7 +44,7 @@ class SpikeDetector:
         return middle + self.threshold * deviation if deviation else math.inf
 
     def is_spike(self, loss: float) -> bool:
-        """True if `loss` is far above the last ones."""
+        """Return true if `loss` is far above the previous losses."""
         if not self._sorted:
             return False
         middle = _median(self._sorted)
@@ -60,7 +60,7 @@ class SpikeDetector:
 
 
 class LossGuard:
-    """Judge of each step's loss; the ranks have the same losses, so they come to the same result.
+    """Check of each step's loss; all ranks have the same losses and thus the same result.
 
     Attributes:
         policy: `on_bad_loss` of the settings.
@@ -87,7 +87,7 @@ class LossGuard:
         self.excluded_steps: set[int] = set()
 
     def find_problem(self, loss: float | None) -> str | None:
-        """Describe the loss of a step if it is bad; otherwise it counts as one of the last."""
+        """Describe the loss of a step if it is bad; otherwise, add it to the previous losses."""
         if self.policy is None or loss is None:
             return None
         self._num_not_finite = 0 if math.isfinite(loss) else self._num_not_finite + 1
@@ -102,7 +102,7 @@ class LossGuard:
         return None
 
     def find_problem_in(self, scalars: Mapping[str, float]) -> str | None:
-        """Describe what is bad in the metrics of a step."""
+        """Describe a bad value in the metrics of a step."""
         if self.policy is None or SKIPPED_FIELD in scalars:
             return None
         norm = scalars["grad_norm"] if self.checks_norm and "grad_norm" in scalars else 0.0

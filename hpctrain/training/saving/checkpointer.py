@@ -33,10 +33,10 @@ from hpctrain.training.training_state import Stateful, optimizer_parameters
 
 
 class Checkpointer:
-    """Checkpoints of your own loop: all objects that it is given, and each rank's random numbers.
+    """Checkpoints of your own loop: all passed objects, and the random state of each rank.
 
-    A checkpoint is written by all ranks and committed by a rename, so that a kill never leaves half of one.
-    All ranks must call every method. Without a run folder, nothing is saved or loaded.
+    A checkpoint is written by all ranks and committed by a rename, so that a kill never leaves an incomplete
+    checkpoint. All ranks must call every method. Without a run folder, nothing is saved or loaded.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class Checkpointer:
         Args:
             run_dir: output folder; the run folder by default.
             keep_last: number of newest checkpoints to keep.
-            keep_every: keep the steps that are a multiple of this, too.
+            keep_every: also keep the steps that are a multiple of this.
             objects: everything with `state_dict` and `load_state_dict`: models, optimizers, schedules,
                 samplers, scalers. The wrapper `DistributedDataParallel` is not saved.
 
         Raises:
-            UserError: an object has no state, or an option is out of its range.
+            UserError: an object has no state, or an option is out of range.
         """
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise UserError(
                     f"Checkpointer received {name}={type(value).__name__}(…), which has no state_dict() and "
-                    "load_state_dict(). Leave it out, or add these methods."
+                    "load_state_dict(). Remove the object, or add these methods."
                 )
         self._replicas = [each for each in objects.values() if isinstance(each, DistributedDataParallel)]
         self._objects = {
@@ -94,20 +94,20 @@ class Checkpointer:
             retention=Retention(last=keep_last, every=keep_every),
             records=(self._run.metrics, self._run.events),
         )
-        # Before the exit handler of the store, which abandons a save in flight.
+        # Runs before the exit handler of the store, which aborts a save in flight.
         atexit.register(self._wait_at_exit)
 
     def load(self) -> int:
         """Load the newest valid checkpoint; return its step, or 0 if there is none.
 
-        Call it once, after the objects are complete and before the first step.
+        Call this once, after the objects are complete and before the first step.
 
         Raises:
-            UserError: the checkpoint does not fit the objects, or all checkpoints are broken.
+            UserError: the checkpoint does not fit the objects, or all checkpoints are damaged.
             CheckpointError: a checkpoint cannot be read at the moment.
         """
         for replica in self._replicas:
-            # Otherwise the first step after a restart would add gradients in another order.
+            # Otherwise, the first step after a restart would add gradients in another order.
             if not replica.find_unused_parameters:
                 regroup_buckets(replica)
         if self._store is None or self._run is None:
@@ -132,7 +132,7 @@ class Checkpointer:
         return loaded.step
 
     def save(self, step: int) -> None:
-        """Save the state after `step` steps; return when it is committed.
+        """Save the state after `step` steps, and wait for the commit.
 
         Raises:
             CheckpointError: on all ranks: it could not be saved. Earlier checkpoints are intact.
@@ -146,7 +146,7 @@ class Checkpointer:
             self._record(self._store.save(step, state, rng.capture_rng_state()))
 
     def async_save(self, step: int) -> None:
-        """Copy the state after `step` steps and return; it is written in the background.
+        """Copy the state after `step` steps, and write it in the background.
 
         A save that fails is reported, and training continues. Waits for an earlier save.
 
@@ -164,7 +164,7 @@ class Checkpointer:
     def save_and_exit(self, step: int) -> NoReturn:
         """Save the state after `step` steps, and exit with a request to be continued.
 
-        Call it when `hpctrain.should_stop()` is true. If the save fails, earlier checkpoints are intact.
+        Call this if `hpctrain.should_stop()` is true. If the save fails, earlier checkpoints are intact.
 
         Raises:
             SystemExit: with code 75, always.
@@ -261,6 +261,6 @@ class Checkpointer:
             print(message if message.startswith("hpctrain: ") else f"hpctrain: {message}", flush=True)
 
     def _wait_at_exit(self) -> None:
-        # After a crash, the other ranks may be gone.
+        # After a crash, the other ranks may have exited.
         if getattr(sys, "last_value", None) is None:
             self.wait()

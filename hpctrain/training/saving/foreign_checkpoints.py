@@ -1,4 +1,4 @@
-"""Checkpoints that another library writes into a run folder, and the decision when it writes them."""
+"""Checkpoints that another library writes to a run folder, and their schedule."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ EVERY_S = 600.0
 class ForeignCheckpoints:
     """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of another library.
 
-    They are written under a hidden name and committed by a rename. All ranks must call every method. Without
-    a run folder, nothing is saved.
+    Checkpoints are written under a hidden name and committed by a rename. All ranks must call every method.
+    Without a run folder, nothing is saved.
 
     Attributes:
         context: the ranks.
@@ -95,19 +95,19 @@ class ForeignCheckpoints:
             print(f"hpctrain: resumed after step {self.step_of(path)} from {path}", flush=True)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
-        """Return what all ranks do after `step`: stop after a save, save, or neither."""
+        """Return the action of all ranks after `step`: stop after a save, save, or neither."""
         if should_stop():
             return "stop"
         if self.run is None:
             return None
         if self._every_n_steps is not None:
             return "save" if step % self._every_n_steps == 0 else None
-        # Only the clock of rank 0 counts.
+        # Only the clock of rank 0 is used.
         due = self.context.ranks.is_main and time.monotonic() - self._saved_at >= EVERY_S
         return "save" if self.context.all_reduce_min(-float(due)) < 0 else None
 
     def save(self, step: int, write: Callable[[Path], object]) -> None:
-        """Have all ranks write the checkpoint of `step` to the path that `write` gets, and commit it."""
+        """Write the checkpoint of `step` on all ranks, to the path passed to `write`, and commit it."""
         if self.run is None:
             return
         begun = time.monotonic()
