@@ -65,7 +65,7 @@ class Second(Regression):
     ("module", "message"),
     [
         (nn.Linear(1, 1), "a Linear, which has no configure_optimizers"),
-        (Foreign(), "none of the module's 4 trainable parameters"),
+        (Foreign(), "without any of the 4 trainable parameters of the module"),
         (Second(), "returned an LBFGS"),
     ],
     ids=["no Module", "foreign", "LBFGS"],

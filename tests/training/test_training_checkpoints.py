@@ -250,7 +250,7 @@ def test_ignored_learning_rate_is_reported(tmp_path, capsys):
     fit(tmp_path, 4, module)
     output = capsys.readouterr().out
     assert re.search(
-        r"lr stays [\d.]+, the value in the checkpoint, although the script now sets 0.5\.", output
+        r"lr remains [\d.]+, the value in the checkpoint, although the script now sets 0.5\.", output
     )
     fit(tmp_path, 6)
     assert "the value in the checkpoint" not in capsys.readouterr().out
@@ -270,7 +270,9 @@ def test_schedule_does_not_count_as_changed_learning_rate():
     state = old.state_dict()
     assert ignored_hyperparameters([make(0.1)[0]], [state]) == []
     (message,) = ignored_hyperparameters([make(0.2)[0]], [state])
-    assert message.startswith("lr stays 0.1, the value in the checkpoint, although the script now sets 0.2.")
+    assert message.startswith(
+        "lr remains 0.1, the value in the checkpoint, although the script now sets 0.2."
+    )
     (message,) = ignored_hyperparameters([make(0.1, momentum=0.9)[0]], [state])
     assert message.startswith("momentum stays 0")
     assert ignored_hyperparameters([old], None) == []
