@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain._version import __version__ as __version__
 from hpctrain.errors import (
+    BadLoss,
     CheckpointError,
     CorruptCheckpoint,
     DiskFull,
@@ -84,6 +85,7 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpoint",
     "DiskFull",
+    "BadLoss",
     "Unauthenticated",
 ]
 

@@ -28,7 +28,7 @@ class CheckpointInfo:
     problems: tuple[str, ...]
     """One message per damaged file."""
     newest: bool = False
-    """True if a run would resume from this checkpoint: the newest one without a known problem."""
+    """True if a run would resume from this one: the newest without a known problem, finite if possible."""
     best: bool = False
     """True if this checkpoint has the best score."""
 
