@@ -62,7 +62,7 @@ class MetadataCache:
         return self._tables
 
 
-#: The file entries of a rank; its layout if changed, and True if its part of the state is finite.
+#: The file entries of a rank, the layout if changed, and True if the part of the state is finite.
 _Contribution = tuple[list[FileEntry], tuple[list[tuple[Any, ...]] | None, bool]]
 
 
@@ -74,7 +74,9 @@ class Saver:
         notes: messages to report with the next checkpoint.
     """
 
-    def __init__(self, target: CommitTarget, retention: Retention, checked: Callable[[str], bool]) -> None:
+    def __init__(
+        self, target: CommitTarget, retention: Retention, checked: Callable[[str], bool] | None
+    ) -> None:
         self._target, self._retention, self._coordinator = target, retention, target.coordinator
         self._checked = checked
         self.local_tier: LocalTier | None = None
@@ -159,14 +161,14 @@ class Saver:
             entries = [entry for entries, _ in everything for entry in entries]
             entries += [make_entry(name, content) for name, content in files.items()]
             size = self._coordinator.world_size
-            finite = all(is_finite for _, (_, is_finite) in everything)
+            finite = None if self._checked is None else all(is_finite for _, (_, is_finite) in everything)
             manifest = Manifest(save.step, size, save.time, save.score, tuple(entries), finite)
             return {**files, MANIFEST_NAME: manifest.encode()}
 
         own = RankWrite(
             [bytes_file_write(rank_file_name(rank), staged_file.content)] if staged_file.num_bytes else [],
             seal,
-            remark=lambda: (layout, staged_file.is_finite(self._checked)),
+            remark=lambda: (layout, self._checked is None or staged_file.is_finite(self._checked)),
             fingerprint=staged.fingerprint,
             ready=staged.ready,
             abort=save.abort,

@@ -64,7 +64,7 @@ class CheckpointStore:
         second_tier_bytes: int | None = None,
         patience_s: float = IO_TIMEOUT_S,
         records: tuple[Path, ...] = (),
-        checked: Callable[[str], bool] = lambda _key: True,
+        checked: Callable[[str], bool] | None = None,
     ) -> None:
         """Open the checkpoints in `folder`. All ranks must call this.
 
@@ -77,8 +77,7 @@ class CheckpointStore:
             second_tier_bytes: capacity of that subfolder per node; half of its file system if None.
             patience_s: time without disk progress after which a save is aborted, in seconds.
             records: files that rank 0 writes; see `CheckpointDir`.
-            checked: returns True for the keys of tensors that make a checkpoint "not finite" if they have an
-                infinity or NaN.
+            checked: returns True for the keys of tensors that must be finite. None checks nothing.
         """
         self._coordinator = RankCoordinator(group, patience_s + _MARGIN_S)
         self._target = CommitTarget(

@@ -366,12 +366,16 @@ def test_the_first_losses_are_no_spikes():
 # --- checkpoints ---------------------------------------------------------------------------------------
 
 
+def is_weight(key: str) -> bool:
+    return key == "state/module/w"
+
+
 def save(store, step, value=1.0) -> None:
     store.save(step, {"module": {"w": torch.tensor([1.0, value])}, "n": torch.tensor(1)}, {})
 
 
 def test_retention_keeps_the_last_finite_checkpoint_and_resume_prefers_it(tmp_path):
-    store = CheckpointStore(tmp_path, retention=Retention(last=1))
+    store = CheckpointStore(tmp_path, retention=Retention(last=1), checked=is_weight)
     for step, value in ((1, 1.0), (2, 1.0), (3, NAN), (4, -math.inf)):
         save(store, step, value)
     assert sorted(committed_steps(tmp_path)) == [2, 4]
@@ -384,7 +388,7 @@ def test_retention_keeps_the_last_finite_checkpoint_and_resume_prefers_it(tmp_pa
 
 
 def test_without_a_finite_checkpoint_the_newest_is_loaded(tmp_path):
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(tmp_path, checked=is_weight)
     for step in (1, 2):
         save(store, step, NAN)
     loaded, sentences = store.load_newest()
@@ -392,7 +396,7 @@ def test_without_a_finite_checkpoint_the_newest_is_loaded(tmp_path):
 
 
 def test_a_manifest_of_an_older_version_does_not_count_as_not_finite(tmp_path):
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(tmp_path, checked=is_weight)
     save(store, 1)
     manifest = Manifest.read(tmp_path / "step-00000001")
     assert manifest.finite
@@ -400,6 +404,20 @@ def test_a_manifest_of_an_older_version_does_not_count_as_not_finite(tmp_path):
     assert Manifest.decode(old.encode(), tmp_path) == old
     (tmp_path / "step-00000001" / "manifest.json").write_bytes(old.encode())
     assert store.load_newest()[0].step == 1
+
+
+def test_a_checkpointer_checks_parameters_and_optimizers_but_not_buffers(tmp_path):
+    module = Net()
+    (optimizer,), _ = module.configure_optimizers()
+    checkpointer = hpctrain.Checkpointer(run_dir=tmp_path, module=module, optimizer=optimizer)
+    checkpointer.load()
+    module.net(torch.stack(samples())).pow(2).mean().backward()
+    optimizer.step()
+    checkpointer.save(1)
+    optimizer.state[module.net[0].weight]["momentum_buffer"][0] = math.inf
+    checkpointer.save(2)
+    finite = {one.step: one.manifest.finite for one in list_checkpoints(RunDir(tmp_path))[0]}
+    assert finite == {1: True, 2: False}
 
 
 # --- refusals ------------------------------------------------------------------------------------------

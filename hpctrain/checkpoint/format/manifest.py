@@ -65,7 +65,7 @@ class Manifest:
     """Value of the metric that selects the best checkpoints."""
     files: tuple[FileEntry, ...]
     finite: bool | None = None
-    """True if all parameters and optimizer states are finite; None if an older version wrote it."""
+    """True if all parameters and optimizer states are finite; None if not checked."""
 
     @property
     def total_bytes(self) -> int:

@@ -139,13 +139,15 @@ class TrainingLoop:
         """
         parts, guard = self._parts, self.state.loss_guard
         newest = self._checkpoints.finish_pending()
-        reason = "on_bad_loss is 'stop'"
-        if guard.policy == "rollback":
-            reason = "there is no checkpoint to return to (on_bad_loss='rollback')" if newest is None else ""
-        if guard.policy != "stop" and not guard.exclude_step(bad.step):
+        reason = None
+        if guard.policy == "stop":
+            reason = "on_bad_loss is 'stop'"
+        elif not guard.exclude_step(bad.step):
             reason = (
                 f"the losses of {MAX_CONSECUTIVE} consecutive steps were bad (on_bad_loss={guard.policy!r})"
             )
+        elif newest is None:
+            reason = "there is no checkpoint to return to (on_bad_loss='rollback')"
         action = "stop" if reason else "rollback"
         parts.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
         if reason:

@@ -27,7 +27,7 @@ from hpctrain.training.base import rng
 from hpctrain.training.data.shield_loader_workers import shield_loader_workers
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S
-from hpctrain.training.saving.training_checkpoints import refuse_restart_from_zero
+from hpctrain.training.saving.training_checkpoints import is_trained, refuse_restart_from_zero
 from hpctrain.training.strategies.ddp import regroup_buckets
 from hpctrain.training.training_state import Stateful, optimizer_parameters
 
@@ -93,6 +93,13 @@ class Checkpointer:
             self._context.cpu_group,
             retention=Retention(last=keep_last, every=keep_every),
             records=(self._run.metrics, self._run.events),
+            checked=is_trained(
+                {
+                    name: value if isinstance(value, nn.Module) else None
+                    for name, value in self._objects.items()
+                    if isinstance(value, (nn.Module, torch.optim.Optimizer))
+                }
+            ),
         )
         # Runs before the exit handler of the store, which aborts a save in flight.
         atexit.register(self._wait_at_exit)

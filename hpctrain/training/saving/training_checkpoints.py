@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
+
+from torch import nn
 
 from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
@@ -27,9 +29,6 @@ from hpctrain.training.saving.stop_deadline import (
     StopDeadline,
     plan_final_save,
 )
-
-#: Keys of the tensors that tell if a checkpoint is finite.
-_CHECKED = (f"{STATE_KEY}/module/", f"{STATE_KEY}/optimizers/")
 
 
 class TrainingCheckpoints:
@@ -65,15 +64,13 @@ class TrainingCheckpoints:
         self._manager: CheckpointManager | None = None
         self._prepared = False
         if run is not None:
-            # A buffer may be a mask, with infinities.
-            buffers = {f"{STATE_KEY}/module/{name}" for name, _ in parts.module.named_buffers()}
             store = CheckpointStore(
                 run.checkpoints,
                 parts.context.cpu_group,
                 retention=parts.settings.retention,
                 second_tier=parts.settings.second_tier(environ),
                 records=(run.metrics, run.events),
-                checked=lambda key: key.startswith(_CHECKED) and key not in buffers,
+                checked=is_trained({"module": parts.module, "optimizers": None}),
             )
             self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints)
 
@@ -189,18 +186,9 @@ class TrainingCheckpoints:
             return None
         self._manager.wait()
         self._manager.collect_finished()
-        newest = self._find_finite(self._manager.folder) if self._context.ranks.is_main else None
+        newest = _find_finite(self._manager.folder) if self._context.ranks.is_main else None
         path: str | None = self._context.broadcast_from_main(newest)
         return path
-
-    @staticmethod
-    def _find_finite(folder: Path) -> str | None:
-        for step in committed_steps(folder):
-            path = folder / checkpoint_folder_name(step)
-            with suppress(CheckpointError):
-                if Manifest.read(path).finite is not False:
-                    return str(path)
-        return None
 
     def add_score(self) -> None:
         """Add the score of the resumed state if it was validated after the resume. All ranks must call this.
@@ -291,6 +279,34 @@ def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: 
             "remove '.broken-N' from the folder's name, or import a checkpoint (hpctrain checkpoints "
             "import). To start over, delete those folders, or use another --run-dir."
         )
+
+
+def is_trained(parts: Mapping[str, nn.Module | None]) -> Callable[[str], bool]:
+    """Return a function that is True for the keys of parameters and optimizer states.
+
+    Buffers are not among them: a mask may have infinities.
+
+    Args:
+        parts: name in the state → the module; None for optimizers.
+    """
+    prefixes = tuple(f"{STATE_KEY}/{name}/" for name in parts)
+    buffers = {
+        f"{STATE_KEY}/{name}/{buffer}"
+        for name, module in parts.items()
+        if module is not None
+        for buffer, _ in module.named_buffers()
+    }
+    return lambda key: key.startswith(prefixes) and key not in buffers
+
+
+def _find_finite(folder: Path) -> str | None:
+    """Return the path of the newest finite checkpoint in `folder`, or None."""
+    for step in committed_steps(folder):
+        path = folder / checkpoint_folder_name(step)
+        with suppress(CheckpointError):
+            if Manifest.read(path).finite is not False:
+                return str(path)
+    return None
 
 
 def _node_mtbf_s(environ: Mapping[str, str]) -> float:
