@@ -22,17 +22,18 @@ class RankActivity:
         compute_s: seconds of computation, as far as they can be separated.
         exchange_s: seconds of communication with other ranks, including waiting for them.
         is_managed: true if a `Trainer` or `session` sets these attributes.
+        optimizer_steps: optimizer steps of this process, as counted by the step hook.
         restored_steps: steps in the state restored by a script without the `Trainer`; None if unknown.
     """
 
     __slots__ = (
         *("compute_s", "data_s", "exchange_s", "is_managed", "phase"),
-        *("progress_count", "restored_steps", "step"),
+        *("optimizer_steps", "progress_count", "restored_steps", "step"),
     )
 
     def __init__(self) -> None:
         self.phase = RankPhase.START
-        self.step = self.progress_count = 0
+        self.step = self.progress_count = self.optimizer_steps = 0
         self.data_s = self.compute_s = self.exchange_s = 0.0
         self.is_managed = False
         self.restored_steps: int | None = None

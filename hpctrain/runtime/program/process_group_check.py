@@ -39,7 +39,7 @@ class ProcessGroupCheck:
         """
         if not self._is_settled:
             self._is_settled = _has_process_group()
-            if not self._is_settled and activity.step >= MAX_STEPS_ALONE:
+            if not self._is_settled and activity.optimizer_steps >= MAX_STEPS_ALONE:
                 self.check_end()
 
     def check_end(self) -> None:
@@ -48,12 +48,12 @@ class ProcessGroupCheck:
         Raises:
             EnvironmentMismatch: the rank trained without a process group.
         """
-        if self._is_settled or activity.is_managed or not activity.step:
+        if self._is_settled or activity.is_managed or not activity.optimizer_steps:
             return
         self._is_settled = True
         advice = next((words for module, words in _ADVICE.items() if module in sys.modules), _OTHER_ADVICE)
         raise EnvironmentMismatch(
-            f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {activity.step} "
+            f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {activity.optimizer_steps} "
             f"optimizer steps without a process group, so each rank trains alone. {advice}. If the ranks "
             "are supposed to be independent, submit with --independent-ranks."
         )

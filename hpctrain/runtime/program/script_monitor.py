@@ -19,6 +19,7 @@ from types import FrameType
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.program.wait_modules import waits_for_data, waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.unfinished_training import has_started
 
 #: Samples per second. A sample takes about 50 µs, so sampling uses 0.05 % of a core.
 _SAMPLES_PER_S = 10
@@ -51,7 +52,7 @@ class ScriptMonitor:
 
     def _run(self) -> None:
         sampled_at = time.monotonic()
-        while not activity.is_managed:
+        while not has_started():
             time.sleep(1 / _SAMPLES_PER_S)
             now = time.monotonic()
             is_waiting = self._pid is None and self._sample(now - sampled_at)
@@ -84,7 +85,8 @@ class ScriptMonitor:
         """Count progress if the rank was busy or printed since the last check."""
         cpu_s, printed = _cpu_seconds(self._pid), _output_size()
         busy = cpu_s - self._cpu_s >= _IDLE_SHARE * (now - self._checked_at)
-        if self._has_moved or printed != self._printed or (busy and not is_waiting):
+        moved = self._has_moved or printed != self._printed or (busy and not is_waiting)
+        if moved and not activity.is_managed:  # Otherwise only calls of `should_stop` count.
             activity.progress_count += 1
         self._has_moved, self._checked_at, self._cpu_s, self._printed = False, now, cpu_s, printed
 

@@ -59,10 +59,11 @@ class _StepHook:
             if counted is not None:
                 return
             self._counted = weakref.ref(optimizer)
-            if not activity.step:
+            if not activity.optimizer_steps:
                 self._first_step_handle.remove()
                 # The state of an optimizer without state, such as plain SGD, does not indicate a restore.
                 activity.restored_steps = self._restored.get(id(optimizer)) if optimizer.state else None
+        activity.optimizer_steps += 1
         if not activity.is_managed:
             activity.phase = RankPhase.SCRIPT
             activity.step_done()

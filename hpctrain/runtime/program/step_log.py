@@ -12,6 +12,7 @@ from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, event_record, is_metrics
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.unfinished_training import has_started
 
 
 class StepLog:
@@ -35,8 +36,8 @@ class StepLog:
 
         The time of the steps in the first line is unknown.
         """
-        step, now = activity.step, time.perf_counter()
-        if activity.is_managed or step == self._written:
+        step, now = activity.optimizer_steps, time.perf_counter()
+        if has_started() or step == self._written:
             return
         if self._first_step is None:
             self._first_step, self._since = self._begin(), now
