@@ -122,10 +122,12 @@ class Supervisor:
 
     def _train(self, attempt: int) -> FinishedAttempt:
         """Start the workers, monitor them until they exit, and find the cause."""
-        with ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)):
-            result = self._attempt_runner.start(attempt)
-        # The ranks of the next attempt kill orphaned processes on the other hosts.
-        kill_orphans(str(self._run.path), attempt + 1)
+        try:
+            with ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)):
+                result = self._attempt_runner.start(attempt)
+        finally:
+            # The ranks of the next attempt kill orphaned processes on the other hosts.
+            kill_orphans(str(self._run.path), attempt + 1)
         diagnosis = self._failure_analyzer.analyze(result, self._launcher.hosts)
         return FinishedAttempt(attempt, diagnosis, self._requeuer.intent(result.monitor.signals), result)
 

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import threading
 from types import SimpleNamespace
 from typing import ClassVar
@@ -182,6 +183,19 @@ def test_crash_restarts_and_completes(run):
     assert kinds(run) == ["started", "failure", "restart", "started", "finished"]
     assert finished(run)["state"] == "COMPLETED"
     assert run.failure(0, 1).exists()
+
+
+def test_orphans_are_killed_when_the_supervisor_itself_fails(run):
+    orphans = []
+
+    def fail(variables, _emit):
+        environ = {**os.environ, **variables}
+        orphans.append(subprocess.Popen(["sleep", "60"], env=environ, start_new_session=True))
+        raise RuntimeError("Resource temporarily unavailable")
+
+    with pytest.raises(RuntimeError, match="temporarily unavailable"):
+        supervise(run, [[fail]])
+    assert orphans[0].wait(10) == -signal.SIGKILL
 
 
 def test_three_crashes_fail_the_run_with_the_cause(run):
