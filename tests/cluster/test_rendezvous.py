@@ -436,7 +436,7 @@ except HpctrainError as error:
         output = main.communicate(timeout=LIMIT_S)[0]
     if hard < 30:
         assert output.startswith("HpctrainError This process requires 30 connections")
-        assert "only open 20 files" in output
+        assert "open only 20 files" in output
     else:
         assert output == ""
 
