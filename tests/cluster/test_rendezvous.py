@@ -436,7 +436,7 @@ except HpctrainError as error:
         output = main.communicate(timeout=LIMIT_S)[0]
     if hard < 30:
         assert output.startswith("HpctrainError This process requires 30 connections")
-        assert "may open only 20 files" in output
+        assert "open only 20 files" in output
     else:
         assert output == ""
 
@@ -463,10 +463,7 @@ def test_silent_stranger_is_dropped_and_reported_with_its_user(key, monkeypatch)
             assert connection.recv(1) == b""
     (text,) = failures([main])
     user = pwd.getpwuid(os.getuid()).pw_name
-    assert (
-        f"a program of {user} (uid {os.getuid()}) at 127.0.0.1 that does not belong to this job connected"
-        in text
-    )
+    assert f"a program of {user} (uid {os.getuid()}) at 127.0.0.1 connected" in text
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ class RendezvousServer:
         if peer in self._unidentified:
             owner = connection_owner(peer.port, self._listener.getsockname()[1])
             whose = f" of {owner}" if owner else ""
-            self._note(f"a program{whose} at {peer.address} that does not belong to this job connected")
+            self._note(f"a program{whose} at {peer.address} connected, but does not belong to this job")
         self._disconnect(peer)
 
     def _handshake(self, peer: _Peer, handshake: Handshake) -> None:
