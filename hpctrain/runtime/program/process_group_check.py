@@ -52,10 +52,11 @@ class ProcessGroupCheck:
             return
         self._is_settled = True
         advice = next((words for module, words in _ADVICE.items() if module in sys.modules), _OTHER_ADVICE)
+        steps = activity.optimizer_steps
         raise EnvironmentMismatch(
-            f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {activity.optimizer_steps} "
-            f"optimizer steps without a process group, so each rank trains alone. {advice}. If the ranks "
-            "are supposed to be independent, submit with --independent-ranks."
+            f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {steps} optimizer "
+            f"steps without a process group, so each rank trains alone. {advice}. If the ranks are supposed to "
+            "be independent, submit with --independent-ranks."
         )
 
 
