@@ -54,9 +54,9 @@ class ProcessGroupCheck:
         advice = next((words for module, words in _ADVICE.items() if module in sys.modules), _OTHER_ADVICE)
         steps = activity.optimizer_steps
         raise EnvironmentMismatch(
-            f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {steps} optimizer "
-            f"steps without a process group, so each rank trains alone. {advice}. If the ranks are supposed to "
-            "be independent, submit with --independent-ranks."
+            f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {steps} "
+            f"optimizer steps without a process group, so each rank trains alone. {advice}. If the ranks "
+            "are supposed to be independent, submit with --independent-ranks."
         )
 
 
