@@ -1,11 +1,11 @@
 # Everything here works on a fresh machine; what is missing is installed into .venv first.
 #   make PYTHON=python3.12 …   takes another Python than python3 for it
-#   make TEST_PROCESSES=8 test  runs more tests at once, on more than two cores
+#   make TEST_PROCESSES=8 test  runs more tests at once, where there are more than two cores
 
 PYTHON ?= python3
 export PYTHON
-# Many tests wait, so there are more processes than cores. One of them runs all tests on Slurm.
-TEST_PROCESSES ?= 4
+# Files of tests go to this many processes; each starts a cluster of its own when it needs one.
+TEST_PROCESSES ?= 2
 # mkdocs-material announces a successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
@@ -32,12 +32,12 @@ test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: under
 
 test: .venv/installed  ## all tests, on a real Slurm cluster that they start on this machine
 	@scripts/install_for_tests.sh
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadgroup --durations=15
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --durations=15
 	@scripts/say_not_tested.sh $(BIN)/python
 
 test-long: .venv/installed  ## the tests that take minutes
 	@scripts/install_for_tests.sh
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadgroup -m long --durations=15
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m long --durations=15
 
 check: .venv/installed  ## format, lint, types, layers, conventions, documentation
 	$(BIN)/ruff format --check

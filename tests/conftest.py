@@ -43,16 +43,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if {"slurm", "accounting"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("slurm")
         if item.path.parent.name in _FOLDERS_WITH_RANKS:
             item.add_marker("ranks")
-        # The tests on Slurm share one cluster; those of a file share what they prepared.
-        group = "slurm" if item.get_closest_marker("slurm") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
     if config.getoption("--long") or "long" in config.getoption("-m"):
         return
     long = [item for item in items if item.get_closest_marker("long")]
