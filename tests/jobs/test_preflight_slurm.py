@@ -113,7 +113,7 @@ pytestmark = pytest.mark.slurm
             {"partition": "physics", "account": "art"},
             r"account 'art' .* only allows physics \(AllowAccounts\)",
         ),
-        ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* denies it \(DenyQos\)"),
+        ({"partition": "physics", "qos": "slow"}, r"qos 'slow' .* denies this value \(DenyQos\)"),
         ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Use --reservation"),
         ({"partition": "drained"}, r"currently accepts no jobs \(State=DRAIN\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),

@@ -111,7 +111,7 @@ def waits_in_vain(slurm: SlurmJobs, run: Run) -> Steps:
     slurm.command("scontrol", "release", run.job_id)
     slurm.command("scontrol", "release", first.job_id)
     yield lambda: "DependencyNeverSatisfied: " in run.status().words
-    assert "it will never start" in run.status().words
+    assert "the job will never start" in run.status().words
     run.cancel()
     yield "CANCELLED"
 
