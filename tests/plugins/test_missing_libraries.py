@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 )
 def test_error_names_the_extra(library, extra):
     printed = run_command([sys.executable, "-c", IMPORT, library, extra]).stdout
-    assert f"hpctrain.{extra} needs " in printed
+    assert f"hpctrain.{extra} requires " in printed
     assert f"pip install 'hpctrain[{extra}]'" in printed
 
 
