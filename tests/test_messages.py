@@ -160,7 +160,7 @@ def join_without_group_secret() -> str:
 def test_program_in_place_of_a_rank_is_detected():
     error = error_on_rank_0(join_without_group_secret)
     assert error.startswith(
-        "Unauthenticated rank 1 of 2 did not prove the secret of this run: another program"
+        "Unauthenticated rank 1 of 2 did not authenticate with the secret of this run: another program"
     )
     assert "store at 127.0.0.1:" in error
 

@@ -229,7 +229,7 @@ def test_daemon_that_does_not_start_is_reported_with_its_log(
     broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={state}", "StateSaveLocation=/dev/null")
     monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
     with pytest.raises(
-        SchedulerError, match=r"slurmctld ended; its log .*slurmctld\.log ends:\n.*fatal: .*/dev/null"
+        SchedulerError, match=r"slurmctld exited; end of the log .*slurmctld\.log:\n.*fatal: .*/dev/null"
     ):
         sandbox.up(name, nodes=1, gpus_per_node=0, limit_s=20)
     assert _sandbox_processes(name) == []
@@ -298,7 +298,7 @@ def test_database_that_does_not_start_is_reported_with_its_log(
         daemons, "mariadbd_argv", lambda plan: ("mariadbd", "--no-defaults", "--datadir=/nowhere")
     )
     with pytest.raises(
-        SchedulerError, match=r"mariadbd ended; its log .*mariadbd\.log ends:\n(.*\n)*.*/nowhere"
+        SchedulerError, match=r"mariadbd ended; end of the log .*mariadbd\.log:\n(.*\n)*.*/nowhere"
     ):
         sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
     assert _sandbox_processes(name) == []

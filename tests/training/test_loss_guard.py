@@ -287,7 +287,7 @@ def test_without_a_checkpoint_to_return_to_the_run_stops(tmp_path):
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_many_bad_steps_in_a_row_end_the_run(tmp_path, policy):
     bad = dict.fromkeys(range(4, 4 + MAX_CONSECUTIVE), NAN)
-    with pytest.raises(BadLoss, match=rf"In step {max(bad)}, .* the losses of {len(bad)} steps in a row"):
+    with pytest.raises(BadLoss, match=rf"In step {max(bad)}, .* the losses of {len(bad)} consecutive steps"):
         fit(tmp_path / "ends", Net(bad), on_bad_loss=policy, max_steps=20)
     del bad[8]
     fit(tmp_path / "continues", Net(bad), on_bad_loss=policy, max_steps=20)
