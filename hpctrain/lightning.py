@@ -34,7 +34,8 @@ try:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.lightning requires Lightning: {error}. Install Lightning with pip install 'hpctrain[lightning]'."
+        f"hpctrain.lightning requires Lightning: {error}. Install Lightning with pip install "
+        "'hpctrain[lightning]'."
     ) from error
 
 __all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]
