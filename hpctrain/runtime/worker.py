@@ -126,9 +126,8 @@ def main(argv: list[str]) -> NoReturn:
                 step_log.write()
         group_check.check_end()
     except CommandFailed as failed:
-        if not pending_stop_signal():
-            _exit_now(_exit_code(failed.code), sampler)
-        words_of_exit = failed.code
+        # After a stop signal, a command may also exit because others stopped first.
+        _exit_now(EXIT_CONTINUE if pending_stop_signal() else _exit_code(failed.code), sampler)
     except SystemExit as leaving:
         words_of_exit = leaving.code
     except BaseException as error:  # noqa: BLE001 (the rank reports the error and exits)

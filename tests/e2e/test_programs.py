@@ -199,3 +199,11 @@ def test_step_hook_can_be_turned_off(workdir):
         "reports no steps"
         in run_command([sys.executable, "-m", "hpctrain", "status", "run"], cwd=workdir).stdout
     )
+
+
+def test_command_that_fails_after_a_stop_signal_is_continued(workdir):
+    command = 'test "$HPCTRAIN_ATTEMPT" = 1 || { kill -TERM $PPID; sleep 1; exit 1; }'
+    run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", "sh", "-c", command)
+    assert code == 0, printed
+    assert not any(event["kind"] == "failure" for event in run.read_events())
+    assert run.attempts() == [0, 1]
