@@ -274,7 +274,7 @@ def test_schedule_does_not_count_as_changed_learning_rate():
         "lr remains 0.1, the value in the checkpoint, although the script now sets 0.2."
     )
     (message,) = ignored_hyperparameters([make(0.1, momentum=0.9)[0]], [state])
-    assert message.startswith("momentum stays 0")
+    assert message.startswith("momentum remains 0")
     assert ignored_hyperparameters([old], None) == []
 
 
