@@ -23,11 +23,12 @@ class RankActivity:
         exchange_s: seconds of communication with other ranks, including waiting for them.
         is_managed: true if a `Trainer` or `session` sets these attributes.
         optimizer_steps: optimizer steps of this process, as counted by the step hook.
+        logs_metrics: true if the script logs its metrics itself (`hpctrain.log_metrics`).
         restored_steps: steps in the state restored by a script without the `Trainer`; None if unknown.
     """
 
     __slots__ = (
-        *("compute_s", "data_s", "exchange_s", "is_managed", "phase"),
+        *("compute_s", "data_s", "exchange_s", "is_managed", "logs_metrics", "phase"),
         *("optimizer_steps", "progress_count", "restored_steps", "step"),
     )
 
@@ -35,7 +36,7 @@ class RankActivity:
         self.phase = RankPhase.START
         self.step = self.progress_count = self.optimizer_steps = 0
         self.data_s = self.compute_s = self.exchange_s = 0.0
-        self.is_managed = False
+        self.is_managed = self.logs_metrics = False
         self.restored_steps: int | None = None
 
     def set_phase(self, phase: RankPhase) -> None:

@@ -37,7 +37,7 @@ class StepLog:
         The time of the steps in the first line is unknown.
         """
         step, now = activity.optimizer_steps, time.perf_counter()
-        if has_started() or step == self._written:
+        if activity.logs_metrics or has_started() or step == self._written:
             return
         if self._first_step is None:
             self._first_step, self._since = self._begin(), now
@@ -64,7 +64,11 @@ class StepLog:
         if restored is None:
             last = next(iter(read_last_records(self._run.metrics, is_metrics)), {})
             restored = int(last.get("step", 0))
-        if self._attempt or restored:
+        is_recorded = any(
+            event["kind"] == "resumed" and event["attempt"] == self._attempt
+            for event in self._run.read_events()
+        )
+        if (self._attempt or restored) and not is_recorded:
             BufferedLineWriter(self._run.events, _print).append(
                 event_record("resumed", self._attempt, step=restored)
             )

@@ -15,6 +15,7 @@ from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.base.metric_accumulator import RESERVED_FIELDS
 
 
@@ -48,6 +49,7 @@ def log_metrics(
 
 class _MetricsWriter:
     def __init__(self, run: RunDir, attempt: int) -> None:
+        activity.logs_metrics = True
         self._file, self._attempt = BufferedLineWriter(run.metrics, print), attempt
         self._since = time.perf_counter()
 
