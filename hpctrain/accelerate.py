@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
 
 from hpctrain.cluster import detect
@@ -62,8 +61,7 @@ class AcceleratorCheckpointer:
     def load(self) -> int:
         """Load the newest checkpoint; return its step, or 0 if there is none."""
         for model in self._accelerator._models:
-            if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
-                regroup_buckets(model)
+            regroup_buckets(model)
         newest = self._checkpoints.newest()
         if newest is None:
             return 0

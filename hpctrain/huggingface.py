@@ -6,8 +6,6 @@ import functools
 import os
 from typing import Any, TypeVar
 
-from torch.nn.parallel import DistributedDataParallel
-
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.stopping.stop_consensus import should_stop
@@ -76,9 +74,7 @@ class RunCallback(transformers.TrainerCallback):
         self._is_stopping = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        model = self._trainer.model_wrapped
-        if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
-            regroup_buckets(model)
+        regroup_buckets(self._trainer.model_wrapped)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         # After the last step of an epoch, the evaluation is first, because a resumed run would omit it.

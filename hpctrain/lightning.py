@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -131,9 +130,7 @@ class RunCheckpoint(lightning.Callback):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._checked_step = trainer.global_step
-        model = trainer.strategy.model
-        if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
-            regroup_buckets(model)
+        regroup_buckets(trainer.strategy.model)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Between two steps of the optimizer there are gradients, which are not saved.

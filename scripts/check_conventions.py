@@ -87,7 +87,7 @@ def _words(path: Path) -> Iterator[tuple[Path, int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         is_prose = token.type == tokenize.COMMENT or token.string.startswith('"""')
         if is_prose and (match := BANNED.search(token.string)):
-            yield path, token.start[0], f"{match[0]!r} is on the list of words to avoid (CONTRIBUTING.md)"
+            yield path, token.start[0], f"{match[0]!r} is a word to avoid; see BANNED in this script"
 
 
 if __name__ == "__main__":

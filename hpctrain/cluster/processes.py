@@ -60,10 +60,15 @@ def _read(pid: int, uid: int | None) -> ProcessInfo | None:
     return None
 
 
+def stat_fields(pid: int | str) -> list[str]:
+    """Return the fields of a process, or of a thread `PID/task/TID`, from the state on; see proc(5)."""
+    # The field before is the command in parentheses, which may itself contain spaces and parentheses.
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def _stat(pid: int) -> tuple[str, int, int]:
-    """Return state, parent and start time of a process; see proc(5)."""
-    # The second field is the command in parentheses, which may itself contain spaces and parentheses.
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    """Return state, parent and start time of a process."""
+    fields = stat_fields(pid)
     return fields[0], int(fields[1]), int(fields[19])
 
 

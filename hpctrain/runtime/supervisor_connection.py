@@ -25,7 +25,7 @@ _CONNECT_LIMIT_S = 10.0
 _MAX_LINE = 1 << 22
 #: Maximum number of connections, each opened after the loss of the last, such as in a flood of foreign
 #: connections.
-_MAX_LINES, _PAUSE_S = 10, 1.0
+_MAX_CONNECTIONS, _PAUSE_S = 10, 1.0
 #: Seconds between two heartbeats; longer with very many ranks, because one process receives all of them.
 _BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
 
@@ -104,14 +104,14 @@ class SupervisorConnection:
 
 
 def start_heartbeat(
-    line: Callable[[], SupervisorConnection],
+    connect: Callable[[], SupervisorConnection],
     heartbeat_message: Callable[[], Message],
     on_message: Callable[[SupervisorConnection, Message], None],
 ) -> None:
     """Start a thread that sends heartbeats and receives messages.
 
     Args:
-        line: opens the connection, which takes time without a response.
+        connect: opens the connection, which takes time without a response.
         heartbeat_message: returns the content of a heartbeat.
         on_message: handles a message of the supervisor.
     """
@@ -129,18 +129,19 @@ def start_heartbeat(
             if received is not None:
                 on_message(opened, received)
 
-    def keep_on() -> None:
-        for _ in range(_MAX_LINES):
+    def reconnect() -> None:
+        for _ in range(_MAX_CONNECTIONS):
             try:
-                opened = line()
+                opened = connect()
                 with closing(opened):
                     use(opened)
             except (OSError, ValueError, Unauthenticated) as error:
                 problem = error
             time.sleep(_PAUSE_S)
         print(
-            f"hpctrain: no connection to the supervisor: {problem}. Training continues without it.",
+            f"hpctrain: no connection to the supervisor: {str(problem) or type(problem).__name__}. "
+            "Training continues without it.",
             file=sys.stderr,
         )
 
-    threading.Thread(target=keep_on, name="hpctrain-line", daemon=True).start()
+    threading.Thread(target=reconnect, name="hpctrain-heartbeat", daemon=True).start()

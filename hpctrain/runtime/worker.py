@@ -189,8 +189,8 @@ def _redirect_output(log: Path, printed: bytes) -> None:
     except OSError as error:
         make_stdio_lossy()
         print(
-            f"hpctrain: cannot open {log}: {error.strerror}. The output of this rank is written to this log "
-            "instead."
+            f"hpctrain: cannot open {log}: {error.strerror}. The output of this rank is in the launcher's "
+            "log instead."
         )
         return
     with suppress(OSError):

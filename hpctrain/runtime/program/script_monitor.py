@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from hpctrain.cluster.processes import stat_fields
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.program.wait_modules import waits_for_data, waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
@@ -101,7 +102,7 @@ def _positions(frame: FrameType | None) -> Iterator[int]:
 def _is_asleep(thread: int | None) -> bool:
     """True if the thread of the operating system sleeps, or if this is unknown."""
     with suppress(OSError):
-        return _stat_fields(Path(f"/proc/self/task/{thread}/stat"))[0] == "S"
+        return stat_fields(f"self/task/{thread}")[0] == "S"
     return True
 
 
@@ -112,7 +113,7 @@ def _cpu_seconds(pid: int | None) -> float:
     while pids:
         each = pids.pop()
         with suppress(OSError, IndexError):
-            fields = _stat_fields(Path(f"/proc/{each}/stat"))
+            fields = stat_fields(each)
             # utime, stime, and those of children that were waited for, in clock ticks (man 5 proc).
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
             pids += _children(each)
@@ -127,11 +128,6 @@ def _children(pid: int) -> list[int]:
             for child in (task / "children").read_text().split()
         ]
     return []
-
-
-def _stat_fields(path: Path) -> list[str]:
-    """Return the fields after the name, which may contain spaces."""
-    return path.read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _output_size() -> int:

@@ -9,13 +9,14 @@ for a stopped rank.
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 
-from hpctrain.rundir import STOP_GRACE_VARIABLE
+from hpctrain.errors import UserError
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.stopping.stop_grace import read_stop_grace
 
 #: Maximum seconds from the request to the common step, before the rank exits immediately: this time, or this
 #: fraction of the grace time after the signal, if shorter.
@@ -24,8 +25,10 @@ AGREEMENT_TIMEOUT_S, _SHARE_OF_GRACE = 10.0, 1 / 3
 
 def agreement_timeout_s(number: signal.Signals, environ: Mapping[str, str]) -> float:
     """Return the time limit for a stop after a common step."""
-    grace = re.search(rf"\b{number.name}=([\d.]+)", environ.get(STOP_GRACE_VARIABLE, ""))
-    return min(AGREEMENT_TIMEOUT_S, float(grace[1]) * _SHARE_OF_GRACE) if grace else AGREEMENT_TIMEOUT_S
+    with suppress(UserError):  # this runs in a signal handler
+        if (grace_s := read_stop_grace(environ).get(number.name)) is not None:
+            return min(AGREEMENT_TIMEOUT_S, grace_s * _SHARE_OF_GRACE)
+    return AGREEMENT_TIMEOUT_S
 
 
 class AgreedStop:

@@ -12,8 +12,6 @@ from hpctrain.errors import UserError
 TOKENS_FIELD = "num_tokens"
 #: Name of the metric that is 1 for a step without an update, because its loss is bad.
 SKIPPED_FIELD = "update_skipped"
-#: Fields of a line of `metrics.jsonl` that are not metrics.
-RESERVED_FIELDS = ("step", "epoch", "time", "attempt", "spent", "last_step")
 
 
 class MetricAccumulator:

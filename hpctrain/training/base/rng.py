@@ -60,6 +60,14 @@ def restore_rng_state(state: Mapping[str, torch.Tensor]) -> None:
         numpy.random.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
 
 
+def resume_rng_state(state: Mapping[str, torch.Tensor] | None, *new_seed: object) -> None:
+    """Restore the state of this rank, or seed it from `new_seed` if the checkpoint has no state for it."""
+    if state:
+        restore_rng_state(state)
+    else:
+        seed_all(derive_seed(*new_seed))
+
+
 def _as_tensors(name: str, words: list[int], gauss: float | None) -> dict[str, torch.Tensor]:
     """Return the state of a Mersenne Twister, including the cached normal number, if any."""
     kept = [0.0, 0.0] if gauss is None else [1.0, gauss]

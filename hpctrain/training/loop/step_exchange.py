@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from hpctrain.text import format_ranks
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import RankBatch
@@ -159,8 +160,8 @@ class StepExchange:
     def _describe(self, step: int, cause: str, own_loss: torch.Tensor | float) -> str:
         """Return the cause and its source ranks. All ranks must call this."""
         finite = self._parts.context.all_gather(math.isfinite(own_loss))
-        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
-        origin = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
+        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        origin = f" on {format_ranks(ranks)}" if ranks else ""
         return f"in step {step}, {cause}{origin}"
 
     def _show(self, results: Sequence[StepResult]) -> None:

@@ -179,9 +179,8 @@ class TrainingLoop:
             self._print_hint(remark)
         parts.source.begin(state.step)
         state.finished = parts.source.finished
-        if (
-            not parts.module.training
-        ):  # parts frozen in evaluation mode, such as a norm layer, remain unchanged
+        # Parts frozen in evaluation mode, such as a norm layer, remain unchanged.
+        if not parts.module.training:
             parts.module.train()
         if state.step == 0:
             self._validator.check_sanity()

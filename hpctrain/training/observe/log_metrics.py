@@ -16,7 +16,7 @@ from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.training.base.metric_accumulator import RESERVED_FIELDS
+from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
 
 
 def log_metrics(
@@ -36,7 +36,7 @@ def log_metrics(
     Raises:
         UserError: a name is reserved.
     """
-    if reserved := sorted(metrics.keys() & set(RESERVED_FIELDS)):
+    if reserved := sorted(metrics.keys() & RESERVED_FIELDS):
         raise UserError(f"log_metrics() sets {reserved[0]!r} itself; use another name for the metric.")
     writer = _writer()
     if writer is not None:

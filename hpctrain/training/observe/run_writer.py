@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpctrain.buffered_writer import BufferedLineWriter, ReportMessage
@@ -42,9 +43,9 @@ class RunWriter:
         environ: Mapping[str, str],
         print_message: ReportMessage,
         *,
-        log_every: int,
-        record_samples: bool,
-        last_step: int | None,
+        log_every: int = 1,
+        record_samples: bool = False,
+        last_step: int | None = None,
     ) -> None:
         """Agree on the number of the attempt. All ranks must call this."""
         self.run, self._attempt, self._log_every = run, 0, log_every
@@ -74,6 +75,18 @@ class RunWriter:
         """Write an event."""
         if self._events is not None:
             self._events.append(event_record(kind, self._attempt, **fields))
+
+    def write_resumed(self, step: int, path: Path, seconds: float, broken: Sequence[str] = ()) -> None:
+        """Write the event that the checkpoint of `step` was loaded, after the `broken` ones were skipped."""
+        self.write_event("resumed", step=step, checkpoint=str(path), broken=[*broken], seconds=seconds)
+
+    def write_checkpoint(
+        self, step: int, path: Path, num_bytes: int, seconds: float, *, tier: str = "shared", **fields: Any
+    ) -> None:
+        """Write the event that a checkpoint was committed."""
+        self.write_event(
+            "checkpoint", step=step, path=str(path), tier=tier, bytes=num_bytes, seconds=seconds, **fields
+        )
 
     def write_environment(self, values: Mapping[str, Any]) -> None:
         """Write the environment of this attempt."""

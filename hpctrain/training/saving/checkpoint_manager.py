@@ -247,13 +247,12 @@ class CheckpointManager:
                 "metric": self._settings.monitor,
                 "mode": self._settings.mode,
             }
-        self._log.write_event(
-            "checkpoint",
-            step=saved.step,
-            path=str(saved.path),
+        self._log.write_checkpoint(
+            saved.step,
+            saved.path,
+            saved.total_bytes,
+            saved.seconds,
             tier="shared" if self.is_shared(saved) else "local",
-            bytes=saved.total_bytes,
-            seconds=saved.seconds,
             **fields,
         )
 

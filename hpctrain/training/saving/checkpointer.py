@@ -79,15 +79,7 @@ class Checkpointer:
             self._print("there is no run folder, so nothing is saved; pass run_dir, or use hpctrain submit")
             return
         self._run.check_records()
-        self._log = RunWriter(
-            self._run,
-            self._context,
-            os.environ,
-            self._print,
-            log_every=1,
-            record_samples=False,
-            last_step=None,
-        )
+        self._log = RunWriter(self._run, self._context, os.environ, self._print)
         self._store = CheckpointStore(
             self._run.checkpoints,
             self._context.cpu_group,
@@ -115,8 +107,7 @@ class Checkpointer:
         """
         for replica in self._replicas:
             # Otherwise, the first step after a restart would add gradients in another order.
-            if not replica.find_unused_parameters:
-                regroup_buckets(replica)
+            regroup_buckets(replica)
         if self._store is None or self._run is None:
             return 0
         begun = time.monotonic()
@@ -128,13 +119,7 @@ class Checkpointer:
             refuse_restart_from_zero(self._context, self._run.checkpoints, broken)
             return 0
         self._restore(loaded)
-        self._log.write_event(
-            "resumed",
-            step=loaded.step,
-            checkpoint=str(loaded.path),
-            broken=broken,
-            seconds=time.monotonic() - begun,
-        )
+        self._log.write_resumed(loaded.step, loaded.path, time.monotonic() - begun, broken)
         self._print(f"resumed after step {loaded.step} from {loaded.path}")
         return loaded.step
 
@@ -144,13 +129,9 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks: it could not be saved. Earlier checkpoints are intact.
         """
-        if self._store is None:
-            return
-        with activity.in_phase(RankPhase.SAVE):
-            state = self._state()
-            self._store.wait(MAX_SAVE_S)
-            self._collect()
-            self._record(self._store.save(step, state, rng.capture_rng_state()))
+        if self._store is not None:
+            with activity.in_phase(RankPhase.SAVE):
+                self._record(self._store.save(step, self._next_state(), rng.capture_rng_state()))
 
     def async_save(self, step: int) -> None:
         """Copy the state after `step` steps, and write it in the background.
@@ -160,13 +141,9 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks: an object has a state that differs between ranks.
         """
-        if self._store is None:
-            return
-        with activity.in_phase(RankPhase.SAVE):
-            state = self._state()
-            self._store.wait(MAX_SAVE_S)
-            self._collect()
-            self._store.async_save(step, state, rng.capture_rng_state())
+        if self._store is not None:
+            with activity.in_phase(RankPhase.SAVE):
+                self._store.async_save(step, self._next_state(), rng.capture_rng_state())
 
     def save_and_exit(self, step: int) -> NoReturn:
         """Save the state after `step` steps, and exit with a request to be continued.
@@ -188,8 +165,8 @@ class Checkpointer:
             self._store.wait(MAX_SAVE_S)
             self._collect()
 
-    def _state(self) -> dict[str, Any]:
-        """Return the state of all objects.
+    def _next_state(self) -> dict[str, Any]:
+        """Return the state of all objects, after the save in flight.
 
         Raises:
             CheckpointError: on all ranks: values that are stored once differ between ranks.
@@ -207,6 +184,7 @@ class Checkpointer:
                         f"{self._context.ranks.rank}, but a checkpoint has one state for all ranks. For the "
                         "position in the data, use a StatefulBatchSampler"
                     )
+        self.wait()
         return state
 
     def _template(self) -> dict[str, Any]:
@@ -235,10 +213,7 @@ class Checkpointer:
                     f"{name} in {loaded.path} does not fit the script: {error} Restore the previous {name}, "
                     "or start a new run in a new folder."
                 ) from error
-        if loaded.rank_state:
-            rng.restore_rng_state(loaded.rank_state)
-        else:
-            rng.seed_all(rng.derive_seed("rank", self._context.ranks.rank, "step", loaded.step))
+        rng.resume_rng_state(loaded.rank_state, "rank", self._context.ranks.rank, "step", loaded.step)
 
     def _collect(self) -> None:
         assert self._store is not None
@@ -254,14 +229,7 @@ class Checkpointer:
     def _record(self, saved: CommittedSave) -> None:
         for note in saved.notes:
             self._print(note)
-        self._log.write_event(
-            "checkpoint",
-            step=saved.step,
-            path=str(saved.path),
-            tier="shared",
-            bytes=saved.total_bytes,
-            seconds=saved.seconds,
-        )
+        self._log.write_checkpoint(saved.step, saved.path, saved.total_bytes, saved.seconds)
 
     def _print(self, message: str) -> None:
         if self._context.ranks.is_main:

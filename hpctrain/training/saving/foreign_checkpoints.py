@@ -64,15 +64,7 @@ class ForeignCheckpoints:
         self._marker = marker
         self._name = re.compile(rf"{re.escape(prefix)}-(\d+)")
         self._saved_at = time.monotonic()
-        self._log = RunWriter(
-            self.run,
-            self.context,
-            os.environ,
-            partial(print, flush=True),
-            log_every=1,
-            record_samples=False,
-            last_step=None,
-        )
+        self._log = RunWriter(self.run, self.context, os.environ, partial(print, flush=True))
 
     def newest(self) -> Path | None:
         """Return the newest committed checkpoint, if any."""
@@ -88,9 +80,7 @@ class ForeignCheckpoints:
 
     def log_resumed(self, path: Path) -> None:
         """Record that a checkpoint was loaded."""
-        self._log.write_event(
-            "resumed", step=self.step_of(path), checkpoint=str(path), broken=[], seconds=0.0
-        )
+        self._log.write_resumed(self.step_of(path), path, 0.0)
         if self.context.ranks.is_main:
             print(f"hpctrain: resumed after step {self.step_of(path)} from {path}", flush=True)
 
@@ -126,7 +116,7 @@ class ForeignCheckpoints:
                 size = _sync(hidden)
                 hidden.rename(folder / name)
                 fsync_path(folder)
-                self._log_saved(step, folder / name, size, time.monotonic() - begun)
+                self._log.write_checkpoint(step, folder / name, size, time.monotonic() - begun)
                 for old in sorted(self._steps().items())[: -self._keep_last]:
                     _remove(old[1])
             self.context.barrier()
@@ -141,22 +131,15 @@ class ForeignCheckpoints:
             path = self.run.checkpoints / f"{self._prefix}-{step}"
             size = _sync(path)
             write_atomic(path / self._marker, f"{step}\n")
-            self._log_saved(step, path, size, 0.0)
+            self._log.write_checkpoint(step, path, size, 0.0)
         self.context.barrier()
         self._saved_at = time.monotonic()
 
     def restore_rng_state(self, states: Sequence[dict[str, torch.Tensor]], step: int) -> None:
         """Restore the random state of this rank; on another number of ranks, seed each differently."""
         ranks = self.context.ranks
-        if len(states) == ranks.world_size:
-            rng.restore_rng_state(states[ranks.rank])
-        else:
-            rng.seed_all(rng.derive_seed("rank", ranks.rank, "step", step))
-
-    def _log_saved(self, step: int, path: Path, size: int, seconds: float) -> None:
-        self._log.write_event(
-            "checkpoint", step=step, path=str(path), tier="shared", bytes=size, seconds=seconds
-        )
+        own = states[ranks.rank] if len(states) == ranks.world_size else None
+        rng.resume_rng_state(own, "rank", ranks.rank, "step", step)
 
     def _steps(self) -> dict[int, Path]:
         """Return the committed checkpoints by step."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from enum import Enum
 
 from hpctrain.checkpoint.interval import SAVE_MARGIN_S, longest_save_s
-from hpctrain.errors import UserError
-from hpctrain.rundir import REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE
+from hpctrain.rundir import REQUEUE_GRACE_KEY
+from hpctrain.runtime.stopping.stop_grace import read_stop_grace
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 
 
@@ -23,7 +23,7 @@ class StopDeadline:
             UserError: the variable is malformed.
         """
         self._stop = stop
-        self._seconds = _parse(environ.get(STOP_GRACE_VARIABLE, ""))
+        self._seconds = read_stop_grace(environ)
 
     def left_s(self, *, for_requeue: bool = False) -> float:
         """Return the seconds until this rank is killed; infinite if unknown, or without a stop signal.
@@ -65,14 +65,3 @@ def plan_final_save(left_s: float, write_s: float | None, in_flight_s: float | N
     if in_flight_s is not None and rest_s <= left_s:
         return FinalSavePlan.PENDING_SAVE_ONLY
     return FinalSavePlan.NONE
-
-
-def _parse(text: str) -> dict[str, float]:
-    try:
-        pairs = [word.partition("=") for word in text.split(",") if word.strip()]
-        return {name.strip(): float(seconds) for name, _, seconds in pairs}
-    except ValueError:
-        raise UserError(
-            f"{STOP_GRACE_VARIABLE} is {text!r}; it must list signals and seconds, e.g. "
-            "'SIGTERM=30,SIGUSR2=120'."
-        ) from None

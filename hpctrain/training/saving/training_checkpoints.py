@@ -163,18 +163,10 @@ class TrainingCheckpoints:
             refuse_restart_from_zero(self._context, self._manager.folder, broken)
             return
         self._state.load(loaded)
-        if loaded.rank_state:  # imported checkpoints have no random state
-            rng.restore_rng_state(loaded.rank_state)
-        else:
-            rank = self._context.ranks.rank
-            rng.seed_all(rng.derive_seed(self._settings.seed, "rank", rank, "step", loaded.step))
-        self._log.write_event(
-            "resumed",
-            step=loaded.step,
-            checkpoint=str(loaded.path),
-            broken=broken,
-            seconds=time.monotonic() - begun,
-        )
+        # Imported checkpoints have no random state.
+        new_seed = (self._settings.seed, "rank", self._context.ranks.rank, "step", loaded.step)
+        rng.resume_rng_state(loaded.rank_state, *new_seed)
+        self._log.write_resumed(loaded.step, loaded.path, time.monotonic() - begun, broken)
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
 
     def finish_pending(self) -> str | None:

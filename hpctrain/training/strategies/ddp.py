@@ -178,11 +178,14 @@ class _Step(nn.Module):
         return self._take(batch, batch_idx, num_samples, turn)
 
 
-def regroup_buckets(model: DistributedDataParallel) -> None:
+def regroup_buckets(model: object) -> None:
     """Regroup the gradient buckets of a model before its first step. All ranks must call this.
 
-    See `DataParallelBase`. Gradients that exist are removed.
+    See `DataParallelBase`. Gradients that exist are removed. Does nothing with other models, and with
+    `find_unused_parameters`, with which torch never regroups.
     """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+        return
     module = model.module
     module.forward = lambda: _sum_of_nothing([p for p in module.parameters() if p.requires_grad])
     try:
