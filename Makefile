@@ -4,8 +4,8 @@
 
 PYTHON ?= python3
 export PYTHON
-# Files of tests go to this many processes; each starts a cluster of its own when it needs one.
-TEST_PROCESSES ?= 2
+# One of these processes runs the tests on Slurm, which spend most of their time waiting.
+TEST_PROCESSES ?= 3
 # mkdocs-material announces a successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 

@@ -13,6 +13,8 @@ from string import ascii_lowercase
 
 import pytest
 from helpers import fork_server
+from helpers.distribution import SharedSlurmScheduling
+from xdist.remote import Producer
 
 from hpctrain import sandbox
 from hpctrain.errors import UserError
@@ -41,6 +43,10 @@ def pytest_configure() -> None:
     # Background jobs of a shell without job control ignore SIGINT, and so do their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedSlurmScheduling | None:
+    return SharedSlurmScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ def undisturbed(tmp_path_factory):
     return train(tmp_path_factory.mktemp("undisturbed"), "train_with_lightning.py")
 
 
-@pytest.mark.parametrize("disturb", ["requeue:6", "kill:5"])
+@pytest.mark.parametrize("disturb", [pytest.param("requeue:6", marks=pytest.mark.long), "kill:5"])
 def test_disturbed_run_is_bitwise_identical(disturb, undisturbed, tmp_path):
     """Step 6 is the last of an epoch, so that validation and the end of the epoch come before the stop."""
     run, result = train(tmp_path, "train_with_lightning.py", disturb=disturb)
@@ -33,6 +33,7 @@ def test_trainer_uses_ranks_and_folder_of_the_job(undisturbed):
     assert run.status()["state"] == "COMPLETED"
 
 
+@pytest.mark.long
 def test_lightning_cli_accepts_the_trainer(tmp_path):
     pytest.importorskip("jsonargparse")
     options = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--trainer.logger=false"]

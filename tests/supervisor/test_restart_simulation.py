@@ -37,7 +37,7 @@ def check(conditions: SimulationConfig):
     return report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_month_on_10000_gpus():
     report = check(SimulationConfig())
     assert report.conditions.num_nodes * report.conditions.gpus_per_node == 10_000

@@ -23,6 +23,8 @@ SCRIPT = SCRIPTS / "train_with_strategies.py"
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 STRATEGIES = ["ddp", "ddp2", "dp", "zero1", "zero2", "zero3", "horovod", "pipeline"]
+#: Strategies that every run tests; `--long` adds the others.
+ALWAYS_TESTED = {"ddp", "zero3", "pipeline"}
 #: Features, in the terms of the table.
 FEATURES: dict[str, dict] = {
     "bf16-mixed": {"precision": "bf16-mixed"},
@@ -69,7 +71,10 @@ def outcomes(strategy: str) -> dict[str, dict]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [each if each in ALWAYS_TESTED else pytest.param(each, marks=pytest.mark.long) for each in STRATEGIES],
+)
 def test_combination_trains_or_is_refused_with_the_reason(strategy, feature):
     if strategy == "horovod" and find_spec("horovod") is None:
         pytest.skip("Horovod is not installed (scripts/install_horovod.sh)")

@@ -1,0 +1,36 @@
+"""Distribution of the tests to processes: one of them runs all tests on Slurm, which share a cluster."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from xdist.scheduler import LoadScopeScheduling
+
+from helpers import REPOSITORY
+
+#: Folders whose tests are distributed one by one, because each takes seconds.
+_SLOW_FOLDERS = ("tests/e2e/", "tests/plugins/")
+_FUNCTION = re.compile(r"^def (\w+)\((.*?)\)", re.MULTILINE | re.DOTALL)
+
+
+class SharedSlurmScheduling(LoadScopeScheduling):
+    """Schedules tests by file, but the tests on Slurm together and first, and slow tests one by one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        if "[slurm" in test or test.partition("[")[0] in _functions_on_slurm(REPOSITORY / file):
+            return "slurm"
+        return nodeid if file.startswith(_SLOW_FOLDERS) else file
+
+
+@cache
+def _functions_on_slurm(file: Path) -> set[str]:
+    """Return the functions of a file that use Slurm, directly or by a fixture of the file."""
+    functions = {name: set(re.findall(r"\w+", words)) for name, words in _FUNCTION.findall(file.read_text())}
+    found, grown = {"slurm", "accounting"}, True
+    while grown:
+        new = {name for name, words in functions.items() if words & found} - found
+        found, grown = found | new, bool(new)
+    return found
