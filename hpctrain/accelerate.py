@@ -51,7 +51,7 @@ class AcceleratorCheckpointer:
         if accelerator.num_processes != ranks.world_size:
             raise UserError(
                 f"The Accelerator trains on {accelerator.num_processes} of the {ranks.world_size} ranks "
-                "of the job. Without GPUs, use Accelerator(cpu=True)."
+                "of the job. If the nodes have no GPUs, use Accelerator(cpu=True)."
             )
         self._accelerator = accelerator
         self._checkpoints = ForeignCheckpoints("accelerate", keep_last=keep_last, every_n_steps=every_n_steps)
@@ -83,7 +83,7 @@ class AcceleratorCheckpointer:
         sampler = get_sampler(loader)
         if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
             raise UserError(
-                "The order of the loader cannot be restored. Pass "
+                "The sample order of the data loader cannot be restored. Pass "
                 "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator."
             )
         epoch, position = divmod(step, len(loader))

@@ -30,7 +30,7 @@ _SLURM_LINES = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILI
 #: Failure kind of a rank that exited with code 0 during a training.
 UNFINISHED = "unfinished"
 #: Remedy for a script that exited during a training.
-UNFINISHED_ADVICE = "To end training early, call end() on the trainer or session, and let training return"
+UNFINISHED_ADVICE = "To end training early, call end() on the trainer or session, and let training finish"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def describe_unfinished(what: str, step: int | None, last_step: int | None) -> s
     """
     of = "" if last_step is None else f" of {last_step}"
     where = f"after step {step}{of}" if step else f"before step 1{of}"
-    return f"the script exited with code 0 before {what} returned, {where}"
+    return f"the script exited with code 0 before {what} finished, {where}"
 
 
 def file_size(path: Path) -> int:

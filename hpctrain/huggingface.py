@@ -44,7 +44,7 @@ def prepare(trainer: T) -> T:
     if trainer.args.world_size != ranks.world_size:
         raise UserError(
             f"The Trainer trains on {trainer.args.world_size} of the {ranks.world_size} ranks of the job. "
-            "Without GPUs, use TrainingArguments(use_cpu=True)."
+            "If the nodes have no GPUs, use TrainingArguments(use_cpu=True)."
         )
     checkpoints = ForeignCheckpoints("checkpoint", marker=_MARKER)
     if checkpoints.run is None:

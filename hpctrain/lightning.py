@@ -116,8 +116,8 @@ class RunCheckpoint(lightning.Callback):
             if trainer.is_global_zero:
                 print(
                     f"hpctrain: the training loader has a {type(loader.sampler).__name__} and a "
-                    f"{type(loader.batch_sampler).__name__}, whose position cannot be restored. A run that "
-                    "is interrupted in an epoch trains other samples than an undisturbed one. Use a "
+                    f"{type(loader.batch_sampler).__name__}, whose position cannot be restored. If a run is "
+                    "interrupted in an epoch, it trains on different samples than an undisturbed run. Use an "
                     "hpctrain.StatefulBatchSampler.",
                     flush=True,
                 )
@@ -154,7 +154,7 @@ class RunCheckpoint(lightning.Callback):
         random, position = rng.capture_rng_state(), None if loader is None else loader.sampler.state_dict()
         if loader is not None and self._is_saving:
             random, position = loader.before_fetch
-        gathered = self.checkpoints.context.all_gather(random, "the random states of all ranks")
+        gathered = self.checkpoints.context.all_gather(random, "the random state")
         return {"position": position, "random": gathered, "step": self._checked_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

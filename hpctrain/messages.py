@@ -90,7 +90,7 @@ def prove(group: dist.ProcessGroup | None) -> _Session:
     assert group is not None
     if (known := _sessions.get(group)) is not None:
         return known
-    with _forming(dist.get_process_group_ranks(group), "prove the secret"):
+    with _forming(dist.get_process_group_ranks(group), "authenticate"):
         return _sessions.setdefault(group, _proven(group))
 
 
@@ -349,8 +349,8 @@ def _length(session: _Session, src: int, header: torch.Tensor, what: str) -> int
     right = matches(content[_LENGTH_BYTES:], code(session.key, session.count, src, "length", data))
     if not right or not 0 < length <= MAX_MESSAGE_BYTES:
         raise Unauthenticated(
-            f"the length of {what} from member {src} has a wrong authentication code or exceeds the limit: "
-            f"{length} bytes, limit {MAX_MESSAGE_BYTES}"
+            f"the length of {what} from group rank {src} has an invalid authentication code or is out of "
+            f"range: {length} bytes, limit {MAX_MESSAGE_BYTES}"
         )
     return length
 
@@ -366,7 +366,7 @@ def _checked(session: _Session, src: int, packet: torch.Tensor, length: int, wha
     data = packet.numpy().tobytes()
     text = data[CODE_BYTES : CODE_BYTES + length]
     if not matches(data[:CODE_BYTES], code(session.key, session.count, src, text)):
-        raise Unauthenticated(f"{what} from member {src} has a wrong authentication code")
+        raise Unauthenticated(f"{what} from group rank {src} has an invalid authentication code")
     return text
 
 

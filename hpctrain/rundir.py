@@ -446,8 +446,8 @@ class RunDir:
         for path in (self.events, self.metrics):
             if path.exists() and not path.is_file():
                 raise UserError(
-                    f"{path} is not a regular file, so the run cannot be recorded. Move this file away and "
-                    "start again."
+                    f"{path} is not a regular file, so the run cannot be recorded. Move it elsewhere, then "
+                    "start the run again."
                 )
 
     def read_events(self) -> Iterator[dict[str, Any]]:

@@ -170,11 +170,11 @@ def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             for variable, part in {**used.globals, **used.nonlocals}.items():
                 yield f"the variable {variable} in {name}", part
         case types.MethodType():
-            yield f"the object of {name}", value.__self__
+            yield f"the object bound to {name}", value.__self__
         case functools.partial():
-            yield f"the function of {name}", value.func
-            yield from _children(f"the arguments of {name}", value.args)
-            yield from _children(f"the arguments of {name}", value.keywords)
+            yield f"{name}.func", value.func
+            yield from _children(f"{name}.args", value.args)
+            yield from _children(f"{name}.keywords", value.keywords)
     yield from ((f"{name}.{attribute}", part) for attribute, part in _attributes(value).items())
 
 

@@ -146,4 +146,4 @@ def suggest(word: str, known: Iterable[str], *, otherwise: str | None = None) ->
         parts = [name for name in known if spelling in re.split("[-_]", name)]
         if close := get_close_matches(spelling, known, 1) or parts[:3]:
             return f"Did you mean {join_or(map(repr, close))}?"
-    return f"Known: {', '.join(known)}." if otherwise is None else otherwise
+    return f"Choose from {', '.join(known)}." if otherwise is None else otherwise

@@ -199,7 +199,7 @@ def join_without_proof_of_rank_1() -> str:
 def test_rank_without_timely_proof_of_the_secret_is_reported():
     error = error_on_rank_0(join_without_proof_of_rank_1)
     assert error.startswith("RendezvousError rank 0 waited ")
-    assert " s for rank 1 to prove the secret: " in error
+    assert " s for rank 1 to authenticate: " in error
     assert "store at 127.0.0.1:" in error
 
 
@@ -213,7 +213,7 @@ def send_wrong_length(operation: str) -> str:
 @pytest.mark.parametrize("operation", ["gather", "broadcast"])
 def test_changed_length_is_refused(operation):
     error = error_on_rank_0(send_wrong_length, operation)
-    assert error.startswith("Unauthenticated the length of a message from member 1 has a wrong")
+    assert error.startswith("Unauthenticated the length of a message from group rank 1 has an invalid")
 
 
 def send_wrong_code(path: Path) -> str:
@@ -225,7 +225,7 @@ def send_wrong_code(path: Path) -> str:
 
 def test_message_with_a_wrong_code_is_refused(tmp_path):
     error = error_on_rank_0(send_wrong_code, tmp_path / "evil")
-    assert "member 1 has a wrong authentication code" in error
+    assert "group rank 1 has an invalid authentication code" in error
     assert not (tmp_path / "evil").exists()
 
 

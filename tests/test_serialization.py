@@ -61,7 +61,7 @@ def local_function():
         ([SimpleNamespace(deep=Config("c", {"k": LOCK}))], {}, "argument 0.deep.lock['k'] is a _thread.lock"),
         ([Slotted((LOCK,))], {}, "argument 0.inner[0] is a _thread.lock"),
         ([], {"b": (i for i in ())}, "argument b is a generator"),
-        ([functools.partial(add, b=LOCK)], {}, "the arguments of argument 0['b'] is a _thread.lock"),
+        ([functools.partial(add, b=LOCK)], {}, "argument 0.keywords['b'] is a _thread.lock"),
     ],
 )
 def test_unpicklable_argument_is_reported_with_its_path(args, kwargs, culprit):
@@ -74,8 +74,8 @@ def test_unpicklable_argument_is_reported_with_its_path(args, kwargs, culprit):
     ("function", "culprit"),
     [
         (local_function(), "inner(): the variable lock in the function is a _thread.lock"),
-        (Trainer().fit, "fit(): the object of the function.lock is a _thread.lock"),
-        (functools.partial(add, LOCK), "add(): the arguments of the function[0] is a _thread.lock"),
+        (Trainer().fit, "fit(): the object bound to the function.lock is a _thread.lock"),
+        (functools.partial(add, LOCK), "add(): the function.args[0] is a _thread.lock"),
     ],
 )
 def test_unpicklable_part_of_the_function_is_reported(function, culprit):

@@ -29,7 +29,7 @@ _IDENTIFYING_VARIABLES = {
     "openmpi": "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
     "mpich": "PMI_RANK and MPI_LOCALRANKID",
     "submitit": "SUBMITIT_LOCAL_JOB_ID",
-    "slurm": "SLURM_PROCID, SLURM_JOB_ID and the SLURM_STEP_ID of a step of srun",
+    "slurm": "SLURM_PROCID, SLURM_JOB_ID and the SLURM_STEP_ID of a step started by srun",
 }
 #: Generic rank variables, which any program may have set, and the fields that they must equal.
 _GENERIC_VARIABLES = {
@@ -101,7 +101,7 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(
-            f"{ENVIRONMENT_VARIABLE} is {name!r}, but its variables are not set "
+            f"{ENVIRONMENT_VARIABLE} is {name!r}, but the variables of this launcher are not set "
             f"({_IDENTIFYING_VARIABLES[name]}). Start this process with its launcher, or unset "
             f"{ENVIRONMENT_VARIABLE}."
         )
@@ -165,9 +165,9 @@ def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) ->
         same = (outer.rank, outer.world_size) == (found.rank, found.world_size)
         if not same or environ.get(torchrun.RUN_ID_VARIABLE):
             raise EnvironmentMismatch(
-                f"rank {found.rank} of {found.world_size} on this host only ({found.sources['rank']}, "
-                f"{found.sources['world_size']}; {found.environment}), inside process {outer.rank} of "
-                f"{outer.world_size} ({outer.sources['rank']}, {outer.sources['world_size']}; "
-                f"{outer.environment}). Start {found.environment} once for all hosts. "
+                f"{found.environment} started rank {found.rank} of {found.world_size} on this host only "
+                f"({found.sources['rank']}, {found.sources['world_size']}), inside process {outer.rank} of "
+                f"{outer.world_size} of {outer.environment} ({outer.sources['rank']}, "
+                f"{outer.sources['world_size']}). Start {found.environment} once for all hosts. "
                 f"{override_hint(found.environment, outer.environment)}"
             )

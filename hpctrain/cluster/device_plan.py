@@ -69,10 +69,12 @@ def plan_device(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> D
     if num_tasks > num_visible and (num_visible > 1 or on_node == 1):
         if allowed is None:
             raise _too_many_ranks(ranks, environ, num_visible)
-        return DevicePlan(local_rank % num_visible, f"local rank modulo {num_visible} visible ({allowed})")
+        return DevicePlan(
+            local_rank % num_visible, f"local rank modulo {num_visible} visible GPUs ({allowed})"
+        )
     if num_visible == 1:
         return DevicePlan(0, f"the only visible GPU{_list(environ)}")
-    return DevicePlan(local_rank, f"local rank, of {num_visible} visible{_list(environ)}")
+    return DevicePlan(local_rank, f"the local rank, of {num_visible} visible GPUs{_list(environ)}")
 
 
 def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:

@@ -55,8 +55,8 @@ class Ranks:
     def _check(self, index: str, count: str) -> None:
         if not 0 <= getattr(self, index) < getattr(self, count):
             raise EnvironmentMismatch(
-                f"{self._describe_field(index)} is not in the range 0 … {count} - 1, with "
-                f"{self._describe_field(count)}. {override_hint('local')}"
+                f"{self._describe_field(index)} is out of range for {self._describe_field(count)}. "
+                f"{override_hint('local')}"
             )
 
     def _describe_field(self, name: str) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from hpctrain.cluster import Ranks, compress_hostlist
+from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
 from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
 from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError, Unauthenticated
+from hpctrain.text import format_ranks
 
 _READ_KEY = "read"
 #: All connected ranks read the answer within milliseconds.
@@ -117,10 +118,10 @@ def _gather_placements(world_size: int, store: Store) -> list[RankPlacement]:
     try:
         store.wait(keys)
     except DistError as error:
-        missing = compress_hostlist(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        missing = format_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
         raise RendezvousError(
-            f"rank {missing} of {world_size} did not join within {time.monotonic() - begun:.0f} s of rank 0. "
-            "Check their logs."
+            f"{missing} of {world_size} did not join within {time.monotonic() - begun:.0f} s of rank 0. "
+            "Check the logs of the missing ranks."
         ) from error
     return [_parse_placement(text) for text in store.multi_get(keys)]
 

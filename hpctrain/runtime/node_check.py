@@ -64,7 +64,7 @@ def main(environ: Mapping[str, str]) -> None:
                 trouble += look(environ, ranks, mine)
             except Unauthenticated as error:
                 # The cause is another program on the network, not the node.
-                print(f"hpctrain: the node check was disturbed: {error}", flush=True)
+                print(f"hpctrain: the node check was interrupted: {error}", flush=True)
             except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
                 trouble.append(f"{look.__name__.strip('_').replace('_', ' ')}: {error}")
             if trouble:
@@ -132,7 +132,7 @@ def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool =
     if (errors := (gpu.ecc_errors or 0) - errors_before) > 0:
         trouble.append(f"GPU {index}: {pluralize(errors, 'uncorrected memory error')} since the job started")
     if not shared and (gpu.processes or (gpu.memory or 0) > _IN_USE_BYTES):
-        trouble.append(f"GPU {index} is in use: {gpu.processes} processes, {gpu.memory} bytes")
+        trouble.append(f"GPU {index} is in use (processes: {gpu.processes}, memory: {gpu.memory} bytes)")
     return trouble
 
 
@@ -185,7 +185,7 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
     dist.all_reduce(value)
     total = value.item()
     dist.destroy_process_group()
-    return [] if total == size else [f"a sum over {size} ranks returned {total:g}"]
+    return [] if total == size else [f"a sum over {size} ranks returned {total:g} instead of {size}"]
 
 
 def _publish_result(environ: Mapping[str, str], words: str) -> None:

@@ -154,7 +154,7 @@ def main(argv: list[str]) -> NoReturn:
         _exit_now(1, sampler)
     if (told := pending_stop_signal()) and code in _STOPPED_EXIT_CODES:
         print(
-            f"hpctrain: the script exited with {code} after {told.name}; the run will continue in a new "
+            f"hpctrain: the script exited with code {code} after {told.name}; the run will continue in a new "
             "attempt."
         )
         _exit_normally(EXIT_CONTINUE, sampler)

@@ -28,7 +28,7 @@ def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
         if blocks and len(free_run) == shape.num_ports:
             return SandboxLayout(folder, shape, free_run[0], min(blocks))
     raise SchedulerError(
-        f"No {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, with "
+        f"There are no {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, with "
         f"{len(others)} sandboxes on this machine. Remove a sandbox that is no longer needed (hpctrain "
         "sandbox down)."
     )

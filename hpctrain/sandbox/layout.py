@@ -23,7 +23,7 @@ _LIMITS = {
     "nodes": ("nodes", 1, 64),
     "gpus_per_node": ("GPUs per node", 0, 16),
     "cpus_per_node": ("CPUs per node", 1, 256),
-    "preempt_grace_s": ("seconds of grace before a preemption kills", 0, 3600),
+    "preempt_grace_s": ("seconds of grace time for preempted jobs", 0, 3600),
 }
 
 

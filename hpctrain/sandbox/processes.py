@@ -20,8 +20,8 @@ def kill_all(wanted: Callable[[ProcessInfo], bool], what: str, limit_s: float = 
         if time.monotonic() > deadline:
             pids = ", ".join(str(victim.pid) for victim in victims)
             raise SchedulerError(
-                f"{what}: process {pids} still running {limit_s:.0f} s after SIGKILL; inspect the processes "
-                "with ps"
+                f"{what}: these processes are still running {limit_s:.0f} s after SIGKILL: {pids}. Inspect "
+                "them with ps"
             )
         for victim in victims:
             victim.kill()

@@ -44,14 +44,14 @@ def check_requirements(
         )
     if missing := _missing(_PROGRAMS, search_path):
         raise UserError(
-            f"A sandbox requires Slurm, but {', '.join(missing)} is not installed. On Debian and Ubuntu,"
-            " run `apt-get install slurm-wlm munge`."
+            f"A sandbox requires Slurm, but these programs are missing: {', '.join(missing)}. On Debian and "
+            "Ubuntu, run `apt-get install slurm-wlm munge`."
         )
     if accounting and (missing := _missing(_ACCOUNTING_PROGRAMS, search_path)):
         raise UserError(
-            f"A sandbox with --accounting requires slurmdbd and MariaDB, but {', '.join(missing)} is not "
-            "installed. On Debian and Ubuntu, run `apt-get install slurmdbd mariadb-server`, or remove "
-            "--accounting."
+            f"A sandbox with --accounting requires slurmdbd and MariaDB, but these programs are missing: "
+            f"{', '.join(missing)}. On Debian and Ubuntu, run `apt-get install slurmdbd mariadb-server`, or "
+            "remove --accounting."
         )
     uid = os.geteuid() if uid is None else uid
     if uid != 0:

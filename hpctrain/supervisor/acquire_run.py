@@ -125,7 +125,7 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
         it = taken.holder
         raise RunActive(
             f"The run in {str(run.path)!r} is still active, as job {it.job_id}: its supervisor on {it.host}, "
-            f"process {it.pid}, holds the lease. Wait for the run, or cancel it."
+            f"process {it.pid}, holds the lease. Wait for the run to end, or cancel it."
         ) from None
     except OSError as error:
         # A full disk must not prevent training.
@@ -231,8 +231,8 @@ def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
             f"{error}. Start the script again when Slurm responds."
         ) from error
     raise RunActive(
-        f"The run in {str(run.path)!r} is still active, as job {record.job_id}. Wait for the run, or cancel "
-        "it."
+        f"The run in {str(run.path)!r} is still active, as job {record.job_id}. Wait for the run to "
+        "end, or cancel it."
     )
 
 
@@ -271,7 +271,9 @@ def _take_lock(run: RunDir) -> None:
     """Hold the run's lock until this process exits. Submitted supervisors inherit the lock."""
     lock = try_lock(run.lock)
     if lock is None:
-        raise RunActive(f"The run in {str(run.path)!r} is still active. Wait for the run, or cancel it.")
+        raise RunActive(
+            f"The run in {str(run.path)!r} is still active. Wait for the run to end, or cancel it."
+        )
     with suppress(OSError):  # On a full disk, the lock file lacks only the owner's pid.
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

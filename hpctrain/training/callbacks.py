@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hpctrain.errors import UserError
-from hpctrain.text import format_number
+from hpctrain.text import format_number, pluralize
 
 if TYPE_CHECKING:
     from hpctrain.training.module import Module
@@ -137,7 +137,7 @@ class EarlyStopping(Callback):
     def _end_if_due(self, trainer: TrainerHandle) -> None:
         if self.waited >= self.patience:
             reached = "was NaN" if self.best is None else f"did not improve on {format_number(self.best)}"
-            trainer.end(f"{self.metric} {reached} in {self.waited} validations")
+            trainer.end(f"{self.metric} {reached} in {pluralize(self.waited, 'validation run')}")
 
 
 class CallbackList:

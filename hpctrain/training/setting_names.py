@@ -42,17 +42,17 @@ ALIASES = {
 
 _SUBMIT = "is set when the run is submitted: hpctrain submit --nodes N --gpus-per-node G"
 _BATCH = (
-    "depends on the number of ranks. Set global_batch_size, the samples per optimizer step on all ranks: "
-    "batch size per rank × ranks × accumulation steps. micro_batch_size limits the samples per forward pass"
+    "is not a setting: set global_batch_size, the number of samples per optimizer step on all ranks (batch "
+    "size per rank × ranks × accumulation steps). micro_batch_size limits the samples per forward pass"
 )
-_RANKS = "is decided by the launcher. Use devices to train without a launcher"
+_RANKS = "is set by the launcher. Without a launcher, use devices"
 _DATA = "is not a Trainer setting: pass the data sets to fit()"
 _RESUME = (
     "is not needed: a run resumes from its newest checkpoint. "
     "To start from another checkpoint, use `hpctrain checkpoints import`"
 )
-_CPU = "is not a setting: set CUDA_VISIBLE_DEVICES= to train on CPUs"
-_DEVICE_KINDS = "is not supported: hpctrain trains on GPUs and CPUs"
+_CPU = "is not a setting: to train on CPUs, set CUDA_VISIBLE_DEVICES to an empty string"
+_DEVICE_KINDS = "is not supported: hpctrain trains only on GPUs and CPUs"
 _MICRO = "is not a setting: use micro_batch_size='auto'"
 _PROGRESS = "is not a setting: the progress line is shown only in a terminal"
 _METHODS = "is not a setting: call fit(), validate(), test() or predict()"
@@ -66,7 +66,7 @@ _PRECISION = "is not a setting: use precision='16-mixed' or precision='bf16-mixe
 
 #: Names with a different meaning or type, and their replacements.
 EXPLAINED = {
-    "accelerator": f"{_RANKS}, and set CUDA_VISIBLE_DEVICES= to train on CPUs",
+    "accelerator": _CPU,
     "accumulate_grad_batches": _BATCH,
     "adafactor": _OPTIMIZER,
     "adam_beta1": _OPTIMIZER,
@@ -110,7 +110,7 @@ EXPLAINED = {
     "enable_progress_bar": _PROGRESS,
     "eval_accumulation_steps": "is not a setting: metrics are means over the batches",
     "eval_dataset": _DATA,
-    "eval_delay": "is called validate_every in hpctrain: a number of steps or 'epoch'",
+    "eval_delay": "is not supported: use validate_every, a number of steps or 'epoch'",
     "eval_on_start": "is called sanity_val_batches in hpctrain: a number of batches",
     "eval_strategy": "is called validate_every in hpctrain: a number of steps or 'epoch'",
     "evaluation_strategy": "is called validate_every in hpctrain: a number of steps or 'epoch'",
@@ -135,10 +135,10 @@ EXPLAINED = {
     "ipus": _DEVICE_KINDS,
     "label_smoothing_factor": "is not a Trainer setting: apply it to the loss in training_step",
     "learning_rate": _OPTIMIZER,
-    "limit_predict_batches": "is not a setting: pass a Subset to predict()",
-    "limit_test_batches": "is not a setting: pass a Subset to test()",
-    "limit_train_batches": "is not a setting: pass a Subset to fit(), or use max_steps",
-    "limit_val_batches": "is not a setting: pass a Subset to fit()",
+    "limit_predict_batches": "is not a setting: pass a torch.utils.data.Subset to predict()",
+    "limit_test_batches": "is not a setting: pass a torch.utils.data.Subset to test()",
+    "limit_train_batches": "is not a setting: pass a torch.utils.data.Subset to fit(), or use max_steps",
+    "limit_val_batches": "is not a setting: pass a torch.utils.data.Subset to fit()",
     "load_best_model_at_end": "is not a setting: use `hpctrain checkpoints export --best`",
     "local_rank": _RANKS,
     "log_gpu_memory": "is not needed: GPU use is measured and shown by `hpctrain report`",
@@ -150,8 +150,8 @@ EXPLAINED = {
     "lr_scheduler_kwargs": _SCHEDULER,
     "lr_scheduler_type": _SCHEDULER,
     "max_time": "is the time limit of the job: hpctrain submit --time",
-    "min_epochs": "is not a setting: EarlyStopping decides when to stop",
-    "min_steps": "is not a setting: EarlyStopping decides when to stop",
+    "min_epochs": "is not a setting: only a callback such as EarlyStopping ends training early",
+    "min_steps": "is not a setting: only a callback such as EarlyStopping ends training early",
     "model": "is passed to fit()",
     "model_registry": "is not supported: use `hpctrain checkpoints export`",
     "move_metrics_to_cpu": "is not needed: metrics are numbers",
@@ -164,11 +164,11 @@ EXPLAINED = {
     "num_processes": _SUBMIT,
     "optim": _OPTIMIZER,
     "optim_args": _OPTIMIZER,
-    "overfit_batches": "is not a setting: pass a Subset to fit()",
+    "overfit_batches": "is not a setting: pass a torch.utils.data.Subset to fit()",
     "overwrite_output_dir": _RESUME,
     "per_device_eval_batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
-    "plugins": "is not a setting: the launcher is detected (`hpctrain env`)",
+    "plugins": "is not a setting: the launcher is detected automatically (`hpctrain env`)",
     "prepare_data_per_node": _DATA,
     "process_position": _PROGRESS,
     "profiler": "is not a setting: use torch.profiler. `hpctrain report` has a time breakdown",
@@ -186,7 +186,7 @@ EXPLAINED = {
     "save_strategy": "is called checkpoint_every in hpctrain: a number of steps or 'auto'",
     "stochastic_weight_avg": "is not supported: use torch.optim.swa_utils in the module",
     "sync_batchnorm": "is not a setting: in the module, call torch.nn.SyncBatchNorm.convert_sync_batchnorm",
-    "terminate_on_nan": "is not a setting: `hpctrain status` reports a NaN loss",
+    "terminate_on_nan": "is not a setting: use on_bad_loss='stop', which is the default",
     "tf32": "is set with torch.set_float32_matmul_precision",
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,

@@ -265,7 +265,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if self.on_bad_loss == "rollback" and self.local_checkpoints is not None:
             raise UserError(
                 f"on_bad_loss is 'rollback' and local_checkpoints is {self.local_checkpoints!r}, but a "
-                "running training cannot load from the local tier. Set only one of them."
+                "rollback cannot load checkpoints from the local tier. Set only one of them."
             )
 
     @property

@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.checkpoint.store import LoadedCheckpoint
 from hpctrain.errors import UserError
+from hpctrain.text import pluralize
 from hpctrain.training.data.step_source import StepSource
 from hpctrain.training.module import Module
 from hpctrain.training.observe.loss_guard import LossGuard
@@ -99,7 +100,7 @@ class TrainingState:
         # An imported checkpoint has no sample order, so training starts a new order.
         if tree["plan"] is not None and tree["plan"] != self.source.identity():
             raise UserError(
-                f"{loaded.path} was trained with {tree['plan']}, but this script uses "
+                f"{loaded.path} was saved with {tree['plan']}, but this script uses "
                 f"{self.source.identity()}. The order of samples depends on these values. Restore the old "
                 "values, or start a new run in a new folder."
             )
@@ -141,7 +142,9 @@ def _load_each(what: str, things: Sequence[Stateful], states: Sequence[dict[str,
     if states is None:
         return
     if len(things) != len(states):
-        raise ValueError(f"the checkpoint has {len(states)} {what}s, the script has {len(things)}.")
+        raise ValueError(
+            f"the checkpoint has {pluralize(len(states), what)}, but the script has {len(things)}."
+        )
     for thing, state in zip(things, states, strict=True):
         if isinstance(thing, torch.optim.Optimizer):
             check_optimizer_class(thing, state)

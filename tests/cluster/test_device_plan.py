@@ -72,9 +72,9 @@ def test_visible_devices_agree_with_torch(text, monkeypatch):
     ("local_ranks", "visible", "variables", "index", "source"),
     [
         # All GPUs visible.
-        ((0, 4), 4, {}, 0, "local rank, of 4 visible"),
-        ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "local rank, of 4 visible"),
-        ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "local rank, of 4 visible"),
+        ((0, 4), 4, {}, 0, "the local rank, of 4 visible"),
+        ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "the local rank, of 4 visible"),
+        ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "the local rank, of 4 visible"),
         # One visible: bound by Slurm, or the only one.
         ((3, 4), 1, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the only GPU bound to this task by Slurm, of 4"),
         ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only visible GPU"),

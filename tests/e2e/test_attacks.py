@@ -170,7 +170,7 @@ def test_attacks_on_each_attempt_end_the_run_after_max_failures(tmp_path):
     assert finished["state"] == "FAILED"
     assert "was written by a process that does not have the secret of this run" in finished["cause"]
     assert (
-        "2 consecutive failures without a new checkpoint (--max-failures)"
+        "2 consecutive failures without a new checkpoint (limit: --max-failures)"
         in run.dir.supervisor_log.read_text()
     )
     assert not (tmp_path / "evil").exists()

@@ -224,7 +224,7 @@ def test_file_may_be_empty(files, text):
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("a: b\n", 1, "unknown option 'a'. Known: nodes, "),
+        ("a: b\n", 1, "unknown option 'a'. Choose from nodes, "),
         ("nodes: 1\ngpu_per_node: 8\n", 2, "unknown option 'gpu_per_node'. Did you mean 'gpus_per_node'?"),
         ("gpus-per-node: 8\n", 1, "unknown option 'gpus-per-node'. Use --gpus-per-node"),
         ("profile: {}\n", 1, "'profile' is accepted on the command line only, as --profile"),
@@ -291,7 +291,7 @@ def test_invalid_assignment_is_reported(files, assignment, message):
     ("options", "message"),
     [
         ({"profile": "fsat"}, "Unknown profile 'fsat' .--profile.. Did you mean 'fast'"),
-        ({"profile": "x", "config": "empty.yaml"}, "Known: fast"),
+        ({"profile": "x", "config": "empty.yaml"}, "Choose from fast"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml': No such file"),
         ({"config": "."}, "Cannot read .*: Is a directory"),
         ({"cpus_per_task": "x"}, "--cpus-per-task is 'x', but must be an integer\\."),

@@ -118,14 +118,14 @@ UNUSED = "This script does not use hpctrain's Trainer, so hpctrain has not saved
     ("number", "source", "message"),
     [
         (signal.SIGUSR2, "", f"SIGUSR2 (the time limit is near); exiting. {UNUSED}"),
-        (signal.SIGTERM, "run.cancel_request.touch()", "SIGTERM (cancel); exiting. "),
+        (signal.SIGTERM, "run.cancel_request.touch()", "SIGTERM (cancellation); exiting. "),
         (signal.SIGTERM, "run.requeue_request.write_text('4\\n')", "SIGTERM (requeue); exiting. "),
         (
             signal.SIGTERM,
             "run.checkpoints.mkdir(); (run.checkpoints / 'my.pt').touch()",
             "Work since the script's last checkpoint is lost: {checkpoints}/my.pt, ",
         ),
-        (signal.SIGTERM, "", f"{UNUSED}{{checkpoints}} has no checkpoint of the script: "),
+        (signal.SIGTERM, "", f"{UNUSED}{{checkpoints}} contains no checkpoint written by the script: "),
         (
             signal.SIGTERM,
             "import sys; sys.modules['hpctrain.training'] = sys",

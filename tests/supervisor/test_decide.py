@@ -130,7 +130,7 @@ def test_kinds_without_a_number_share_max_failures():
     )
     decision = decide(RunSituation(POLICY, history), AttemptEnd(EndKind.PYTHON), 0.0)
     assert decision.action is Action.FAIL
-    assert decision.reason == "3 consecutive failures without a new checkpoint (--max-failures)"
+    assert decision.reason == "3 consecutive failures without a new checkpoint (limit: --max-failures)"
     others = History((PastFailure(EndKind.OOM), PastFailure(EndKind.GPU), PastFailure(EndKind.PYTHON)), ())
     assert decide(RunSituation(POLICY, others), AttemptEnd(EndKind.PYTHON), 0.0).action is Action.RESTART
 
@@ -183,7 +183,7 @@ def test_crash_shortly_before_the_time_limit_requeues():
     assert after(EndKind.KILLED, 3, ends_at=100.0, lead_s=100.0).action is Action.FAIL
 
 
-LOST = {"n3": "the slurmd does not respond"}
+LOST = {"n3": "slurmd does not respond"}
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_waiting_for_data_with_idle_cpus_advises_more_workers(run_waiting_for_da
     [
         (4, 0, 10.0, "num_workers=2"),
         (3, 2, 10.0, "num_workers=3"),
-        (2, 2, 10.0, "more CPUs per rank (--cpus-per-task) and more workers"),
+        (2, 2, 10.0, "more CPUs per rank (--cpus-per-task), and increase num_workers from 2"),
         (64, 8, 10.0, "num_workers=16"),
         (64, 2, 95.0, "more CPUs per rank (--cpus-per-task), or do less"),
     ],
@@ -98,9 +98,9 @@ def test_non_finite_loss_gives_advice(tmp_path):
     facts = facts_of(run := write_run(tmp_path / "run", history))
     (advice,) = advice_in_all_reports(run)
     assert "learning rate" in advice.what
-    assert advice.evidence == "The loss is NaN or infinite in 21 steps, from step 10 on."
+    assert advice.evidence == "The loss is NaN or infinite in 21 steps, starting at step 10."
     assert ("Loss", "NaN", "since step 10; lowest 0.11111 at step 9") in key_figures(facts)
-    assert "The loss is NaN from step 10 on." in " ".join(sentences(facts))
+    assert "The loss has been NaN since step 10." in " ".join(sentences(facts))
     assert json_report(facts)["loss_is_no_number_since"] == 10
 
 

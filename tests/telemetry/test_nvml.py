@@ -51,7 +51,7 @@ def test_all_readings_of_fake_driver_are_read(monkeypatch):
         power_w=300.0,
         temp_c=71,
         clock_mhz=1410,
-        throttled=("power cap", "temperature, by hardware"),
+        throttled=("power cap", "hardware temperature limit"),
         ecc_errors=2,
         processes=2,
         xids=(79,),

@@ -82,7 +82,7 @@ def test_injected_fault_is_attributed_to_chaos(tmp_path):
     history = started_run(0).steps(1, 5, every=1).after(0, "chaos", fault="kill-rank", ranks=[3], host="n1")
     history.after(1, "failure", rank=3, host="n1", cause="SIGKILL").after(0, "restart")
     (attempt,) = facts_of(write_run(tmp_path / "run", history)).attempts
-    assert attempt.cause == "SIGKILL, by hpctrain chaos (kill-rank)"
+    assert attempt.cause == "SIGKILL, caused by hpctrain chaos (kill-rank)"
 
 
 def test_figures_match_the_run_folder(run):

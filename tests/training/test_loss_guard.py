@@ -128,7 +128,7 @@ def test_the_run_stops_before_it_saves_a_bad_state(tmp_path, factor):
     assert steps(tmp_path) == [2, 4]
     message = str(caught.value)
     assert message.startswith("In step 6, the loss is nan on rank 0. The run stops, because on_bad_loss is")
-    assert f"checkpoint is {tmp_path}/checkpoints/step-00000004." in message
+    assert f"checkpoint: {tmp_path}/checkpoints/step-00000004." in message
     assert failure_record(caught.value, {})["final"]
     assert bad_events(tmp_path) == [(6, "stop")]
     assert math.isnan(metrics(tmp_path)[6]["loss"])
@@ -143,7 +143,7 @@ def test_neither_a_stop_signal_nor_the_end_of_training_saves_a_bad_state(tmp_pat
 
 
 def test_the_loss_of_a_run_without_checkpoints_is_checked_too(tmp_path):
-    with pytest.raises(BadLoss, match="The last good checkpoint is none"):
+    with pytest.raises(BadLoss, match="Last good checkpoint: none"):
         fit(None, Net({6: NAN}))
 
 
@@ -152,10 +152,14 @@ def test_none_continues_and_the_checkpoints_are_marked(tmp_path, capfd):
     assert steps(tmp_path) == [4, 10, 12]
     finite = {one.step: one.manifest.finite for one in list_checkpoints(RunDir(tmp_path))[0]}
     assert finite == {4: True, 10: False, 12: False}
-    assert "step-00000012 has parameters or optimizer states that are not finite" in capfd.readouterr().out
+    assert (
+        "step-00000012 contains parameters or optimizer states that are not finite" in capfd.readouterr().out
+    )
     resumed = fit(tmp_path, max_steps=14, keep_last=2)
     out = capfd.readouterr().out
-    assert "step-00000012 has parameters or optimizer states that are not finite. It was set aside" in out
+    assert (
+        "step-00000012 contains parameters or optimizer states that are not finite. It was set aside" in out
+    )
     assert "resumed after step 4" in out
     assert resumed.trained[0] == 5
     assert steps(tmp_path) == [12, 14]
@@ -193,7 +197,9 @@ def test_a_skipped_step_leaves_weights_optimizer_and_buffers(tmp_path, parts, ca
         assert same(module.state_dict(), by_hand({6, 7}))
     assert all(torch.isfinite(value).all() for name, value in module.state_dict().items() if name != "mask")
     assert bad_events(tmp_path) == [(6, "skip"), (7, "skip")]
-    assert "in step 6, the loss is nan on rank 0: its update is skipped" in capfd.readouterr().out
+    assert (
+        "in step 6, the loss is nan on rank 0: the update of this step is skipped" in capfd.readouterr().out
+    )
     lines = metrics(tmp_path)
     assert {step for step, line in lines.items() if line.get("update_skipped") == 1.0} == {6, 7}
     assert [*lines] == [*range(1, STEPS + 1)]
@@ -308,9 +314,7 @@ def test_a_spike_is_a_bad_loss_if_there_are_enough_losses_before(tmp_path, polic
             return 0 * loss + (1 + 0.01 * (batch_idx % 7)) * (5.0 if batch_idx + 1 in (10, 45) else 1.0)
 
     if policy == "stop":
-        with pytest.raises(
-            BadLoss, match=r"In step 45, the loss is 5.1, above the limit of 1.\d* for a spike\."
-        ):
+        with pytest.raises(BadLoss, match=r"In step 45, the loss is 5.1, above the spike limit of 1.\d*\."):
             fit(tmp_path, Level(), **settings)
     else:
         fit(tmp_path, Level(), **settings)
@@ -382,7 +386,10 @@ def test_retention_keeps_the_last_finite_checkpoint_and_resume_prefers_it(tmp_pa
     loaded, sentences = store.load_newest()
     assert loaded.step == 2
     assert [path.name for path in tmp_path.iterdir() if "broken" in path.name] == ["step-00000004.broken-0"]
-    assert "step-00000004 has parameters or optimizer states that are not finite. It was set" in sentences[0]
+    assert (
+        "step-00000004 contains parameters or optimizer states that are not finite. It was set"
+        in sentences[0]
+    )
     save(store, 4)
     assert sorted(committed_steps(tmp_path)) == [4]
 

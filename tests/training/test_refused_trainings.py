@@ -91,7 +91,7 @@ def test_checkpoint_of_another_optimizer_is_reported(tmp_path):
     hpctrain.Trainer(max_steps=1, run_dir=tmp_path).fit(Regression(), samples())
     with pytest.raises(
         hpctrain.UserError,
-        match=r"the optimizer in the checkpoint has .*momentum.*, the optimizer of the script has .*betas",
+        match=r"the optimizer in the checkpoint has .*momentum.*, but the optimizer of .* has .*betas",
     ):
         hpctrain.Trainer(max_steps=2, run_dir=tmp_path).fit(WithAdam(), samples())
 

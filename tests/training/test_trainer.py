@@ -328,7 +328,7 @@ def test_trainer_resolves_the_auto_strategy(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("max_step", "Did you mean 'max_steps'"), ("foo", "Known: max_steps, ")]
+    ("name", "message"), [("max_step", "Did you mean 'max_steps'"), ("foo", "Choose from max_steps, ")]
 )
 def test_unknown_setting_gets_a_suggestion(name, message):
     with pytest.raises(hpctrain.UserError, match=f"Trainer has no setting '{name}'. {message}"):

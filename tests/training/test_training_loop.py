@@ -228,8 +228,8 @@ def test_batch_larger_than_the_dataset_is_reported(capfd):
     count = len(data[0])
     hpctrain.Trainer(max_steps=1, global_batch_size=count + 1).fit(Regression(), data)
     assert (
-        f"hpctrain: global_batch_size is {count + 1}, but train_dataset has only {count} samples; "
-        "every step uses all samples\n"
+        f"hpctrain: global_batch_size is {count + 1}, but train_dataset has only {count} samples, "
+        "so every step uses all samples\n"
     ) in capfd.readouterr().out
 
 
@@ -454,7 +454,7 @@ def test_hints_about_data_workers():
     assert warn_too_few_workers(1.0, 100.0, 0, 8) is None
     assert warn_too_few_workers(9.0, 10.0, 0, 8) is None  # too early to decide
     assert "50% of the time" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
-    assert "try 4" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
+    assert "try num_workers=4" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
     assert "--cpus-per-task" in (warn_too_few_workers(50.0, 100.0, 8, 8) or "")
 
 

@@ -83,7 +83,8 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
                 raise UserError(
                     f"{file} contains objects of {', '.join(others)}; loading these objects would run code "
                     "from the file. If you trust the file, use "
-                    f"{' '.join(f'--allow {name}' for name in others)}. Otherwise save only the weights: "
+                    f"{' '.join(f'--allow {name}' for name in others)}. Otherwise, in the program that "
+                    "wrote the file, save only the weights: "
                     "torch.save({'state_dict': model.state_dict()}, FILE)."
                 ) from error
             raise UserError(f"{file} was not written by torch.save: {_first_line(error)}.") from error

@@ -121,7 +121,7 @@ class Manifest:
             raise _unreadable(path, error) from error
         manifest = cls.decode(content, path)
         if checkpoint_folder_name(manifest.step) != folder.name:
-            raise CorruptCheckpoint(f"{folder} contains the manifest of step {manifest.step}.")
+            raise CorruptCheckpoint(f"{folder} contains the manifest of a different step, {manifest.step}.")
         return manifest
 
     def shares(self, num_ranks: int) -> list[list[FileEntry]]:

@@ -141,7 +141,8 @@ class RankCoordinator:
         except (RuntimeError, ValueError, dist.DistError, Unauthenticated) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._lost_reason = (
-                f"the ranks lost their connection while saving ({waiting_for}; limit {self._limit_s:g} s): "
+                f"the ranks lost their connection during a checkpoint operation ({waiting_for}; limit "
+                f"{self._limit_s:g} s): "
                 f"{cause}. Saving is impossible until the ranks are restarted."
             )
             raise PeerLost(self._lost_reason) from error

@@ -145,8 +145,8 @@ class LocalTier:
         needed = num_bytes * self._num_members
         if used + needed > limit or needed > disk.free:
             raise CheckpointError(
-                f"no space for {needed} bytes in the local tier {folder}: {used} of {limit} are in use, and "
-                f"{disk.free} are free on its disk"
+                f"no space for {needed} bytes in the local tier {folder}: {used} of {limit} bytes are in use "
+                f"and {disk.free} bytes are free on its disk"
             )
 
     def schedule_copy(self, step: int, *, may_skip: bool) -> None:
@@ -182,7 +182,7 @@ class LocalTier:
         except OSError as error:
             reason = describe_exception(error)
             return [
-                f"{directory.folder} was kept, because the set of copied checkpoints is unknown: {reason}."
+                f"{directory.folder} was kept, because it is unknown which checkpoints were copied: {reason}."
             ]
         if newest > in_shared:
             return [f"Step {newest} exists only in {directory.folder}; it could not be copied to {shared}."]

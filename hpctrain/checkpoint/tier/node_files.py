@@ -88,7 +88,7 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
         seeing = [rank for rank in holders if entry.name in _names(node_files[rank])]
         if not seeing:
             raise CorruptCheckpoint(
-                f"{path} is incomplete: {entry.name} is missing on all current nodes, or is truncated."
+                f"{path} is incomplete: no node of this attempt has a complete copy of {entry.name}."
             )
         rank = min(seeing, key=lambda rank: loads[rank])
         shares[rank].append(entry)

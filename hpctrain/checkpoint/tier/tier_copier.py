@@ -113,7 +113,7 @@ class TierCopier:
             copied = {entry for entries, _ in everything for entry in entries}
             for entry in Manifest.decode(files[MANIFEST_NAME], path).files:
                 if entry not in copied and make_entry(entry.name, files.get(entry.name, b"")) != entry:
-                    raise CorruptCheckpoint(f"{path} has changed since it was written: {entry.name}.")
+                    raise CorruptCheckpoint(f"{path / entry.name} has changed since it was written.")
             return files
 
         own = RankWrite(

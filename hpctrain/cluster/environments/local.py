@@ -15,7 +15,7 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     if environ.get("SLURM_JOB_ID"):
         why = f"single process: inside Slurm job {environ['SLURM_JOB_ID']}, but not started by srun"
     else:
-        why = "single process: no variables of a launcher"
+        why = "single process: no launcher has set its environment variables"
     return Ranks(
         rank=0,
         world_size=1,

@@ -19,7 +19,7 @@ _OTHER_COMMUNICATION = ("horovod", "mpi4py")
 _ADVICE = {
     "lightning.pytorch": "Pass devices and num_nodes to Lightning's Trainer",
     "pytorch_lightning": "Pass devices and num_nodes to Lightning's Trainer",
-    "accelerate": "Without GPUs, set ACCELERATE_USE_CPU=true or pass cpu=True to Accelerator",
+    "accelerate": "If the nodes have no GPUs, set ACCELERATE_USE_CPU=true or pass cpu=True to Accelerator",
 }
 _OTHER_ADVICE = "Call torch.distributed.init_process_group and wrap the model in DistributedDataParallel"
 

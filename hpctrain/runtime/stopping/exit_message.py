@@ -35,17 +35,17 @@ def _cause(number: signal.Signals, run: RunDir | None, attempt: int) -> str:
     if number == signal.SIGUSR2:
         return "the time limit is near"
     if run is not None and run.cancel_request.exists():
-        return "cancel"
+        return "cancellation"
     if run is not None and run.is_asked_to_requeue(attempt):
         return "requeue"
-    return "preemption, requeue or cancel"
+    return "preemption, requeue or cancellation"
 
 
 def _lost(run: RunDir | None) -> str:
     if has_started():
         return (
-            "No training is in progress. Checkpoints of completed trainings are intact. Work outside of a "
-            "training is not saved."
+            "No training is in progress. The checkpoints of completed training runs are intact. Work outside "
+            "of training is not saved."
         )
     if "hpctrain.training" in sys.modules:
         return "Training has not started; checkpoints of earlier attempts are intact."
@@ -54,7 +54,8 @@ def _lost(run: RunDir | None) -> str:
         return unused
     if (found := newest_file(run.checkpoints)) is None:
         return (
-            f"{unused} {run.checkpoints} has no checkpoint of the script: work since its last save is lost."
+            f"{unused} {run.checkpoints} contains no checkpoint written by the script: work that the script "
+            "has not saved elsewhere is lost."
         )
     path, saved = found
     age = format_duration(max(0.0, time.time() - saved))

@@ -68,7 +68,7 @@ def capture_stop_signals() -> Iterator[StopFlag]:
         flag.record(number, None)
     if threading.current_thread() is not threading.main_thread():
         print(
-            "hpctrain: the training is not in the main thread, so it receives no stop signals.",
+            "hpctrain: training does not run in the main thread, so it receives no stop signals.",
             file=sys.stderr,
         )
         yield flag

@@ -155,7 +155,7 @@ class FailureAnalyzer:
             # The loss of the node explains all reports of the ranks.
             return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
         if not failures:
-            cause = "the step failed, and no rank reported a cause"
+            cause = "the job step failed, but no rank reported a cause"
             return Diagnosis(self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=None))
         first = root_cause(failures)
         told_to_leave = any(task.result is TaskResult.CONTINUE for task in exits)
@@ -217,7 +217,7 @@ class FailureAnalyzer:
     def _analyze_not_started(self, result: AttemptResult) -> AttemptEnd:
         end = result.monitor.end
         assert end is not None
-        cause = f"the step did not start: srun exited with {end.returncode}: {end.stderr_tail}"
+        cause = f"the job step did not start: srun exited with {end.returncode}: {end.stderr_tail}"
         return self._record(
             result.attempt, EndKind.NOT_STARTED, cause, rank=-1, host=None, log=str(self.run.slurm_log)
         )

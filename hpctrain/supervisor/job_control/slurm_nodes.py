@@ -98,7 +98,7 @@ def node_trouble(node: NodeRecord) -> str | None:
     try:
         socket.create_connection((node.address, node.port), timeout=_ANSWER_S).close()
     except (ConnectionRefusedError, ConnectionResetError, TimeoutError) as error:
-        return f"the slurmd does not respond ({type(error).__name__})"
+        return f"slurmd does not respond ({type(error).__name__})"
     except ValueError:
         return None  # An invalid address is not a fault of the node.
     except OSError as error:

@@ -192,12 +192,12 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
         if kind is EndKind.TIME_LIMIT:
             return (
                 f"{count + 1} consecutive attempts ended at the time limit without a new checkpoint "
-                f"(restart.{kind}.retries); submit with a longer --time, or with a longer "
+                f"(limit: restart.{kind}.retries); submit with a longer --time, or with a longer "
                 "--stop-before-limit if there was not enough time for the last save"
             )
         return (
-            f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after starting and without a new "
-            f"checkpoint (restart.{kind}.retries)"
+            f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after the start and without a new "
+            f"checkpoint (limit: restart.{kind}.retries)"
         )
     if kind is EndKind.OUT_OF_TIME and rule.retries == 0:
         return (
@@ -214,7 +214,11 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
     failures = sum(past.kind in sharing for past in history.failures)
     crashes = sum(past in sharing for past in history.crashes)
     if failures > most:
-        return f"{failures} consecutive failures without a new checkpoint ({name})" if failures > 1 else ""
+        return (
+            f"{failures} consecutive failures without a new checkpoint (limit: {name})"
+            if failures > 1
+            else ""
+        )
     if crashes >= CRASHES_PER_FAILURE * (most + 1):
-        return f"{pluralize(crashes, 'failure')}, and no checkpoint with a recorded step ({name})"
+        return f"{pluralize(crashes, 'failure')}, and no checkpoint with a recorded step (limit: {name})"
     return None

@@ -100,7 +100,7 @@ class AttemptMonitor:
             case LauncherStuck():
                 if not self._killed:
                     log.warning(
-                        "all %ss have exited, but the step has not ended: killing the launcher",
+                        "all %ss have exited, but the job step has not ended: killing the launcher",
                         self.process_name,
                     )
                     self._kill(step)
@@ -114,7 +114,7 @@ class AttemptMonitor:
                     return
                 cancels = [got for got in self.signals if got in self.job_control.cancel_signals]
                 if len(cancels) > 1 and number in cancels:
-                    log.info("received a second stop request: ending the step")
+                    log.info("received a second stop request: ending the job step")
                     self._kill(step)
                     return
                 self._signal_ranks(step, forward)
@@ -153,8 +153,10 @@ class AttemptMonitor:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             if self._killed:
-                raise TimeoutError(f"the step was killed, but is still running after {_KILL_LIMIT_S:.0f} s.")
-            log.info("timed out waiting for %s: ending the step", self._awaited)
+                raise TimeoutError(
+                    f"the job step was killed, but is still running after {_KILL_LIMIT_S:.0f} s."
+                )
+            log.info("timed out waiting for %s: ending the job step", self._awaited)
             self._kill(step)
         elif self.ends_at is not None and now >= self.ends_at - self.stop_before_limit_s:
             if not self._warned:
@@ -165,7 +167,7 @@ class AttemptMonitor:
                 )
                 self._signal_ranks(step, signal.SIGUSR2)
             elif now >= self.ends_at:
-                log.info("time limit reached: ending the step")
+                log.info("time limit reached: ending the job step")
                 self.out_of_time = True
                 self._kill(step)
 

@@ -188,7 +188,7 @@ class RankMonitor:
             if not self._step.is_over() or self._stopped:
                 return
         except SchedulerError as error:
-            log.warning("cannot determine whether the step has ended: %s", error)
+            log.warning("cannot determine whether the job step has ended: %s", error)
             return
         self._emit(LauncherStuck())
 

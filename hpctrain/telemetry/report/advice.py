@@ -74,7 +74,7 @@ def _no_number(run_data: RunData) -> Iterator[Advice]:
     number_of = sum(step >= since for step in run_data.curves.effective)
     yield Advice(
         f"{what}.",
-        f"The loss is NaN or infinite in {pluralize(number_of, 'step')}, from step {since} on.",
+        f"The loss is NaN or infinite in {pluralize(number_of, 'step')}, starting at step {since}.",
     )
 
 
@@ -98,7 +98,7 @@ def _data(run_data: RunData) -> Iterator[Advice]:
         what = f"Set Trainer(num_workers={more}) instead of {workers}."
         evidence.append(f"each rank has {pluralize(cpus, 'CPU')}")
     else:
-        what = f"Request more CPUs per rank (--cpus-per-task) and more workers: num_workers is {workers}."
+        what = f"Request more CPUs per rank (--cpus-per-task), and increase num_workers from {workers}."
         evidence.append(f"each rank has only {pluralize(cpus, 'CPU')}")
     yield Advice(what, _sentence(evidence))
 
@@ -193,7 +193,7 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
     if part < _MUCH_SAVING or len(run_data.checkpoints) < 3:
         return
     if _setting(run_data, "checkpoint_async") is False:
-        what = "Set Trainer(checkpoint_async=True): training then pauses only for the copy of the state."
+        what = "Set Trainer(checkpoint_async=True), so that training pauses only while the state is copied."
     elif _setting(run_data, "checkpoint_every") == "auto":
         what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
@@ -232,7 +232,7 @@ def _memory(run_data: RunData) -> Iterator[Advice]:
     if used / there < _ROOMY:
         yield Advice(
             f"Use larger micro-batches: Trainer(micro_batch_size='auto') instead of {micro_batch}.",
-            _sentence([f"no GPU used more than {format_size(used)} of {format_size(there)} of memory"]),
+            _sentence([f"no GPU used more than {format_size(used)} of its {format_size(there)} of memory"]),
         )
 
 

@@ -100,7 +100,7 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
     elif kind == "grow":
         last.stopped_for = f"to continue on {event.get('nodes')} nodes"
     elif kind == "chaos":
-        last.stopped_for = f"by hpctrain chaos ({event.get('fault')})"
+        last.stopped_for = f"caused by hpctrain chaos ({event.get('fault')})"
     elif kind == "signal":
         reason = f", {last.stopped_for}" if last.stopped_for else ""
         saved = "" if event.get("saved") is True else "; no new state was saved"

@@ -13,7 +13,7 @@ from hpctrain.text import format_duration, format_number, format_share, pluraliz
 
 #: Short description of each category of the time breakdown.
 CATEGORY_TEXT = {
-    TimeCategory.TRAINING: "training steps that were kept",
+    TimeCategory.TRAINING: "training steps whose result was kept",
     TimeCategory.COMMUNICATING: "waiting for gradients of other ranks",
     TimeCategory.DATA: "waiting for the next batch",
     TimeCategory.VALIDATING: "running validation",
@@ -54,7 +54,7 @@ def summarize(run_data: RunData) -> list[str]:
     if run_data.cause:
         sentences.append(f"The run failed: {run_data.cause.rstrip('.')}.")
     if (since := run_data.curves.no_number_since("loss")) is not None:
-        sentences.append(f"The loss is {run_data.curves.last_text('loss')} from step {since} on.")
+        sentences.append(f"The loss has been {run_data.curves.last_text('loss')} since step {since}.")
     resubmitted = sum(one.end == "cancelled" and one.followed_by is not None for one in run_data.attempts)
     if resubmitted:
         times = "once" if resubmitted == 1 else f"{resubmitted} times"
@@ -64,7 +64,7 @@ def summarize(run_data: RunData) -> list[str]:
     elif len(run_data.attempts) == 1 and not run_data.is_going:
         sentences.append("There were no interruptions.")
     if (ettr := run_data.goodput.ettr) is not None and run_data.step is not None:
-        sentences.append(f"{format_share(ettr)} of wall-clock time was productive (ETTR).")
+        sentences.append(f"{format_share(ettr)} of the wall-clock time was productive (ETTR).")
     return sentences
 
 
@@ -116,7 +116,7 @@ def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
     if (since := run_data.curves.no_number_since("loss")) is not None:
         at = f"since step {since}{f'; {at}' if at else ''}"
     steps = ("Steps", describe_step(run_data.step, run_data.reports_steps), _rate(run_data))
-    productive = ("Productive", format_share(run_data.goodput.ettr), "ETTR: fraction of wall-clock time")
+    productive = ("Productive", format_share(run_data.goodput.ettr), "ETTR: fraction of the wall-clock time")
     lost = (
         "Lost work",
         format_duration(run_data.breakdown.totals_us[TimeCategory.LOST] / 1e6),

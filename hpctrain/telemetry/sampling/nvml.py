@@ -103,7 +103,7 @@ def _reasons(bits: int) -> tuple[str, ...]:
         pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
         pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
         pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature",
-        pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature, by hardware",
+        pynvml.nvmlClocksEventReasonHwThermalSlowdown: "hardware temperature limit",
         pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
         pynvml.nvmlClocksEventReasonApplicationsClocksSetting: "clock setting",
         pynvml.nvmlClocksEventReasonSyncBoost: "sync boost",

@@ -67,7 +67,7 @@ class QAdam(Algorithm):
             plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             if not plain or any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
                 raise UserError(
-                    f"algorithm 'qadam' supports only Adam and AdamW without amsgrad and maximize, but "
+                    f"algorithm 'qadam' supports only Adam and AdamW without amsgrad or maximize, but "
                     f"configure_optimizers() returned {type(optimizer).__name__}."
                 )
             for group in optimizer.param_groups:

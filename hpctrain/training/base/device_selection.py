@@ -71,7 +71,7 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
         return [None] * (1 if wanted in (None, -1) else wanted or 1)
     if isinstance(wanted, list):
         if max(wanted) >= num_gpus:
-            raise UserError(f"devices is {devices!r}, but only GPUs 0 to {num_gpus - 1} are visible.")
+            raise UserError(f"devices is {devices!r}, but the last visible GPU is {num_gpus - 1}.")
         return list(wanted)
     free = [index for index in range(num_gpus) if index not in busy]
     if wanted is None:
@@ -85,8 +85,8 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
         return list(range(num_gpus))
     if wanted > len(free):
         raise UserError(
-            f"devices is {devices!r}, but only {len(free)} of {num_gpus} visible GPUs are free. Use fewer, "
-            "wait, or name GPUs to share: devices=[0, …]."
+            f"devices is {devices!r}, but other processes leave only {len(free)} of {num_gpus} visible "
+            "GPUs free. Use fewer, wait, or name GPUs to share: devices=[0, …]."
         )
     return list(free[:wanted])
 

@@ -70,8 +70,12 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
     first, *others = context.all_gather(own)
     for rank, other in enumerate(others, 1):
         if other != first:
+            differing = [key for key in first.keys() | other.keys() if first.get(key) != other.get(key)]
+            on_first, on_other = (
+                {key: each.get(key) for key in sorted(differing)} for each in (first, other)
+            )
             raise UserError(
-                f"{name} is {first} on rank 0, but {other} on rank {rank}. Both must be the same: check "
+                f"{name} differs between ranks: {on_first} on rank 0, but {on_other} on rank {rank}. Check "
                 "that all nodes have the same copy of the data and the same settings."
             )
 

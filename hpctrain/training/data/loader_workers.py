@@ -145,17 +145,16 @@ class LoaderWorkers:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         hint = " The kernel kills processes when memory runs out." if code == -signal.SIGKILL else ""
         return (
-            f"data worker {number} (pid {self._processes[number].pid}) {how} "
-            f"at {self._position(number)}.{hint}"
+            f"data worker {number} (pid {self._processes[number].pid}) {how} {self._position(number)}.{hint}"
         )
 
     def _position(self, number: int) -> str:
         epoch, index, second = self._progress_boards[number]
         if index < 0:
-            return f"{self._name}, before its first sample"
+            return f"before its first sample of {self._name}"
         if second >= 0:
-            return f"sample {second} of shard {index} of {self._name}, epoch {epoch}"
-        return f"sample {index} of {self._name}, epoch {epoch}"
+            return f"at sample {second} of shard {index} of {self._name}, epoch {epoch}"
+        return f"at sample {index} of {self._name}, epoch {epoch}"
 
 
 @contextmanager

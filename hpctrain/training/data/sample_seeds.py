@@ -141,7 +141,7 @@ def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None)
     else:
         raise UserError(
             f"sample_generator(index={index!r}): __getitems__ is fetching {len(sample.among)} samples. "
-            "Pass the index of a sample being fetched."
+            "Pass the index of one of these samples."
         )
     if kind == "torch":
         return torch.Generator().manual_seed(seed)

@@ -110,7 +110,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
         saved = {name: value for name, value in state_dict.items() if name != "step"}
         if saved != self._identity:
             raise UserError(
-                f"The checkpoint has the order of samples of {saved}, but this script uses "
+                f"The checkpoint was saved with the sample order of {saved}, but this script uses "
                 f"{self._identity}. Restore the old values, or start a new run in a new folder."
             )
         self._start, self._batches = state_dict["step"], None

@@ -108,8 +108,8 @@ class MapStepSource:
         self._plan = BatchPlan(SampleOrder(num_samples, loading.seed), batch_size)
         if batch_size > num_samples:
             # Users relate learning rates and throughput to the batch size that they configured.
-            remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples; "
-            self.remarks = [f"{remark}every step uses all samples"]
+            remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples, "
+            self.remarks = [f"{remark}so every step uses all samples"]
         self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
         self.last_step: int | None = self._last
         self._step = 0

@@ -127,7 +127,7 @@ class StreamStepSource:
             self._plan.reset(StreamCursor(cursor.epoch))
             self._checkpoints = {}
             remark = (
-                "train_dataset has no state_dict and load_state_dict to resume from its position: epoch "
+                "train_dataset has no state_dict and load_state_dict, so its position is not restored: epoch "
                 f"{cursor.epoch} starts over and repeats {int(taken.sum())} samples."
             )
             return [remark]

@@ -152,14 +152,16 @@ class TrainingLoop:
         parts.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
         if reason:
             error = BadLoss(
-                f"{bad.cause[0].upper()}{bad.cause[1:]}. The run stops, because {reason}. The last good "
-                f"checkpoint is {newest or 'none'}. Check the data of that step and the learning rate. To "
-                "skip the update of such a step, use on_bad_loss='skip'. To exclude the batch, use "
-                "'rollback'."
+                f"{bad.cause[0].upper()}{bad.cause[1:]}. The run stops, because {reason}. Last good "
+                f"checkpoint: {newest or 'none'}. Check the data of that step and the learning rate. To skip "
+                "the update of such a step, use on_bad_loss='skip'. To return to the last good checkpoint "
+                "and exclude the batch, use 'rollback'."
             )
             mark_non_retryable(error)
             raise error
-        parts.progress.print_message(f"hpctrain: {bad.cause}: returning to {newest}; its batch is excluded")
+        parts.progress.print_message(
+            f"hpctrain: {bad.cause}: returning to {newest} and excluding the batch of this step"
+        )
         self._exchange.discard()
         parts.source.close()
         parts.strategy.sync_buffers()  # ends what an algorithm does in the background

@@ -45,7 +45,7 @@ def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: 
     said = f"{waited_s / all_s:.0%} of the time was spent waiting for data with num_workers={num_workers}"
     more = min(max(2 * num_workers, 1), cpus)
     if more > num_workers:
-        return f"{said}: try {more}; each rank has {pluralize(cpus, 'CPU')}."
+        return f"{said}: try num_workers={more}; each rank has {pluralize(cpus, 'CPU')}."
     return (
         f"{said}, and each rank has only {pluralize(cpus, 'CPU')}: request more with --cpus-per-task, "
         "or make loading cheaper."

@@ -97,7 +97,7 @@ class LossGuard:
         if self._spikes is None:
             return None
         if self._spikes.is_spike(loss):
-            return f"the loss is {loss:.6g}, above the limit of {self._spikes.limit():.6g} for a spike"
+            return f"the loss is {loss:.6g}, above the spike limit of {self._spikes.limit():.6g}"
         self._spikes.add(loss)
         return None
 

@@ -51,7 +51,7 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
             raise UserError(
                 f"{origin} returned a ReduceLROnPlateau, which requires a metric. Schedulers advance after "
                 "every optimizer step, without a metric. Call its step() in the on_validation_end of a "
-                "callback, and save it in state_dict() and load_state_dict() of the callback."
+                "callback, and save and restore it in the callback's state_dict() and load_state_dict()."
             )
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise UserError(
@@ -169,7 +169,7 @@ def ignored_hyperparameters(
                 found[
                     f"{name}{which} remains {saved!r}, the value in the checkpoint, although the script now "
                     f"sets {asked!r}. To change it in a resumed run, set it in the on_fit_start of a "
-                    "callback, after the checkpoint is loaded."
+                    "callback, which is called after the checkpoint is loaded."
                 ] = None
     return list(found)
 
@@ -184,8 +184,8 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     ours = {name for group in optimizer.param_groups for name in group}
     if (more := theirs - ours) and (less := ours - theirs):
         raise ValueError(
-            f"the optimizer in the checkpoint has {', '.join(sorted(more))}, the optimizer of the script "
-            f"has {', '.join(sorted(less))}."
+            f"the optimizer in the checkpoint has {', '.join(sorted(more))}, but the optimizer of the "
+            f"script has {', '.join(sorted(less))}."
         )
 
 

@@ -112,11 +112,11 @@ class CheckpointManager:
             self._overdue = self._in_flight.step
             cause = (
                 f"The checkpoint of step {self._overdue} is still being written after "
-                f"{self.in_flight_s:.0f} s: the state after step {self._state.step} is not saved"
+                f"{self.in_flight_s:.0f} s, so the state after step {self._state.step} is not saved"
             )
             self._log.write_event("failure", cause=f"{cause}.")
             self._progress.print_message(
-                f"hpctrain: {cause}. No further state is saved until then. Training continues."
+                f"hpctrain: {cause}. Saves are skipped until this write has ended. Training continues."
             )
         return False
 
@@ -217,7 +217,7 @@ class CheckpointManager:
             os.stat(self.folder)
         except FileNotFoundError:
             cause = (
-                f"{self.folder} has vanished, together with its checkpoints. The folder will be created "
+                f"{self.folder} has vanished, together with its checkpoints. hpctrain will create the folder "
                 "again."
             )
             self._log.write_event("failure", cause=cause)
@@ -239,7 +239,7 @@ class CheckpointManager:
         if saved.finite is False:
             fields["finite"] = False
             self._progress.print_message(
-                f"hpctrain: {saved.path} has parameters or optimizer states that are not finite."
+                f"hpctrain: {saved.path} contains parameters or optimizer states that are not finite."
             )
         if saved.score is not None:
             fields |= {
@@ -274,6 +274,6 @@ class CheckpointManager:
             raise UserError(
                 f"monitor is {settings.monitor!r} (for keep_best={settings.keep_best}), but step "
                 f"{state.step} has only {', '.join(map(repr, sorted(state.latest)))}. Set monitor to one of "
-                "these metrics, or return it from validation_step."
+                f"these metrics, or return {settings.monitor!r} from validation_step."
             )
         return state.latest.get(settings.monitor)

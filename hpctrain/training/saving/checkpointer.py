@@ -176,13 +176,13 @@ class Checkpointer:
             name: hashlib.sha256(json.dumps(split_tree(each, name)[0]).encode()).hexdigest()
             for name, each in state.items()
         }
-        for rank, others in enumerate(self._context.all_gather(digests, "the states of all ranks")):
+        for rank, others in enumerate(self._context.all_gather(digests, "the checksum of the state")):
             for name, digest in digests.items():
                 if others[name] != digest:
                     raise CheckpointError(
                         f"{name}.state_dict() of rank {rank} differs from that of rank "
-                        f"{self._context.ranks.rank}, but a checkpoint has one state for all ranks. For the "
-                        "position in the data, use a StatefulBatchSampler"
+                        f"{self._context.ranks.rank}, but a checkpoint has one state for all ranks. To "
+                        "save the position in the data, use a StatefulBatchSampler"
                     )
         self.wait()
         return state

@@ -41,9 +41,7 @@ class DiskSpaceWait:
         """
         if not self._is_reported:
             self._is_reported = True
-            cause = (
-                f"{self._describe_space()}. Training waits until space is freed in this folder, then saves."
-            )
+            cause = f"{self._describe_space()}. Training waits until space is freed on this disk, then saves."
             self._log.write_event("failure", cause=cause, **{"class": "disk-full"})
             self._progress.print_message(f"hpctrain: {cause}")
         tried = time.monotonic()
@@ -63,15 +61,15 @@ class DiskSpaceWait:
         """Return the error for an unsuccessful wait."""
         waited = time.monotonic() - self._started_at
         return DiskFull(
-            f"{self._describe_space()}; no space was freed in {waited:.0f} s. Earlier checkpoints are "
-            "intact. Free space on this disk, then resume the run"
+            f"{self._describe_space()}; not enough space was freed in {waited:.0f} s. Earlier checkpoints "
+            "are intact. Free space on this disk, then resume the run"
         )
 
     def _describe_space(self) -> str:
         free = self._context.broadcast_from_main(_free_bytes(self._folder))
         return (
             f"no space for the checkpoint of step {self._step} in {self._folder}: "
-            f"it needs {format_size(self._needed)}, but only {format_size(free)} are free"
+            f"it needs {format_size(self._needed)}, but only {format_size(free)} is free"
         )
 
 

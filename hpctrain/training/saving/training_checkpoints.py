@@ -227,8 +227,8 @@ class TrainingCheckpoints:
             manager.async_save()
         elif write_s is not None:
             self._progress.print_message(
-                f"hpctrain: the process will be killed {max(0.0, left_s):.0f} s after {signal_name}, but "
-                f"saving takes {write_s:.0f} s: the state after step {self._state.step} is not saved. "
+                f"hpctrain: the process will be killed in {max(0.0, left_s):.0f} s ({signal_name}), but a "
+                f"save takes {write_s:.0f} s: the state after step {self._state.step} is not saved. "
                 "Earlier checkpoints are intact."
             )
         finished = manager.wait(ends_at - time.monotonic())
@@ -242,7 +242,7 @@ class TrainingCheckpoints:
             saved += manager.collect_finished()
         if not finished:
             self._progress.print_message(
-                f"hpctrain: the save was aborted because it did not finish in the time after {signal_name}. "
+                f"hpctrain: the save was aborted because it did not finish in time after {signal_name}. "
                 "Earlier checkpoints are intact."
             )
             manager.abandon()

@@ -194,7 +194,7 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
-                "hpctrain: a sharded parameter was used. Blocks of a Sequential, ModuleList or "
+                "hpctrain: a sharded parameter was used directly. Blocks of a Sequential, ModuleList or "
                 "ModuleDict have their full parameters only during their own forward call: call the block "
                 "itself, not its submodules."
             )
