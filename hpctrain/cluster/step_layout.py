@@ -84,17 +84,18 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
     num_tasks, node_rank = read_int(environ, NUM_TASKS), read_int(environ, "SLURM_NODEID")
     if sum(counts) != num_tasks:
         raise EnvironmentMismatch(
-            f"world size {num_tasks} ({NUM_TASKS}) but {sum(counts)} tasks on {len(counts)} nodes "
-            f"({TASKS}={environ[TASKS]}). {override_hint('local')}"
+            f"world size is {num_tasks} ({NUM_TASKS}), but there are {sum(counts)} tasks on {len(counts)} "
+            f"nodes ({TASKS}={environ[TASKS]}). {override_hint('local')}"
         )
     if len(hosts) != len(counts):
         raise EnvironmentMismatch(
-            f"{len(hosts)} nodes ({HOSTS}={environ[HOSTS]}) but task counts for {len(counts)} "
+            f"there are {len(hosts)} nodes ({HOSTS}={environ[HOSTS]}), but task counts for {len(counts)} "
             f"({TASKS}={environ[TASKS]}). {override_hint('local')}"
         )
     if not 0 <= node_rank < len(hosts):
         raise EnvironmentMismatch(
-            f"node rank {node_rank} (SLURM_NODEID) but {len(hosts)} nodes ({HOSTS}={environ[HOSTS]}). "
+            f"node rank is {node_rank} (SLURM_NODEID), but there are {len(hosts)} nodes "
+            f"({HOSTS}={environ[HOSTS]}). "
             f"{override_hint('local')}"
         )
     node = hosts[0] if len(hosts) == 1 else environ.get("SLURMD_NODENAME", "")

@@ -342,9 +342,9 @@ def test_unknown_environment_gets_a_suggestion():
         ({"SLURM_LOCALID": "3"}, ["local_rank 3", "SLURM_LOCALID", "local_world_size 3"]),
         ({"SLURM_PROCID": "x"}, ["SLURM_PROCID", "'x'"]),
         ({"SLURM_PROCID": "7"}, ["rank 7", "SLURM_PROCID", "world_size 7"]),
-        ({"SLURM_NODEID": "2"}, ["node rank 2 (SLURM_NODEID)", "2 nodes"]),
+        ({"SLURM_NODEID": "2"}, ["node rank is 2 (SLURM_NODEID)", "2 nodes"]),
         ({"SLURM_GTIDS": "0,1,2,3"}, ["rank 5 (SLURM_PROCID)", "SLURM_GTIDS=0,1,2,3"]),
-        ({"SLURM_GTIDS": "4,5"}, ["3 tasks on n2", "2 (SLURM_GTIDS=4,5)"]),
+        ({"SLURM_GTIDS": "4,5"}, ["n2 has 3 tasks", "2 according to SLURM_GTIDS=4,5"]),
         ({"SLURMD_NODENAME": "n7"}, ["'n7'", "SLURM_STEP_NODELIST=n[1-2]"]),
         ({"SLURM_NODEID": "0"}, ["rank 5 is on n2 (SLURMD_NODENAME), node 0 (SLURM_NODEID)", "MASTER_ADDR"]),
         ({"SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NODELIST is not set", "HPCTRAIN_ENVIRONMENT=local"]),
@@ -363,7 +363,7 @@ def test_contradictory_slurm_variables_are_refused_with_both_values(change, part
         (
             "openmpi",
             {"OMPI_COMM_WORLD_SIZE": "4"},
-            ["4 (OMPI_COMM_WORLD_SIZE)", "3 processes (OMPI_MCA_orte"],
+            ["4 (OMPI_COMM_WORLD_SIZE)", "number of processes is 3 (OMPI_MCA_orte"],
         ),
         ("openmpi", {"OMPI_COMM_WORLD_RANK": "3"}, ["rank 3", "OMPI_COMM_WORLD_RANK", "world_size 3"]),
         ("openmpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, ["OMPI_COMM_WORLD_LOCAL_SIZE is not set"]),
@@ -447,7 +447,7 @@ def test_step_without_job_id_is_refused_on_every_rank(rank):
     environ = {**STEP, "SLURM_PROCID": rank}
     del environ["SLURM_JOB_ID"]
     text = refusal(environ)
-    assert f"rank {rank} (SLURM_PROCID) but no job (SLURM_JOB_ID)" in text
+    assert f"rank is {rank} (SLURM_PROCID), but there is no job (SLURM_JOB_ID)" in text
     assert "HPCTRAIN_ENVIRONMENT=local" in text
 
 

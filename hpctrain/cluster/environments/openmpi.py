@@ -47,8 +47,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     world_size = read_int(environ, _NAMES.world_size)
     if environ.get(_NUM_PROCESSES) and read_int(environ, _NUM_PROCESSES) != world_size:
         raise EnvironmentMismatch(
-            f"world size {world_size} ({_NAMES.world_size}) but "
-            f"{environ[_NUM_PROCESSES]} processes ({_NUM_PROCESSES}). {override_hint('slurm', 'local')}"
+            f"world size is {world_size} ({_NAMES.world_size}), but the number of processes is "
+            f"{environ[_NUM_PROCESSES]} ({_NUM_PROCESSES}). {override_hint('slurm', 'local')}"
         )
     job = first_set(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
     return ranks_of(

@@ -39,8 +39,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         if rank or lost_job:
             missing = "job (SLURM_JOB_ID)" if lost_job else "job step (SLURM_JOB_ID, SLURM_STEP_ID)"
             raise EnvironmentMismatch(
-                f"rank {rank} (SLURM_PROCID) but no {missing}: variables that srun sets are missing, "
-                "perhaps because a container removed them. Pass on all SLURM_* variables, or set "
+                f"rank is {rank} (SLURM_PROCID), but there is no {missing}: variables that srun sets are "
+                "missing, perhaps because a container removed them. Pass on all SLURM_* variables, or set "
                 f"{ENVIRONMENT_VARIABLE}=local for a single process."
             )
         return None
@@ -130,9 +130,9 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
     ):
         raise EnvironmentMismatch(
             f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script (ENVIRONMENT=BATCH, without "
-            "SLURM_UMASK): SLURM_STEP_* are inherited from the step that submitted the script. Start ranks "
-            f"with srun, or set {ENVIRONMENT_VARIABLE} to local for a single process, or to slurm for one of "
-            f"{layout.num_tasks} ranks."
+            "SLURM_UMASK): SLURM_STEP_* are inherited from the step that submitted the script. Start the "
+            f"ranks with srun, or set {ENVIRONMENT_VARIABLE} to local for a single process, or to slurm for "
+            f"one of {layout.num_tasks} ranks."
         )
 
 
@@ -149,6 +149,7 @@ def _check_tasks_here(rank: int, layout: StepLayout, environ: Mapping[str, str])
         )
     if len(tasks) != layout.num_tasks_here:
         raise EnvironmentMismatch(
-            f"{layout.num_tasks_here} tasks on {layout.node} ({TASKS}={environ[TASKS]}, "
-            f"{HOSTS}={environ[HOSTS]}) but {len(tasks)} (SLURM_GTIDS={text}). {override_hint('local')}"
+            f"{layout.node} has {layout.num_tasks_here} tasks according to {TASKS}={environ[TASKS]} and "
+            f"{HOSTS}={environ[HOSTS]}, but {len(tasks)} according to SLURM_GTIDS={text}. "
+            f"{override_hint('local')}"
         )
