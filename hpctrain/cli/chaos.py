@@ -18,8 +18,8 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     "names",
     multiple=True,
     metavar="FAULT",
-    help="Fault to inject: kill-rank, kill-node-ranks, stop-rank or preempt; under Slurm also "
-    "kill-supervisor and requeue. May be repeated.  [default: all but stop-rank]",
+    help="Fault to inject: kill-rank, kill-node-ranks, stop-rank or preempt; with Slurm also "
+    "kill-supervisor or requeue. May be repeated.  [default: all except stop-rank]",
 )
 @click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Number of faults.")
 @click.option(
@@ -47,7 +47,7 @@ def command(
     from hpctrain.jobs.runs.chaos import ChaosRunner, Fault, check_disturbable, faults_for
 
     if unknown := sorted(set(names).difference(Fault)):
-        raise click.UsageError(f"Unknown --fault {', '.join(unknown)}. Known: {', '.join(Fault)}.")
+        raise click.UsageError(f"Unknown --fault {', '.join(unknown)}. Valid faults: {', '.join(Fault)}.")
     found = open_run(run, runs_dir)
     status = check_disturbable(found)
     faults = faults_for(status.backend, [Fault(name) for name in names])

@@ -91,7 +91,9 @@ def _device(ranks: Ranks, environ: Mapping[str, str]) -> tuple[_Fact, Environmen
 
 def _facts(ranks: Ranks, environ: Mapping[str, str], device: _Fact) -> dict[str, _Fact]:
     """Return value and source of each line of the table."""
-    found_by = ENVIRONMENT_VARIABLE if environ.get(ENVIRONMENT_VARIABLE) else "detected from its variables"
+    found_by = (
+        ENVIRONMENT_VARIABLE if environ.get(ENVIRONMENT_VARIABLE) else "detected from environment variables"
+    )
     return {
         **{name: (getattr(ranks, name), ranks.sources.get(name, found_by)) for name in _FIELDS},
         "device": device,

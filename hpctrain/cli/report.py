@@ -41,7 +41,7 @@ _FORMATS = ("html", "md", "json")
 def command(
     runs: tuple[str, ...], runs_dir: Path, form: str | None, output: Path | None, as_json: bool
 ) -> None:
-    """Generate a one-page report of RUN: loss, restarts, timeline, time breakdown, command to reproduce it.
+    """Generate a one-page report of RUN: loss, restarts, timeline, time breakdown, and how to reproduce it.
 
     RUN may be active, damaged or without metrics; the report then shows the available data. Several runs, or
     the tasks of a job array, are compared.

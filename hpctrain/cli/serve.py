@@ -40,7 +40,7 @@ _CACHE_FACTOR, _MAX_CACHED_PAGES = 4.0, 8
 def command(runs_dir: Path, port: int) -> None:
     """Show all runs in the browser, with live updates, until Ctrl-C.
 
-    Listens on this machine only. Open the printed address. The token in this address keeps out other users
+    Listens on this machine only. Open the printed address. The token in the address keeps out other users
     and websites.
     """
     from hpctrain.telemetry.live.http_server import PageServer

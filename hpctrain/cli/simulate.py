@@ -18,7 +18,10 @@ from hpctrain.cli.common import echo_json, json_option
     "--node-mtbf", default=50.0, show_default=True, help="Mean days between failures of a good node."
 )
 @click.option(
-    "--bad-nodes", default=0.01, show_default=True, help="Fraction of nodes that fail 100 times as often."
+    "--bad-nodes",
+    default=0.01,
+    show_default=True,
+    help="Fraction of bad nodes, which fail 100 times as often as good nodes.",
 )
 @click.option("--preemptions", default=0.5, show_default=True, help="Preemptions per run per day.")
 @click.option("--seed", default=1, show_default=True, help="Random seed.")
@@ -35,14 +38,19 @@ def command(
 ) -> None:
     """Simulate runs on a cluster with random faults, and show the decisions of the supervisor.
 
-    The decisions are made by the same code as in a real run. The cluster and the faults are a model.
+    The same code makes the decisions in a real run. Only the cluster and the faults are simulated.
     """
     from hpctrain.supervisor.restart_simulation import Simulation, SimulationConfig
 
-    if gpus < gpus_per_node or gpus_per_node < 1 or min(days, node_mtbf, preemptions) <= 0:
+    if gpus_per_node < 1:
+        raise click.UsageError(f"--gpus-per-node is {gpus_per_node}, but must be at least 1.")
+    if gpus < gpus_per_node:
         raise click.UsageError(
-            "Use at least one node and positive values for --days, --node-mtbf and --preemptions."
+            f"--gpus is {gpus}, but a single node has {gpus_per_node} (--gpus-per-node). Increase --gpus."
         )
+    for option, value in (("days", days), ("node-mtbf", node_mtbf), ("preemptions", preemptions)):
+        if value <= 0:
+            raise click.UsageError(f"--{option} is {value:g}, but must be greater than 0.")
     if not 0 <= bad_nodes <= 1:
         raise click.UsageError(f"--bad-nodes is {bad_nodes}, but must be between 0 and 1.")
     conditions = SimulationConfig(
@@ -79,9 +87,7 @@ def command(
     click.echo("actions  " + _counted(report.actions))
     total = report.trained_s + report.lost_s
     click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f} % of node time, due to restarts")
-    click.echo(
-        f"attempts at most {report.most_starts_without_progress} consecutive, without a new checkpoint"
-    )
+    click.echo(f"attempts at most {report.most_starts_without_progress} in a row without a new checkpoint")
     for reason, count in reasons.most_common(5):
         click.echo(f"failed   {count} × {reason}")
 

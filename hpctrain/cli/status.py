@@ -27,7 +27,7 @@ from hpctrain.text import format_number
 @runs_dir_option
 @json_option
 def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bool) -> None:
-    """Show the state of RUN: job, progress, newest checkpoint, cause of failure. Without RUN, list all runs.
+    """Show the state of RUN, with its progress, newest checkpoint and failure. Without RUN, list all runs.
 
     For a job array, show the number of tasks in each state. To show one task, use RUN/task-3.
     """

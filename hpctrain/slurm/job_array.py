@@ -33,7 +33,9 @@ class JobArray(NamedTuple):
         """
         listed, percent, limit = text.partition("%")
         if percent and not (limit.isascii() and limit.isdecimal() and int(limit) > 0):
-            raise SpecError(f"--array {text!r} is invalid: {limit!r} after % is not a number. {_FORM}.")
+            raise SpecError(
+                f"--array {text!r} is invalid: {limit!r} after % is not a positive number. {_FORM}."
+            )
         indices: set[int] = set()
         for part in listed.split(","):
             indices.update(_indices(part, text))
@@ -47,7 +49,7 @@ class JobArray(NamedTuple):
 def _indices(part: str, text: str) -> range:
     match = _PART.fullmatch(part)
     if match is None:
-        raise SpecError(f"--array {text!r} is invalid: {part!r} is not a range of numbers. {_FORM}.")
+        raise SpecError(f"--array {text!r} is invalid: {part!r} is neither a number nor a range. {_FORM}.")
     first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
     if last < first or step < 1:
         raise SpecError(f"--array {text!r} is invalid: the range {part!r} is empty. {_FORM}.")

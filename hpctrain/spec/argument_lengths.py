@@ -30,7 +30,7 @@ def check_argument_lengths(spec: JobSpec) -> None:
         length, limit = len(json.dumps(words)), limit - _PLAN_BYTES
     if length > limit:
         raise SpecError(
-            f"The arguments of the script and its path are {length} bytes as JSON, but at most {limit} "
+            f"The path and the arguments of the script are {length} bytes as JSON, but at most {limit} "
             "can be passed to a rank. Put the arguments into a file and pass its path."
         )
     longest = _MAX_WORD_BYTES - len(ENV_PREFIX)

@@ -60,21 +60,27 @@ class Container:
         self._check_image()
         for mount in self.mounts:
             source, destination, *options = [*mount.split(":"), ""][:3] if ":" in mount else [mount, ""]
-            wrong = mount.count(":") > 2 or not (os.path.isabs(source) and os.path.isabs(destination))
+            wrong = not (source and destination) or mount.count(":") > 2
             if wrong or (options and options[0] not in ("", "ro", "rw")):
                 raise SpecError(f"{mount!r} (--container-mounts) is not of the form SRC:DST or SRC:DST:ro.")
+            if relative := next((path for path in (source, destination) if not os.path.isabs(path)), None):
+                raise SpecError(
+                    f"The path {relative!r} in {mount!r} (--container-mounts) is relative. Use an absolute "
+                    "path."
+                )
         for name in self.env:
             if not _VARIABLE_NAME.fullmatch(name):
                 raise SpecError(f"{name!r} (--container-env) is not a valid variable name.")
         for what, path in folders.items():
             if path in _SYSTEM:
                 raise SpecError(
-                    f"The {what} is {path}, which would hide {path} of the image. Use another folder."
+                    f"The {what} is {path}. Mounting it would hide {path} in the container image. "
+                    "Use another folder."
                 )
             if match := re.search("[:,]", path):
                 raise SpecError(
                     f"The {what} {path!r} contains {match[0]!r}, so it cannot be mounted in a container. "
-                    "Rename this path."
+                    "Rename it."
                 )
 
     def _check_image(self) -> None:

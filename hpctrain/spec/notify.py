@@ -37,7 +37,8 @@ class NotifyConfig:
         for occasion in self.on:
             if occasion not in NOTIFICATION_KINDS:
                 raise SpecError(
-                    f"Unknown event {occasion!r} (--notify-on). Known: {', '.join(NOTIFICATION_KINDS)}."
+                    f"Unknown event {occasion!r} (--notify-on). Valid events: "
+                    f"{', '.join(NOTIFICATION_KINDS)}."
                 )
         if self.stall_s < 1:
             raise SpecError(f"--notify-stall-after is {self.stall_s}, but must be at least 1.")

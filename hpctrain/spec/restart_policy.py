@@ -131,7 +131,7 @@ def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
     for key, text in texts.items():
         kind, _, field = key.partition(".")
         if not (text.isascii() and text.isdecimal()):
-            raise SpecError(f"restart.{key} is {text!r} (--restart-policy), but must be an integer. {_FORM}")
+            raise SpecError(f"--restart-policy {key} is {text!r}, but must be an integer. {_FORM}")
         known = str(_kind(kind))
         _check(kind, field, int(text))
         changes.setdefault(known, {})[field] = int(text)
@@ -142,13 +142,14 @@ def _kind(name: str) -> EndKind:
     if name in set(DEFAULT_RULES):
         return EndKind(name)
     raise SpecError(
-        f"Unknown kind of failure {name!r} (--restart-policy). Known: {', '.join(DEFAULT_RULES)}. {_FORM}"
+        f"Unknown kind of failure {name!r} (--restart-policy). Valid kinds: {', '.join(DEFAULT_RULES)}. "
+        f"{_FORM}"
     )
 
 
 def _check(kind: str, field: str, value: object) -> None:
     if field not in _FIELDS:
-        problem = f"has no field {field!r}" if field else "needs a field"
-        raise SpecError(f"restart.{kind} {problem} (--restart-policy). {_FORM}")
+        problem = f"has no field {field!r}" if field else "is missing a field"
+        raise SpecError(f"--restart-policy {kind} {problem}. {_FORM}")
     if type(value) is not int or value < 0:
-        raise SpecError(f"restart.{kind}.{field} is {value!r} (--restart-policy), but must be 0 or more.")
+        raise SpecError(f"--restart-policy {kind}.{field} is {value!r}, but must be 0 or more.")

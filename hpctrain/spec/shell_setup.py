@@ -97,7 +97,9 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError):
         return  # conda may still work on the nodes.
     if name not in known:
-        raise SpecError(f"{conda} has no environment {name!r} (--conda). Known: {', '.join(sorted(known))}.")
+        raise SpecError(
+            f"{conda} has no environment {name!r} (--conda). Available: {', '.join(sorted(known))}."
+        )
 
 
 def is_conda_prefix(value: str) -> bool:

@@ -85,8 +85,8 @@ def _check_shape(spec: JobSpec) -> None:
     if not 1 <= spec.min_nodes <= spec.nodes:
         raise SpecError(
             f"The minimum number of nodes is {spec.min_nodes} and the maximum is {spec.nodes} "
-            "(--nodes), but a "
-            "range requires 1 ≤ MIN ≤ MAX, such as 2:4."
+            "(--nodes), but a range "
+            "requires 1 ≤ MIN ≤ MAX, such as 2:4."
         )
     if spec.spare_nodes < 0:
         raise SpecError(f"--spare-nodes is {spec.spare_nodes}, but must be 0 or more.")
@@ -99,13 +99,13 @@ def _check_shape(spec: JobSpec) -> None:
     if spec.gpu_type is not None:
         if not _GPU_TYPE.fullmatch(spec.gpu_type):
             raise SpecError(
-                f"{spec.gpu_type!r} is not a valid GPU type (--gpus-per-node). Use letters and digits, with "
-                "_ . - between them, such as h100:8."
+                f"{spec.gpu_type!r} is not a valid GPU type (--gpus-per-node). Use letters, digits, _, . and "
+                "-, and start with a letter or digit, as in h100:8 for eight GPUs of type h100."
             )
         if spec.gpus_per_node == 0:
             raise SpecError(
                 f"GPU type {spec.gpu_type} was requested, but the number of GPUs is 0 (--gpus-per-node). "
-                "Use a positive number, or only 0 for a run on CPUs."
+                "Use a positive number, or --gpus-per-node 0 for a run on CPUs."
             )
     if spec.ntasks_per_node < 1:
         raise SpecError(f"--ntasks-per-node is {spec.ntasks_per_node}, but must be at least 1.")
@@ -176,7 +176,7 @@ def _check_words(spec: JobSpec) -> None:
             )
     for what, word in (*plain, *in_script):
         if not _is_utf8(word):
-            raise SpecError(f"The {what} {word!r} is not valid UTF-8, so it cannot be stored. Rename it.")
+            raise SpecError(f"The {what} {word!r} is not valid UTF-8, so it cannot be stored. Change it.")
 
 
 def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:

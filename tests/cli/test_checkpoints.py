@@ -318,4 +318,4 @@ def test_status_of_imported_but_unsubmitted_run_is_refused(command: Command) -> 
     assert command("import", "new", "weights.pt").exit_code == 0
     result = CliRunner().invoke(cli, ["status", "new"])
     assert result.exit_code == 2
-    assert "'new' has checkpoints but has never been submitted" in result.output
+    assert "'new' contains checkpoints, but no run has been submitted" in result.output

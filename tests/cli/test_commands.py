@@ -84,7 +84,7 @@ def test_unreadable_file_is_a_one_line_error(hpctrain, tmp_path):
 def test_unreachable_slurm_exits_with_3(hpctrain):
     result = hpctrain("submit", "--backend", "slurm", "train.py", env={"SLURM_CONF": "/nowhere"})
     assert result.returncode == 3
-    assert "Slurm does not respond on this machine" in result.stderr
+    assert "Slurm cannot be used on this machine" in result.stderr
 
 
 def test_dry_run_executes_no_code_of_the_project(hpctrain, tmp_path):

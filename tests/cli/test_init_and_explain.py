@@ -57,7 +57,7 @@ def test_explain_shows_each_value_and_its_source(hpctrain, tmp_path):
     assert ["qos", "x", "command line"] in rows
     assert ["comment", "a b", "--set"] in rows
     assert ["max_failures", "3", "default"] in rows
-    assert ["name", "(the script's)", "default"] in rows
+    assert ["name", "(the name of the script)", "default"] in rows
     assert not [row for row in rows if row[0] == "account"]
     by_name = {
         row["option"]: row for row in json.loads(hpctrain(*command[:2], "--json", *command[2:]).stdout)
@@ -107,7 +107,7 @@ def test_error_names_set_as_source_of_the_value(hpctrain):
     command = ("submit", "--dry-run", "--backend", "local")
     refused = hpctrain(*command, "--nodes", "2", "--set", "nodes=0", "train.py")
     assert refused.returncode == 2
-    assert refused.stderr.endswith("--nodes is 0, but must be at least 1. (--nodes is from --set)\n")
+    assert refused.stderr.endswith("--nodes is 0, but must be at least 1. (--nodes comes from --set)\n")
     assert hpctrain(*command, "--nodes", "0", "train.py").stderr.endswith(
         "--nodes is 0, but must be at least 1.\n"
     )

@@ -45,9 +45,9 @@ def test_wait_timeout_reports_the_unknown_state(hpctrain, unknown_run):
     result = hpctrain("wait", "lost", "--timeout", "0.5", env=GONE)
     assert result.returncode == 1
     message, error = result.stderr.splitlines()
-    assert message.startswith("Waiting for run lost: its state is unknown for ")
+    assert message.startswith("Waiting for run lost: state unknown for ")
     assert message.endswith("; this does not affect the run")
-    assert error.startswith("Error: Run lost did not end within 0.5 s; its state is unknown for ")
+    assert error.startswith("Error: Run lost did not end within 0.5 s (state: unknown for ")
     assert "/nowhere/slurm.conf" in error
     assert error.endswith("). Wait again, or cancel the run.")
 
@@ -62,7 +62,7 @@ def test_wait_stops_after_the_unknown_limit(hpctrain, unknown_run):
     assert result.returncode == 3
     message, error = result.stderr.splitlines()
     assert message.startswith("Waiting for run lost: ")
-    assert error.startswith("Error: Stopped waiting after 1 s: the state of run lost is unknown for 10")
+    assert error.startswith("Error: Stopped waiting for run lost after 1 s (state: unknown for 10")
     assert "/nowhere/slurm.conf" in error
 
 

@@ -59,7 +59,7 @@ def test_tasks_run_in_their_own_folders_within_the_throttle(prepared, array, at_
 
 def test_concurrency_of_local_tasks_is_noted(prepared):
     assert "one after another" in prepared(array="0-3").notes[0]
-    assert "3 at once" in prepared(array="0-9%3").notes[0]
+    assert "3 at a time" in prepared(array="0-9%3").notes[0]
 
 
 def test_throttle_beyond_the_machines_gpus_is_refused(prepared, monkeypatch):
@@ -170,7 +170,7 @@ def test_script_of_an_array_can_be_started_manually(prepared, monkeypatch):
     ("first", "second", "message"),
     [
         ({}, {"array": "0-1"}, "is a single run and cannot continue as a job array"),
-        ({"array": "0-1"}, {}, "contains a job array. Name the tasks to resume"),
+        ({"array": "0-1"}, {}, "contains a job array. Use --array to name the tasks to resume"),
         ({"array": "0-1"}, {"run_dir": "r/task-1"}, r"a task of a job array. .* --run-dir \S+/r --array 1\."),
     ],
 )

@@ -37,9 +37,7 @@ def test_all_ranks_of_a_node_are_killed_together():
 
 def test_local_backend_excludes_faults_without_restart():
     assert faults_for("local", []) == (Fault.KILL_RANK, Fault.KILL_NODE_RANKS, Fault.PREEMPT)
-    with pytest.raises(
-        SpecError, match=r"--fault kill-supervisor needs Slurm, .* backend of this run is local"
-    ):
+    with pytest.raises(SpecError, match=r"--fault kill-supervisor requires Slurm, .* uses the local backend"):
         faults_for("local", [Fault.KILL_SUPERVISOR, Fault.KILL_RANK])
     assert Fault.REQUEUE in faults_for("slurm", [])
     assert faults_for("slurm", [Fault.STOP_RANK]) == (Fault.STOP_RANK,)
@@ -61,7 +59,7 @@ def test_unknown_fault_is_refused_with_known_ones():
     command = [sys.executable, "-m", "hpctrain", "chaos", "no-run", "--fault", "flood"]
     result = run_command(command, check=False)
     assert result.returncode == 2
-    assert "--fault flood. Known: kill-rank, kill-node-ranks, stop-rank" in result.stderr
+    assert "--fault flood. Valid faults: kill-rank, kill-node-ranks, stop-rank" in result.stderr
 
 
 class FakeRun(Run):

@@ -69,10 +69,10 @@ def test_runs_become_jobs_and_fulfilled_conditions_are_dropped(resolve, text, re
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("afterok:FAILED", "is FAILED, so the job would wait forever"),
-        ("afterok:4,afterok:CANCELLED", "is CANCELLED, so"),
-        ("afternotok:COMPLETED", "is COMPLETED, so"),
-        ("afterok:FAILED?afterok:CANCELLED", "is FAILED, so"),
+        ("afterok:FAILED", "is already FAILED, so the job would wait forever"),
+        ("afterok:4,afterok:CANCELLED", "is already CANCELLED, so"),
+        ("afternotok:COMPLETED", "is already COMPLETED, so"),
+        ("afterok:FAILED?afterok:CANCELLED", "is already FAILED, so"),
         ("afterok:never", "never been submitted"),
         ("afterok:here", "uses the local backend"),
         ("aftrok:3", "Did you mean 'afterok'"),

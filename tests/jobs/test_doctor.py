@@ -144,7 +144,10 @@ def test_gpu_request_style_is_found_with_fake_sbatch(tmp_path):
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     probed = probe_options(Site(partitions=(Partition(name="p", groups=groups),)), environ)
     assert probed.gpu_request_style == "gpus-per-node"
-    assert probed.findings[-1].value == "requested with --gpus-per-node; --gres is rejected: use the other"
+    assert (
+        probed.findings[-1].value
+        == "can be requested with --gpus-per-node; --gres is rejected: use the other"
+    )
     assert probed.findings[-1].mend.startswith("Set `gpu_request_style: gpus-per-node` in")
     assert probe_options(Site(), environ).findings[-1].value == "none in any partition"
 
@@ -204,11 +207,11 @@ def test_each_partition_has_one_finding():
     first, second, third = partition_findings(site)
     assert first.name == "low (default)"
     assert first.value == (
-        "4 nodes with 8 CPUs, 100 MiB, 4 a100 GPUs + 2 nodes with 1 CPU, 100 MiB; time 02:00:00, "
-        "default time 00:01:00, at most 2 nodes, for accounts physics; preemption: CANCEL, 0 s grace"
+        "4 nodes with 8 CPUs, 100 MiB, 4 a100 GPUs + 2 nodes with 1 CPU, 100 MiB; time limit 02:00:00, "
+        "default time 00:01:00, at most 2 nodes, for accounts physics; preemption: CANCEL, grace time 0 s"
     )
     assert first.mend.startswith(
-        "1 of 6 nodes is out of service. A preempted run saves if possible within KillWait"
+        "1 of 6 nodes is out of service. A preempted run saves if KillWait is long enough"
     )
     assert (second.standing, second.value) == ("ok", "no nodes; no time limit")
     assert third.mend == "The partition does not currently accept or start jobs (State=DOWN)."
@@ -220,7 +223,7 @@ def test_only_qos_with_effect_are_shown():
     findings = list(
         qos_findings([Qos(name="normal", preempt_mode="CLUSTER"), Qos(name="q", grace_time_s=20.0)])
     )
-    assert [(finding.name, finding.value) for finding in findings] == [("q", "20 s grace")]
+    assert [(finding.name, finding.value) for finding in findings] == [("q", "grace time 20 s")]
 
 
 def test_runs_folder_is_probed_and_left_unchanged(tmp_path):
@@ -365,7 +368,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
 @pytest.mark.parametrize(
     ("facts", "gpus_here", "gpus_of_site", "standing", "message"),
     [
-        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, uses 4 GPUs on this machine"),
+        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, uses 4 GPUs of this machine"),
         (_TORCH | {"usable": False}, 0, 8, "ok", "2.13, built for CUDA 13.0"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 0, "ok", "built for CPUs"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 8, "note", "built for CPUs"),
@@ -432,10 +435,10 @@ def test_profile_file_has_lasting_facts_and_overwrites_only_a_profile(tmp_path):
     write_profile_file(DoctorReport((), replace(SITE, habits=SiteConventions())), path)
     assert "gpu_request_style" not in yaml.safe_load(path.read_text())
     path.write_text("partition: gpu\nsite: {}\n")
-    with pytest.raises(SpecError, match=r"also contains 'partition'"):
+    with pytest.raises(SpecError, match=r"contains 'partition'"):
         write_profile_file(DoctorReport((), SITE), path)
     path.write_text("just words")
-    with pytest.raises(SpecError, match="also contains"):
+    with pytest.raises(SpecError, match="contains 'other content'"):
         write_profile_file(DoctorReport((), SITE), path)
     path.write_text("a: [")
     with pytest.raises(SpecError, match="Cannot read"):

@@ -24,8 +24,8 @@ def test_dry_run_without_slurm(workdir, folder, reason):
     env = {"PATH": str(workdir / folder)}
     done = run_command([*HPCTRAIN, "--dry-run", "train.py"], env, cwd=workdir)
     assert "#SBATCH --nodes=2" in done.stdout
-    assert f"Warning: Slurm does not respond on this machine ({reason}" in done.stderr
-    assert "Not checked: the partition and its limits" in done.stderr
+    assert f"Warning: Slurm cannot be used on this machine ({reason}" in done.stderr
+    assert "not checked: the partition and its limits" in done.stderr
     assert run_command([*HPCTRAIN, "train.py"], env, cwd=workdir, check=False).returncode == 3
 
 

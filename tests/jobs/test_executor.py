@@ -153,7 +153,7 @@ def test_errors_name_the_parameters_as_in_python(executor, tmp_path):
 def test_notes_name_the_parameters_as_in_python(executor, caplog):
     executor.update_parameters(partition="p")
     executor.submit(add, 1, 2).wait()
-    assert "partition has no effect" in caplog.text
+    assert "ignores these Slurm options: partition" in caplog.text
     assert "--partition" not in caplog.text
 
 

@@ -53,10 +53,10 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"restart_policy": {"omm": {"retries": 0}}}, "Unknown kind of failure 'omm'"),
         (
             {"restart_policy": {"oom": {"": 0}}},
-            "restart.oom needs a field .* FIELD is one of retries, repeats",
+            "--restart-policy oom is missing a field.* FIELD is one of retries, repeats",
         ),
-        ({"restart_policy": {"oom": {"retry": 0}}}, "restart.oom has no field 'retry'"),
-        ({"restart_policy": {"oom": {"retries": -1}}}, "restart.oom.retries is -1"),
+        ({"restart_policy": {"oom": {"retry": 0}}}, "--restart-policy oom has no field 'retry'"),
+        ({"restart_policy": {"oom": {"retries": -1}}}, "--restart-policy oom.retries is -1"),
         ({"backend": "cloud"}, "Unknown backend 'cloud'"),
         ({"time_limit_s": 60.0, "stop_before_limit_s": 60}, "60 s .* 60 s"),
         ({"stop_before_limit_s": 70000}, "70000 s"),
@@ -64,11 +64,11 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"env": {"A": "\x00"}}, "NUL"),
         (
             {"args": ("x" * 60_000,) * 3},
-            "script and its path are 1800.. bytes .* 131071 can",
+            "path and the arguments of the script are 1800.. bytes .* 131071 can",
         ),
         (
             {"args": ('"' * 40_000,), "torchrun": TorchrunConfig()},
-            "arguments of the script and its path are 1600.. bytes",
+            "path and the arguments of the script are 1600.. bytes",
         ),
         ({"env": {"A": "é" * 70_000}}, "variable A .* is 140002 bytes, but at most 131058"),
         ({"env": {f"A{i}": "x" * 100_000 for i in range(11)}}, "are 1100034 bytes in total"),
@@ -83,7 +83,7 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"gpu_request_style": "gpus"}, "Unknown gpu-request-style 'gpus' .* gres, gpus-per-node"),
         ({"gpus_per_node": 1, "gpu_type": "h:1"}, "'h:1' is not a valid GPU type"),
         ({"gpu_type": "h100"}, "type h100 was requested, but the number of GPUs is 0"),
-        ({"array": "x"}, "not a range of numbers"),
+        ({"array": "x"}, "neither a number nor a range"),
         ({"run_dir": "/a\\b"}, "contains a backslash, which Slurm removes"),
         (
             {"directives": {"mem": "1", "mem-per-cpu": "2"}},
@@ -120,7 +120,7 @@ def test_array_task_is_a_separate_run(make_spec):
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])
 def test_rule_change_needs_a_number(text):
-    with pytest.raises(SpecError, match=r"restart\.oom\.retries is"):
+    with pytest.raises(SpecError, match=r"--restart-policy oom\.retries is"):
         parse_rule_changes({"oom.retries": text})
     assert parse_rule_changes({"oom.retries": "0", "oom.exclude": "2"}) == {
         "oom": {"retries": 0, "exclude": 2}

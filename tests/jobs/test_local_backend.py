@@ -234,7 +234,7 @@ def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch,
     monkeypatch.setattr(submit_module, "submit_prepared", submissions.append)
     hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
     assert (submissions[0].spec.python, submissions[0].spec.args) == (sys.executable, ("--lr", "0.1"))
-    assert "partition has no effect" in caplog.text
+    assert "ignores these Slurm options: partition" in caplog.text
     assert "--partition" not in caplog.text
 
 
@@ -266,7 +266,7 @@ def test_lock_file_names_the_supervisor(prepared):
     ("saved", "description"),
     [
         (True, "after step 9; state saved"),
-        (False, "after step 9; no new checkpoint; the previous checkpoint is used"),
+        (False, "after step 9; no new checkpoint was saved, so the next attempt resumes"),
     ],
 )
 def test_stop_event_reports_only_what_was_saved(saved, description):

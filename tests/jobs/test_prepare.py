@@ -122,7 +122,7 @@ def test_auto_falls_back_to_local_with_a_note(prepared, tmp_path):
 
 def test_ranks_run_on_cpu_without_gpus(prepared, monkeypatch):
     monkeypatch.setattr(nvml, "count_gpus", lambda environ: 0)
-    assert "running 4 ranks on CPU" in prepared(nodes=2, gpus_per_node=2).notes[0]
+    assert "4 ranks will run on CPUs" in prepared(nodes=2, gpus_per_node=2).notes[0]
 
 
 def test_more_gpus_than_the_machine_has_are_refused(prepared, monkeypatch):
@@ -133,7 +133,7 @@ def test_more_gpus_than_the_machine_has_are_refused(prepared, monkeypatch):
 
 
 def test_slurm_only_options_are_noted_for_the_local_backend(prepared):
-    assert "--partition has no effect" in prepared(partition="big").notes[0]
+    assert "ignores these Slurm options: --partition" in prepared(partition="big").notes[0]
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,9 @@ def test_conda_environment_name_is_looked_up(prepared, tmp_path):
     conda.write_text(f'#!{sys.executable}\nprint(\'{{"envs": ["/opt/conda", "/opt/conda/envs/mine"]}}\')\n')
     conda.chmod(0o755)
     assert prepared(conda="mine", environ=environ)
-    with pytest.raises(SpecError, match=r"no environment 'yours' \(--conda\). Known: base, conda, mine\."):
+    with pytest.raises(
+        SpecError, match=r"no environment 'yours' \(--conda\). Available: base, conda, mine\."
+    ):
         prepared(conda="yours", environ=environ)
 
 

@@ -227,7 +227,7 @@ def test_file_may_be_empty(files, text):
         ("a: b\n", 1, "unknown option 'a'. Choose from nodes, "),
         ("nodes: 1\ngpu_per_node: 8\n", 2, "unknown option 'gpu_per_node'. Did you mean 'gpus_per_node'?"),
         ("gpus-per-node: 8\n", 1, "unknown option 'gpus-per-node'. Use --gpus-per-node"),
-        ("profile: {}\n", 1, "'profile' is accepted on the command line only, as --profile"),
+        ("profile: {}\n", 1, "'profile' is only accepted on the command line, as --profile"),
         ("profilse: {}\n", 1, "Did you mean 'profiles'"),
         (
             "profiles:\n  a:\n    nodse: 3\n",
@@ -245,7 +245,7 @@ def test_file_may_be_empty(files, text):
         ("env:\n  A: {B: c}\n", 2, "env.A is a mapping, but"),
         ("restart:\n  oom:\n    retries: [1]\n", 3, "restart.oom.retries is a list, but"),
         ("nodes: 1\nqos: a\nnodes: 2\n", 3, "duplicate key 'nodes', already given on line 1"),
-        ("[1]: 2\n", 1, "a key must be a single word"),
+        ("[1]: 2\n", 1, "a key is a list or a mapping"),
         ("- a\n", 1, "the file must be a mapping"),
         ("profiles: {a: [b]}\n", 1, "the profile 'a' must be a mapping"),
         ("nodes: 1\nqos: [\n", 3, "is not valid YAML: "),
@@ -276,7 +276,7 @@ def test_undecodable_file_is_reported(files, content, message):
         ("nodes", "not of the form KEY=VALUE"),
         ("nodse=2", "unknown option 'nodse'. Did you mean 'nodes'"),
         ("cpus_per_task=x", "--set cpus_per_task is 'x', but must be an integer\\."),
-        ("profile=x", "on the command line only, as --profile"),
+        ("profile=x", "on the command line, as --profile"),
         ("env=A", "not of the form env.NAME=VALUE"),
         ("env.=A", "not of the form env.NAME=VALUE"),
         ("nodes.a=1", "not of the form nodes=VALUE"),
@@ -308,7 +308,7 @@ def test_profile_without_any_profiles_is_reported(files):
     with pytest.raises(SpecError, match="There are no configuration files"):
         files.resolve(profile="fast")
     files.user.write_text("")
-    with pytest.raises(SpecError, match=r"define no profiles: .*config\.yaml"):
+    with pytest.raises(SpecError, match=r"defines a profile: .*config\.yaml"):
         files.resolve(profile="fast")
 
 
@@ -317,8 +317,10 @@ def test_error_names_the_files_of_the_options_involved(prepared: Callable[..., A
     with pytest.raises(SpecError) as caught:
         prepared()
     path = tmp_path / "hpctrain.yaml"
-    assert str(caught.value).endswith(f"(--stop-before-limit is from {path}:1; --time is from {path}:3)")
-    with pytest.raises(SpecError, match=r"\(--time is from .*:3\)$"):
+    assert str(caught.value).endswith(
+        f"(--stop-before-limit comes from {path}:1; --time comes from {path}:3)"
+    )
+    with pytest.raises(SpecError, match=r"\(--time comes from .*:3\)$"):
         prepared(stop_before_limit=80)
 
 

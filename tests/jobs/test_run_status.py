@@ -166,7 +166,7 @@ def test_without_controller_only_an_end_in_accounting_counts(fake_slurm):
         *[RunState.UNKNOWN] * 4,
     ]
     assert views[1].job_state == "CANCELLED"
-    assert "earlier, Slurm reports PREEMPTED, but the job may have been requeued" in views[3].words
+    assert "the last known state is PREEMPTED, but the job may have been requeued" in views[3].words
     # Tasks that never started share a record until one gets its own.
     parts = query(fake_slurm, "23_1", "23_9", "23_2", "23_4")
     assert [part.state for part in parts] == [*[RunState.CANCELLED] * 2, RunState.COMPLETED, UNKNOWN]
@@ -182,7 +182,7 @@ def test_empty_queue_does_not_prove_an_end(fake_slurm):
 def test_empty_output_of_all_commands_does_not_prove_an_end(fake_slurm):
     fake_slurm.controller(stderr="", code=0)
     (view,) = query(fake_slurm, "17", submitted=0.0)
-    assert view == JobStateView(UNKNOWN, "squeue does not list it, and scontrol printed nothing")
+    assert view == JobStateView(UNKNOWN, "squeue does not list the job, and scontrol printed nothing")
 
 
 def test_outdated_accounting_does_not_end_a_requeued_run(fake_slurm):
@@ -232,7 +232,7 @@ def test_forgotten_job_ends_only_after_slurms_memory_and_the_runs_silence(run, f
     status = run.status()
     assert status.state is UNKNOWN
     assert status.words.startswith(
-        "Slurm has no record of job 17, although Slurm keeps finished jobs for 300 s"
+        "Slurm has no record of job 17, although Slurm keeps records of finished jobs for 300 s"
     )
     assert status.unknown_s is not None
     assert status.unknown_s < 60
@@ -396,9 +396,9 @@ def test_unknown_state_ends_the_wait_only_without_any_sign_of_the_run(run, fake_
     now += 1
     # The run still writes.
     assert tracker.message_for(replace(unknown, unknown_s=99.0)) is None
-    with pytest.raises(SchedulerError, match=r"after 100 s: the state of run r is unknown for 5000 s"):
+    with pytest.raises(SchedulerError, match=r"run r after 100 s \(state: unknown for 5000 s"):
         tracker.message_for(unknown)
-    assert tracker.message_for(replace(known, state=RUNNING)) == "its state is available again: RUNNING"
+    assert tracker.message_for(replace(known, state=RUNNING)) == "state available again: RUNNING"
     assert tracker.left_s == float("inf")
     now += 500
     assert "this does not affect the run" in tracker.message_for(unknown)

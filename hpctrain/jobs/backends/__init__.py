@@ -56,7 +56,7 @@ def choose_backend(
         return slurm, []
     if asked == "slurm":
         raise SchedulerError(
-            f"Slurm does not respond on this machine: {trouble}. Submit from a login node of the cluster, "
+            f"Slurm cannot be used on this machine: {trouble}. Submit from a login node of the cluster, "
             "or use --backend local to run on this machine."
         )
     if is_unreachable(trouble):

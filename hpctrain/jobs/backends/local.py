@@ -46,17 +46,20 @@ class LocalBackend:
         if (asked := at_once * spec.world_size) > most:
             options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
-                f"{asked} ranks requested ({options}), but the local backend starts at most {most} on this "
-                f"machine with {os.cpu_count()} CPUs. Request fewer, or submit to a cluster."
+                f"{asked} ranks requested ({options}), but on this machine with {os.cpu_count()} CPUs, the "
+                f"local backend starts at most {most}. Request fewer, or submit to a cluster."
             )
         notes = []
         if spec.array:
-            how = f"{at_once} at once" if at_once > 1 else f"one after another ({spec.array}%2: two at once)"
-            notes.append(f"This machine has no queue. The tasks of the array run {how}.")
+            how = (
+                f"{at_once} at a time"
+                if at_once > 1
+                else f"one after another. Use --array {spec.array.partition('%')[0]}%2 to run two at a time"
+            )
+            notes.append(f"The tasks of the job array run on this machine, {how}.")
         if spec.directives:
             options = ", ".join(f"--{key}" for key in spec.directives)
-            has = "has" if len(spec.directives) == 1 else "have"
-            notes.append(f"This machine has no queue: {options} {has} no effect.")
+            notes.append(f"The local backend ignores these Slurm options: {options}.")
         if spec.gpus_per_node:
             notes += self._check_gpus(spec, at_once)
         return PreflightResult(tuple(notes))
@@ -66,13 +69,13 @@ class LocalBackend:
 
         here = count_gpus(self._environ)
         if here == 0:
-            return [f"No GPU found; running {pluralize(spec.world_size, 'rank')} on CPU with gloo."]
+            return [f"No GPU found, so {pluralize(spec.world_size, 'rank')} will run on CPUs with gloo."]
         factors = [spec.nodes, spec.gpus_per_node, *([at_once] if at_once > 1 else [])]
         if (asked := math.prod(factors)) > here:
             options = "--nodes, --gpus-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
                 f"{' × '.join(map(str, factors))} = {pluralize(asked, 'GPU')} requested ({options}), "
-                f"but this machine has {here}, shared by all simulated nodes. Request fewer, or use CPU "
+                f"but this machine has {here}, which all simulated nodes share. Request fewer, or use CPU "
                 f"ranks with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
             )
         if spec.gpu_type is not None:
@@ -171,7 +174,7 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
         (os.killpg if is_script else os.kill)(pid, number)
     except ProcessLookupError:
         raise SchedulerError(
-            f"The supervisor of the run {run.path} (process {pid}) has just ended."
+            f"The supervisor of the run {run.path} (process {pid}) has just exited."
         ) from None
 
 

@@ -61,8 +61,9 @@ class SlurmBackend:
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         if self._trouble is not None:
             warning = (
-                f"Warning: Slurm does not respond on this machine ({self._trouble}). Not checked: the "
-                "partition and its limits, its nodes and GPUs, and if Slurm would accept the job."
+                f"Warning: Slurm cannot be used on this machine ({self._trouble}), so these were not "
+                "checked: the partition and its limits, its nodes and GPUs, and whether Slurm would accept "
+                "the job."
             )
             return PreflightResult((warning,))
         # Imported here because only submissions use it.
@@ -78,12 +79,12 @@ class SlurmBackend:
             if is_answer_lost(str(error)):
                 raise SubmissionUnconfirmed(
                     f"Cannot determine whether the job was submitted: {error}. Check with `squeue --me "
-                    f"--name={shlex.quote(spec.name)}`. If the job is queued, it runs in "
-                    f"{str(run.path)!r}. Otherwise, submit again with the same --run-dir."
+                    f"--name={shlex.quote(spec.name)}`. If the job is queued, its run folder "
+                    f"is {str(run.path)!r}. Otherwise, submit again with the same --run-dir."
                 ) from error
             raise SchedulerError(
                 f"The job was not submitted: {error}. "
-                "Nothing is queued. Correct the options that Slurm reports and submit again."
+                "Nothing is queued. Correct the options named in this message and submit again."
             ) from error
 
     def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:

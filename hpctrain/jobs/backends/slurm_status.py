@@ -56,7 +56,7 @@ _CLOCKS_DIFFER_S = 120.0
 #: View of an array task that was cancelled while pending.
 _REMOVED_VIEW = JobStateView(
     RunState.CANCELLED,
-    "cancelled before it started: Slurm's array no longer has this task",
+    "cancelled before it started: the task is no longer in Slurm's job array",
     job_state="CANCELLED",
 )
 
@@ -73,7 +73,7 @@ def query_jobs(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> list[Jo
         views |= sure
         if unsure := [job for job in rest if job not in sure]:
             views |= _by_name(unsure, trouble, ends, environ)
-    odd = JobStateView(RunState.UNKNOWN, "the record of the run names no Slurm job")
+    odd = JobStateView(RunState.UNKNOWN, "the run record contains no Slurm job id")
     return [views.get(job, odd) for job in jobs]
 
 
@@ -144,7 +144,7 @@ def _by_name(
     remembered_s: float | None = None
     if trouble is None or not any(words in trouble for words in _UNREACHABLE_ERRORS):
         views, trouble_too = _listed(jobs, query_scontrol, environ)
-        trouble = trouble_too and (trouble or f"squeue does not list it, and {trouble_too}")
+        trouble = trouble_too and (trouble or f"squeue does not list the job, and {trouble_too}")
         jobs = [job for job in jobs if job not in views]
     if trouble is None and jobs:
         try:
@@ -158,7 +158,9 @@ def _by_name(
 
 def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
     words = (
-        f"{trouble}; earlier, {end.words}, but the job may have been requeued" if end is not None else trouble
+        f"{trouble}; the last known state is {end.job_state}, but the job may have been requeued since"
+        if end is not None
+        else trouble
     )
     return JobStateView(RunState.UNKNOWN, words)
 
@@ -178,7 +180,7 @@ def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
         )
     return JobStateView(
         RunState.UNKNOWN,
-        f"{words}, although Slurm keeps finished jobs for {remembered_s:.0f} s. "
+        f"{words}, although Slurm keeps records of finished jobs for {remembered_s:.0f} s. "
         "Check that the run was submitted to this cluster.",
     )
 

@@ -69,7 +69,7 @@ def _rename(place: Path) -> str:
     for text in ("old", "new"):
         write_atomic(path, text)
     if path.read_text() != "new":
-        return "after a rename over an existing file, the file shows the old content"
+        return "after a rename over an existing file, the file still has the old content"
     folders = [place / "from", place / "to"]
     folders[0].mkdir()
     os.rename(*folders)

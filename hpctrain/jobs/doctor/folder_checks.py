@@ -21,8 +21,8 @@ _LITTLE_BYTES = 10 << 30
 #: Names of the capabilities, and the consequence for runs if a capability is missing.
 _USES = {
     "lock": ("locking", "two submissions could use the same run folder at the same time"),
-    "rename": ("rename", "a kill at the wrong moment could leave an incomplete file"),
-    "append": ("append", "lines of events and metrics could be lost"),
+    "rename": ("rename", "a process that is killed at the wrong moment could leave an incomplete file"),
+    "append": ("append", "records of events and metrics could be lost"),
 }
 
 
@@ -75,7 +75,7 @@ def _place(facts: dict[str, Any], other_machines: bool) -> Iterator[Finding]:
         "ok" if free >= _LITTLE_BYTES else "note",
         ""
         if free >= _LITTLE_BYTES
-        else "Checkpoints require more space. Free space, or choose another --run-dir.",
+        else "Checkpoints usually need more space. Delete files, or choose another --run-dir.",
     )
 
 
@@ -116,9 +116,9 @@ def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             _TOPIC,
             "clock",
-            f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's",
+            f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's clock",
             "note",
             "Times in the logs of different machines may not be comparable. Synchronize the clocks (NTP).",
         )
     else:
-        yield Finding(_TOPIC, "clock", f"within {_CLOCK_TOLERANCE_S:g} s of this machine's")
+        yield Finding(_TOPIC, "clock", f"within {_CLOCK_TOLERANCE_S:g} s of this machine's clock")

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.jobs.doctor.finding import Finding
 from hpctrain.jobs.doctor.probe_command import ProbeFailed, run_python_probe
-from hpctrain.text import format_memory
+from hpctrain.text import format_memory, pluralize
 
 _TOPIC = "This machine"
 #: The first import of torch from a file server is slow.
@@ -115,8 +115,8 @@ def _shared_memory(place: Path) -> Iterator[Finding]:
         "shared memory",
         f"{format_memory(size)} ({place})",
         "note" if little else "ok",
-        "Data workers may crash (bus error). Increase the shared memory of the container, for example with "
-        "--shm-size."
+        "Data loader workers may crash (bus error). Increase the shared memory of the container, for example "
+        "with --shm-size."
         if little
         else "",
     )
@@ -126,7 +126,9 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['rocm']}" if facts["rocm"] else "CPUs"
     value = f"{facts['version']}, built for {build}"
     if facts["usable"]:
-        return Finding(_TOPIC, "torch", f"{value}, uses {facts['num_gpus']} GPUs on this machine")
+        return Finding(
+            _TOPIC, "torch", f"{value}, uses {pluralize(facts['num_gpus'], 'GPU')} of this machine"
+        )
     if gpus_here:
         why = f": {facts['warning']}" if facts["warning"] else ""
         return Finding(
@@ -142,7 +144,7 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
             "torch",
             value,
             "note",
-            "Ranks would not use the GPUs of this site. Install a torch build for CUDA.",
+            "Ranks could not use the GPUs of this site. Install a torch build for CUDA.",
         )
     return Finding(_TOPIC, "torch", value)
 

@@ -39,8 +39,8 @@ def _name() -> Iterator[Finding]:
             "host name",
             f"{host} resolves to {', '.join(addresses)} on this machine",
             "note",
-            "Other machines could not connect to gloo at this address. Runs set GLOO_SOCKET_IFNAME to the "
-            "right interface.",
+            "Ranks on other machines could not connect to gloo at this address, so runs set "
+            "GLOO_SOCKET_IFNAME to the right interface.",
         )
     else:
         yield Finding(_TOPIC, "host name", f"{host} resolves to {', '.join(addresses)}")
@@ -64,4 +64,4 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(_TOPIC, "InfiniBand", ", ".join(cards))
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
         if value := environ.get(variable):
-            yield Finding(_TOPIC, variable, f"{value} (from your environment; also used by runs)")
+            yield Finding(_TOPIC, variable, f"{value} (from your environment; runs use it, too)")

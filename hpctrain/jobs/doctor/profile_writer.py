@@ -51,7 +51,7 @@ def write_profile_file(report: DoctorReport, path: Path) -> None:
         f"# Profile of {cluster}, written by `hpctrain doctor --write` on {time.strftime('%Y-%m-%d')}.\n"
         "# hpctrain reads it from /etc/hpctrain, or from the folder in HPCTRAIN_SITE_CONFIG. Each "
         "submission\n"
-        "# queries Slurm's configuration again. `habits` are rules that Slurm does not report; edit "
+        "# queries Slurm's configuration again. `habits` contains rules that Slurm does not report; edit "
         "them here.\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,11 +67,11 @@ def _refuse_other_content(path: Path) -> None:
         return
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SpecError(f"Cannot read {str(path)!r}: {error}. Choose another file.") from error
-    keys = set(found) if isinstance(found, Mapping) else {"something else"} if found else set()
+    keys = set(found) if isinstance(found, Mapping) else {"other content"} if found else set()
     if strangers := keys - {SITE_KEY, _GPU_DIRECTIVE}:
         raise SpecError(
-            f"{str(path)!r} also contains {min(map(str, strangers))!r}, which would be lost. "
-            "Choose a separate file: all files in the site's folder are read."
+            f"{str(path)!r} contains {min(map(str, strangers))!r}, which is not part of a site profile and "
+            "would be lost. Choose another file: hpctrain reads all files in the folder of the site."
         )
 
 

@@ -125,7 +125,7 @@ def _memory(refusals: Mapping[str, str], refuses: bool, needs: bool, site: Site)
             "memory",
             "a job without --mem requests all memory of its nodes",
             "note",
-            "Always set --mem if jobs share nodes. Otherwise the job waits for empty nodes.",
+            "If jobs share nodes, always set --mem. Otherwise, each job waits for empty nodes.",
         )
     if slurm is None:
         return Finding(_TOPIC, "memory", "--mem is accepted")
@@ -146,9 +146,9 @@ def _gpus(
         words = f"refused: {refusals[f'gres{suffix}']}"
         mend = "Set the options that GPU jobs require at this site, such as --account or --partition."
         return [Finding(_TOPIC, "GPUs", words, "note", mend)], None
-    words = " and ".join(f"--{way}" for way in ways)
+    words = " or ".join(f"--{way}" for way in ways)
     if len(ways) == len(_GPU):
-        return [Finding(_TOPIC, "GPUs", f"requested with {words}")], None
+        return [Finding(_TOPIC, "GPUs", f"can be requested with {words}")], None
     other = next(way for way in _GPU if way not in ways)
     mend = (
         ""
@@ -158,7 +158,7 @@ def _gpus(
     finding = Finding(
         _TOPIC,
         "GPUs",
-        f"requested with {words}; --{other} is rejected: {refusals[f'{other}{suffix}']}",
+        f"can be requested with {words}; --{other} is rejected: {refusals[f'{other}{suffix}']}",
         "note" if mend else "ok",
         mend,
     )

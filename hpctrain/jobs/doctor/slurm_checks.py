@@ -33,8 +33,9 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
             "requeue",
             "only jobs with --requeue are requeued (JobRequeue=0)",
             "note",
-            "An interrupted run continues in a successor job. With --resume-mode requeue, the run requests "
-            "a requeue. If a plugin prevents requeues, set `requeue: false` under `habits:` in the profile.",
+            "By default, an interrupted run continues in a successor job. With --resume-mode requeue, it is "
+            "requeued. If a plugin prevents requeues, set `requeue: false` under `habits:` in the site "
+            "profile.",
         )
     if slurm.requeue_exit:
         yield Finding(
@@ -47,7 +48,7 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
     if slurm.preempt_type == "none":
         yield Finding(_TOPIC, "preemption", "none")
     else:
-        told = ", and sends the signal that a job requested" if slurm.signals_user else ""
+        told = "; jobs first receive the signal of their --signal option" if slurm.signals_user else ""
         yield Finding(
             _TOPIC, "preemption", f"by {slurm.preempt_type}, PreemptMode={slurm.preempt_mode}{told}"
         )
@@ -55,22 +56,26 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
     yield Finding(
         _TOPIC,
         "KillWait",
-        f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its limit",
+        f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its time limit",
         "note" if little else "ok",
-        "A cancelled run may not be able to save in that time. For time limits, --stop-before-limit applies."
+        "A cancelled run may not have enough time to save. Before a time limit, --stop-before-limit applies."
         if little
         else "",
     )
     long = slurm.slurmd_timeout_s > _LONG_SILENCE_S or not slurm.slurmd_timeout_s
-    after = f"after {slurm.slurmd_timeout_s:g} s" if slurm.slurmd_timeout_s else "never"
+    after = (
+        f"is marked down after {slurm.slurmd_timeout_s:g} s"
+        if slurm.slurmd_timeout_s
+        else "is never marked down"
+    )
     yield Finding(
         _TOPIC,
         "SlurmdTimeout",
-        f"an unresponsive node is marked down {after}",
+        f"an unresponsive node {after}",
         "note" if long else "ok",
-        "Until then, Slurm treats the node as available." if long else "",
+        "A node that is not marked down counts as available, even if it does not respond." if long else "",
     )
-    yield Finding(_TOPIC, "arrays", f"tasks up to number {slurm.max_array_size - 1} (MaxArraySize)")
+    yield Finding(_TOPIC, "arrays", f"task numbers up to {slurm.max_array_size - 1} (MaxArraySize)")
     yield Finding(_TOPIC, "nodes", _sharing(slurm))
     most = {"node": slurm.max_mem_per_node_mib, "CPU": slurm.max_mem_per_cpu_mib}
     if limits := [f"at most {mib} MiB per {unit}" for unit, mib in most.items() if mib is not None]:
@@ -79,14 +84,14 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         yield Finding(
             _TOPIC,
             "limits",
-            "a job that exceeds a partition's limits is queued and waits forever (EnforcePartLimits=NO); "
-            "hpctrain refuses to submit it",
+            "Slurm accepts jobs that exceed the limits of a partition, but never starts them "
+            "(EnforcePartLimits=NO); hpctrain rejects them",
         )
     else:
         yield Finding(
             _TOPIC,
             "limits",
-            "a job that exceeds a partition's limits is rejected "
+            "Slurm rejects jobs that exceed the limits of a partition "
             f"(EnforcePartLimits={slurm.enforces_limits})",
         )
 
@@ -133,9 +138,9 @@ def qos_findings(every: Sequence[Qos]) -> Iterator[Finding]:
     """Yield a finding for each QOS that affects jobs."""
     for qos in every:
         words = [
-            f"at most {format_time_limit(qos.max_time_s)}" if qos.max_time_s is not None else "",
+            f"time limit {format_time_limit(qos.max_time_s)}" if qos.max_time_s is not None else "",
             f"PreemptMode={qos.preempt_mode}" if qos.preempt_mode not in ("", "CLUSTER") else "",
-            f"{qos.grace_time_s:g} s grace" if qos.grace_time_s else "",
+            f"grace time {qos.grace_time_s:g} s" if qos.grace_time_s else "",
             ", ".join(qos.flags),
         ]
         if any(words):
@@ -144,7 +149,7 @@ def qos_findings(every: Sequence[Qos]) -> Iterator[Finding]:
 
 def _sharing(slurm: SlurmConfig) -> str:
     if slurm.select == "linear":
-        return "allocated as complete nodes (select/linear)"
+        return "allocated as whole nodes (select/linear)"
     memory = "CPUs, GPUs and memory" if slurm.hands_out_memory else "CPUs and GPUs, but not memory,"
     return f"{memory} are allocated individually (select/{slurm.select})"
 
@@ -164,7 +169,7 @@ def _nodes(groups: Sequence[NodeGroup]) -> str:
 def _limits(partition: Partition) -> str:
     default_s = partition.default_time_s
     words = [
-        f"time {format_time_limit(partition.max_time_s)}"
+        f"time limit {format_time_limit(partition.max_time_s)}"
         if partition.max_time_s is not None
         else "no time limit",
         f"default time {format_time_limit(default_s)}" if default_s is not None else "",
@@ -172,12 +177,16 @@ def _limits(partition: Partition) -> str:
         f"at least {pluralize(partition.min_nodes, 'node')}" if partition.min_nodes > 1 else "",
         f"at most {partition.max_mem_per_node_mib} MiB per node" if partition.max_mem_per_node_mib else "",
         f"at most {partition.max_mem_per_cpu_mib} MiB per CPU" if partition.max_mem_per_cpu_mib else "",
-        f"default {partition.def_mem_per_cpu_mib} MiB per CPU" if partition.def_mem_per_cpu_mib else "",
-        f"default {partition.def_mem_per_node_mib} MiB per node" if partition.def_mem_per_node_mib else "",
+        f"default memory {partition.def_mem_per_cpu_mib} MiB per CPU"
+        if partition.def_mem_per_cpu_mib
+        else "",
+        f"default memory {partition.def_mem_per_node_mib} MiB per node"
+        if partition.def_mem_per_node_mib
+        else "",
         f"at most {partition.max_cpus_per_node} CPUs per node"
         if partition.max_cpus_per_node is not None
         else "",
-        "whole nodes" if partition.whole_nodes else "",
+        "allocates whole nodes" if partition.whole_nodes else "",
         f"QOS {partition.qos}" if partition.qos else "",
         f"for accounts {', '.join(partition.allow_accounts)}" if partition.allow_accounts is not None else "",
         f"for QOS {', '.join(partition.allow_qos)}" if partition.allow_qos is not None else "",
@@ -192,7 +201,7 @@ def _end(partition: Partition, site: Site) -> str:
     """Describe the effect of a preemption on jobs of the partition."""
     if not is_partition_preemptible(partition, site):
         return ""
-    return f"preemption: {partition.preempt_mode}, {partition.grace_time_s:g} s grace"
+    return f"preemption: {partition.preempt_mode}, grace time {partition.grace_time_s:g} s"
 
 
 def _trouble(partition: Partition, site: Site) -> Iterator[str]:
@@ -206,10 +215,11 @@ def _trouble(partition: Partition, site: Site) -> Iterator[str]:
         return
     kill_wait_s = site.slurm.kill_wait_s if site.slurm else SlurmConfig.kill_wait_s
     if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        yield "A preempted run saves if possible within KillWait, and continues in a successor job."
+        yield "A preempted run saves if KillWait is long enough, and continues in a successor job."
     elif "SUSPEND" in partition.preempt_mode:
         yield (
             "A preempted run is suspended until its nodes are free again, and continues to occupy GPU memory."
         )
     elif partition.grace_time_s + kill_wait_s < _LITTLE_GRACE_S:
-        yield f"A preempted run has {partition.grace_time_s + kill_wait_s:g} s to save (GraceTime, KillWait)."
+        grace_s = partition.grace_time_s + kill_wait_s
+        yield f"A preempted run has {grace_s:g} s to save (GraceTime + KillWait)."

@@ -15,17 +15,17 @@ from hpctrain.text import suggest
 
 #: Hints for options that an executor sets itself, and for parameters specific to submitit.
 _HINTS = {
-    "run_dir": "Every job of an executor has a separate run folder. Pass the parent folder as `folder`.",
-    "runs_dir": "Use `folder`.",
-    "array": "Use map_array(), submit_array() or batch().",
-    "max_pickle_size_gb": "The size of a function and its arguments is not limited.",
+    "run_dir": "Each job of an executor has a separate run folder. Pass the parent folder as `folder`.",
+    "runs_dir": "Pass the parent folder of the run folders as `folder`.",
+    "array": "To submit a job array, use map_array(), submit_array() or batch().",
+    "max_pickle_size_gb": "Remove it: hpctrain does not limit the size of a function and its arguments.",
     (
         "python"
-    ): "The ranks use this program's Python. Choose another interpreter with venv, conda or container_image.",
-    "srun_args": "The supervisor starts the ranks with its own options.",
-    "teardown": "A killed or requeued job would not run this callback. Clean up in the function itself.",
-    "use_srun": "The supervisor starts the ranks with srun. Choose another program with launcher.",
-    "visible_gpus": "Set CUDA_VISIBLE_DEVICES for the program that submits.",
+    ): "The ranks use the Python of this program. To use another, set venv, conda or container_image.",
+    "srun_args": "The supervisor chooses the srun options itself.",
+    "teardown": "This callback would not run if the job is killed or requeued. Clean up in the function.",
+    "use_srun": "The supervisor starts the ranks with srun. To use torchrun, set launcher to torchrun.",
+    "visible_gpus": "Set CUDA_VISIBLE_DEVICES in the environment of the program that submits the jobs.",
 }
 #: submitit's names of options.
 _RENAMED = {

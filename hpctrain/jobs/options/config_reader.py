@@ -151,7 +151,9 @@ class _Reader:
             line = key_node.start_mark.line + 1
             key = key_node.value
             if not isinstance(key, str):
-                raise SpecError(f"{self._path}:{line}: a key must be a single word.")
+                raise SpecError(
+                    f"{self._path}:{line}: a key is a list or a mapping, but must be a single value."
+                )
             if key in lines:
                 raise SpecError(
                     f"{self._path}:{line}: duplicate key {key!r}, already given on line {lines[key]}. "

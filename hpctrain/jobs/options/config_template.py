@@ -14,8 +14,8 @@ _HEAD = """\
 # Default options of `hpctrain submit` in this project. The command line overrides them.
 # `hpctrain submit --explain SCRIPT` shows each value and its source.
 #
-# Remove the # before a line to set the option. A key without a value resets the value from the files of the
-# site (/etc/hpctrain/*.yaml) and the user (~/.config/hpctrain/config.yaml) set; they have the same format.
+# Remove the # before a line to set the option. A key without a value removes the value that the files of the
+# site (/etc/hpctrain/*.yaml) or the user (~/.config/hpctrain/config.yaml) set. They have the same format.
 """
 
 _PROFILES = """

@@ -11,11 +11,11 @@ from hpctrain.text import suggest
 #: Directives that hpctrain sets itself, and their replacements.
 _OURS = {
     "array": "Use --array",
-    "chdir": "A job runs in its run folder. Choose it with --run-dir",
+    "chdir": "A job runs in its run folder. Choose that folder with --run-dir",
     "clusters": "Choose the cluster with the environment variable SLURM_CLUSTERS",
     "cpus-per-gpu": "Use --cpus-per-task: each rank has one GPU, so both options are equivalent",
     "cpus-per-task": "Use --cpus-per-task",
-    "error": "Logs are in the run folder. Choose it with --run-dir",
+    "error": "Logs are in the run folder. Choose that folder with --run-dir",
     "export": "Use --env",
     "export-file": "Use --env",
     "gpus": "Use --gpus-per-node",
@@ -33,7 +33,7 @@ _OURS = {
     "ntasks-per-node": "Use --ntasks-per-node",
     "ntasks-per-socket": "Use --ntasks-per-node",
     "open-mode": "hpctrain always appends to logs",
-    "output": "Logs are in the run folder. Choose it with --run-dir",
+    "output": "Logs are in the run folder. Choose that folder with --run-dir",
     "parsable": "Use --json",
     "requeue": "Use --resume-mode",
     "signal": "Use --stop-before-limit",

@@ -56,7 +56,7 @@ def find_option(key: str, where: str) -> Option:
     if key in known and known[key].about.in_files:
         return known[key]
     if key in known:
-        raise SpecError(f"{where}{key!r} is accepted on the command line only, as {known[key].flag}.")
+        raise SpecError(f"{where}{key!r} is only accepted on the command line, as {known[key].flag}.")
     if key in (PROFILES_KEY, SITE_KEY):
         raise SpecError(f"{where}{key!r} is a section of configuration files, not an option.")
     names = [name for name, option in known.items() if option.about.in_files]

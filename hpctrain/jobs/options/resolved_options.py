@@ -79,7 +79,7 @@ class ResolvedOptions:
         for key, given in self.values.items():
             flag = known[key.partition(".")[0]].flag
             if flag in flags and (given.source.path is not None or given.source == _SET):
-                places[f"{flag} is from {given.source}"] = None
+                places[f"{flag} comes from {given.source}"] = None
         return "; ".join(places)
 
 
@@ -159,7 +159,7 @@ def _from_files(
         known = {name: None for file in (*standing, *named) for name in file.profiles}
         if profile not in known:
             files = ", ".join(str(file.path) for file in (*standing, *named))
-            where = f"The configuration files define no profiles: {files}."
+            where = f"None of the configuration files defines a profile: {files}."
             hint = (
                 suggest(profile, known) if known else where if files else "There are no configuration files."
             )

@@ -155,7 +155,7 @@ def _seconds(option: str, value: int | str | None, least: int) -> int | None:
     if not isinstance(value, int):
         return None
     if value < least:
-        raise SpecError(f"--{option} is {value}, but must be at least {least} seconds, or never.")
+        raise SpecError(f"--{option} is {value} s, but must be at least {least} s. Use never to disable it.")
     return value
 
 

@@ -40,7 +40,8 @@ class _Size(TypedDict, total=False):
             aliases=("-N", "--nnodes", "--num-nodes"),
             metavar="N|MIN:MAX",
             default=JobSpec.nodes,
-            help="Number of nodes. MIN:MAX uses as many nodes as are available, and continues if some fail.",
+            help="Number of nodes. MIN:MAX uses as many nodes in this range as are available, and continues "
+            "if some fail.",
         ),
     ]
     spare_nodes: Annotated[
@@ -56,8 +57,8 @@ class _Size(TypedDict, total=False):
         NodeCheckMode,
         OptionInfo(
             default=JobSpec.node_check,
-            help="Health-check nodes before launching and skip bad nodes. auto: only after a GPU failure, a "
-            "communication failure or a hang.",
+            help="Check the health of the nodes before the ranks start, and skip bad nodes. auto checks only "
+            "after a GPU failure, a communication failure or a hang.",
         ),
     ]
     scale_up_after: Annotated[
@@ -83,8 +84,8 @@ class _Size(TypedDict, total=False):
         OptionInfo(
             aliases=("--tasks-per-node", "--nproc-per-node"),
             metavar="T",
-            default_words="one per GPU, or 1",
-            help="Ranks per node (CPU runs).",
+            default_words="one per GPU; 1 for runs on CPUs",
+            help="Ranks per node. Needed only for runs on CPUs.",
         ),
     ]
     cpus_per_task: Annotated[
@@ -109,7 +110,8 @@ class _Size(TypedDict, total=False):
         bool | Literal["user", "mcs"],
         OptionInfo(
             directive=True,
-            help="Do not share the nodes with other jobs. Files also accept user or mcs, as sbatch does.",
+            help="Do not share the nodes with other jobs. In configuration files, user and mcs are also "
+            "accepted, as in sbatch.",
         ),
     ]
     array: Annotated[
@@ -119,7 +121,7 @@ class _Size(TypedDict, total=False):
             metavar="TASKS[%LIMIT]",
             example="0-19%4",
             help="Submit a job array: one run per task number, each in a separate folder, with at most "
-            "LIMIT concurrent tasks. The script reads the number from HPCTRAIN_ARRAY_TASK_ID.",
+            "LIMIT concurrent tasks. The script can read its number from HPCTRAIN_ARRAY_TASK_ID.",
         ),
     ]
 
@@ -128,7 +130,8 @@ class _Run(TypedDict, total=False):
     """Run."""
 
     name: Annotated[
-        str, OptionInfo(aliases=("-J", "--job-name"), default_words="the script's", help="Job name.")
+        str,
+        OptionInfo(aliases=("-J", "--job-name"), default_words="the name of the script", help="Job name."),
     ]
     run_dir: Annotated[
         str | os.PathLike[str],
@@ -144,7 +147,7 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="PATH",
             default="runs",
-            help="Folder in which the run folder is created, unless --run-dir names it.",
+            help="Folder in which the run folder is created, unless --run-dir is given.",
             is_path=lambda _: True,
         ),
     ]
@@ -160,7 +163,7 @@ class _Run(TypedDict, total=False):
         str | os.PathLike[str],
         OptionInfo(
             metavar="NAME|PATH",
-            default_words="ddp, or cpu without GPUs; torchrun with its launcher",
+            default_words="ddp; cpu for runs on CPUs; torchrun with --launcher torchrun",
             help="Template of the batch script. A value that contains / or ends in .j2 is a path.",
             is_path=is_template_path,
         ),
@@ -208,23 +211,23 @@ class _Run(TypedDict, total=False):
             aliases=("--hang-limit",),
             metavar="SECONDS|never",
             default=JobSpec.hang_timeout_s,
-            help="Restart the run if no rank makes progress for SECONDS, and for ten times the longest step "
-            "so far.",
+            help="Restart the run if no rank makes progress for SECONDS or for ten times the longest step so "
+            "far, whichever is longer.",
         ),
     ]
     mpi: Annotated[
         MpiPlugin,
         OptionInfo(
             default=JobSpec.mpi,
-            help="Slurm's MPI plugin (srun --mpi), for programs with MPI or mpi4py.",
+            help="Slurm's MPI plugin (srun --mpi), for programs that use MPI or mpi4py.",
         ),
     ]
     independent_ranks: Annotated[
         bool,
         OptionInfo(
             default=JobSpec.independent_ranks,
-            help="Allow ranks that do not train together. Without this option, training without a process "
-            "group fails the run.",
+            help="Allow ranks that do not train together. Without this option, a run fails if its ranks "
+            "train without a process group.",
         ),
     ]
     resume_mode: Annotated[
@@ -232,7 +235,7 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             aliases=("--continue-by",),
             default=JobSpec.resume_mode,
-            help="How an interrupted run continues: requeue (the same job) or successor (a new job). "
+            help="How an interrupted run continues: requeue (in the same job) or successor (in a new job). "
             "auto requeues if the site allows it.",
         ),
     ]
@@ -273,7 +276,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="NAME|PATH",
             example="torch",
-            help="Conda environment to activate. Requires hpctrain in this environment.",
+            help="Conda environment to activate. hpctrain must be installed in it.",
             is_path=is_conda_prefix,
         ),
     ]
@@ -282,7 +285,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="PATH",
             example="~/envs/torch",
-            help="Virtual environment to activate. Requires hpctrain in this environment.",
+            help="Virtual environment to activate. hpctrain must be installed in it.",
             is_path=lambda _: True,
         ),
     ]
@@ -327,8 +330,8 @@ class _Container(TypedDict, total=False):
         OptionInfo(
             metavar="NAME,…",
             example="[HF_HOME]",
-            help="Variables of the job that override those of the image. Variables set by --env always "
-            "override them.",
+            help="Environment variables of the job that override those of the image. Variables set with "
+            "--env always do.",
         ),
     ]
     container_python: Annotated[
@@ -347,8 +350,8 @@ class _Launch(TypedDict, total=False):
     launcher: Annotated[
         LauncherName,
         OptionInfo(
-            default_words="srun; torchrun with its template",
-            help="Program that starts the ranks: srun, or one torchrun agent per node.",
+            default_words="srun, or torchrun with --template torchrun",
+            help="Program that starts the ranks: srun, or torchrun with one agent per node.",
         ),
     ]
     rdzv_backend: Annotated[
@@ -376,7 +379,7 @@ class _Time(TypedDict, total=False):
             aliases=("-t", "--walltime"),
             metavar="TIME",
             example="12:00:00",
-            default_words="the partition's",
+            default_words="the limit of the partition",
             help="Time limit of the job: minutes, HH:MM:SS, D-HH:MM:SS, or unlimited.",
         ),
     ]
@@ -385,8 +388,9 @@ class _Time(TypedDict, total=False):
         OptionInfo(
             aliases=("--signal-lead",),
             metavar="SECONDS",
-            default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the limit",
-            help="Time between the stop signal and the time limit, for saving.",
+            default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the time limit if shorter",
+            help="Seconds before the time limit at which the ranks receive the stop signal, so that they can "
+            "save.",
         ),
     ]
     begin: Annotated[
@@ -421,7 +425,7 @@ class _Queue(TypedDict, total=False):
             metavar="KIND:RUN|JOB",
             example="afterok:digits-20261121-052813-cc6c",
             directive=True,
-            help="Dependency in sbatch's notation. A run's id or folder may replace the job id.",
+            help="Dependency in sbatch's notation. A run's id or folder can be given instead of a job id.",
         ),
     ]
     nice: Annotated[
@@ -481,7 +485,7 @@ class _Nodes(TypedDict, total=False):
             metavar="NAME[:N],…",
             example="nvme:1",
             directive=True,
-            help="Generic resources per node other than GPUs.",
+            help="Generic resources to request on each node. For GPUs, use --gpus-per-node.",
         ),
     ]
     gpu_request_style: Annotated[
@@ -489,7 +493,7 @@ class _Nodes(TypedDict, total=False):
         OptionInfo(
             aliases=("--gpu-directive",),
             default=JobSpec.gpu_request_style,
-            help="sbatch option for GPU requests at this site.",
+            help="sbatch option that requests GPUs at this site.",
         ),
     ]
 
@@ -504,7 +508,9 @@ class _Words(TypedDict, total=False):
     mail_user: Annotated[
         str, OptionInfo(metavar="ADDRESS", example="me@example.org", directive=True, help="Mail recipient.")
     ]
-    comment: Annotated[str, OptionInfo(example="ablation 3", directive=True, help="Comment on the job.")]
+    comment: Annotated[
+        str, OptionInfo(example="ablation 3", directive=True, help="Comment to attach to the job.")
+    ]
 
 
 class _Notify(TypedDict, total=False):
@@ -532,7 +538,7 @@ class _Notify(TypedDict, total=False):
         OptionInfo(
             metavar="SECONDS",
             default=DEFAULT_STALL_S,
-            help="Seconds without a logged step that count as a stall.",
+            help="Seconds without a logged step after which a run counts as stalled.",
         ),
     ]
 
@@ -564,7 +570,7 @@ class _Sources(TypedDict, total=False):
         OptionInfo(
             metavar="NAME",
             in_files=False,
-            help="Profile to apply, from profiles: in the configuration files.",
+            help="Profile to apply, from the profiles section of the configuration files.",
         ),
     ]
 

@@ -75,8 +75,8 @@ def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ..
     possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
     if impossible := sorted(set(asked).difference(possible)):
         raise SpecError(
-            f"--fault {', '.join(impossible)} needs Slurm, but the backend of this run is {backend}, which "
-            f"would not restart the run. Available: {', '.join(possible)}."
+            f"--fault {', '.join(impossible)} requires Slurm, but this run uses the {backend} backend, which "
+            f"would not restart the run. Valid faults: {', '.join(possible)}."
         )
     return tuple(sorted(asked)) or tuple(fault for fault in possible if fault is not Fault.STOP_RANK)
 
@@ -154,7 +154,7 @@ class ChaosRunner:
             elif now - missed > _REACH_LIMIT_S:
                 raise SchedulerError(
                     f"Run {self.run.run_id} is {status.state}, but no fault could be injected for "
-                    f"{_REACH_LIMIT_S:.0f} s: {injection or 'no ranks have been started'}."
+                    f"{_REACH_LIMIT_S:.0f} s ({injection or 'no ranks have been started'})."
                 )
         return done
 

@@ -108,7 +108,7 @@ class Run:
         if not status.state.ended:
             state = describe_unknown(status) if status.state is RunState.UNKNOWN else status.state
             raise WaitTimeout(
-                f"Run {self.run_id} did not end within {timeout:g} s; its state is {state}. "
+                f"Run {self.run_id} did not end within {timeout:g} s (state: {state}). "
                 "Wait again, or cancel the run."
             )
         self.await_exit()
@@ -216,8 +216,9 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
     for folder in (runs_dir / run, Path(run)):
         if (path := RunDir(folder).checkpoints).is_dir():
             raise RunNotFound(
-                f"{str(folder)!r} has checkpoints but has never been submitted. Use `hpctrain submit "
-                f"--run-dir` to resume from them, or `hpctrain checkpoints` to list those in {str(path)!r}."
+                f"{str(folder)!r} contains checkpoints, but no run has been submitted with this folder. Use "
+                "`hpctrain submit --run-dir` to resume from the checkpoints, or `hpctrain checkpoints` to "
+                f"list those in {str(path)!r}."
             )
     raise RunNotFound(
         f"There is no run {run!r} in {str(runs_dir)!r}, and no run folder with that path. {hint}"

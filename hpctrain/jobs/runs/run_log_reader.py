@@ -144,7 +144,9 @@ def describe_event(event: dict[str, Any]) -> str | None:
             return f"attempt {attempt}: {event.get('cause')}; action: {event.get('action')}"
         case "signal":
             saved = (
-                "state saved" if event.get("saved") else "no new checkpoint; the previous checkpoint is used"
+                "state saved"
+                if event.get("saved")
+                else "no new checkpoint was saved, so the next attempt resumes from the previous one"
             )
             stop = f"stopped by {event.get('signal')} after step {event.get('step')}"
             return f"attempt {attempt}: {stop}; {saved}"

@@ -90,7 +90,7 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
     if record.finished is not None:
         state, view, words = _finished_state(record.finished), None, ""
     elif view is None:
-        state, words = RunState.UNKNOWN, "its record names no job, so it was never submitted"
+        state, words = RunState.UNKNOWN, "the run record contains no job id, so the run was never submitted"
     elif view.state.ended and run.cancel_request.exists():
         state = RunState.CANCELLED
     elif view.state is RunState.COMPLETED:
@@ -188,8 +188,8 @@ def _describe_end(record: RunRecord, view: JobStateView | None) -> str:
         return view.words + (odd if view.job_state == "COMPLETED" else "")
     if view.job_state == "COMPLETED":
         return (
-            f"{view.words}, but its batch script exited before any rank started; check --setup, and the "
-            "files that it sources, for an `exit`"
+            f"{view.words}, but its batch script exited before any rank started; look for an `exit` in "
+            "--setup and in the files that it sources"
         )
     return f"{view.words} before any rank started"
 

@@ -61,17 +61,17 @@ class UnknownStateTracker:
         now = time.monotonic()
         if status.state is not RunState.UNKNOWN:
             was_unknown, self._since = self._since is not None, None
-            return f"its state is available again: {status.state}" if was_unknown else None
+            return f"state available again: {status.state}" if was_unknown else None
         if self._since is None:
             self._since = self._next = now
         # A run that still writes is alive, even if the scheduler does not respond.
         if self.left_s == 0 and (status.unknown_s is None or status.unknown_s >= self._limit_s):
             raise SchedulerError(
-                f"Stopped waiting after {self._limit_s:g} s: the state of run {status.run_id} is "
-                f"{describe_unknown(status)}, and the run has not written anything. The run may still be "
-                "active. Check again when the scheduler responds."
+                f"Stopped waiting for run {status.run_id} after {self._limit_s:g} s (state: "
+                f"{describe_unknown(status)}). The run has not written anything, but may still be active. "
+                "Check again when the scheduler responds."
             )
         if now < self._next:
             return None
         self._next = now + _INTERVAL_S
-        return f"its state is {describe_unknown(status)}; this does not affect the run"
+        return f"state {describe_unknown(status)}; this does not affect the run"

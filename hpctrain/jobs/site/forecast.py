@@ -112,8 +112,8 @@ def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Si
         else [one.time_without_option_s for one in partitions]
     )
     if not limits or None in limits:
-        names = join_or(partition.name for partition in partitions) if partitions else "its partition"
-        return f"No cost estimate ({size}): neither --time nor {names} sets a limit."
+        names = f"partition {join_or(one.name for one in partitions)}" if partitions else "the partition"
+        return f"No cost estimate ({size}): neither --time nor {names} sets a time limit."
     limit_s = max(limit for limit in limits if limit is not None)
     hours = tasks * spec.most_granted * each * limit_s / 3600
     amount = pluralize(round(hours, 2) if hours < 100 else round(hours), f"{unit}-hour")

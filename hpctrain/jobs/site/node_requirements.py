@@ -38,13 +38,13 @@ def _gpu_type(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
     known = list(dict.fromkeys(kind for group in partition.groups for kind in group.gpus if kind))
     if asked and asked not in known:
         hint = (
-            f"Its types are {', '.join(known)}."
+            f"Its GPU types are {', '.join(known)}."
             if known
             else "Its GPUs have no types. Use a number without a type."
         )
         yield SiteProblem(
-            f"GPU type {asked!r} was requested (--gpus-per-node), but partition {partition.name} has "
-            f"none (sinfo). {hint}"
+            f"GPU type {asked!r} was requested (--gpus-per-node), but according to sinfo, partition "
+            f"{partition.name} has no such GPUs. {hint}"
         )
 
 
@@ -54,8 +54,8 @@ def _features(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
         if word not in known:
             hint = suggest(word, known) if known else "Its nodes have no features. Remove the option."
             yield SiteProblem(
-                f"Feature {word!r} was requested ({request.origin('constraint')}), but no node of "
-                f"partition {partition.name} has it (sinfo). {hint}"
+                f"Feature {word!r} was requested ({request.origin('constraint')}), but according to sinfo, "
+                f"no node of partition {partition.name} has it. {hint}"
             )
 
 
@@ -71,8 +71,8 @@ def _names(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
         if name not in known:
             hint = suggest(name, known) if len(known) < _MANY else "Check its name."
             yield SiteProblem(
-                f"Node {name} was requested ({request.origin('nodelist')}), but it is not in partition "
-                f"{partition.name} (sinfo). {hint}"
+                f"Node {name} was requested ({request.origin('nodelist')}), but according to sinfo, it is "
+                f"not in partition {partition.name}. {hint}"
             )
 
 
@@ -94,16 +94,19 @@ def _capacity_problems(request: JobRequest, partition: Partition) -> Iterator[Si
     for asked, amount, words, mend in _demands(request):
         most = max(map(amount, partition.groups))
         if asked > most:
-            yield SiteProblem(f"{words}, but no node of {where} has more than {most} (sinfo). {mend}")
+            yield SiteProblem(
+                f"{words}, but according to sinfo, no node of {where} has more than {most}. {mend}"
+            )
             return
     fitting = sum(group.num for group in partition.groups if _fits(request, group))
     excluded = len(set(_hosts(request.value("exclude"))) & _fitting_names(request, partition))
     if request.spec.least_granted > fitting - excluded:
-        less = f", {excluded} of them excluded (--exclude)" if excluded else ""
+        less = f", and --exclude excludes {excluded} of them" if excluded else ""
+        such = f"only {pluralize(fitting, 'such node')}" if fitting else "no such nodes"
         yield SiteProblem(
             f"{pluralize(request.spec.least_granted, 'node')}{_describe_demands(request)} requested "
-            f"(--nodes), but {where} has {fitting}{less} (sinfo). Request fewer, or choose another "
-            "--partition."
+            f"(--nodes), but according to sinfo, {where} has {such}{less}. Request fewer, or choose "
+            "another --partition."
         )
 
 
@@ -116,7 +119,7 @@ def _demands(request: JobRequest) -> Iterator[tuple[int, Callable[[NodeGroup], i
         f"{_gpu_words(request)} per node requested (--gpus-per-node)",
         "Request fewer, or choose another --partition.",
     )
-    cpus = f"{pluralize(spec.ntasks_per_node, 'rank')} × {spec.cpus_per_task or 1}, --cpus-per-task"
+    cpus = f"{pluralize(spec.ntasks_per_node, 'rank')} × --cpus-per-task {spec.cpus_per_task or 1}"
     yield (
         request.cpus_per_node,
         lambda group: group.cpus,

@@ -73,7 +73,7 @@ def _size(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
         )
     if partition.max_cpus_per_node is not None and cpus > partition.max_cpus_per_node:
         yield SiteProblem(
-            f"{pluralize(cpus, 'CPU')} per node requested (ranks × --cpus-per-task), but partition "
+            f"{pluralize(cpus, 'CPU')} per node requested (ranks per node × --cpus-per-task), but partition "
             f"{partition.name} allows at most {partition.max_cpus_per_node} (MaxCPUsPerNode). Request fewer."
         )
 
@@ -92,19 +92,20 @@ def _memory(request: JobRequest, partition: Partition, site: Site) -> Iterator[S
 
 def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
     for key, allowed, denied, name in (
-        ("account", partition.allow_accounts, partition.deny_accounts, "Accounts"),
-        ("qos", partition.allow_qos, partition.deny_qos, "Qos"),
+        ("account", partition.allow_accounts, partition.deny_accounts, "Account"),
+        ("qos", partition.allow_qos, partition.deny_qos, "QOS"),
     ):
         if not (asked := request.value(key)):
             continue
-        said = f"{key} {asked!r} was requested ({request.origin(key)}), but partition {partition.name}"
+        setting = "Accounts" if key == "account" else "Qos"
+        said = f"{name} {asked!r} was requested ({request.origin(key)}), but partition {partition.name}"
         if allowed is not None and asked not in allowed:
             yield SiteProblem(
-                f"{said} only allows {', '.join(allowed)} (Allow{name}). Choose an allowed value."
+                f"{said} only allows {', '.join(allowed)} (Allow{setting}). Choose an allowed value."
             )
         # If there is an allow list, Slurm ignores the deny list.
         elif allowed is None and asked in denied:
-            yield SiteProblem(f"{said} denies this value (Deny{name}). Choose another value.")
+            yield SiteProblem(f"{said} denies this value (Deny{setting}). Choose another value.")
     # Root is exempt.
     if os.geteuid() != 0:
         yield from _personal(partition)

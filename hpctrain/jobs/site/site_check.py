@@ -105,7 +105,7 @@ def _sort_problems(
         if lifted:
             notes.append(
                 f"{problem.message} This limit does not apply if the job's QOS is {join_or(lifted)} "
-                f"({problem.lifted_by})."
+                f"(QOS flag {problem.lifted_by})."
             )
         else:
             hard.append(problem)
@@ -143,7 +143,7 @@ def _suggest_partitions(request: JobRequest, refused: Sequence[Partition], site:
     ]
     if not names:
         return ""
-    return f"Without changes, the job fits partition {join_or(names)} (--partition)."
+    return f"Partition {join_or(names)} would accept the job without changes (--partition)."
 
 
 def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
@@ -153,9 +153,9 @@ def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
             f"Partition {partition.name} is down. The job will wait until the partition is up again."
         )
     elif partition.groups and (there := nodes_in_service(request, partition)) < request.spec.least_granted:
-        fit = f"nodes of partition {partition.name} that fit the job"
         notes.append(
-            f"{pluralize(request.spec.least_granted, 'node')} requested, but only {there} of the {fit} "
-            f"{'is' if there == 1 else 'are'} in service now (sinfo). The job will wait for more nodes."
+            f"{pluralize(request.spec.least_granted, 'node')} requested, but according to sinfo, partition "
+            f"{partition.name} has only {pluralize(there, 'suitable node')} in service now. The job will "
+            "wait for more."
         )
     return [*notes, *requeue_notes(partition, site, request.spec.resume_mode)]

@@ -164,7 +164,9 @@ def plan_snapshot(
     try:
         return CodeSnapshot.plan(script, limit_mb, environ, folder=folder), []
     except NotARepository as reason:
-        return None, [f"Warning: the code is not copied ({reason}). Later attempts use the current files."]
+        return None, [
+            f"Warning: the code is not copied ({reason}). Later attempts use the files as they are then."
+        ]
 
 
 def _remove(temporary: Path, copy: Path) -> None:

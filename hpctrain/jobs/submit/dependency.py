@@ -63,14 +63,17 @@ def resolve_dependency(text: str, cwd: Path, environ: Mapping[str, str]) -> tupl
             if ends is None or not status.state.ended:
                 jobs.append(f"{status.job_id}{delay}")
             elif status.state in ends:
-                notes.append(f"--dependency {kind}:{name} has no effect: this run is {status.state}.")
+                notes.append(
+                    f"--dependency {kind}:{name} has no effect: run {status.run_id} is already "
+                    f"{status.state}."
+                )
                 if one_suffices:
                     return "", notes
             else:
                 impossible.append(
                     SpecError(
-                        f"--dependency {kind}:{name}: this run is {status.state}, so the job would wait "
-                        "forever. Resume that run first, or remove the dependency."
+                        f"--dependency {kind}:{name}: run {status.run_id} is already {status.state}, so the "
+                        "job would wait forever. Resume that run first, or remove the dependency."
                     )
                 )
         if jobs or not names:
@@ -92,17 +95,17 @@ def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tup
     match = _RUN.fullmatch(name)
     if match is None:
         raise SpecError(
-            f"--dependency {where!r} names neither a job nor a run. Use a job id or a run, such as "
-            "afterok:123."
+            f"--dependency {where!r} names neither a job nor a run. After the kind, give a job id or a "
+            "run, as in afterok:123."
         )
     folder = os.path.join(cwd, match[1])
     run = folder if os.path.isfile(RunDir(Path(folder)).spec) else match[1]
     status = find_run(run, cwd / RUNS_FOLDER, environ).status()
     if status.job_id is None:
-        raise SpecError(f"--dependency {where}: this run has never been submitted.")
+        raise SpecError(f"--dependency {where}: this run has never been submitted. Submit it first.")
     if status.backend != "slurm":
         raise SpecError(
-            f"--dependency {where}: this run uses the local backend, so Slurm jobs cannot depend on the "
-            "run. Wait for the run with `hpctrain wait`, then submit."
+            f"--dependency {where}: this run uses the local backend, so Slurm jobs cannot depend on "
+            "it. Wait for the run with `hpctrain wait`, then submit."
         )
     return status, match[2] or ""

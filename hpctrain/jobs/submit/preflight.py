@@ -262,8 +262,8 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
         )
     if not is_array and run.tasks():
         raise SpecError(
-            f"{str(run.path)!r} (--run-dir) contains a job array. Name the tasks to resume with --array, or "
-            "choose another folder."
+            f"{str(run.path)!r} (--run-dir) contains a job array. Use --array to name the tasks to resume, "
+            "or choose another folder."
         )
 
 
