@@ -20,6 +20,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
@@ -66,6 +67,8 @@ def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, 
         connection.send({"can_stop_after": step})
     elif "stop_after" in message:
         agreed_stop.stop_after(message["stop_after"])
+    elif "profile" in message:
+        step_profiler.request(run, ranks.rank, message["profile"])
 
 
 def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Connection) -> None:

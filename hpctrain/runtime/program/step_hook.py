@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from hpctrain.records.rank_phase import RankPhase
+from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
 
 #: 0 disables the hooks.
@@ -64,6 +65,8 @@ class _StepHook:
                 # The state of an optimizer without state, such as plain SGD, does not indicate a restore.
                 activity.restored_steps = self._restored.get(id(optimizer)) if optimizer.state else None
         activity.optimizer_steps += 1
+        if step_profiler.is_active:
+            step_profiler.after_step()
         if not activity.is_managed:
             activity.phase = RankPhase.SCRIPT
             activity.step_done()
