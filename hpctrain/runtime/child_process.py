@@ -7,7 +7,6 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.heartbeat import heartbeat_message, on_message
-from hpctrain.runtime.program.child_relay import CHILD_VARIABLE
+from hpctrain.runtime.program.child_relay import CHILD_VARIABLE, connect_to_worker
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
@@ -25,7 +24,7 @@ from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
 from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
-from hpctrain.runtime.supervisor_connection import Connection, start_heartbeat
+from hpctrain.runtime.supervisor_connection import start_heartbeat
 
 #: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
 _LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
@@ -55,7 +54,7 @@ def observe_process() -> None:
     if os.environ.get(STEP_HOOK_VARIABLE) != "0":
         install_step_hook(partial(_after_step, ProcessGroupCheck(os.environ), run, attempt, ranks))
     start_heartbeat(
-        partial(_connect, told["socket"]),
+        partial(connect_to_worker, told["socket"]),
         partial(heartbeat_message, dict(os.environ)),
         partial(on_message, run, attempt, ranks),
     )
@@ -63,12 +62,6 @@ def observe_process() -> None:
     if step_log is not None:
         atexit.register(step_log.write)
     ScriptMonitor(step_log=step_log).start()
-
-
-def _connect(name: str) -> Connection:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(f"\0{name}")
-    return Connection(connection)
 
 
 def _after_step(group_check: ProcessGroupCheck, run: RunDir, attempt: int, ranks: Ranks) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import pytest
 from helpers.waiting import wait_for
 
 from hpctrain.cluster import detect
-from hpctrain.runtime.program.child_relay import CHILD_VARIABLE, ChildRelay
+from hpctrain.runtime.program.child_relay import CHILD_VARIABLE, ChildRelay, connect_to_worker
 from hpctrain.runtime.supervisor_connection import Connection
 
 
@@ -33,9 +32,7 @@ def relay(own) -> ChildRelay:
 
 
 def connect(relay: ChildRelay) -> Connection:
-    connected = socket.socket(socket.AF_UNIX)
-    connected.connect("\0" + json.loads(relay.variables[CHILD_VARIABLE])["socket"])
-    return Connection(connected)
+    return connect_to_worker(json.loads(relay.variables[CHILD_VARIABLE])["socket"])
 
 
 def beat(connection: Connection, relay: ChildRelay, beats: int, step: int, observed: int) -> None:

@@ -20,6 +20,13 @@ def activity(monkeypatch) -> RankActivity:
     return module.activity
 
 
+@pytest.fixture
+def profiler() -> StepProfiler:
+    profiler = StepProfiler()
+    profiler.counts_steps = True
+    return profiler
+
+
 def step(profiler: StepProfiler, activity: RankActivity) -> None:
     torch.ones(2).add(1)
     activity.optimizer_steps += 1
@@ -37,8 +44,8 @@ def result(run: RunDir, number: int) -> dict:
     return json.loads(path.read_text())
 
 
-def test_profile_covers_the_requested_steps_of_the_requested_rank(tmp_path, activity):
-    run, profiler = RunDir(tmp_path), StepProfiler()
+def test_profile_covers_the_requested_steps_of_the_requested_rank(tmp_path, activity, profiler):
+    run = RunDir(tmp_path)
     request(profiler, run, 0, ranks=(0, 2))
     assert not profiler.is_active
     request(profiler, run, 0)
@@ -54,9 +61,9 @@ def test_profile_covers_the_requested_steps_of_the_requested_rank(tmp_path, acti
     assert {"aten::add": 2}.items() <= {one["name"]: one["calls"] for one in done["operators"]}.items()
 
 
-def test_unwritable_folder_does_not_stop_the_training(tmp_path, activity, capfd):
+def test_unwritable_folder_does_not_stop_the_training(tmp_path, activity, profiler, capfd):
     (tmp_path / "profiles").write_text("in the way")
-    run, profiler = RunDir(tmp_path), StepProfiler()
+    run = RunDir(tmp_path)
     request(profiler, run, 0)
     for _ in range(4):
         step(profiler, activity)
@@ -64,3 +71,10 @@ def test_unwritable_folder_does_not_stop_the_training(tmp_path, activity, capfd)
     wait_for(lambda: printed.append(capfd.readouterr().err) or "cannot" in "".join(printed), 10, "a message")
     assert "the requested profile failed: NotADirectoryError" in "".join(printed)
     assert not profiler.is_active
+
+
+def test_request_without_the_step_hook_is_refused(tmp_path):
+    run, profiler = RunDir(tmp_path), StepProfiler()
+    request(profiler, run, 0)
+    assert not profiler.is_active
+    assert "HPCTRAIN_STEP_HOOK=0" in result(run, 0)["error"]

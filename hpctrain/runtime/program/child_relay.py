@@ -32,6 +32,25 @@ _HOOK_FOLDER = Path(__file__).with_name("startup_hook")
 _CREDENTIALS = struct.Struct("3i")
 
 
+def connect_to_worker(name: str) -> Connection:
+    """Return a connection of a process of the command to the worker.
+
+    Raises:
+        OSError: no worker of this user listens at this name.
+    """
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(f"\0{name}")
+    if not _is_own_process(connected):
+        raise PermissionError(f"{name} is a socket of another user")
+    return Connection(connected)
+
+
+def _is_own_process(connected: socket.socket) -> bool:
+    """Return true if the peer is a process of the same user."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
+
+
 class _Child:
     """A connected process.
 
@@ -118,8 +137,7 @@ class ChildRelay:
                 print(f"hpctrain: a process of the command cannot be observed: {error}", file=sys.stderr)
                 time.sleep(1)
                 continue
-            credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+            if not _is_own_process(accepted):
                 accepted.close()
                 continue
             child = _Child(Connection(accepted))

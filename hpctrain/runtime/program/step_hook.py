@@ -31,6 +31,7 @@ AfterStep = Callable[[], None]
 def install_step_hook(after_step: AfterStep = lambda: None) -> None:
     """Count optimizer steps of this process, starting now or at the import of torch."""
     hook = _StepHook(after_step)
+    step_profiler.counts_steps = True
     if _OPTIMIZER_MODULE in sys.modules:
         hook.register(sys.modules[_OPTIMIZER_MODULE])
     else:

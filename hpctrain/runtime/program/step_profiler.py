@@ -53,10 +53,11 @@ class StepProfiler:
 
     Attributes:
         is_active: True from a request until the last step of its profile.
+        counts_steps: True if the step hook calls `after_step`.
     """
 
     def __init__(self) -> None:
-        self.is_active = False
+        self.is_active = self.counts_steps = False
         self._request: _Request | None = None
         self._profile: Any = None
         self._first_step, self._started_at = 0, 0.0
@@ -65,8 +66,10 @@ class StepProfiler:
         """Start a profile after the current optimizer step. Called by the heartbeat thread."""
         if rank not in message["ranks"]:
             return
-        request = _Request(run, int(message["number"]), rank, int(message["steps"]))
-        if self.is_active:
+        request = _Request(run, message["number"], rank, message["steps"])
+        if not self.counts_steps:
+            request.write_error("the steps of this rank are not counted (HPCTRAIN_STEP_HOOK=0)")
+        elif self.is_active:
             request.write_error("the rank has not completed the previous profile")
         else:
             self._request, self.is_active = request, True

@@ -141,8 +141,10 @@ class WorkerGroup:
             with self._lock:
                 attempt, monitor = self._attempt, self._monitor
             try:
-                request = read_json(self._run.profile_request)
-                if monitor is not None and monitor.are_connected(request["ranks"]):
+                read = read_json(self._run.profile_request)
+                ranks = [int(rank) for rank in read["ranks"]]
+                request = {"number": int(read["number"]), "ranks": ranks, "steps": int(read["steps"])}
+                if monitor is not None and monitor.are_connected(ranks):
                     self._run.profile_request.unlink()
                     self._server.send(attempt, {"profile": request})
             except FileNotFoundError:
