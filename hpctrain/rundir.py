@@ -291,6 +291,34 @@ class RunDir:
         """The attempt to save and requeue, as requested by the user."""
         return self.path / "requeue-requested"
 
+    @property
+    def profile_request(self) -> Path:
+        """A profile requested by the user. The supervisor removes the file when it sends the request."""
+        return self.path / "profile-requested"
+
+    def profile(self, number: int) -> Path:
+        """Return the folder of a profile."""
+        return self.path / "profiles" / f"{number:03d}"
+
+    def new_profile(self) -> int:
+        """Reserve the number of a new profile by creating its folder."""
+        number = len(self.storage.names(self.path / "profiles"))
+        while True:
+            try:
+                self.storage.make_folder(self.profile(number))
+            except FileExistsError:
+                number += 1
+            else:
+                return number
+
+    def profile_trace(self, number: int, rank: int) -> Path:
+        """Return the file with a rank's trace in Chrome's format."""
+        return self.profile(number) / f"rank-{rank:05d}.trace.json.gz"
+
+    def profile_result(self, number: int, rank: int) -> Path:
+        """Return the file with a rank's most expensive operators, or its error. Written last."""
+        return self.profile(number) / f"rank-{rank:05d}.json"
+
     def is_asked_to_requeue(self, attempt: int) -> bool:
         """True if the user requested to requeue this attempt, so the end of the job is not imminent."""
         try:

@@ -23,6 +23,7 @@ _COMMANDS = (
     "logs",
     "report",
     "top",
+    "profile",
     "serve",
     "checkpoints",
     "wait",

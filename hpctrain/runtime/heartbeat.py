@@ -20,12 +20,13 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
-from hpctrain.runtime.supervisor_connection import Message, SupervisorConnection
+from hpctrain.runtime.supervisor_connection import Connection, Message
 from hpctrain.telemetry.sampling.nvml import GpuReader
 
 #: Modules whose frames between the user's code and a wait are skipped in the reported position.
@@ -52,9 +53,7 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     }
 
 
-def on_message(
-    run: RunDir, attempt: int, ranks: Ranks, connection: SupervisorConnection, message: Message
-) -> None:
+def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, message: Message) -> None:
     """Handle a message of the supervisor.
 
     Raises:
@@ -68,9 +67,11 @@ def on_message(
         connection.send({"can_stop_after": step})
     elif "stop_after" in message:
         agreed_stop.stop_after(message["stop_after"])
+    elif "profile" in message:
+        step_profiler.request(run, ranks.rank, message["profile"])
 
 
-def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: SupervisorConnection) -> None:
+def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Connection) -> None:
     """Report the position of the main thread, then write the stacks and other diagnostics to files.
 
     The report comes first, because the file system may be the part that hangs.

@@ -6,6 +6,7 @@ exception.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import socket
@@ -32,12 +33,65 @@ _BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
 Message = dict[str, Any]
 
 
-class SupervisorConnection:
-    """An open connection to the supervisor.
+class Connection:
+    """An open connection of JSON lines. Several threads may send.
 
     Attributes:
         heartbeat_interval_s: seconds between two heartbeats.
     """
+
+    heartbeat_interval_s = _BEAT_INTERVAL_S
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self._received = connected, b""
+        self._sending = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        with self._sending:
+            self._socket.sendall(self._seal(message))
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Wait for a message; return None if no message arrives in time.
+
+        Raises:
+            OSError: the peer is gone.
+            ValueError: the message is not JSON.
+            Unauthenticated: the message is not from the supervisor.
+        """
+        line = self._line(timeout_s)
+        return None if line is None else self._open(line)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _seal(self, message: Message) -> bytes:
+        return json.dumps(message).encode("ascii") + b"\n"
+
+    def _open(self, line: bytes) -> Message:
+        message: Message = json.loads(line)
+        return message
+
+    def _line(self, timeout_s: float | None) -> bytes | None:
+        while b"\n" not in self._received:
+            if len(self._received) > _MAX_LINE:
+                raise ConnectionAbortedError(f"received a line of more than {_MAX_LINE} bytes")
+            if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+                return None
+            if not (data := self._socket.recv(65536)):
+                raise ConnectionResetError("the peer closed the connection")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+
+class SupervisorConnection(Connection):
+    """An open connection to the supervisor, with an authentication code in each line."""
 
     def __init__(self, where: str, ranks: Ranks, attempt: int) -> None:
         """Connect, and introduce this rank.
@@ -51,9 +105,8 @@ class SupervisorConnection:
             OSError: no supervisor responds at this address.
         """
         address, port, secret = where.rsplit(":", 2)
-        self._socket = socket.create_connection((address, int(port)), timeout=_CONNECT_LIMIT_S)
+        super().__init__(socket.create_connection((address, int(port)), timeout=_CONNECT_LIMIT_S))
         try:
-            self._received = b""
             theirs, own = self._line(_CONNECT_LIMIT_S), new_nonce()
             if theirs is None:
                 raise TimeoutError(f"the supervisor did not respond within {_CONNECT_LIMIT_S:g} s")
@@ -68,45 +121,17 @@ class SupervisorConnection:
             self._socket.close()
             raise
 
-    def send(self, message: Message) -> None:
-        """Send a message.
+    def _seal(self, message: Message) -> bytes:
+        return self._up.seal(message)
 
-        Raises:
-            OSError: the supervisor is gone.
-        """
-        self._socket.sendall(self._up.seal(message))
-
-    def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Wait for a message; return None if no message arrives in time.
-
-        Raises:
-            OSError: the supervisor is gone.
-            Unauthenticated: the message is not from the supervisor.
-        """
-        line = self._line(timeout_s)
-        return None if line is None else self._down.open(line)
-
-    def _line(self, timeout_s: float | None) -> bytes | None:
-        while b"\n" not in self._received:
-            if len(self._received) > _MAX_LINE:
-                raise ConnectionAbortedError(f"received a line of more than {_MAX_LINE} bytes")
-            if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
-                return None
-            if not (data := self._socket.recv(65536)):
-                raise ConnectionResetError("the supervisor closed the connection")
-            self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        return line
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
+    def _open(self, line: bytes) -> Message:
+        return self._down.open(line)
 
 
 def start_heartbeat(
-    connect: Callable[[], SupervisorConnection],
+    connect: Callable[[], Connection],
     heartbeat_message: Callable[[], Message],
-    on_message: Callable[[SupervisorConnection, Message], None],
+    on_message: Callable[[Connection, Message], None],
 ) -> None:
     """Start a thread that sends heartbeats and receives messages.
 
@@ -116,7 +141,7 @@ def start_heartbeat(
         on_message: handles a message of the supervisor.
     """
 
-    def use(opened: SupervisorConnection) -> None:
+    def use(opened: Connection) -> None:
         # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.
         os.register_at_fork(after_in_child=opened.close)
         last: Message | None = None

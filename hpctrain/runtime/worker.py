@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -39,6 +40,7 @@ from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.heartbeat import heartbeat_message, on_message
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
+from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
@@ -54,7 +56,12 @@ from hpctrain.runtime.stopping.stop_signals import (
     ignore_signals_at_exit,
     is_exiting,
 )
-from hpctrain.runtime.supervisor_connection import SupervisorConnection, start_heartbeat
+from hpctrain.runtime.supervisor_connection import (
+    Connection,
+    Message,
+    SupervisorConnection,
+    start_heartbeat,
+)
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped
 
 #: Exit codes of a script after a stop signal. 0 may mean complete or stopped; a complete script exits
@@ -108,19 +115,21 @@ def main(argv: list[str]) -> NoReturn:
     step_log = StepLog(run, attempt) if ranks.is_main else None
     if os.environ.get(STEP_HOOK_VARIABLE) != "0":
         install_step_hook(partial(after_step, group_check))
+    relay = None
     if where is not None:
         agreed_stop.is_enabled = True
-        start_heartbeat(
-            open_line,
-            partial(heartbeat_message, dict(os.environ)),
-            partial(on_message, run, attempt, ranks),
-        )
+        heartbeat: Callable[[], Message] = partial(heartbeat_message, dict(os.environ))
+        handle: Callable[[Connection, Message], None] = partial(on_message, run, attempt, ranks)
         if program.kind != "command":
             ScriptMonitor(step_log=step_log).start()
+        elif sys.platform == "linux":
+            relay = ChildRelay(ranks, heartbeat, handle)
+            heartbeat, handle = relay.heartbeat_message, relay.on_message
+        start_heartbeat(open_line, heartbeat, handle)
     words_of_exit: object = None
     try:
         try:
-            program.run()
+            program.run(relay)
         finally:
             if step_log is not None:
                 step_log.write()

@@ -25,8 +25,6 @@ PROGRAMS = {
     "module": ["-m", "any_program.ddp"],
     "shell script": ["--", FOLDER / "train.sh"],
 }
-#: The steps of a shell script's children cannot be counted.
-UNCOUNTED = ("shell script",)
 
 
 def submit(slurm, tmp_path: Path, program: str, *options: str) -> Run:
@@ -39,22 +37,21 @@ def submit(slurm, tmp_path: Path, program: str, *options: str) -> Run:
     return run
 
 
-def assert_finished(run: Run, program: str) -> None:
+def assert_finished(run: Run) -> None:
     assert run.wait() == 0, run.describe()
     assert "finished after 60 steps" in run.dir.rank_log(max(run.dir.attempts()), 0).read_text()
     assert_no_process_left(run.path)
-    if program not in UNCOUNTED:
-        # One that saves its position continues from it, and its steps are on record.
-        assert run.status()["step"] == 60
-        assert len({record["attempt"] for record in read_json_lines(run.dir.metrics)}) == 2
-        assert run.events("resumed")[-1]["step"] > 0
+    # One that saves its position continues from it, and its steps are on record.
+    assert run.status()["step"] == 60
+    assert len({record["attempt"] for record in read_json_lines(run.dir.metrics)}) == 2
+    assert run.events("resumed")[-1]["step"] > 0
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_preempted_program_continues(slurm, tmp_path, program):
     run = submit(slurm, tmp_path, program)
     preempt(slurm.env, seconds=1)
-    assert_finished(run, program)
+    assert_finished(run)
     assert run.events("failure") == []
     assert len(run.events("requeue")) == 1
 
@@ -63,7 +60,7 @@ def test_preempted_program_continues(slurm, tmp_path, program):
 def test_killed_rank_is_named_and_the_program_restarted(slurm, tmp_path, program):
     run = submit(slurm, tmp_path, program)
     run.kill_rank(2)
-    assert_finished(run, program)
+    assert_finished(run)
     (failure,) = run.events("failure")
     assert (failure["class"], failure["rank"]) == ("killed", 2)
 
@@ -71,9 +68,8 @@ def test_killed_rank_is_named_and_the_program_restarted(slurm, tmp_path, program
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_hung_rank_is_named_and_the_program_restarted(slurm, tmp_path, program):
     run = submit(slurm, tmp_path, program, "--env=HANG=1", "--hang-timeout=5")
-    assert_finished(run, program)
+    assert_finished(run)
     (failure,) = run.events("failure")
     assert failure["class"] == "hang"
-    if program not in UNCOUNTED:
-        assert failure["rank"] == 3
-        assert "is in sleep_forever (pace.py:" in failure["cause"]
+    assert failure["rank"] == 3
+    assert "is in sleep_forever (pace.py:" in failure["cause"]

@@ -49,6 +49,7 @@ def workdir(tmp_path) -> Path:
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "run.sh").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "train.sh").write_text(f'{sys.executable} train.py "$@" || exit $?\n')
     return tmp_path
 
 
@@ -90,8 +91,10 @@ def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
         (["train.py"], "0", "pause_here (train.py:"),
         (["train.py"], "20", "pause_here (train.py:"),
         (["--", sys.executable, "train.py"], "20", "pause_here (train.py:"),
+        pytest.param(["--", "sh", "train.sh"], "0", "pause_here (train.py:", marks=pytest.mark.long),
+        (["--", "sh", "train.sh"], "20", "pause_here (train.py:"),
     ],
-    ids=["before the first step", "between steps", "command"],
+    ids=["before the first step", "between steps", "command", "shell before the first step", "shell"],
 )
 def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workdir, program, step, location):
     run, code, printed = submit(workdir, "--hang-timeout=2", *program, step)
@@ -101,6 +104,7 @@ def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workd
     assert causes[0].startswith("hung: ")
     assert "; rank 1 on " in causes[0]
     assert location in causes[0]
+    assert "in pause_here" in run.stacks(0, 1).read_text()
     assert "trained" in run.rank_log(1, 0).read_text()
 
 
@@ -150,13 +154,14 @@ def recorded_steps(run: RunDir, attempt: int, rank: int) -> list[int]:
     return []
 
 
-def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir):
+@pytest.mark.parametrize("program", [["train.py"], ["--", "sh", "train.sh"]], ids=["script", "shell script"])
+def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir, program):
     (workdir / "train.py").write_text(STOPPED)
     run = RunDir(workdir / "run")
     options = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
     hpctrain = [sys.executable, "-m", "hpctrain"]
     arguments = ["Adam", "until stopped"]
-    run_command([*hpctrain, "submit", *options, "train.py", *arguments], cwd=workdir)
+    run_command([*hpctrain, "submit", *options, *program, *arguments], cwd=workdir)
     wait_until(lambda: len(recorded_steps(run, 0, 0)) > 25)
     run_command([*hpctrain, "requeue", "run"], cwd=workdir)
     wait_until(lambda: any(event["kind"] == "finished" for event in run.read_events()))
@@ -175,13 +180,18 @@ def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir):
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "code"),
-    [([], ["SGD", "alone"], 1), (["--independent-ranks"], ["SGD", "alone"], 0), ([], ["SGD"], 0)],
-    ids=["alone", "independent", "together"],
+    ("program", "arguments", "code"),
+    [
+        (["train.py"], ["SGD", "alone"], 1),
+        (["--", "sh", "train.sh"], ["SGD", "alone"], 1),
+        (["--independent-ranks", "train.py"], ["SGD", "alone"], 0),
+        (["train.py"], ["SGD"], 0),
+    ],
+    ids=["alone", "alone in a shell script", "independent", "together"],
 )
-def test_ranks_that_train_alone_fail_the_run(workdir, options, arguments, code):
+def test_ranks_that_train_alone_fail_the_run(workdir, program, arguments, code):
     (workdir / "train.py").write_text(STOPPED)
-    run, done, printed = submit(workdir, *options, "train.py", *arguments)
+    run, done, printed = submit(workdir, *program, *arguments)
     assert (done != 0) == (code != 0), printed
     if code:
         (failure,) = (event for event in run.read_events() if event["kind"] == "failure")

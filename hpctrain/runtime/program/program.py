@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.snapshot_imports import copied_path
-from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal
+from hpctrain.runtime.stopping.stop_grace import read_stop_grace
 from hpctrain.spec.program import ProgramKind
 
 #: Python options with which a command can still run in this interpreter.
 _HARMLESS_OPTIONS = ("-u", "-B", "-P")
+#: Maximum seconds that stopped processes may outlive their shell; the supervisor or Slurm ends them earlier.
+_STOP_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,18 @@ class Program:
             return str(Path(copied_path(self.entry, os.environ)).resolve().parent)
         return copied_path(os.getcwd(), os.environ)
 
-    def run(self) -> None:
+    def run(self, relay: ChildRelay | None = None) -> None:
         """Run the program as `__main__`, or as a child process.
+
+        Args:
+            relay: observes the Python processes of a command.
 
         Raises:
             SystemExit: the program exited with a code.
             CommandFailed: a child process exited with a code other than 0.
         """
         if self.kind == "command":
-            _run_command([self.entry, *self.args])
+            _run_command([self.entry, *self.args], relay)
         # As in `python SCRIPT`; this interpreter was started with -P, so no other folder precedes it.
         sys.path.insert(0, self.import_folder)
         if self.kind == "script":
@@ -116,7 +123,7 @@ def _shebang_interpreter(path: str) -> str:
     return words[0] if words else ""
 
 
-def _run_command(words: list[str]) -> NoReturn:
+def _run_command(words: list[str], relay: ChildRelay | None) -> NoReturn:
     """Run a command as a child process, and exit with its exit code.
 
     Signals to this process also reach the child, which is in the same process group and job step.
@@ -126,9 +133,13 @@ def _run_command(words: list[str]) -> NoReturn:
         signal.signal(number, lambda *_: None)
     words = [copied_path(word, os.environ) if os.path.exists(word) else word for word in words]
     try:
-        child = subprocess.Popen(words, preexec_fn=die_with_parent)
+        environ = {**os.environ, **(relay.variables if relay is not None else {})}
+        child = subprocess.Popen(words, env=environ, preexec_fn=die_with_parent)
     except OSError as error:
         raise RuntimeError(f"cannot start the command {shlex.join(words)}: {error.strerror}") from error
     ScriptMonitor(child.pid).start()
     code = child.wait()
+    if relay is not None and (stop := pending_stop_signal()) is not None:
+        # The signal ends a shell immediately, but its programs may still train to the common step, or save.
+        relay.wait_until_exited(read_stop_grace(os.environ).get(stop.name, _STOP_LIMIT_S))
     raise CommandFailed(128 - code if code < 0 else code) if code else SystemExit(0)

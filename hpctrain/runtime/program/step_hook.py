@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from hpctrain.records.rank_phase import RankPhase
+from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
 
 #: 0 disables the hooks.
@@ -30,6 +31,7 @@ AfterStep = Callable[[], None]
 def install_step_hook(after_step: AfterStep = lambda: None) -> None:
     """Count optimizer steps of this process, starting now or at the import of torch."""
     hook = _StepHook(after_step)
+    step_profiler.counts_steps = True
     if _OPTIMIZER_MODULE in sys.modules:
         hook.register(sys.modules[_OPTIMIZER_MODULE])
     else:
@@ -64,6 +66,8 @@ class _StepHook:
                 # The state of an optimizer without state, such as plain SGD, does not indicate a restore.
                 activity.restored_steps = self._restored.get(id(optimizer)) if optimizer.state else None
         activity.optimizer_steps += 1
+        if step_profiler.is_active:
+            step_profiler.after_step()
         if not activity.is_managed:
             activity.phase = RankPhase.SCRIPT
             activity.step_done()

@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +128,10 @@ class RankMonitor:
         first, *others = self._modules.values()
         common = [name for name in first if all(name in other for other in others)]
         return common if "torch" in common else None
+
+    def are_connected(self, ranks: Iterable[int]) -> bool:
+        """Return true if all `ranks` report to the supervisor."""
+        return all(rank in self._hang_detector.ranks for rank in ranks)
 
     @property
     def changed(self) -> list[str]:

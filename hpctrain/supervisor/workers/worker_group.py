@@ -20,7 +20,7 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
 from hpctrain.supervisor.launch.worker_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
-from hpctrain.supervisor.workers.heartbeat_server import HeartbeatServer
+from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 from hpctrain.supervisor.workers.standby_workers import StandbyWorkers
 
@@ -46,15 +46,18 @@ class WorkerGroup:
         self._imported_at: float | None = None
         self._modules: list[str] = []
         self._standby_started = False
+        self._closed = threading.Event()
 
     def __enter__(self) -> Self:
         self._server = HeartbeatServer(self._launcher.address, self)
         self._server.__enter__()
+        threading.Thread(target=self._send_profile_requests, name="profiles", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed.set()
         # Close the connections first: no new standby workers start, and waiting workers detect the closed
         # connection.
         self._server.__exit__(kind, error, trace)
@@ -131,6 +134,25 @@ class WorkerGroup:
         if monitor is not None:
             monitor.on_tick()
             self._start_standby(monitor)
+
+    def _send_profile_requests(self) -> None:
+        """Send requested profiles to the ranks. In a separate thread, because the file system may hang."""
+        while not self._closed.wait(TICK_INTERVAL_S):
+            with self._lock:
+                attempt, monitor = self._attempt, self._monitor
+            try:
+                read = read_json(self._run.profile_request)
+                ranks = [int(rank) for rank in read["ranks"]]
+                request = {"number": int(read["number"]), "ranks": ranks, "steps": int(read["steps"])}
+                if monitor is not None and monitor.are_connected(ranks):
+                    self._run.profile_request.unlink()
+                    self._server.send(attempt, {"profile": request})
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("the requested profile cannot be read: %r", error)
+                with suppress(OSError):
+                    self._run.profile_request.unlink()
 
     def _start_from_standby(
         self, attempt: int, hosts: list[str], known: Mapping[str, str], emit: EmitEvent

@@ -1,0 +1,116 @@
+"""Profile of some ranks of an active run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.errors import RunFailed, SpecError, WaitTimeout
+from hpctrain.files import read_json, write_atomic
+from hpctrain.jobs.runs.run import Run
+from hpctrain.slurm.states import RunState
+from hpctrain.text import format_ranks, pluralize
+
+_POLL_S = 0.2
+#: Seconds between two queries of the run's state, which may query Slurm.
+_STATUS_POLL_S = 5.0
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """A request to profile the next optimizer steps of some ranks."""
+
+    run: Run
+    number: int
+    ranks: tuple[int, ...]
+    num_steps: int
+    attempt: int | None
+
+    @classmethod
+    def submit(cls, run: Run, ranks: Sequence[int], num_steps: int) -> ProfileRequest:
+        """Request a profile of an active run.
+
+        Raises:
+            SpecError: the run is not running, has no such rank, or has a pending request.
+        """
+        if tasks := run.tasks():
+            raise SpecError(f"Run {run.run_id} is a job array. Name a task, such as {tasks[0].run_id}.")
+        status = run.status()
+        started = [event for event in run.dir.read_events() if event["kind"] == "started"]
+        if status.state is not RunState.RUNNING or not started:
+            raise SpecError(f"Run {run.run_id} is {status.state}; only running runs can be profiled.")
+        world_size = int(started[-1]["world_size"])
+        if missing := [rank for rank in ranks if rank >= world_size]:
+            raise SpecError(
+                f"There is no {format_ranks(missing)} (--ranks): run {run.run_id} has "
+                f"{pluralize(world_size, 'rank')}, numbered from 0."
+            )
+        if run.dir.profile_request.exists():
+            raise SpecError(
+                f"Another profile of run {run.run_id} is pending: {run.dir.profile_request}. Wait for it, or "
+                "remove this file."
+            )
+        number = run.dir.new_profile()
+        request = {"number": number, "ranks": list(ranks), "steps": num_steps}
+        write_atomic(run.dir.profile_request, json.dumps(request) + "\n", durable=False)
+        return cls(run, number, tuple(ranks), num_steps, status.attempt)
+
+    def wait(self, timeout_s: float, report: Callable[[str], object]) -> list[dict[str, Any]]:
+        """Wait for the results of all ranks, in order. A pending request is withdrawn on an error.
+
+        Args:
+            timeout_s: maximum wait in seconds.
+            report: called with a message when the awaited event changes.
+
+        Raises:
+            WaitTimeout: a rank has not completed its steps yet.
+            RunFailed: the attempt ended first.
+        """
+        deadline, status_at, awaited = time.monotonic() + timeout_s, time.monotonic() + _STATUS_POLL_S, ""
+        try:
+            while missing := self._missing():
+                if (now := self._describe_awaited(missing)) != awaited:
+                    awaited = now
+                    report(f"Waiting for {awaited}")
+                if time.monotonic() >= deadline:
+                    raise WaitTimeout(
+                        f"The profile of run {self.run.run_id} was not complete after {timeout_s:g} s of "
+                        f"waiting for {awaited}. Check that the run completes steps (`hpctrain status`), and "
+                        "set a longer --timeout."
+                    )
+                if time.monotonic() >= status_at:
+                    self._check_attempt()
+                    status_at = time.monotonic() + _STATUS_POLL_S
+                time.sleep(_POLL_S)
+        finally:
+            with suppress(OSError):
+                self.run.dir.profile_request.unlink(missing_ok=True)
+        return list(self._results())
+
+    def _describe_awaited(self, missing: Sequence[int]) -> str:
+        if self.run.dir.profile_request.exists():
+            return f"the supervisor to send the request to {format_ranks(missing)}"
+        return f"{format_ranks(missing)} to complete {pluralize(self.num_steps, 'step')}"
+
+    def _check_attempt(self) -> None:
+        status = self.run.status()
+        if (status.state.ended or status.attempt != self.attempt) and (missing := self._missing()):
+            end = f"is {status.state}" if status.state.ended else f"is now in attempt {status.attempt}"
+            raise RunFailed(
+                f"Run {self.run.run_id} {end}, but {format_ranks(missing)} had not completed "
+                f"{pluralize(self.num_steps, 'step')} in attempt {self.attempt}. Profile a running attempt, "
+                "with fewer --steps."
+            )
+
+    def _missing(self) -> list[int]:
+        names = set(self.run.dir.storage.names(self.run.dir.profile(self.number)))
+        path = self.run.dir.profile_result
+        return [rank for rank in self.ranks if path(self.number, rank).name not in names]
+
+    def _results(self) -> Iterator[dict[str, Any]]:
+        for rank in self.ranks:
+            yield read_json(self.run.dir.profile_result(self.number, rank))

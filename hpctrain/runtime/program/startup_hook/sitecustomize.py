@@ -1,0 +1,43 @@
+"""Start of a Python process of a command: observe it when it imports torch.
+
+`child_relay` puts the folder of this file into PYTHONPATH, so each Python process of the command runs it.
+The environment of such a process may have another version of Python, and no hpctrain.
+"""
+
+import os
+import sys
+from importlib import import_module
+
+
+class _TorchWatcher:
+    """Detects the import of torch, and lets the next finder find it."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
+        if name != "torch":
+            return
+        sys.meta_path.remove(self)
+        try:
+            from hpctrain.runtime.child_process import observe_process
+        except ImportError:  # an environment without hpctrain, or with another version
+            return
+        try:
+            observe_process()
+        except Exception as error:  # noqa: BLE001 (the process continues without it)
+            sys.stderr.write("hpctrain: this process cannot be observed: %r\n" % (error,))  # noqa: UP031
+
+
+def _run_shadowed() -> None:
+    """Run the `sitecustomize` of the environment, which this file shadows."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
+    own = sys.modules.pop(__name__)
+    try:
+        import_module(__name__)
+    except ImportError as error:
+        if error.name != __name__:
+            raise
+        sys.modules[__name__] = own
+
+
+sys.meta_path.insert(0, _TorchWatcher())
+_run_shadowed()

@@ -1,0 +1,137 @@
+"""Profiles of running programs, with and without the Trainer."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SCRIPTS
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
+
+#: Ranks with equal data, so the weights are those of a single process. Each step is recorded. Rank 1 may
+#: use a profiler itself. A file ends the training.
+TRAINING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.profiler import profile
+dist.init_process_group("gloo")
+rank, run, step = os.environ["RANK"], os.environ["HPCTRAIN_RUN_DIR"], 0
+torch.manual_seed(1)
+layer = torch.nn.Linear(8, 8)
+model = torch.nn.parallel.DistributedDataParallel(layer)
+optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(2)
+own = profile() if rank == "1" and "profile" in sys.argv else None
+if own:
+    own.start()
+while not os.path.exists(f"{run}/last") or step < int(open(f"{run}/last").read()):
+    time.sleep(0.02)
+    model(torch.randn(4, 8, generator=generator)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    with open(f"{run}/weights-{rank}", "a") as file:
+        print(layer.weight.sum().item().hex(), file=file)
+if own:
+    own.stop()
+    print("own profile", len(own.events()) > 1000)
+"""
+
+
+def weights(run: Run, rank: int) -> list[str]:
+    return (run.path / f"weights-{rank}").read_text().split()
+
+
+def reference_weights(num_steps: int) -> list[str]:
+    """Return the sum of the weights after each step of an undisturbed training."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(8, 8)
+    torch.random.set_rng_state(state)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+    generator, found = torch.Generator().manual_seed(2), []
+    for _ in range(num_steps):
+        layer(torch.randn(4, 8, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(layer.weight.sum().item().hex())
+    return found
+
+
+def submit(tmp_path: Path, *program: str) -> Run:
+    """Submit the program on two ranks, and wait for its first steps."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    (tmp_path / "train.sh").write_text(f'#!/bin/sh\n{sys.executable} train.py "$@" || exit 1\n')
+    (tmp_path / "train.sh").chmod(0o755)
+    run = Run(tmp_path / "run", {"OMP_NUM_THREADS": "1"})
+    options = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
+    run.hpctrain("submit", *options, *program, cwd=tmp_path)
+    wait_for(lambda: run.status()["step"], 60, "the first step")
+    return run
+
+
+def profile(run: Run, *options: str, code: int = 0) -> tuple[str, str]:
+    result = run.hpctrain("profile", str(run.path), *options, check=False)
+    assert result.returncode == code, result.stdout + result.stderr + run.describe()
+    return result.stdout, result.stderr
+
+
+def trace_names(path: Path) -> list[str]:
+    with gzip.open(path) as file:
+        return [event.get("name") for event in json.load(file)["traceEvents"]]
+
+
+def end(run: Run) -> None:
+    """End the training after a few steps."""
+    temporary = run.path / "last.tmp"
+    temporary.write_text(str(len(weights(run, 0)) + 50))
+    temporary.rename(run.path / "last")
+    assert run.wait() == 0
+    assert run.events("failure") == []
+
+
+def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
+    run = submit(tmp_path, "train.py", "profile")
+    printed, messages = profile(run, "--ranks=0,1", "--steps=3", code=1)
+    assert re.search("^Waiting for ranks? .* to complete 3 steps$", messages, re.MULTILINE)
+    assert not run.dir.profile_request.exists()
+    trace = run.dir.profile_trace(0, 0)
+    assert trace_names(trace).count("aten::addmm") == 3
+    assert f"trace  {trace}" in printed
+    assert "Optimizer.step#Adam.step" in printed
+    assert "rank 1: RuntimeError: the script is using a profiler itself" in messages
+    # A run may also end during a profile.
+    _, messages = profile(run, "--steps=100000", "--timeout=2", code=1)
+    assert "after 2 s of waiting for rank 0 to complete 100" in messages
+    _, messages = profile(run, "--ranks=1-2", code=2)
+    assert "There is no rank 2 (--ranks)" in messages
+    end(run)
+    assert weights(run, 0) == weights(run, 1) == reference_weights(len(weights(run, 0)))
+    assert "own profile True" in run.dir.rank_log(0, 1).read_text()
+    assert "the program ended after" in json.loads(run.dir.profile_result(1, 0).read_text())["error"]
+    _, messages = profile(run, code=2)
+    assert "is COMPLETED; only running runs can be profiled" in messages
+
+
+@pytest.mark.long
+def test_profile_of_a_shell_script(tmp_path):
+    run = submit(tmp_path, "--", "./train.sh")
+    result, _ = json.loads(profile(run, "--ranks=0-1", "--steps=2", "--json")[0])["ranks"]
+    assert result["last_step"] - result["first_step"] == 1
+    assert trace_names(Path(result["trace"])).count("aten::addmm") == 2
+    end(run)
+
+
+def test_profile_of_a_trainer(tmp_path):
+    run = submit(tmp_path, str(SCRIPTS / "train_slowly.py"), "0.05")
+    assert "Optimizer.step" in profile(run)[0]
+    assert len(trace_names(run.dir.profile_trace(0, 0))) > 100
+    run.hpctrain("cancel", str(run.path))
+    run.wait()
+    assert run.events("failure") == []
