@@ -124,6 +124,8 @@ TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
 INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
 #: Maximum number of samples in a micro-batch, because an earlier attempt ran out of GPU memory.
 MICRO_BATCH_VARIABLE = "HPCTRAIN_MAX_MICRO_BATCH"
+#: `none` disables the binding of ranks to CPUs.
+CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
 #: The predecessor of this job, on sites without requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
 

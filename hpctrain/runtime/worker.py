@@ -34,6 +34,7 @@ from hpctrain.rundir import (
     SUPERVISOR_ADDRESS_VARIABLE,
     RunDir,
 )
+from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.heartbeat import heartbeat_message, on_message
@@ -117,6 +118,9 @@ def main(argv: list[str]) -> NoReturn:
         )
         if program.kind != "command":
             ScriptMonitor(step_log=step_log).start()
+    # After the heartbeats, because a faulty driver may not answer.
+    if (binding := bind_cpus(ranks, os.environ)) is not None:
+        print(f"hpctrain: {binding.message}", flush=True)
     words_of_exit: object = None
     try:
         try:

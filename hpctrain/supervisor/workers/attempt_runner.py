@@ -18,6 +18,7 @@ from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
+    CPU_BINDING_VARIABLE,
     INDEPENDENT_RANKS_VARIABLE,
     MICRO_BATCH_VARIABLE,
     RUN_DIR_VARIABLE,
@@ -129,6 +130,8 @@ class AttemptRunner:
             variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
         if (size := History.from_events(self.run.read_events()).micro_batch_size) is not None:
             variables[MICRO_BATCH_VARIABLE] = str(size)
+        if spec.cpu_binding == "none":
+            variables[CPU_BINDING_VARIABLE] = "none"
         if spec.independent_ranks:
             variables[INDEPENDENT_RANKS_VARIABLE] = "1"
         if spec.array_task is not None:
