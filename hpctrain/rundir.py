@@ -58,9 +58,9 @@ _FIELDS: dict[str, Callable[[object], bool]] = {
     # A failure without a rank has rank -1 or none.
     "rank": lambda value: value is None or value == -1 or _is_count(value),
     "step": lambda value: value is None or _is_count(value),
-    **dict.fromkeys(("nodes", "nodes_before", "world_size", "exit_code"), _is_count),
+    **dict.fromkeys(("nodes", "nodes_before", "world_size", "exit_code", "micro_batch_size"), _is_count),
     **dict.fromkeys(("hosts", "broken"), lambda value: isinstance(value, list) and all(map(_is_text, value))),
-    **dict.fromkeys(("kind", "job_id", "backend", "job_state", "state", "after"), _is_text),
+    **dict.fromkeys(("kind", "job_id", "backend", "job_state", "state", "after", "memory"), _is_text),
     **dict.fromkeys(
         ("host", "cause", "log", "path", "tier", "by", "class"),
         lambda value: value is None or _is_text(value),
@@ -122,6 +122,10 @@ STANDBY_VARIABLE = "HPCTRAIN_WAIT"
 TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
 #: 1 if the ranks of the run do not train together.
 INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
+#: Maximum number of samples in a micro-batch, because an earlier attempt ran out of GPU memory.
+MICRO_BATCH_VARIABLE = "HPCTRAIN_MAX_MICRO_BATCH"
+#: `none` disables the binding of ranks to CPUs.
+CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
 #: The predecessor of this job, on sites without requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
 

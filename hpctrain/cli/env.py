@@ -10,6 +10,7 @@ import click
 
 from hpctrain.cli.common import echo_json, json_option
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
+from hpctrain.cluster.amd_gpus import list_amd_gpus
 from hpctrain.cluster.device_plan import plan_device
 from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import EnvironmentMismatch, HpctrainError
@@ -83,7 +84,7 @@ def _device(ranks: Ranks, environ: Mapping[str, str]) -> tuple[_Fact, Environmen
     from hpctrain.telemetry.sampling.nvml import count_gpus
 
     try:
-        plan = plan_device(ranks, environ, count_gpus(environ))
+        plan = plan_device(ranks, environ, count_gpus(environ), is_rocm=bool(list_amd_gpus()))
     except EnvironmentMismatch as refusal:
         return (None, "refused"), refusal
     return (str(plan), plan.source), None

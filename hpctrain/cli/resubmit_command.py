@@ -24,6 +24,7 @@ _DEFAULTS = {
     "hang_timeout_s": JobSpec.hang_timeout_s,
     "resume_mode": JobSpec.resume_mode,
     "mpi": JobSpec.mpi,
+    "cpu_binding": JobSpec.cpu_binding,
     "gpu_request_style": JobSpec.gpu_request_style,
 }
 

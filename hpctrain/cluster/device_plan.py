@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, check_amd_variables
 from hpctrain.cluster.env_variables import read_int
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
@@ -35,7 +36,9 @@ class DevicePlan:
         return "cpu" if self.index is None else f"cuda:{self.index}"
 
 
-def plan_device(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> DevicePlan:
+def plan_device(
+    ranks: Ranks, environ: Mapping[str, str], num_visible: int, *, is_rocm: bool = False
+) -> DevicePlan:
     """Return the GPU of this rank, according to a plan common to all ranks.
 
     A task that sees all GPUs of its node uses the GPU with the number of its local rank. If Slurm bound the
@@ -46,15 +49,19 @@ def plan_device(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> D
         ranks: the ranks of this process.
         environ: its variables.
         num_visible: GPUs that the driver shows to this process.
+        is_rocm: true if torch uses AMD GPUs.
 
     Raises:
-        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
+        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed; or variables for
+            AMD GPUs contradict each other.
     """
+    if is_rocm:
+        check_amd_variables(environ)
     if num_visible and is_mig(environ):
         # CUDA shows a process only the first of the listed MIG instances.
         num_visible = 1
     if num_visible == 0:
-        return DevicePlan(None, _no_gpu_reason(environ))
+        return DevicePlan(None, _no_gpu_reason(environ, is_rocm=is_rocm))
     on_node = _gpus_on_node(ranks, environ)
     num_tasks, local_rank = ranks.local_world_size, ranks.local_rank
     if num_visible < on_node:
@@ -136,7 +143,10 @@ def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
     return read_int(environ, _ON_NODE_VARIABLE)
 
 
-def _no_gpu_reason(environ: Mapping[str, str]) -> str:
+def _no_gpu_reason(environ: Mapping[str, str], *, is_rocm: bool) -> str:
+    if is_rocm:
+        given = [f"{name}={environ[name]}" for name in (ROCR_VARIABLE, *HIP_VARIABLES) if name in environ]
+        return f"no driver reports a GPU ({', '.join(given)})" if given else "no driver reports a GPU"
     listed = visible_devices(environ)
     if listed == []:
         return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} hides all GPUs"

@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from hpctrain.errors import SchedulerError
 from hpctrain.files import make_folder, own_file, read_regular
@@ -36,13 +37,31 @@ _PAUSE_S = 1.0
 _SEPARATOR = "\x1f"
 
 
+@dataclass(frozen=True)
+class JobChanges:
+    """Differences between the job that continues a run and the submitted job."""
+
+    excluded_hosts: Collection[str] = ()
+    """Nodes to exclude, in addition to the user's."""
+    memory: str | None = None
+    """Option of sbatch with the memory to request, such as `mem=96000`, in MB."""
+
+    def __bool__(self) -> bool:
+        return bool(self.excluded_hosts or self.memory)
+
+    def options(self, spec: JobSpec) -> list[str]:
+        """Return the options of sbatch for the changes."""
+        options = [f"--exclude={excluded_nodes(spec, self.excluded_hosts)}"] if self.excluded_hosts else []
+        return [*options, f"--{self.memory}"] if self.memory else options
+
+
 def submit_successor(
     run: RunDir,
     spec: JobSpec,
     job_id: str,
     attempt: int,
     environ: Mapping[str, str],
-    excluded_hosts: Collection[str] = (),
+    changes: JobChanges,
 ) -> str:
     """Submit the successor of this job and return its id. Must be called in the job.
 
@@ -52,13 +71,13 @@ def submit_successor(
         job_id: this job.
         attempt: the attempt to continue.
         environ: environment of this job's batch script.
-        excluded_hosts: nodes to exclude.
+        changes: changes of the job.
 
     Raises:
         SchedulerError: the scheduler rejected the job, or did not respond in time.
     """
     run.log_event("handover", attempt, job_id=job_id)
-    successor = _submit_once(run, spec, job_id, environ, excluded_hosts)
+    successor = _submit_once(run, spec, job_id, environ, changes)
     record_successor(run, successor, job_id)
     _move_dependents(job_id, successor, environ)
     if run.cancel_request.exists():
@@ -148,33 +167,31 @@ def excluded_nodes(spec: JobSpec, excluded_hosts: Collection[str]) -> str:
     return ",".join([*([named] if named else []), *sorted(excluded_hosts)])
 
 
-def can_start_without(
-    run: RunDir, spec: JobSpec, excluded_hosts: Collection[str], environ: Mapping[str, str]
-) -> bool:
-    """True if the scheduler could start the run's job without these nodes, according to `sbatch`.
+def can_start(run: RunDir, spec: JobSpec, changes: JobChanges, environ: Mapping[str, str]) -> bool:
+    """True if the scheduler could start the run's job with these changes, according to `sbatch`.
 
     False without a response: a run that pends forever is worse than a run on a faulty node.
     """
-    command = ["sbatch", "--test-only", f"--exclude={excluded_nodes(spec, excluded_hosts)}"]
+    command = ["sbatch", "--test-only", *changes.options(spec)]
     if spec.array_task is not None:
         command.append(f"--array={spec.array_task}")
     command.append(str((run.array or run).job_script))
     try:
         run_slurm(command, sbatch_env(environ, all_directives(spec)))
     except SchedulerError as error:
-        log.info("the job cannot start without %s: %s", ", ".join(excluded_hosts), error)
+        log.info("the job cannot start with %s: %s", " ".join(changes.options(spec)), error)
         return False
     return True
 
 
 def _submit_once(
-    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], excluded_hosts: Collection[str]
+    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], changes: JobChanges
 ) -> str:
     """Submit the successor unless it exists: an earlier response of the scheduler may have been lost."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
-            return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ, excluded_hosts)
+            return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ, changes)
         except SchedulerError as error:
             if not is_transient(str(error)) or time.monotonic() > deadline:
                 raise
@@ -182,12 +199,9 @@ def _submit_once(
             time.sleep(_PAUSE_S)
 
 
-def _submit(
-    run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], excluded_hosts: Collection[str]
-) -> str:
+def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], changes: JobChanges) -> str:
     options = [f"--dependency=afterany:{job_id}"]
-    if excluded_hosts:
-        options.append(f"--exclude={excluded_nodes(spec, excluded_hosts)}")
+    options += changes.options(spec)
     if "begin" in spec.directives:
         options.append("--begin=now")
     if spec.array_task is not None:

@@ -39,7 +39,7 @@ def choose_device(ranks: Ranks, environ: Mapping[str, str]) -> torch.device:
     Raises:
         EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
     """
-    return _select_gpu(plan_device(ranks, environ, len(visible_uuids(environ))).index)
+    return _select_gpu(_plan(ranks, environ, len(visible_uuids(environ))))
 
 
 def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> DeviceAssignment:
@@ -65,6 +65,10 @@ def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> Dev
     return DeviceAssignment(_select_gpu(answer["index"]), answer["shared"])
 
 
+def _plan(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> int | None:
+    return plan_device(ranks, environ, num_visible, is_rocm=torch.version.hip is not None).index
+
+
 def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return unique ids of the GPUs visible to torch in this process, in the order of `cuda:N`."""
     if not torch.cuda.is_available():
@@ -80,7 +84,7 @@ def _own_placement(ranks: Ranks, environ: Mapping[str, str]) -> RankPlacement:
     gpus = visible_uuids(environ)
     placement = RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus)
     try:
-        return replace(placement, index=plan_device(ranks, environ, len(gpus)).index)
+        return replace(placement, index=_plan(ranks, environ, len(gpus)))
     except EnvironmentMismatch as error:
         return replace(placement, problem=str(error))
 

@@ -24,11 +24,17 @@ _CAUSE_KEY = "hpctrain/cause"
 _STORE_TIMEOUT = timedelta(seconds=2)
 #: Marks an exception that would recur in every attempt.
 _FINAL = "_hpctrain_final"
+_MICRO_BATCH_SIZE = "_hpctrain_micro_batch_size"
 
 
 def mark_non_retryable(error: BaseException) -> None:
     """Mark `error` as final: if it is the cause, the run ends without another attempt."""
     setattr(error, _FINAL, True)
+
+
+def suggest_micro_batch_size(error: BaseException, size: int) -> None:
+    """Attach a smaller size of micro-batches for the next attempt to an error of GPU memory."""
+    setattr(error, _MICRO_BATCH_SIZE, size)
 
 
 def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -44,6 +50,7 @@ def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str
         "traceback": "" if isinstance(error, DiskFull) else _traceback(error),
         # An invalid request of the user fails in every attempt.
         "final": getattr(error, _FINAL, False) or isinstance(error, UserError),
+        "micro_batch_size": getattr(error, _MICRO_BATCH_SIZE, None),
     }
 
 

@@ -35,6 +35,7 @@ from hpctrain.rundir import (
     SUPERVISOR_ADDRESS_VARIABLE,
     RunDir,
 )
+from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.heartbeat import heartbeat_message, on_message
@@ -126,6 +127,9 @@ def main(argv: list[str]) -> NoReturn:
             relay = ChildRelay(ranks, heartbeat, handle)
             heartbeat, handle = relay.heartbeat_message, relay.on_message
         start_heartbeat(open_line, heartbeat, handle)
+    # After the heartbeats, because a faulty driver may not answer.
+    if (binding := bind_cpus(ranks, os.environ)) is not None:
+        print(f"hpctrain: {binding.message}", flush=True)
     words_of_exit: object = None
     try:
         try:

@@ -14,6 +14,7 @@ _SLURMD_PORT = 6818
 
 _FIELDS = {
     **{name: re.compile(rf"\b{name}=(\S+)") for name in ("NodeName", "NodeAddr", "NodeHostName", "State")},
+    **{name: re.compile(rf"\b{name}=(\d+)") for name in ("RealMemory", "MemSpecLimit")},
     "Port": re.compile(r"\bPort=([0-9]{1,5})(?!\S)"),
 }
 
@@ -27,6 +28,8 @@ class NodeRecord:
     port: int
     """Port of the node's slurmd."""
     state: str
+    memory_mib: int = 0
+    """Memory for jobs."""
 
 
 def query_nodes(hosts: Sequence[str], environ: Mapping[str, str]) -> list[NodeRecord]:
@@ -47,5 +50,6 @@ def parse_nodes(answer: str) -> list[NodeRecord]:
             address = found.get("NodeAddr") or found.get("NodeHostName") or found["NodeName"]
             port = int(found.get("Port", _SLURMD_PORT))
             port = port if port < 2**16 else _SLURMD_PORT
-            nodes.append(NodeRecord(found["NodeName"], address, port, found.get("State", "")))
+            memory = int(found.get("RealMemory", 0)) - int(found.get("MemSpecLimit", 0))
+            nodes.append(NodeRecord(found["NodeName"], address, port, found.get("State", ""), memory))
     return nodes

@@ -22,6 +22,7 @@ GpuRequestStyle = Literal["gres", "gpus-per-node"]
 ResumeMode = Literal["auto", "requeue", "successor"]
 
 NodeCheckMode = Literal["auto", "always", "never"]
+CpuBindingMode = Literal["auto", "none"]
 MpiPlugin = Literal["none", "pmi2", "pmix"]
 
 DEFAULT_STOP_BEFORE_LIMIT_S = 120
@@ -98,6 +99,8 @@ class JobSpec:
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
     mpi: MpiPlugin = "none"
     """Slurm's MPI plugin, for the rendezvous of MPI programs."""
+    cpu_binding: CpuBindingMode = "auto"
+    """Binding of ranks to the CPUs next to their GPU, unless Slurm binds them."""
     independent_ranks: bool = False
     """True if the ranks do not train together."""
     directives: dict[str, str] = field(default_factory=dict)

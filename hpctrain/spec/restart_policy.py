@@ -16,6 +16,8 @@ _STOPS = 10
 #: Restarts at the time limit: attempts have the maximum length, so two more without a checkpoint are
 #: sufficient.
 _TIME_LIMITS = 2
+#: Attempts after a lack of memory, each with more memory or smaller micro-batches.
+_MEMORY = 3
 #: Restarts after hardware faults: each fault excludes a node, and nodes are limited.
 _MACHINES = 10
 
@@ -70,8 +72,8 @@ DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
     EndKind.PYTHON: RestartRule(repeats=1),
     EndKind.USER_ERROR: RestartRule(retries=0),
     EndKind.UNFINISHED: RestartRule(retries=0),
-    EndKind.OOM: RestartRule(retries=1),
-    EndKind.GPU_OOM: RestartRule(retries=1),
+    EndKind.OOM: RestartRule(retries=_MEMORY),
+    EndKind.GPU_OOM: RestartRule(retries=_MEMORY),
     EndKind.KILLED: RestartRule(exclude=2),
     EndKind.SIGNAL: RestartRule(exclude=2),
     EndKind.NCCL: RestartRule(exclude=2),

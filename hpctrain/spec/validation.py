@@ -10,7 +10,15 @@ from hpctrain.errors import SpecError
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.argument_lengths import check_argument_lengths
 from hpctrain.spec.directive_conflicts import check_directive_conflicts
-from hpctrain.spec.job_spec import BackendName, GpuRequestStyle, JobSpec, MpiPlugin, NodeCheckMode, ResumeMode
+from hpctrain.spec.job_spec import (
+    BackendName,
+    CpuBindingMode,
+    GpuRequestStyle,
+    JobSpec,
+    MpiPlugin,
+    NodeCheckMode,
+    ResumeMode,
+)
 from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
 
@@ -41,6 +49,7 @@ def check_spec(spec: JobSpec) -> None:
     _check_choice("program", spec.program, ProgramKind)
     _check_choice("node-check", spec.node_check, NodeCheckMode)
     _check_choice("mpi", spec.mpi, MpiPlugin)
+    _check_choice("cpu-binding", spec.cpu_binding, CpuBindingMode)
     _check_choice("resume-mode", spec.resume_mode, ResumeMode)
     _check_array(spec)
     _check_folder(spec)

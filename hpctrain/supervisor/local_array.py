@@ -20,7 +20,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.acquire_run import record_manual_submission, register_job
-from hpctrain.supervisor.launch.local import visible_gpus
+from hpctrain.supervisor.launch.local import gpu_variables, visible_gpus
 from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ class LocalArray:
     def _gpus_of(self, place: int) -> dict[str, str]:
         """Assign separate GPUs to each task that runs at the same time."""
         count = self._spec.nodes * self._spec.gpus_per_node
-        gpus = visible_gpus(self._environ)[place * count : (place + 1) * count]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        return gpu_variables(visible_gpus(self._environ)[place * count : (place + 1) * count])
 
     def _wait_for_task(self, index: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()

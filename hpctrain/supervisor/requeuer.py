@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from signal import Signals
 
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
+from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
 from hpctrain.spec.job_spec import JobSpec
@@ -54,7 +55,7 @@ class Requeuer:
     events: queue.SimpleQueue[StepEvent]
 
     def relocate(
-        self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, excluded_hosts: Collection[str]
+        self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
     ) -> Continue | Exit | RequeueRefused:
         """Release the allocation and request a new allocation.
 
@@ -62,14 +63,17 @@ class Requeuer:
             attempt: the attempt to continue.
             intent: the intent for the job.
             kind: kind of the end of the attempt.
-            excluded_hosts: nodes to exclude.
+            changes: changes of the job.
             seconds: duration of the attempt.
         """
         methods = self._methods(intent)
-        self.run.log_event("requeue", attempt, seconds=seconds, by=methods[0].value, **{"class": kind})
+        memory = {"memory": changes.memory} if changes.memory else {}
+        self.run.log_event(
+            "requeue", attempt, seconds=seconds, by=methods[0].value, **memory, **{"class": kind}
+        )
         deadline = time.monotonic() + _UNREACHABLE_TIMEOUT_S
         while True:
-            moved = self._try_methods(methods, attempt, excluded_hosts)
+            moved = self._try_methods(methods, attempt, changes)
             if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
                 return moved
             log.warning("cannot reach the controller; retrying in %.0f s", _PAUSE_S)
@@ -83,18 +87,16 @@ class Requeuer:
         return continuation_methods(self.spec.resume_mode, intent, can_requeue=self._can_requeue())
 
     def _try_methods(
-        self, methods: Sequence[ContinuationMethod], attempt: int, excluded_hosts: Collection[str]
+        self, methods: Sequence[ContinuationMethod], attempt: int, changes: JobChanges
     ) -> Continue | Exit | RequeueRefused:
         """Try each method once. See `relocate`."""
         refusals, may_pass = [], False
         for method in methods:
             try:
                 if method is ContinuationMethod.REQUEUE:
-                    return self._requeue(excluded_hosts)
+                    return self._requeue(changes)
                 assert self.job_control.successors is not None
-                log.info(
-                    "job %s continues the run", self.job_control.successors.submit(attempt, excluded_hosts)
-                )
+                log.info("job %s continues the run", self.job_control.successors.submit(attempt, changes))
                 return Exit(EXIT_CONTINUE)
             except SchedulerError as error:
                 if self.intent() is JobIntent.YIELD:
@@ -104,7 +106,7 @@ class Requeuer:
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
 
-    def _requeue(self, excluded_hosts: Collection[str]) -> Continue | Exit:
+    def _requeue(self, changes: JobChanges) -> Continue | Exit:
         """Requeue the job.
 
         Raises:
@@ -112,7 +114,7 @@ class Requeuer:
         """
         if not self.job_control.requeue():
             return Continue()
-        self._exclude(excluded_hosts)
+        self._change(changes)
         self._wait_for_the_end()
         return Exit(EXIT_CONTINUE)
 
@@ -121,7 +123,7 @@ class Requeuer:
         attempt = max(self.run.attempts(), default=0)
         methods: list[Callable[[], object]] = [self.job_control.requeue]
         if self.job_control.successors is not None:
-            methods.append(partial(self.job_control.successors.submit, attempt))
+            methods.append(partial(self.job_control.successors.submit, attempt, JobChanges()))
         for method in methods:
             try:
                 method()
@@ -150,14 +152,13 @@ class Requeuer:
             log.warning("%s Assuming that the site requeues jobs.", error)
             return True
 
-    def _exclude(self, excluded_hosts: Collection[str]) -> None:
-        """Exclude nodes from the requeued job; on failure, the next attempt avoids these nodes."""
-        if not excluded_hosts or self.job_control.nodes is None:
-            return
-        try:
-            self.job_control.nodes.exclude(excluded_hosts)
-        except SchedulerError as error:
-            log.warning("the job may start on %s again: %s", ", ".join(excluded_hosts), error)
+    def _change(self, changes: JobChanges) -> None:
+        """Change the requeued job; on failure, it starts as before."""
+        if changes and self.job_control.nodes is not None:
+            try:
+                self.job_control.nodes.change_job(changes)
+            except SchedulerError as error:
+                log.warning("the job may start with its old nodes and memory: %s", error)
 
     def _wait_for_the_end(self) -> None:
         """Wait for Slurm to end this process, as it does to requeue the job."""

@@ -233,6 +233,7 @@ class Simulation:
             ),
             ends_at=run.job_ends,
             lead_s=_LEAD_S,
+            larger_memory="mem=1024",
         )
         cause = None if kind is EndKind.DONE or kind.is_stop else str(run.events[-1]["cause"])
         decision = decide(situation, AttemptEnd(kind, cause), self._now)

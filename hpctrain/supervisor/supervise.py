@@ -13,6 +13,7 @@ from types import FrameType
 
 from hpctrain.cluster.orphans import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
@@ -164,6 +165,9 @@ class Supervisor:
         if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
             return known
         nodes = self._nodes.allocation(history, ended.diagnosis.lost)
+        if ended.kind is EndKind.OOM and self._job_control.nodes is not None:
+            memory = self._job_control.nodes.larger_memory(self._launcher.hosts, history.excluded)
+            known = replace(known, larger_memory=memory)
         left_s = None if ended.kind.is_stop else known_seconds_left(self._job_control)
         return replace(known, nodes=nodes, ends_at=None if left_s is None else time.monotonic() + left_s)
 
@@ -182,7 +186,7 @@ class Supervisor:
                 self._nodes.change(ended.number, decision, lost)
                 return Continue()
             case Action.REQUEUE:
-                return self._requeue(ended)
+                return self._requeue(ended, decision.memory)
             case Action.LEAVE:
                 return Exit(EXIT_CONTINUE)
             case Action.COMPLETE:
@@ -194,10 +198,11 @@ class Supervisor:
                 note = decision.reason if end.cause else None
                 return finish_run(self._run, "FAILED", end.cause or decision.reason, note)
 
-    def _requeue(self, ended: FinishedAttempt) -> Continue | Exit:
+    def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
         """Continue in another allocation, by a requeue or in a successor job."""
-        excluded = History.from_events(self._run.read_events()).excluded
-        moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, excluded)
+        history = History.from_events(self._run.read_events())
+        changes = JobChanges(history.excluded, memory or history.memory)
+        moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, changes)
         if isinstance(moved, RequeueRefused):
             return finish_run(self._run, "FAILED", f"the checkpoint is saved, but {moved.cause}")
         return moved

@@ -24,6 +24,7 @@ def test_every_text_round_trips(args, value, script, limit):
         script="/" + script,
         args=tuple(args),
         env={"VALUE": value, "NO": "1e3"},
+        cpu_binding="none",
         restart_policy={"gpu-oom": {"retries": 0, "exclude": 2}},
         time_limit_s=limit,
         stop_before_limit_s=1 if limit is None else 0,

@@ -74,8 +74,43 @@ def after(
     kind, count=1, *, nodes=None, intent=JobIntent.CONTINUE, policy=POLICY, causes=None, host=None, **fields
 ) -> Decision:
     history = History(stops=(kind,) * count) if kind.is_stop else failed(kind, count, host, causes)
+    fields = {"larger_memory": "mem=96"} | fields
     state = RunSituation(policy, history, intent, nodes or Allocation(FOUR, min_nodes=4), **fields)
-    return decide(state, AttemptEnd(kind, "cause"), now=0.0)
+    return decide(state, AttemptEnd(kind, "cause", 4 if kind is EndKind.GPU_OOM else None), now=0.0)
+
+
+def test_out_of_memory_is_retried_only_with_a_change_or_after_a_new_checkpoint():
+    assert after(EndKind.OOM).memory == "mem=96"
+    assert after(EndKind.OOM, larger_memory=None).action is Action.FAIL
+    assert "--mem" in after(EndKind.OOM, larger_memory=None).reason
+
+    def end(kind, size=None, **history):
+        state = RunSituation(POLICY, History(**history), nodes=Allocation(FOUR, min_nodes=4))
+        return decide(state, AttemptEnd(kind, "cause", size), now=0.0)
+
+    assert end(EndKind.GPU_OOM, 4).action is Action.RESTART
+    assert end(EndKind.GPU_OOM).action is Action.FAIL
+    assert "micro_batch_size" in end(EndKind.GPU_OOM).reason
+    assert end(EndKind.GPU_OOM, has_saved=True).action is Action.RESTART
+    assert end(EndKind.OOM, has_saved=True).action is Action.RESTART
+
+
+def test_changes_after_a_lack_of_memory_last_until_the_user_submits_again():
+    events = [
+        {"kind": "submitted", "job_id": "1"},
+        {"kind": "started"},
+        {"kind": "checkpoint", "step": 2},
+        {"kind": "failure", "rank": 0, "class": "gpu-oom", "micro_batch_size": 4},
+        {"kind": "started"},
+        {"kind": "failure", "rank": 0, "class": "oom"},
+        {"kind": "requeue", "class": "oom", "memory": "mem=96"},
+        {"kind": "submitted", "job_id": "2", "after": "1"},
+    ]
+    assert History.from_events(events[:4]).has_saved
+    history = History.from_events([*events, {"kind": "requeue", "class": "preempted"}])
+    assert (history.memory, history.micro_batch_size, history.has_saved) == ("mem=96", 4, False)
+    history = History.from_events([*events, {"kind": "submitted", "job_id": "3"}])
+    assert (history.memory, history.micro_batch_size) == (None, None)
 
 
 def test_table_matches_the_documentation():
@@ -352,10 +387,10 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
     [
         ([], History()),
         ([FAILURE, SECOND_FAILURE], History((P1, P2), (K, K))),
-        ([FAILURE, event("checkpoint", step=5), SECOND_FAILURE], History((P2,), (K,))),
+        ([FAILURE, event("checkpoint", step=5), SECOND_FAILURE], History((P2,), (K,), has_saved=True)),
         (
             [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), SECOND_FAILURE],
-            History((P1, P2), (K, K)),
+            History((P1, P2), (K, K), has_saved=True),
         ),
         ([REQUEUE, REQUEUE, FAILURE], History((P1,), (K,), (T, T))),
         # Of a script's own checkpoints, only their existence is known.
@@ -372,7 +407,7 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
         ([*NO_PROGRESS, event("started")], History((), (), (T,))),
         (
             [*NO_PROGRESS, event("checkpoint", step=5), *NO_PROGRESS[1:]],
-            History(agreed_to_stop=True),
+            History(agreed_to_stop=True, has_saved=True),
         ),
         (
             [event("signal"), event("requeue", seconds=3600.0, **{"class": "preempted"})],

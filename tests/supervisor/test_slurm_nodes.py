@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import node_queries
 from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
@@ -16,6 +17,7 @@ RECORD = """\
 NodeName=n1 Arch=x86_64 CoresPerSocket=1
    NodeAddr=10.0.0.1 NodeHostName=host-1 Port=26811 Version=22.05.8
    State=ALLOCATED ThreadsPerCore=1 TmpDisk=0
+   RealMemory=1000 AllocMem=0 FreeMem=900 Sockets=8 Boards=1 MemSpecLimit=100
    Reason=State=DOWN Port=1 [root@2026-11-21T11:02:09]
 
 NodeName=n2 Arch=x86_64 CoresPerSocket=1
@@ -26,9 +28,36 @@ NodeName=n2 Arch=x86_64 CoresPerSocket=1
 
 def test_node_records_are_parsed():
     assert parse_nodes(RECORD) == [
-        NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED"),
+        NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED", 900),
         NodeRecord("n2", "n2", 6818, "DOWN*+DRAIN"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "refuses", "larger"),
+    [
+        ({"SLURM_MEM_PER_NODE": "400"}, False, "mem=600"),
+        ({"SLURM_MEM_PER_NODE": "800"}, False, "mem=900"),
+        ({"SLURM_MEM_PER_NODE": "900"}, False, None),
+        ({"SLURM_MEM_PER_NODE": "400"}, True, None),
+        ({"SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_ON_NODE": "4"}, False, "mem-per-cpu=150"),
+        ({"SLURM_MEM_PER_CPU": "200", "SLURM_CPUS_ON_NODE": "4"}, False, "mem-per-cpu=225"),
+        ({"SLURM_MEM_PER_GPU": "400"}, False, None),
+        ({}, False, None),
+    ],
+)
+def test_larger_memory_is_at_most_that_of_the_node(tmp_path, monkeypatch, environ, refuses, larger):
+    tests: list[JobChanges] = []
+
+    def can_start(run, spec, changes, environ):
+        tests.append(changes)
+        return not refuses
+
+    monkeypatch.setattr(slurm_nodes, "can_start", can_start)
+    monkeypatch.setattr(slurm_nodes, "query_nodes", lambda hosts, environ: parse_nodes(RECORD)[:1])
+    nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7", **environ})
+    assert nodes.larger_memory(["n1"], ["n9"]) == larger
+    assert tests in ([], [JobChanges(["n9"], larger or "mem=600")])
 
 
 @pytest.mark.parametrize("port", ["x", "-1", "6818x", "99999", "9" * 5000])

@@ -114,7 +114,7 @@ class FakeSuccessors:
     def __init__(self, successor=None, predecessor=None):
         self.successor, self.predecessor, self.continued = successor, predecessor, []
 
-    def submit(self, attempt, excluded_hosts=()):
+    def submit(self, attempt, changes):
         self.continued.append(attempt)
         if self.successor is None:
             raise SchedulerError("sbatch says: Access denied")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, list_amd_gpus
 from hpctrain.jobs.doctor.finding import Finding
 from hpctrain.jobs.doctor.probe_command import ProbeFailed, run_python_probe
 from hpctrain.text import format_memory, pluralize
@@ -64,6 +65,8 @@ def check_gpus(environ: Mapping[str, str]) -> tuple[list[Finding], int]:
         words = f"the driver does not respond: {error}"
         return [Finding(_TOPIC, "GPUs", words, "problem", "Check the output of nvidia-smi.")], 0
     names: list[str] = facts["names"]
+    if not names and (amd := list_amd_gpus()):
+        return [Finding(_TOPIC, "GPUs", f"{len(amd)} × AMD"), *_visible(environ)], 0
     if not names:
         words = "none" if facts["version"] is None else "none usable by this process"
         return [Finding(_TOPIC, "GPUs", words)], 0
@@ -72,9 +75,15 @@ def check_gpus(environ: Mapping[str, str]) -> tuple[list[Finding], int]:
         Finding(_TOPIC, "GPUs", kinds),
         Finding(_TOPIC, "driver", f"{facts['version']}, supports CUDA up to {facts['cuda']}"),
     ]
-    if visible := environ.get("CUDA_VISIBLE_DEVICES"):
-        findings.append(Finding(_TOPIC, "CUDA_VISIBLE_DEVICES", f"{visible} (your environment)"))
-    return findings, len(names)
+    return findings + _visible(environ), len(names)
+
+
+def _visible(environ: Mapping[str, str]) -> list[Finding]:
+    return [
+        Finding(_TOPIC, name, f"{environ[name]} (your environment)")
+        for name in (ROCR_VARIABLE, *HIP_VARIABLES)
+        if environ.get(name)
+    ]
 
 
 def query_torch(environ: Mapping[str, str]) -> dict[str, Any]:

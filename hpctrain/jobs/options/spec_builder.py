@@ -96,6 +96,7 @@ def build_spec(
         ),
         hang_timeout_s=_seconds("hang-timeout", given.get("hang_timeout", JobSpec.hang_timeout_s), 1),
         mpi=given.get("mpi", JobSpec.mpi),
+        cpu_binding=given.get("cpu_binding", JobSpec.cpu_binding),
         independent_ranks=given.get("independent_ranks", JobSpec.independent_ranks),
         resume_mode=given.get("resume_mode", JobSpec.resume_mode),
         directives=directives,

@@ -15,6 +15,7 @@ from hpctrain.spec.code_ref import DEFAULT_SNAPSHOT_LIMIT_MB
 from hpctrain.spec.container import Container, is_image_file
 from hpctrain.spec.job_spec import (
     DEFAULT_STOP_BEFORE_LIMIT_S,
+    CpuBindingMode,
     GpuRequestStyle,
     JobSpec,
     MpiPlugin,
@@ -220,6 +221,14 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             default=JobSpec.mpi,
             help="Slurm's MPI plugin (srun --mpi), for programs that use MPI or mpi4py.",
+        ),
+    ]
+    cpu_binding: Annotated[
+        CpuBindingMode,
+        OptionInfo(
+            default=JobSpec.cpu_binding,
+            help="Bind each rank to the CPUs next to its GPU, unless Slurm binds the ranks. none leaves them "
+            "unbound.",
         ),
     ]
     independent_ranks: Annotated[

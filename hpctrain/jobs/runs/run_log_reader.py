@@ -163,7 +163,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
         case "submitted" if "after" in event:
             return f"attempt {attempt}: job {event['job_id']} continues the run after job {event['after']}"
         case "requeue":
-            return f"attempt {attempt}: requeueing the job"
+            memory = f" with --{event['memory']}" if event.get("memory") else ""
+            return f"attempt {attempt}: requeueing the job{memory}"
         case "finished" if event.get("note"):
             gives_up = "giving up: " if event.get("state") == "FAILED" else ""
             return f"attempt {attempt}: {gives_up}{event['note']}"

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpctrain.crash_output import describe_unfinished
 from hpctrain.errors import SchedulerError
@@ -168,17 +168,18 @@ class FailureAnalyzer:
         cause = str(first)
         if kind is EndKind.DISK_FULL:
             cause = f"{cause}: hpctrain resume {shlex.quote(self.spec.run_dir)}"
-        return Diagnosis(
-            self._record(
-                attempt,
-                kind,
-                cause,
-                rank=first.rank,
-                host=first.host,
-                log=first.log,
-                failed_ranks=len(failures),
-            )
+        size = first.micro_batch_size if kind is EndKind.GPU_OOM else None
+        end = self._record(
+            attempt,
+            kind,
+            cause,
+            rank=first.rank,
+            host=first.host,
+            log=first.log,
+            failed_ranks=len(failures),
+            **({"micro_batch_size": size} if size else {}),
         )
+        return Diagnosis(replace(end, micro_batch_size=size))
 
     def _is_user_error(self, result: AttemptResult, first: RankFailure) -> bool:
         """Return true if the next attempt would fail in the same way, without a checkpoint to continue from.

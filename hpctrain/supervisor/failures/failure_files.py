@@ -40,6 +40,8 @@ class RankFailure:
     """Class names of an exception and its base classes, in order."""
     out_of_memory: bool = False
     """True if the kernel killed the rank for exceeding the memory of the job."""
+    micro_batch_size: int | None = None
+    """Size of micro-batches that may fit into GPU memory, from the rank that ran out of it."""
 
     @property
     def is_peer_lost(self) -> bool:
@@ -128,6 +130,7 @@ def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
                 time=record["time"],
                 final=record.get("final", False),
                 classes=tuple(record.get("classes", ())),
+                micro_batch_size=record.get("micro_batch_size"),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("cannot read %s: %s", path, error)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from hpctrain.errors import SchedulerError
 from hpctrain.records.lease import Lease
+from hpctrain.records.successor import JobChanges
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,14 @@ class AllocatedNodes(Protocol):
     def num_free(self, excluded_hosts: Collection[str]) -> int:
         """Return the number of additional nodes that are free and not claimed by waiting jobs."""
 
-    def exclude(self, excluded_hosts: Collection[str]) -> None:
-        """Exclude these nodes from the next start of the requeued job."""
+    def larger_memory(self, hosts: Sequence[str], excluded_hosts: Collection[str]) -> str | None:
+        """Return an option of sbatch, such as `mem=96000`, with which the job gets more memory on such nodes.
+
+        None if there is no such option.
+        """
+
+    def change_job(self, changes: JobChanges) -> None:
+        """Change the requeued job before its next start."""
 
     def stop_ranks(self) -> None:
         """Send the ranks the signal of a preemption."""
@@ -89,8 +96,8 @@ class SuccessorJobs(Protocol):
     #: Held by the job that trains in the run folder.
     lease: Lease
 
-    def submit(self, attempt: int, excluded_hosts: Collection[str] = ()) -> str:
-        """Submit a job that continues the run after `attempt` on other nodes; return its id.
+    def submit(self, attempt: int, changes: JobChanges) -> str:
+        """Submit a job that continues the run after `attempt`; return its id.
 
         Afterwards, this job must exit.
         """

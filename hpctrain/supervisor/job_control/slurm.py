@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from hpctrain.crash_output import file_size
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import open_regular
 from hpctrain.records.lease import Lease, LeaseHolder
-from hpctrain.records.successor import find_successor, submit_successor
+from hpctrain.records.successor import JobChanges, find_successor, submit_successor
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
@@ -103,11 +103,9 @@ class SlurmSuccessors:
         restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
         self.lease = Lease(run, self._job_id, restarts, self._environ, _leave)
 
-    def submit(self, attempt: int, excluded_hosts: Collection[str] = ()) -> str:
+    def submit(self, attempt: int, changes: JobChanges) -> str:
         """Submit the same script again, to start after this job. See `SuccessorJobs.submit`."""
-        return submit_successor(
-            self._run, self._spec, self._job_id, attempt, self._batch_environ, excluded_hosts
-        )
+        return submit_successor(self._run, self._spec, self._job_id, attempt, self._batch_environ, changes)
 
     def find(self) -> str | None:
         """Search the output of `squeue`. See `SuccessorJobs.find`."""

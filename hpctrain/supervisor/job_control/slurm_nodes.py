@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError
-from hpctrain.records.successor import can_start_without, excluded_nodes
+from hpctrain.records.successor import JobChanges, can_start, excluded_nodes
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import list_rank_steps, run_slurm
 from hpctrain.slurm.environment import own_job_id, strip_job_env
@@ -33,6 +33,11 @@ _AT_ONCE = 64
 #: Running work continues in DRAIN and FAILING (sinfo(1), NODE STATE CODES).
 _DOWN = re.compile(r"DOWN|REBOOT")
 
+#: Variables with the memory of a job, in MB; the option of sbatch and the field of scontrol for each.
+_MEMORY_OPTIONS = {
+    "SLURM_MEM_PER_NODE": ("mem", "MinMemoryNode"),
+    "SLURM_MEM_PER_CPU": ("mem-per-cpu", "MinMemoryCPU"),
+}
 #: Time limit for killed tasks to exit; usually shorter if the nodes are up.
 _STEPS_END_S = 30.0
 _POLL_INTERVAL_S = 0.5
@@ -58,7 +63,7 @@ class SlurmNodes:
 
     def can_reallocate(self, excluded_hosts: Collection[str]) -> bool:
         """Ask `sbatch --test-only`. See `AllocatedNodes.can_reallocate`."""
-        return can_start_without(self._run, self._spec, excluded_hosts, self._batch_environ)
+        return can_start(self._run, self._spec, JobChanges(excluded_hosts), self._batch_environ)
 
     def num_free(self, excluded_hosts: Collection[str]) -> int:
         """Count the partition's idle nodes if no other job waits in it. See `AllocatedNodes.num_free`."""
@@ -71,10 +76,36 @@ class SlurmNodes:
         found = set(run_slurm(idle, self._environ).split())
         return len(found.difference(excluded_hosts, excluded))
 
-    def exclude(self, excluded_hosts: Collection[str]) -> None:
-        """Change the exclude list of the pending job. See `AllocatedNodes.exclude`."""
-        nodes = excluded_nodes(self._spec, excluded_hosts)
-        update_job([self._job_id], self._environ, until_killed=True, ExcNodeList=nodes)
+    def larger_memory(self, hosts: Sequence[str], excluded_hosts: Collection[str]) -> str | None:
+        """Add half of the job's memory, at most all memory of the nodes. See `AllocatedNodes.larger_memory`.
+
+        Slurm sets the memory of the job in the batch script, in MB: per node or per CPU.
+        """
+        environ = self._batch_environ
+        option = next((each for each in _MEMORY_OPTIONS if environ.get(each)), None)
+        if option is None:
+            return None
+        try:
+            least = min(node.memory_mib for node in query_nodes(hosts, self._environ))
+        except (SchedulerError, ValueError) as error:
+            log.warning("cannot determine the memory of the nodes: %s", error)
+            return None
+        name, per_cpu, now = _MEMORY_OPTIONS[option][0], option == "SLURM_MEM_PER_CPU", int(environ[option])
+        larger = min(now * 3 // 2, least // int(environ.get("SLURM_CPUS_ON_NODE", "1") if per_cpu else 1))
+        memory = f"{name}={larger}"
+        changes = JobChanges(excluded_hosts, memory)
+        return memory if larger > now and can_start(self._run, self._spec, changes, environ) else None
+
+    def change_job(self, changes: JobChanges) -> None:
+        """Change the exclude list and the memory of the pending job. See `AllocatedNodes.change_job`."""
+        fields = {}
+        if changes.excluded_hosts:
+            fields["ExcNodeList"] = excluded_nodes(self._spec, changes.excluded_hosts)
+        if changes.memory:
+            option, _, value = changes.memory.partition("=")
+            fields[dict(_MEMORY_OPTIONS.values())[option]] = value
+        for name, value in fields.items():  # One may be refused.
+            update_job([self._job_id], self._environ, until_killed=True, **{name: value})
 
     def stop_ranks(self) -> None:
         """Signal the ranks' step with `scancel`. See `AllocatedNodes.stop_ranks`."""

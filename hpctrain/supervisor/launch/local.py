@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hpctrain.cluster import compress_hostlist
-from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.cluster.amd_gpus import HIP_VARIABLES, list_amd_gpus
+from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
 from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.rundir import LIFELINE_VARIABLE
+from hpctrain.rundir import CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
@@ -56,6 +57,8 @@ class LocalLauncher:
         job = {
             **apply_env_defaults({**self._environ, **spec.env}, defaults),
             **variables,
+            # Simulated nodes share the CPUs of the machine.
+            **({CPU_BINDING_VARIABLE: "none"} if num_nodes > 1 else {}),
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_STEP_ID": str(self._num_steps),
             "SLURM_STEP_NODELIST": compress_hostlist(self.hosts),
@@ -86,9 +89,7 @@ class LocalLauncher:
             "SLURMD_NODENAME": self.hosts[node],
         }
         first = node * self._spec.gpus_per_node
-        if gpus := self._gpus[first : first + self._spec.gpus_per_node]:
-            task["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        return task
+        return task | gpu_variables(self._gpus[first : first + self._spec.gpus_per_node])
 
 
 def kill_session(environ: Mapping[str, str]) -> None:
@@ -105,8 +106,15 @@ def kill_session(environ: Mapping[str, str]) -> None:
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the GPUs available to this process, in the notation of CUDA_VISIBLE_DEVICES."""
     count = count_gpus(environ)
-    listed = visible_devices(environ)
+    hip = next((environ[name] for name in HIP_VARIABLES if name in environ), None)
+    listed = visible_devices({VISIBLE_VARIABLE: hip} if hip is not None and list_amd_gpus() else environ)
     return [str(i) for i in range(count)] if listed is None else listed[:count]
+
+
+def gpu_variables(gpus: Sequence[str]) -> dict[str, str]:
+    """Return variables that show a process only these of the visible GPUs."""
+    names = HIP_VARIABLES if list_amd_gpus() else (VISIBLE_VARIABLE,)
+    return dict.fromkeys(names, ",".join(gpus)) if gpus else {}
 
 
 class LocalStep:

@@ -60,6 +60,8 @@ class RunSituation:
     """Seconds before `ends_at` at which the ranks receive the stop signal."""
     seconds: float = 0.0
     """Duration of the attempt."""
+    larger_memory: str | None = None
+    """Option of sbatch with which the job can get more memory, such as `mem=96000`; None if it cannot."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class AttemptEnd:
 
     kind: EndKind
     cause: str | None = None
+    micro_batch_size: int | None = None
+    """Maximum size of micro-batches for the next attempts, after a lack of GPU memory; None if unknown."""
 
 
 class Action(Enum):
@@ -88,6 +92,18 @@ class Action(Enum):
     FAIL = "fail"
 
 
+#: Advice if the next attempt would have the same memory.
+_MEMORY_ADVICE = {
+    EndKind.OOM: (
+        "another attempt would have the same memory: hpctrain cannot request more of it for this job. Submit "
+        "with a larger --mem, to nodes with more memory, or with fewer data workers or ranks per node"
+    ),
+    EndKind.GPU_OOM: (
+        "another attempt would need the same GPU memory: hpctrain cannot split the micro-batches of this run "
+        "further. Use smaller batches (Trainer(micro_batch_size=…)), recompute=True, a sharded strategy, or "
+        "GPUs with more memory"
+    ),
+}
 _ENDS_RUN = frozenset({Action.COMPLETE, Action.CANCEL, Action.FAIL})
 
 
@@ -100,6 +116,8 @@ class Decision:
     """Nodes of the next attempt in this allocation."""
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Nodes to exclude from now on, with the reason."""
+    memory: str | None = None
+    """Option of sbatch with the memory to request from now on, such as `mem=96000`."""
     reason: str | None = None
     """Reason to end the run, in addition to the cause of the attempt's end."""
 
@@ -112,6 +130,8 @@ class Decision:
             parts = [f"{prefix}restart the ranks on {compress_hostlist(self.hosts)}"]
         if self.exclude:
             parts.append(f"exclude {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
+        if self.memory:
+            parts.append(f"request --{self.memory}")
         return "; ".join([*parts, *filter(None, [self.reason])])
 
 
@@ -130,8 +150,14 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
             return Decision(Action.CANCEL)
         case _, JobIntent.YIELD:
             return Decision(Action.LEAVE)
+    gets_more = end.kind is EndKind.OOM and situation.larger_memory is not None
+    changes = gets_more or end.micro_batch_size is not None or situation.history.has_saved
+    if (advice := _MEMORY_ADVICE.get(end.kind)) and not changes:
+        return Decision(Action.FAIL, reason=advice)
     if (why := _budget_exhausted(situation, end.kind)) is not None:
         return Decision(Action.FAIL, reason=why)
+    if gets_more:
+        return Decision(Action.REQUEUE, memory=situation.larger_memory)
     if end.kind.is_stop:
         return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
     in_time = situation.ends_at is None or situation.ends_at - now > situation.lead_s

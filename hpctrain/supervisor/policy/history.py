@@ -45,6 +45,12 @@ class History:
     """Excluded nodes."""
     agreed_to_stop: bool = False
     """True if the ranks of the newest attempt agreed to stop, so all checkpoints are recorded."""
+    has_saved: bool = False
+    """True if the newest attempt saved a new checkpoint, whose step is known."""
+    memory: str | None = None
+    """Option of sbatch with the memory to request instead of the submitted one, such as `mem=96000`."""
+    micro_batch_size: int | None = None
+    """Maximum size of micro-batches, because larger ones did not fit into GPU memory."""
 
     @classmethod
     def from_events(cls, events: Iterable[Mapping[str, Any]]) -> History:
@@ -58,14 +64,17 @@ class History:
         stops: list[EndKind] = []
         slow: list[str] = []
         excluded: set[str] = set()
-        newest, progressed, agreed = 0, False, False
+        newest, progressed, agreed, saved = 0, False, False, False
+        memory: str | None = None
+        micro_batch_size: int | None = None
         for event in events:
             match event.get("kind"):
                 case "submitted" if "after" not in event:
                     for count in (failures, crashes, stops, slow, excluded):
                         count.clear()
+                    memory = micro_batch_size = None
                 case "started":
-                    agreed = False
+                    agreed = saved = False
                 case "signal":
                     agreed = True
                 case "checkpoint":
@@ -74,17 +83,19 @@ class History:
                         failures.clear()
                         stops.clear()
                     if step is not None and step > newest:
-                        newest = step
+                        newest, saved = step, True
                         crashes.clear()
                 case "failure" if event.get("rank") is not None:
                     past = _parse_failure(event)
                     failures.append(past)
                     crashes.append(past.kind)
+                    micro_batch_size = event.get("micro_batch_size", micro_batch_size)
                 case "straggler" if event.get("lasting", True):
                     slow.append(str(event.get("host")))
                 case "excluded":
                     excluded.update(event["hosts"])
                 case "requeue":
+                    memory = event.get("memory", memory)
                     kind = _kind(event.get("class"), EndKind.PREEMPTED)
                     if not shows_no_progress(kind, event.get("seconds", 0.0), agreed=agreed):
                         stops.clear()
@@ -92,7 +103,7 @@ class History:
                         stops.append(kind)
                     progressed = False
         kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
-        return cls(*kept, agreed)
+        return cls(*kept, agreed, saved, memory, micro_batch_size)
 
     def consecutive_identical(self) -> int:
         """Count the consecutive identical failures at the end."""

@@ -18,7 +18,9 @@ from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
+    CPU_BINDING_VARIABLE,
     INDEPENDENT_RANKS_VARIABLE,
+    MICRO_BATCH_VARIABLE,
     RUN_DIR_VARIABLE,
     STOP_GRACE_VARIABLE,
     RunDir,
@@ -28,6 +30,7 @@ from hpctrain.supervisor.job_control.base import JobTime, known_seconds_left
 from hpctrain.supervisor.job_control.signal_lead import required_lead_s
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
+from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
@@ -125,6 +128,10 @@ class AttemptRunner:
             variables[STOP_GRACE_VARIABLE] = grace
         if spec.code is not None:
             variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
+        if (size := History.from_events(self.run.read_events()).micro_batch_size) is not None:
+            variables[MICRO_BATCH_VARIABLE] = str(size)
+        if spec.cpu_binding == "none":
+            variables[CPU_BINDING_VARIABLE] = "none"
         if spec.independent_ranks:
             variables[INDEPENDENT_RANKS_VARIABLE] = "1"
         if spec.array_task is not None:

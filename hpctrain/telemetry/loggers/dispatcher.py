@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.files import open_regular
+from hpctrain.rundir import RunDir
 from hpctrain.telemetry.accounting.metric_fields import metric_values
+from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd
 from hpctrain.telemetry.loggers.logger_state import LoggerState
 
@@ -30,6 +32,7 @@ class LoggerDispatcher:
     ) -> None:
         self._logger, self._run, self._metrics, self._state = logger, run, metrics, state
         self._report, self._error_reported, self._is_started = say, False, False
+        self._gpus = GpuMetrics(RunDir(run.folder))
 
     def run(self, ended: threading.Event, ending: Callable[[], TrainingEnd]) -> None:
         """Deliver new lines repeatedly until the training has ended and all lines are delivered."""
@@ -51,6 +54,7 @@ class LoggerDispatcher:
                 self._state.known = self._logger.start(replace(self._run, known=self._state.known))
                 self._state.save()
                 self._is_started = True
+            self._gpus.read()
             while self._deliver_part():
                 pass
         except Exception as error:  # noqa: BLE001 (whatever a tracker's client may raise)
@@ -96,6 +100,10 @@ class LoggerDispatcher:
     def _deliver(self, batch: list[MetricRecord], steps: dict[str, int]) -> None:
         if not batch:
             return
+        last = batch[-1]
+        gpus = {n: v for n, v in self._gpus.values(last.time).items() if last.step > steps.get(n, -1)}
+        batch[-1] = replace(last, values={**last.values, **gpus})
+        steps |= dict.fromkeys(gpus, last.step)
         self._state.save(sending=steps)
         try:
             self._logger.log(batch)
@@ -103,6 +111,8 @@ class LoggerDispatcher:
             self._state.save()
             raise
         self._state.steps = dict(steps)
+        if gpus:
+            self._gpus.mark_sent()
 
     def _read(self) -> tuple[bytes, int]:
         """Return complete undelivered lines, and the offset of their end."""

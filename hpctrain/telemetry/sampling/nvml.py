@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from hpctrain.cluster.amd_gpus import list_amd_gpus, visible_amd_gpus
 from hpctrain.cluster.device_plan import visible_devices
 
 
@@ -136,7 +137,9 @@ _MAX_ERRORS = 100
 
 def count_gpus(environ: Mapping[str, str]) -> int:
     """Return the number of GPUs visible to processes with these variables; 0 without a driver."""
-    return count_visible(list_gpu_uuids(), visible_devices(environ))
+    if uuids := list_gpu_uuids():
+        return count_visible(uuids, visible_devices(environ))
+    return len(visible_amd_gpus(environ, list_amd_gpus()))
 
 
 def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int:
@@ -179,6 +182,34 @@ def list_gpu_uuids() -> list[str]:
     finally:
         pynvml.nvmlShutdown()
     return uuids
+
+
+def list_bus_ids(environ: Mapping[str, str]) -> list[str]:
+    """Return PCI addresses of the visible GPUs of NVIDIA or AMD, in the order of `cuda:N`.
+
+    An address is a name in /sys/bus/pci/devices, such as `0000:3b:00.0`.
+    """
+    with GpuReader() as reader:
+        installed = [(index, uuids, _bus_id(whole)) for index, uuids, whole in reader.places]
+    if not installed:
+        return [gpu.bus_id for gpu in visible_amd_gpus(environ, list_amd_gpus())]
+    if (listed := visible_devices(environ)) is None:
+        return list(dict.fromkeys(bus_id for _, _, bus_id in installed))
+    found: list[str] = []
+    for entry in listed:
+        if not (its := [bus_id for index, uuids, bus_id in installed if _means(entry, index, uuids)]):
+            break
+        found.append(its[0])
+    return found
+
+
+def _bus_id(handle: Any) -> str:
+    import pynvml
+
+    name = read_field(query_driver(pynvml.nvmlDeviceGetPciInfo, handle), "busId") or ""
+    # The driver writes eight digits for the domain, the kernel four.
+    domain, _, rest = (name.decode() if isinstance(name, bytes) else str(name)).lower().partition(":")
+    return f"{domain[-4:]}:{rest}"
 
 
 @dataclass(frozen=True)
@@ -229,6 +260,8 @@ class GpuReader:
         self._listed = listed
         # Pairs of a MIG device, or the GPU itself, and the GPU.
         self._handles: list[tuple[Any, Any]] = []
+        #: Index, UUIDs and GPU of each device.
+        self.places: list[tuple[int, list[str], Any]] = []
         self._is_open = False
         self._errors: Any = None
 
@@ -249,6 +282,7 @@ class GpuReader:
                 uuids = [_uuid(each) for each in (handle, part)]
                 if self._listed is None or any(_means(entry, index, uuids) for entry in self._listed):
                     self._handles.append((part, handle))
+                    self.places.append((index, uuids, handle))
         self._errors = _listen_for_errors([whole for _, whole in self._handles])
         return self
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.errors import UserError
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import MICRO_BATCH_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.telemetry.loggers import find_loggers
@@ -85,7 +85,8 @@ def build_training_loop(
     placed = strategy_class(module, context, settings)
     optimization = _configure_optimizers(placed, module)
     scaler = make_scaler(settings.precision, context.device)
-    train_step = TrainStep(placed, optimization, settings, scaler)
+    most = environ.get(MICRO_BATCH_VARIABLE)
+    train_step = TrainStep(placed, optimization, settings, scaler, int(most) if most else None)
     guard = LossGuard(settings, has_scaler=scaler is not None)
     state = TrainingState(module, optimization, source, guard)
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.failure_file import suggest_micro_batch_size
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.base.precision import cast_batch, casts_batches, forward_context
 from hpctrain.training.data.batch_plan import RankBatch
@@ -19,7 +21,7 @@ from hpctrain.training.data.loader_config import needs_transfer, to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
 from hpctrain.training.loop.optimizer_step import OptimizerStep
 from hpctrain.training.loop.step_exchange import StepExchange
-from hpctrain.training.module import as_scalars, takes_optimizer_idx
+from hpctrain.training.module import Module, as_scalars, takes_optimizer_idx
 from hpctrain.training.optim.micro_batch_size import (
     add_oom_hint,
     find_micro_batch_size,
@@ -43,8 +45,17 @@ class TrainStep:
         optimization: OptimizerSetup,
         settings: TrainerConfig,
         scaler: torch.amp.GradScaler | None,
+        max_micro_batch: int | None = None,
     ) -> None:
         """Inspect the arguments of the module's training step.
+
+        Args:
+            strategy: the strategy of the training.
+            optimization: the optimizers and schedulers.
+            settings: the training's settings.
+            scaler: loss scaler, or None.
+            max_micro_batch: samples in a micro-batch that may fit into GPU memory; None if no larger one has
+                failed.
 
         Raises:
             UserError: the module uses manual optimization, or its optimizers take turns although updates are
@@ -52,6 +63,7 @@ class TrainStep:
         """
         self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
         self._settings, self._scaler = settings, scaler
+        self.max_micro_batch = max_micro_batch
         self._optimizers = optimization.optimizers
         self._optimizer_step = OptimizerStep(optimization, strategy, settings, scaler)
         self._optimizers_alternate = takes_optimizer_idx(self._module)
@@ -135,12 +147,18 @@ class TrainStep:
         sums.values[SKIPPED_FIELD] = 1.0 / self._context.ranks.world_size
 
     def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
-        """Return the configured size; for "auto", the size before a stop if still valid, otherwise search."""
-        setting, module, context = self._settings.micro_batch_size, self._module, self._context
-        if self._strategy.splits_batches and context.is_distributed:
+        """Return the configured size; for "auto", the size before a stop if still valid, otherwise search.
+
+        At most `max_micro_batch`.
+        """
+        if self._runs_backward:
             return None
-        if setting != "auto":
-            return setting
+        setting = self._settings.micro_batch_size
+        size = self._search_micro_batch_size(source, state) if setting == "auto" else setting
+        return min(filter(None, [size, self.max_micro_batch]), default=None)
+
+    def _search_micro_batch_size(self, source: StepSource, state: TrainingState) -> int:
+        module, context = self._module, self._context
         share, batch_of = source.trial_batches()
         world_size = context.ranks.world_size
         if state.micro_batches is not None and state.micro_batches[0] == world_size:
@@ -199,8 +217,16 @@ class TrainStep:
                 except torch.OutOfMemoryError as error:
                     num_samples = max(micro_batch.num_samples, 1)
                     add_oom_hint(error, self._settings.micro_batch_size, num_samples)
+                    if num_samples > 1 and self._can_split_batches():
+                        suggest_micro_batch_size(error, -(-num_samples // 2))
                     raise
         return self._tokens.factor(step.rank_batch)
+
+    def _can_split_batches(self) -> bool:
+        """Return true if smaller micro-batches yield the same gradient, up to rounding."""
+        if self._runs_backward or type(self._module).training_step_end is not Module.training_step_end:
+            return False
+        return not any(isinstance(layer, _BatchNorm) and layer.training for layer in self._module.modules())
 
     def _forward_backward(
         self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool

@@ -10,6 +10,7 @@ from hpctrain.errors import BadLoss
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.failure_file import mark_non_retryable
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.text import pluralize
 from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.components import Components
@@ -199,6 +200,11 @@ class TrainingLoop:
             parts.progress.print_message(f"already complete: step {state.step} was the last step")
         else:
             parts.source.micro_batch_size = self._train_step.find_micro_batch_size(parts.source, state)
+            if (most := self._train_step.max_micro_batch) is not None:
+                self._print_hint(
+                    f"micro-batches have at most {pluralize(most, 'sample')}, because an earlier attempt ran "
+                    "out of GPU memory; the gradients are the same up to rounding."
+                )
 
     def _save_and_exit(self) -> NoReturn:
         self._log_step()

@@ -1,0 +1,141 @@
+"""Binding of a rank to the CPUs next to its GPU. Data workers inherit it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.cluster import Ranks
+from hpctrain.cluster.device_plan import plan_device
+from hpctrain.errors import EnvironmentMismatch
+from hpctrain.rundir import CPU_BINDING_VARIABLE
+from hpctrain.telemetry.sampling.nvml import list_bus_ids
+
+SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class CpuBinding:
+    """CPUs for a rank, and a message for its log."""
+
+    cpus: frozenset[int]
+    message: str
+
+
+def bind_cpus(ranks: Ranks, environ: Mapping[str, str], sysfs: Path = SYSFS) -> CpuBinding | None:
+    """Bind all threads of this process; None if the binding does not change."""
+    if environ.get(CPU_BINDING_VARIABLE) == "none" or not hasattr(os, "sched_setaffinity"):
+        return None
+    allowed = frozenset(os.sched_getaffinity(0))
+    binding = choose_cpus(ranks, environ, allowed, list_bus_ids(environ), sysfs)
+    if binding is not None and binding.cpus != allowed:
+        # A standby worker already has threads of the libraries that it has imported.
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError):  # The thread has ended.
+                os.sched_setaffinity(int(thread), binding.cpus)
+    return binding
+
+
+def choose_cpus(
+    ranks: Ranks, environ: Mapping[str, str], allowed: frozenset[int], bus_ids: Sequence[str], sysfs: Path
+) -> CpuBinding | None:
+    """Return CPUs of `allowed` for a rank; None if there is no reason to choose.
+
+    Args:
+        ranks: the ranks of this process.
+        environ: its variables.
+        allowed: CPUs that it may use.
+        bus_ids: PCI addresses of the visible GPUs, in the order of `cuda:N`.
+        sysfs: the folder /sys.
+    """
+    of_job, threads = _read_count(environ, "SLURM_CPUS_ON_NODE"), _read_count(environ, "OMP_NUM_THREADS")
+    # Other jobs may also use the CPUs if Slurm does not confine jobs, so the ranks do not divide the CPUs.
+    divides = len(allowed) == of_job
+    local = [_read_cpus(sysfs / "bus/pci/devices" / bus_id / "local_cpulist") for bus_id in bus_ids]
+    try:
+        index = plan_device(ranks, environ, len(bus_ids)).index
+    except EnvironmentMismatch:  # The script will fail when it selects its device.
+        return None
+    if index is None:
+        return _divide_node(ranks, allowed, threads, sysfs) if divides else None
+    gpu, near = f"GPU {bus_ids[index]}", local[index] & allowed
+    if len(allowed) < of_job:
+        if near or not local[index]:
+            return None
+        return CpuBinding(
+            allowed,
+            f"Slurm bound this rank to CPUs {format_cpus(allowed)}, but its {gpu} is next to CPUs "
+            f"{format_cpus(local[index])}. Submit with --sbatch gres-flags=enforce-binding.",
+        )
+    if ranks.local_world_size == 1 or 1 < len(bus_ids) != ranks.local_world_size:
+        return None  # Its data workers may use all CPUs, or it may use several GPUs.
+    if divides and len(bus_ids) > 1 and index == ranks.local_rank:
+        # All ranks of the node see the same GPUs.
+        neighbors = [rank for rank in range(ranks.local_world_size) if local[rank] & allowed == near]
+        share = _share(near, neighbors.index(index), len(neighbors), sysfs)
+        near = share if len(share) >= threads else near
+    if near == allowed or len(near) < max(1, threads):
+        return None
+    numa = _read_text(sysfs / "bus/pci/devices" / bus_ids[index] / "numa_node")
+    place = f", NUMA node {numa}" if numa.isdecimal() else ""
+    return CpuBinding(near, f"bound to CPUs {format_cpus(near)}, next to {gpu}{place}")
+
+
+def _divide_node(ranks: Ranks, allowed: frozenset[int], threads: int, sysfs: Path) -> CpuBinding | None:
+    """Divide the CPUs if all shares are equal, and each is part of a NUMA node or consists of whole ones."""
+    folders = sorted((sysfs / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    nodes = [cpus for folder in folders if (cpus := _read_cpus(folder / "cpulist") & allowed)]
+    count, num_ranks = len(nodes), ranks.local_world_size
+    are_equal = len({len(node) for node in nodes}) == 1 and frozenset().union(*nodes) == allowed
+    if num_ranks == 1 or count < 2 or not are_equal or (count % num_ranks and num_ranks % count):
+        return None
+    first = ranks.local_rank * count // num_ranks
+    own = frozenset().union(*nodes[first : first + max(1, count // num_ranks)])
+    per_node = max(1, num_ranks // count)
+    share = _share(own, ranks.local_rank % per_node, per_node, sysfs)
+    if len(share) < threads:
+        return None
+    return CpuBinding(
+        share, f"bound to CPUs {format_cpus(share)}, local rank {ranks.local_rank} of {num_ranks}"
+    )
+
+
+def _share(cpus: frozenset[int], index: int, count: int, sysfs: Path) -> frozenset[int]:
+    """Return an equal share of the cores: hyperthreads of a core stay together."""
+    siblings = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = sorted({min(_read_cpus(sysfs / siblings.format(cpu)) & cpus, default=cpu) for cpu in cpus})
+    part = cores[index * len(cores) // count : (index + 1) * len(cores) // count]
+    return frozenset().union(*(_read_cpus(sysfs / siblings.format(cpu)) & cpus or {cpu} for cpu in part))
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """Return CPUs in the notation of Linux, such as `0-3,8`."""
+    spans: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if spans and cpu == spans[-1][1] + 1:
+            spans[-1][1] = cpu
+        else:
+            spans.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _read_cpus(path: Path) -> frozenset[int]:
+    """Return the CPUs in a file such as `local_cpulist`; empty if it cannot be read."""
+    spans = [span.partition("-") for span in _read_text(path).split(",") if span]
+    with suppress(ValueError):
+        return frozenset(cpu for a, _, b in spans for cpu in range(int(a), int(b or a) + 1))
+    return frozenset()
+
+
+def _read_text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    return ""
+
+
+def _read_count(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,118 @@
+"""GPU measurements of all nodes, as metrics for the loggers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.files import open_regular
+from hpctrain.rundir import RunDir
+
+#: Measurements that are sent, by their field in a telemetry file.
+_FIELDS = {
+    "gpu_util": "util",
+    "gpu_memory": "memory",
+    "gpu_power_w": "power_w",
+    "gpu_temp_c": "temp_c",
+    "gpu_clock_mhz": "clock_mhz",
+}
+#: With more GPUs, the mean, minimum and maximum over all GPUs are sent.
+_MAX_GPUS = 64
+#: Seconds by which a measurement may be newer than its step: the longest interval between two of a node.
+_TOLERANCE_S = 30.0
+#: Age of measurements that count for the mean: the nodes do not measure at the same time.
+_RECENT_S = 120.0
+_MAX_BYTES = 1 << 20
+
+
+class GpuMetrics:
+    """The newest measurements of the GPUs of all nodes, read from the telemetry files of a run."""
+
+    def __init__(self, run: RunDir) -> None:
+        """Skip the measurements of earlier attempts."""
+        self._run = run
+        self._offsets = {path: _size(path) for path in run.all_telemetry()}
+        #: The newest measurement of each node: its time, and the values of each GPU.
+        self._newest: dict[str, tuple[float, list[dict[str, float]]]] = {}
+        self._unsent: set[str] = set()
+        self._offered: set[str] = set()
+        self._num_gpus = 0
+
+    def read(self) -> None:
+        """Read new lines of all nodes."""
+        paths = self._run.all_telemetry()
+        for path in paths:
+            for record in self._new_records(path):
+                if gpus := _values_by_gpu(record):
+                    self._newest[path.stem] = float(record["time"]), gpus
+                    self._unsent.add(path.stem)
+        # Nodes that have not reported yet have as many GPUs as the others.
+        self._num_gpus = len(paths) * max((len(gpus) for _, gpus in self._newest.values()), default=0)
+
+    def values(self, time: float) -> dict[str, float]:
+        """Return the measurements to send with a step that ended at `time`, again until `mark_sent`.
+
+        A newer measurement belongs to a later step.
+        """
+        self._offered = nodes = {
+            node for node in self._unsent if self._newest[node][0] <= time + _TOLERANCE_S
+        }
+        if self._num_gpus <= _MAX_GPUS:
+            return {
+                f"gpu/{node}/{index}/{name}": value
+                for node in sorted(nodes)
+                for index, values in enumerate(self._newest[node][1])
+                for name, value in values.items()
+            }
+        metrics: dict[str, float] = {}
+        recent = [gpus for at, gpus in self._newest.values() if nodes and abs(time - at) <= _RECENT_S]
+        for name in _FIELDS.values():
+            if known := [values[name] for gpus in recent for values in gpus if name in values]:
+                metrics[f"gpu/mean/{name}"] = sum(known) / len(known)
+                metrics[f"gpu/min/{name}"], metrics[f"gpu/max/{name}"] = min(known), max(known)
+        return metrics
+
+    def mark_sent(self) -> None:
+        """Record that the measurements of the last call of `values` have been sent."""
+        self._unsent -= self._offered
+
+    def _new_records(self, path: Path) -> Iterator[Mapping[str, Any]]:
+        begin = self._offsets.get(path, 0)
+        try:
+            with open_regular(path) as file:
+                file.seek(begin)
+                text = file.read(_MAX_BYTES)
+        except OSError:
+            return
+        text = text[: text.rfind(b"\n") + 1]
+        self._offsets[path] = begin + len(text)
+        for line in text.splitlines():
+            try:
+                record = json.loads(line)
+                float(record["time"])
+            except (ValueError, TypeError, KeyError):
+                continue  # Truncated by a crash.
+            yield record
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _values_by_gpu(record: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return the measurements of each GPU in a line of a telemetry file."""
+    columns = {name: record[field] for field, name in _FIELDS.items() if isinstance(record.get(field), list)}
+    count = max(map(len, columns.values()), default=0)
+    return [
+        {
+            name: float(values[index])
+            for name, values in columns.items()
+            if index < len(values) and isinstance(values[index], (int, float))
+        }
+        for index in range(count)
+    ]

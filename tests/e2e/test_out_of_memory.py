@@ -1,0 +1,115 @@
+"""Runs out of memory continue with a change. There are no GPUs: training steps raise the exception."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = """
+import os, sys, torch
+from torch.utils.data import TensorDataset
+import hpctrain
+
+
+class Net(hpctrain.Module):
+    def __init__(self, most, layer):
+        super().__init__()
+        self.most, self.net = most, torch.nn.Sequential(torch.nn.Linear(3, 4), layer, torch.nn.Linear(4, 1))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return torch.nn.functional.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+torch.manual_seed(0)
+x = torch.randn(64, 3)
+layer = torch.nn.BatchNorm1d(4) if "norm" in sys.argv else torch.nn.Tanh()
+hpctrain.Trainer(max_steps=6, global_batch_size=16, checkpoint_every=None).fit(
+    Net(int(sys.argv[1]), layer), TensorDataset(x, x.sum(1, keepdim=True)))
+"""
+
+HOST = """
+import os
+memory = os.environ.get("SLURM_MEM_PER_NODE", "unlimited")
+print("memory", memory, flush=True)
+if memory == "unlimited" or int(memory) < int(os.environ["NEEDED"]):
+    raise MemoryError("cannot allocate")
+"""
+
+
+def submit(folder: Path, script: str, *args: str, options: list[str], env: dict[str, str]) -> Run:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script)
+    run = Run(folder / "run", env)
+    options = ["--ntasks-per-node", "2", *options, "--run-dir", str(run.path), str(folder / "train.py")]
+    run.hpctrain("submit", *options, *args)
+    return run
+
+
+def train(folder: Path, *args: str) -> Run:
+    return submit(folder, SCRIPT, *args, options=["--backend", "local"], env={})
+
+
+@pytest.mark.ranks
+def test_micro_batches_are_halved_until_they_fit_with_the_same_result(tmp_path):
+    run, reference = train(tmp_path / "small", "2"), train(tmp_path / "large", "99")
+    assert run.wait() == 0, run.describe()
+    assert [event["micro_batch_size"] for event in run.events("failure")] == [4, 2]
+    assert {event["class"] for event in run.events("failure")} == {"gpu-oom"}
+    log = run.dir.rank_log(2, 0).read_text()
+    assert "micro-batches have at most 2 samples, because an earlier attempt ran out of GPU memory" in log
+    assert reference.wait() == 0
+    assert len(run.losses()) == 6
+    assert run.losses() == pytest.approx(reference.losses(), rel=1e-5)
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("args", [("0",), ("4", "norm")])
+def test_run_ends_if_smaller_micro_batches_cannot_help(tmp_path, args):
+    run = train(tmp_path, *args)
+    assert run.wait() == 4
+    sizes = [event.get("micro_batch_size") for event in run.events("failure")]
+    assert sizes == ([None] if "norm" in args else [4, 2, 1, None])
+    assert "Trainer(micro_batch_size=" in run.events("finished")[0]["note"]
+
+
+@pytest.mark.ranks
+def test_run_without_slurm_ends_if_the_host_is_out_of_memory(tmp_path):
+    run = submit(
+        tmp_path,
+        'print("x"); raise MemoryError("no memory")',
+        options=["--backend", "local"],
+        env={},
+    )
+    assert run.wait() == 4
+    assert len(run.events("failure")) == 1
+    assert "larger --mem" in run.events("finished")[0]["note"]
+
+
+@pytest.mark.parametrize("mode", ["requeue", "successor"])
+def test_next_job_has_more_memory(slurm, tmp_path, mode):
+    options = ["--mem", "200M", "--resume-mode", mode, "--env", "NEEDED=400", "--time", "10"]
+    run = submit(tmp_path, HOST, options=[*options, "--independent-ranks"], env=slurm.env)
+    assert run.wait() == 0, run.describe()
+    assert [event["memory"] for event in run.events("requeue")] == ["mem=300", "mem=450"]
+    seen = [run.dir.rank_log(attempt, 0).read_text().split("\n")[0] for attempt in range(3)]
+    assert seen == ["memory 200", "memory 300", "memory 450"]
+
+
+def test_run_ends_if_the_node_has_no_more_memory(slurm, tmp_path):
+    options = ["--mem", "0", "--time", "10"]
+    run = submit(tmp_path, HOST, options=options, env=slurm.env)
+    assert run.wait() == 4
+    assert len(run.events("failure")) == 1
+    assert "larger --mem" in run.events("finished")[0]["note"]
