@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 
@@ -43,6 +44,13 @@ class SampleOrder:
             (-1, -1),
             torch.empty(0, dtype=torch.int64),
         )
+
+    #: True if an epoch may contain a sample more than once.
+    repeats = False
+
+    def identity(self) -> dict[str, Any]:
+        """Return all values that determine the order."""
+        return {"seed": self.seed, "num_samples": self.num_samples}
 
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Return the samples at positions [start, stop) of `epoch`, as int64 of shape [stop - start].
@@ -96,6 +104,9 @@ class SampleOrder:
 
 class SequentialOrder(SampleOrder):
     """Order of the data set itself, in every epoch."""
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "shuffle": False}
 
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:  # noqa: ARG002
         return torch.arange(start, stop)
