@@ -86,9 +86,9 @@ class SampleOrder:
         left, right = cells // self._b, cells % self._b
         for i, key in enumerate(keys):
             if i % 2:
-                right = _mix(left, key).add_(right).remainder_(self._b)
+                right = mix_bits(left, key).add_(right).remainder_(self._b)
             else:
-                left = _mix(right, key).add_(left).remainder_(self._a)
+                left = mix_bits(right, key).add_(left).remainder_(self._a)
         return left.mul_(self._b).add_(right)
 
     def _round_keys(self, epoch: int) -> list[int]:
@@ -112,7 +112,7 @@ class SequentialOrder(SampleOrder):
         return torch.arange(start, stop)
 
 
-def _mix(values: torch.Tensor, key: int) -> torch.Tensor:
+def mix_bits(values: torch.Tensor, key: int) -> torch.Tensor:
     """Hash to [0, 2^62) with a key: the 64-bit finaliser of MurmurHash3, in wrapping int64 arithmetic."""
     x = (values * _signed(0x9E3779B97F4A7C15)).add_(key)
     x.bitwise_xor_(_shift_right(x, 33)).mul_(_signed(0xFF51AFD7ED558CCD))

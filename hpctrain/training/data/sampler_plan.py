@@ -38,12 +38,8 @@ class DrawnEpoch:
     """All samples in order, as int64 of shape [n]."""
     ends: list[int]
     """End of each batch in `indices`."""
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of the order."""
-        text = repr(self.ends).encode() + bytes(self.indices.untyped_storage())
-        return hashlib.blake2b(text, digest_size=8).hexdigest()
+    digest: str
+    """Hash of the order."""
 
     @cached_property
     def repeats(self) -> bool:
@@ -175,7 +171,9 @@ class SamplerPlan:
                 f"{self._what} returned indices from {int(drawn.min())} to {int(drawn.max())}, but the data "
                 f"set has {self._num_samples} samples."
             )
-        return DrawnEpoch(drawn, ends.tolist())
+        digest = hashlib.blake2b(indices, digest_size=8)
+        digest.update(ends)
+        return DrawnEpoch(drawn, ends.tolist(), digest.hexdigest())
 
     def _read(self, sampler: Any, ends: array[int]) -> array[int]:
         """Return all indices of an epoch; a batch sampler's batches also extend `ends`.

@@ -13,6 +13,7 @@ from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.dataloader_parts import DataLoaderParts
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.mixture import Mixture, MixtureOrder
 from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.sampler_plan import SamplerPlan
 
@@ -115,7 +116,7 @@ class MapStepSource:
         self._plan = _make_plan(parts, loading, num_samples, name)
         if parts.yields_batches:
             loading = loading.with_batches_of(self._plan.max_batch_size, name)
-        elif batch_size > num_samples:
+        elif batch_size > self._plan.max_batch_size:
             # Users relate learning rates and throughput to the batch size that they configured.
             remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples, "
             self.remarks = [f"{remark}so every step uses all samples"]
@@ -213,6 +214,13 @@ def _make_plan(
         UserError: the sampler is not usable, or there is no batch.
     """
     batch_size, seed = loading.global_batch_size, loading.seed
+    if isinstance(parts.dataset, Mixture):
+        if parts.sampler is not None:
+            raise UserError(
+                f"{name} is a Mixture, whose weights determine the order, but its DataLoader has a "
+                f"{type(parts.sampler).__name__}. Remove the sampler."
+            )
+        return BatchPlan(MixtureOrder(parts.dataset, batch_size, seed), batch_size)
     if parts.sampler is not None:
         return SamplerPlan(parts, batch_size, num_samples, seed, name)
     if parts.drop_last and num_samples < batch_size:
