@@ -63,7 +63,10 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     max_epochs: int | None = None
     """Epochs after which training ends; instead of `max_steps`."""
     global_batch_size: int = 32
-    """Samples per optimizer step, summed over all ranks; the same for any number of ranks."""
+    """Samples per optimizer step, summed over all ranks; the same for any number of ranks.
+
+    If it is not set and `fit` receives a DataLoader, the DataLoader's batch size is used.
+    """
     micro_batch_size: int | Literal["auto"] | None = None
     """Maximum samples per forward and backward pass of a rank.
 

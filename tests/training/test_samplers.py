@@ -26,6 +26,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hpctrain
 from hpctrain.training.data.batch_plan import DataRank
@@ -98,6 +99,9 @@ LOADERS = {
     "replacement": lambda: loader(sampler=RandomSampler(Numbers(), replacement=True, num_samples=30)),
     "own generators": lambda: loader(sampler=OwnSampler()),
     "distributed": lambda: loader(sampler=DistributedSampler(Numbers(), 2, 1)),
+    "torchdata": lambda: StatefulDataLoader(
+        Numbers(), batch_size=BATCH, sampler=SubsetRandomSampler(range(3, 15)), collate_fn=list
+    ),
     "batch sampler": lambda: DataLoader(
         Numbers(), batch_sampler=BatchSampler(SubsetRandomSampler(range(12)), 5, False), collate_fn=list
     ),
@@ -424,6 +428,7 @@ def test_a_batch_of_the_loader_is_for_all_ranks():
     assert remark.startswith("a batch of train_dataset has 5 samples for all 2 ranks together")
     assert steps_of(loader(), 2, global_batch_size=10) == ([10, 10], [])
     assert steps_of(DataLoader(Numbers(), batch_sampler=[[1, 2, 3]]), global_batch_size=3) == ([3, 3], [])
+    assert steps_of(DataLoader(Stream(), 4)) == ([4, 4], [])
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
             )
             raise UserError(
                 f"{name} differs between ranks: {on_first} on rank 0, but {on_other} on rank {rank}. Check "
-                "that all nodes have the same copy of the data and the same settings."
+                "that all nodes have the same copy of the data and the same settings, and that a sampler "
+                "returns the samples of all ranks."
             )
 
 

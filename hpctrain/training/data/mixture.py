@@ -84,7 +84,7 @@ class MixtureOrder(SampleOrder):
         self._cached_block: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
 
     def identity(self) -> dict[str, Any]:
-        return {"seed": self.seed, "mixture": self._sizes}
+        return {"seed": self.seed, "mixture": self._sizes, "weights": self._mixture.shares(1)}
 
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Return the samples at positions of one batch."""
@@ -99,7 +99,7 @@ class MixtureOrder(SampleOrder):
     def _divide(self, block: int) -> tuple[list[list[int]], tuple[list[int], list[float]]]:
         """Return the samples of each data set per step of a block, and the totals after it.
 
-        The numbers are rounded so that the total of a data set stays within a sample of its proportion.
+        A step makes up for the rounding of the steps before.
         """
         taken, planned = self._before[block]
         planned = [*planned]
