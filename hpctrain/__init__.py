@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from hpctrain.spec.job_spec import JobSpec
     from hpctrain.training import Module, Trainer
     from hpctrain.training.callbacks import Callback, EarlyStopping
+    from hpctrain.training.data.length_grouped_batch_sampler import LengthGroupedBatchSampler
+    from hpctrain.training.data.mixture import Mixture
     from hpctrain.training.data.sample_seeds import sample_generator
     from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
     from hpctrain.training.loop.session import session
@@ -64,6 +66,8 @@ __all__ = [
     "register_strategy",
     "session",
     "sample_generator",
+    "Mixture",
+    "LengthGroupedBatchSampler",
     "StatefulBatchSampler",
     "Checkpointer",
     "log_metrics",
@@ -98,6 +102,8 @@ _HOMES = {
     "EarlyStopping": "hpctrain.training.callbacks",
     "Executor": "hpctrain.jobs.executor",
     "JobSpec": "hpctrain.spec.job_spec",
+    "LengthGroupedBatchSampler": "hpctrain.training.data.length_grouped_batch_sampler",
+    "Mixture": "hpctrain.training.data.mixture",
     "Module": "hpctrain.training",
     "Ranks": "hpctrain.cluster",
     "Run": "hpctrain.jobs.runs.run",

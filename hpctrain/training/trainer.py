@@ -65,8 +65,9 @@ class Trainer(TrainerConfig):
             module: the model; contains the trained weights afterwards, on every rank.
             train_dataset: a map-style data set: `len()` and `[index]`, or `__getitems__([indices])`; tensors
                 or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; or a stream,
-                an `IterableDataset`.
-            val_dataset: a data set of the same kinds, or None for no validation.
+                an `IterableDataset`. Or a DataLoader with such a data set, whose batches are divided among
+                the ranks; its sampler determines the order.
+            val_dataset: data of the same kinds, or None for no validation.
 
         Raises:
             SystemExit: with code 75, after a stop signal, when the state is saved.

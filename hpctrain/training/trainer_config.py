@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -41,7 +41,10 @@ class _AcceptsAliases(type):
 
     def __call__(cls, **given: Any) -> Any:
         names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
-        return super().__call__(**canonical_settings(given, names))
+        settings = canonical_settings(given, names)
+        made = super().__call__(**settings)
+        made.given = frozenset(settings)
+        return made
 
 
 @dataclass(kw_only=True)
@@ -53,12 +56,17 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             are set.
     """
 
+    given: ClassVar[frozenset[str]] = frozenset()
+    """Names of the settings that the user passed."""
     max_steps: int | None = None
     """Optimizer steps after which training ends."""
     max_epochs: int | None = None
     """Epochs after which training ends; instead of `max_steps`."""
     global_batch_size: int = 32
-    """Samples per optimizer step, summed over all ranks; the same for any number of ranks."""
+    """Samples per optimizer step, summed over all ranks; the same for any number of ranks.
+
+    If it is not set and `fit` receives a DataLoader, the DataLoader's batch size is used.
+    """
     micro_batch_size: int | Literal["auto"] | None = None
     """Maximum samples per forward and backward pass of a rank.
 

@@ -75,14 +75,6 @@ def test_unsupported_module_is_refused(module, message):
         hpctrain.Trainer(max_steps=1).fit(module, samples())
 
 
-def test_data_loader_is_not_a_dataset():
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*samples()), batch_size=5)
-    with pytest.raises(hpctrain.UserError, match=r"train_dataset is a DataLoader; pass its TensorDataset"):
-        hpctrain.Trainer(max_steps=1).fit(Regression(), loader)
-    with pytest.raises(hpctrain.UserError, match="val_dataset is a DataLoader"):
-        hpctrain.Trainer(max_steps=1).fit(Regression(), samples(), loader)
-
-
 def test_checkpoint_of_another_optimizer_is_reported(tmp_path):
     class WithAdam(Regression):
         def configure_optimizers(self):

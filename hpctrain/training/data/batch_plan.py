@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,13 +76,37 @@ class BatchPlan:
             return self.order.num_samples // self.global_batch_size
         return -(-self.order.num_samples // self.global_batch_size)
 
-    def identity(self) -> dict[str, int]:
+    @property
+    def max_batch_size(self) -> int:
+        """Samples of the largest batch."""
+        return min(self.global_batch_size, self.order.num_samples)
+
+    def identity(self) -> dict[str, Any]:
         """Return all values that determine the order of samples."""
         return {
-            "seed": self.order.seed,
-            "num_samples": self.order.num_samples,
+            **self.order.identity(),
             "global_batch_size": self.global_batch_size,
+            **({"drop_last": True} if self.drop_last else {}),
         }
+
+    def state_dict(self, step: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return an empty state: the step determines the position."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def last_step(self, epochs: int) -> int | None:
+        """Return the last step of a training."""
+        return self.steps_per_epoch * epochs
+
+    def epochs_completed(self, step: int) -> int:
+        """Return the number of epochs that end at or before `step`."""
+        return step // self.steps_per_epoch
+
+    def seed_round(self, rank_batch: RankBatch) -> int:
+        """Return the number that seeds samples besides their index; see `BatchOrder`."""
+        return -rank_batch.step if self.order.repeats else rank_batch.epoch
 
     def rank_batch(self, step: int, data_rank: DataRank) -> RankBatch:
         """Return a rank's part of the batch of `step`, counted from 1."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +14,11 @@ from torch.utils.data import DataLoader
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.data.fetcher import make_fetcher
+from hpctrain.training.data.dataloader_parts import DataLoaderParts, unpack_dataloader
+from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.interleaved_reader import ShardedStream, is_stream
 from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.sampler_plan import DrawnEpoch, SamplerPlan
 from hpctrain.training.data.shard_readers import ShardReaders
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.data.stream_step_source import StreamStepSource
@@ -32,33 +36,25 @@ def make_step_source(
     Raises:
         UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
     """
-    _refuse_loader(dataset, "train_dataset")
+    name = "train_dataset"
+    parts, unpacked = unpack_dataloader(dataset, loading, name)
     source: StepSource
-    if is_stream(dataset):
+    if is_stream(parts.dataset):
         if data_rank.world_size != context.ranks.world_size:
             raise UserError(
                 "train_dataset is a stream, which is divided among the ranks, but with this strategy every "
                 "rank requires complete batches. Use a map-style data set, with __len__ and __getitem__."
             )
-        source = StreamStepSource(dataset, loading, data_rank, context, until)
+        source = StreamStepSource(parts.dataset, unpacked, data_rank, context, until)
     else:
-        source = MapStepSource(dataset, loading, data_rank, until)
+        source = MapStepSource(parts, unpacked, data_rank, until)
     end = {"max_steps": until.steps, "max_epochs": until.epochs}
-    _check_equal(context, {**source.identity(), **end}, "train_dataset")
+    _check_equal(context, {**source.identity(), **end}, name)
+    if isinstance(dataset, DataLoader) and data_rank.world_size > 1 and not loading.global_batch_size_is_set:
+        size = source.loading.global_batch_size
+        remark = f"a batch of {name} has {size} samples for all {data_rank.world_size} ranks together; for "
+        source.remarks = [*source.remarks, f"{remark}another size, set global_batch_size"]
     return source
-
-
-def _refuse_loader(dataset: Any, name: str) -> None:
-    """Reject a DataLoader, whose batches would be treated as samples.
-
-    Raises:
-        UserError: `dataset` is a DataLoader.
-    """
-    if isinstance(dataset, DataLoader):
-        raise UserError(
-            f"{name} is a DataLoader; pass its {type(dataset.dataset).__name__} (DataLoader.dataset) "
-            "instead, and set global_batch_size, num_workers and collate_fn on the Trainer."
-        )
 
 
 def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) -> None:
@@ -76,7 +72,8 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
             )
             raise UserError(
                 f"{name} differs between ranks: {on_first} on rank 0, but {on_other} on rank {rank}. Check "
-                "that all nodes have the same copy of the data and the same settings."
+                "that all nodes have the same copy of the data and the same settings, and that a sampler "
+                "returns the samples of all ranks."
             )
 
 
@@ -102,9 +99,9 @@ def make_validation_set(
     Raises:
         UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
     """
-    _refuse_loader(dataset, name)
-    make = _ValidationStream if is_stream(dataset) else _ValidationMap
-    data: ValidationSet = make(dataset, loading, data_rank, name)
+    parts, loading = unpack_dataloader(dataset, replace(loading, global_batch_size_is_set=False), name)
+    make = _ValidationStream if is_stream(parts.dataset) else _ValidationMap
+    data: ValidationSet = make(parts, loading, data_rank, name)
     _check_equal(context, data.identity(), name)
     return data
 
@@ -112,28 +109,52 @@ def make_validation_set(
 class _ValidationMap:
     """Validation on a map-style data set: each rank processes a range."""
 
-    def __init__(self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
+    def __init__(self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._loading, self._data_rank, self._name = loading, data_rank, name
-        self._batch_size = data_rank.largest(loading.global_batch_size)
-        self._fetcher = make_fetcher(dataset, loading.collate_fn, loading.seeds("validation"), name)
+        self._fetcher = make_fetcher(parts.dataset, loading.collate_fn, loading.seeds("validation"), name)
+        batch_size, num_samples = loading.global_batch_size, self._fetcher.num_samples
+        self._drawn: DrawnEpoch | None = None
+        if parts.sampler is not None:
+            self._drawn = SamplerPlan(parts, batch_size, num_samples, loading.seed, name).draw(0)
+        self._batch_size = data_rank.largest(batch_size)
+        self._num_samples = num_samples - (num_samples % batch_size if parts.drop_last else 0)
 
     def identity(self) -> dict[str, Any]:
-        return {"num_samples": self._fetcher.num_samples}
+        return {
+            "num_samples": self._num_samples,
+            **({"order": self._drawn.digest} if self._drawn is not None else {}),
+        }
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
-        low, high = self._data_rank.part(self._fetcher.num_samples)
-        starts = range(low, high, self._batch_size)
-        sizes = [min(self._batch_size, high - start) for start in starts]
-        orders = ((0, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True))
-        with closing(self._loading.batches(self._fetcher, orders, self._name)) as batches:
-            yield from zip(sizes, batches, strict=True)
+        sizes: deque[int] = deque()
+
+        def orders() -> Iterator[BatchOrder]:
+            for indices in self._rank_batches():
+                sizes.append(len(indices))
+                yield 0, indices
+
+        with closing(self._loading.batches(self._fetcher, orders(), self._name)) as batches:
+            for batch in batches:
+                yield sizes.popleft(), batch
+
+    def _rank_batches(self) -> Iterator[torch.Tensor]:
+        """Yield the samples of this rank's batches."""
+        if self._drawn is None:
+            low, high = self._data_rank.part(self._num_samples)
+            for start in range(low, high, self._batch_size):
+                yield torch.arange(start, min(start + self._batch_size, high))
+            return
+        # Batches stay whole, because their samples may belong together, except to limit their size.
+        for number in range(*self._data_rank.part(len(self._drawn.ends))):
+            batch = self._drawn.batch(number)
+            yield from torch.split(batch, self._data_rank.largest(len(batch)))
 
 
 class _ValidationStream:
     """Validation on a stream: each rank reads its training shards; ranks with a common shard take turns."""
 
-    def __init__(self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
-        self._stream = ShardedStream(dataset, name)
+    def __init__(self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
+        self._stream = ShardedStream(parts.dataset, name)
         self._loading, self._data_rank = loading, data_rank
         self._batch_size = data_rank.largest(loading.global_batch_size)
 

@@ -10,10 +10,11 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from hpctrain.errors import UserError
-from hpctrain.training.data.sample_seeds import SampleSeeds
+from hpctrain.training.data.sample_seeds import SampleSeeds, describe_round
 
 Collate = Callable[[list[Any]], Any]
-#: Request for a batch: an epoch, and sample indices as an int64 tensor of shape [n].
+#: Request for a batch: its round, and sample indices as an int64 tensor of shape [n]. Round and index are the
+#: seed of a sample. A round is an epoch or, if the epoch repeats samples, a step, negated.
 BatchOrder = tuple[int, torch.Tensor]
 #: Maximum number of batches to fetch together, and their total size in bytes, to fit into a core's cache.
 _BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 18
@@ -143,7 +144,8 @@ class _SampleFetcherBase:
         return inner
 
     def _add_sample_note(self, error: Exception, what: str, epoch: int) -> None:
-        error.add_note(f"hpctrain: raised while {self._name} was fetching {what} in epoch {epoch}.")
+        when = describe_round(epoch)
+        error.add_note(f"hpctrain: raised while {self._name} was fetching {what} in {when}.")
 
 
 class ItemsFetcher(_SampleFetcherBase):

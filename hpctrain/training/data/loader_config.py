@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import default_collate
 
+from hpctrain.errors import UserError
 from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.fetcher import BatchOrder, Collate, Fetcher
 from hpctrain.training.data.loader_workers import LoaderWorkers
@@ -32,6 +33,41 @@ class LoaderConfig:
     prefetch_factor: int = 2
     timeout_s: float = 900.0
     seed_samples: bool = True
+    worker_init_fn: Callable[[int], Any] | None = None
+    """Function to call in each data worker; only a DataLoader has one."""
+    global_batch_size_is_set: bool = False
+    """True if the user set `global_batch_size`, so that a DataLoader cannot replace it."""
+
+    def with_loader_batch_size(self, batch_size: int, name: str) -> LoaderConfig:
+        """Return these settings with the `batch_size` of a DataLoader, unless the user set another.
+
+        Raises:
+            UserError: the global batch size is not a multiple of `batch_size`.
+        """
+        if not self.global_batch_size_is_set:
+            return replace(self, global_batch_size=batch_size)
+        if self.global_batch_size % batch_size:
+            raise UserError(
+                f"global_batch_size is {self.global_batch_size}, but {name} is a DataLoader with "
+                f"batch_size={batch_size}. global_batch_size is batch_size × ranks × accumulation steps, and "
+                "must be a multiple of batch_size. To divide each batch of the DataLoader among the ranks, "
+                "remove global_batch_size."
+            )
+        return self
+
+    def with_batches_of(self, batch_size: int, name: str) -> LoaderConfig:
+        """Return these settings with the size of the largest batch of a batch sampler.
+
+        Raises:
+            UserError: the user set another global batch size.
+        """
+        if self.global_batch_size_is_set and self.global_batch_size != batch_size:
+            raise UserError(
+                f"global_batch_size is {self.global_batch_size}, but the largest batch of {name}'s batch "
+                f"sampler has {batch_size} samples. Each of its batches is divided among the ranks. Return "
+                "batches for all ranks together, and remove global_batch_size."
+            )
+        return replace(self, global_batch_size=batch_size)
 
     def seeds(self, purpose: str) -> SampleSeeds:
         """Return the random generators of the samples for `purpose`: "training" or "validation"."""
@@ -69,6 +105,7 @@ class LoaderConfig:
             pin_memory=self.pin_memory,
             timeout_s=self.timeout_s,
             name=name,
+            worker_init_fn=self.worker_init_fn,
         )
 
 
@@ -83,6 +120,7 @@ def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> 
         prefetch_factor=settings.prefetch_factor,
         timeout_s=settings.dataloader_timeout_s,
         seed_samples=settings.seed_samples,
+        global_batch_size_is_set="global_batch_size" in settings.given,
     )
 
 

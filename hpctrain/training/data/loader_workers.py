@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.errors import HpctrainError
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
-from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, write_progress_to
+from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, describe_round, write_progress_to
 
 _IGNORED_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
 #: Interval, in seconds, of the check that a data worker is alive while the rank waits for it.
@@ -49,6 +49,7 @@ class LoaderWorkers:
         pin_memory: bool,
         timeout_s: float,
         name: str,
+        worker_init_fn: Callable[[int], Any] | None = None,
     ) -> None:
         """Start the data workers.
 
@@ -60,6 +61,7 @@ class LoaderWorkers:
             pin_memory: True to copy results to pinned memory.
             timeout_s: maximum time to wait for a result, in seconds.
             name: name of the data set in messages.
+            worker_init_fn: function of the user to call in each data worker, with its number.
         """
         self._timeout_s, self._name = timeout_s, name
         self._closed = False
@@ -73,7 +75,7 @@ class LoaderWorkers:
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             timeout=_POLL_INTERVAL_S,
-            worker_init_fn=partial(_initialize_worker, os.getpid(), self._progress_boards),
+            worker_init_fn=partial(_initialize_worker, os.getpid(), self._progress_boards, worker_init_fn),
             # The iterator draws a seed; a separate generator leaves the rank's generator unchanged.
             generator=torch.Generator(),
         )
@@ -153,8 +155,8 @@ class LoaderWorkers:
         if index < 0:
             return f"before its first sample of {self._name}"
         if second >= 0:
-            return f"at sample {second} of shard {index} of {self._name}, epoch {epoch}"
-        return f"at sample {index} of {self._name}, epoch {epoch}"
+            return f"at sample {second} of shard {index} of {self._name}, {describe_round(epoch)}"
+        return f"at sample {index} of {self._name}, {describe_round(epoch)}"
 
 
 @contextmanager
@@ -175,7 +177,9 @@ def _signals_blocked() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, on_death if on_death is not None else signal.SIG_DFL)
 
 
-def _initialize_worker(rank_pid: int, boards: list[Any], number: int) -> None:
+def _initialize_worker(
+    rank_pid: int, boards: list[Any], worker_init_fn: Callable[[int], Any] | None, number: int
+) -> None:
     """Initialize a data worker: exit with the rank, ignore the job's signals, publish progress."""
     die_with_parent()
     parent = multiprocessing.parent_process()
@@ -187,6 +191,8 @@ def _initialize_worker(rank_pid: int, boards: list[Any], number: int) -> None:
     # Print the Python traceback on a crash in C code.
     faulthandler.enable()
     write_progress_to(boards[number])
+    if worker_init_fn is not None:
+        worker_init_fn(number)
 
 
 def _identity(result: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 
@@ -44,6 +45,13 @@ class SampleOrder:
             torch.empty(0, dtype=torch.int64),
         )
 
+    #: True if an epoch may contain a sample more than once.
+    repeats = False
+
+    def identity(self) -> dict[str, Any]:
+        """Return all values that determine the order."""
+        return {"seed": self.seed, "num_samples": self.num_samples}
+
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Return the samples at positions [start, stop) of `epoch`, as int64 of shape [stop - start].
 
@@ -78,9 +86,9 @@ class SampleOrder:
         left, right = cells // self._b, cells % self._b
         for i, key in enumerate(keys):
             if i % 2:
-                right = _mix(left, key).add_(right).remainder_(self._b)
+                right = mix_bits(left, key).add_(right).remainder_(self._b)
             else:
-                left = _mix(right, key).add_(left).remainder_(self._a)
+                left = mix_bits(right, key).add_(left).remainder_(self._a)
         return left.mul_(self._b).add_(right)
 
     def _round_keys(self, epoch: int) -> list[int]:
@@ -97,11 +105,14 @@ class SampleOrder:
 class SequentialOrder(SampleOrder):
     """Order of the data set itself, in every epoch."""
 
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "shuffle": False}
+
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:  # noqa: ARG002
         return torch.arange(start, stop)
 
 
-def _mix(values: torch.Tensor, key: int) -> torch.Tensor:
+def mix_bits(values: torch.Tensor, key: int) -> torch.Tensor:
     """Hash to [0, 2^62) with a key: the 64-bit finaliser of MurmurHash3, in wrapping int64 arithmetic."""
     x = (values * _signed(0x9E3779B97F4A7C15)).add_(key)
     x.bitwise_xor_(_shift_right(x, 33)).mul_(_signed(0xFF51AFD7ED558CCD))

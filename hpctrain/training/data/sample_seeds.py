@@ -41,7 +41,7 @@ class SampleSeeds:
             seed_globals: also seed the global generators; takes some microseconds per sample.
         """
         self._seed, self._purpose, self._seed_globals = seed, purpose, seed_globals
-        self._stem = (-1, b"")
+        self._stem: tuple[int | None, bytes] = (None, b"")
 
     def enter(self, epoch: int, *index: int) -> None:
         """Start fetching a sample: `index` is its index, or its shard and number in the shard."""
@@ -77,6 +77,11 @@ class SampleSeeds:
             _now.sample = None
             if own is not None:
                 _restore_generators(own)
+
+
+def describe_round(number: int) -> str:
+    """Return the name of a round, which is an epoch or, if negative, a step."""
+    return f"epoch {number}" if number >= 0 else f"step {-number}"
 
 
 @dataclass

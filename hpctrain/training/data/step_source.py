@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from hpctrain.errors import UserError
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
+from hpctrain.training.data.dataloader_parts import DataLoaderParts
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
-from hpctrain.training.data.sample_order import SampleOrder
+from hpctrain.training.data.mixture import Mixture, MixtureOrder
+from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
+from hpctrain.training.data.sampler_plan import SamplerPlan
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class StepSource(Protocol):
     """Last step of the training; None if it depends on the length of the data."""
     exchanges_ends: bool
     """True if the ranks must exchange `local_ends` after every step."""
+    loading: LoaderConfig
+    """Data settings in use."""
     remarks: Sequence[str]
     """Remarks shown to the user at the start, as sentences without a period."""
 
@@ -95,23 +102,26 @@ class MapStepSource:
     remarks: Sequence[str] = ()
 
     def __init__(
-        self, dataset: Any, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
+        self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
     ) -> None:
         """Set up the source.
 
         Raises:
-            UserError: the data set has no length or no samples.
+            UserError: the data set has no length or no samples, or its sampler is not usable.
         """
-        self._fetcher = make_fetcher(dataset, loading.collate_fn, loading.seeds("training"), "train_dataset")
-        self._loading, self._data_rank = loading, data_rank
+        name = "train_dataset"
+        self._fetcher = make_fetcher(parts.dataset, loading.collate_fn, loading.seeds("training"), name)
+        self._data_rank, self._until = data_rank, until
         batch_size, num_samples = loading.global_batch_size, self._fetcher.num_samples
-        self._plan = BatchPlan(SampleOrder(num_samples, loading.seed), batch_size)
-        if batch_size > num_samples:
+        self._plan = _make_plan(parts, loading, num_samples, name)
+        if parts.yields_batches:
+            loading = loading.with_batches_of(self._plan.max_batch_size, name)
+        elif batch_size > self._plan.max_batch_size:
             # Users relate learning rates and throughput to the batch size that they configured.
             remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples, "
             self.remarks = [f"{remark}so every step uses all samples"]
-        self._last = until.steps or self._plan.steps_per_epoch * (until.epochs or 0)
-        self.last_step: int | None = self._last
+        self.loading = loading
+        self.last_step = until.steps or self._plan.last_step(until.epochs or 0)
         self._step = 0
         self._batches: Generator[Any, None, None] | None = None
 
@@ -119,9 +129,10 @@ class MapStepSource:
         return self._plan.identity()
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return self._plan.state_dict(self._step)
 
-    def load_state_dict(self, _state: dict[str, Any]) -> list[str]:
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        self._plan.load_state_dict(state)
         return []
 
     def begin(self, after: int) -> None:
@@ -131,20 +142,22 @@ class MapStepSource:
         coming: deque[tuple[RankBatch, list[tuple[int, int]]]] = deque()
 
         def orders() -> Iterator[BatchOrder]:
-            for step in range(self._step + 1, self._last + 1):
+            for step in itertools.count(self._step + 1):
+                if self._is_last(step - 1):
+                    return
                 rank_batch = self._plan.rank_batch(step, self._data_rank)
                 parts = rank_batch.parts(self.micro_batch_size)
                 coming.append((rank_batch, parts))
                 for low, high in parts:
                     indices = rank_batch.indices[low:high] if low < high else self._plan.padding_sample(step)
-                    yield rank_batch.epoch, indices
+                    yield self._plan.seed_round(rank_batch), indices
 
         def several(parts: list[tuple[int, int]], first: Any) -> Iterator[MicroBatch]:
             yield MicroBatch(first, parts[0][1] - parts[0][0])
             for low, high in parts[1:]:
                 yield MicroBatch(next(batches), high - low)
 
-        self._batches = batches = self._loading.batches(self._fetcher, orders(), "train_dataset")
+        self._batches = batches = self.loading.batches(self._fetcher, orders(), "train_dataset")
         for first in batches:
             rank_batch, parts = coming.popleft()
             self._step = rank_batch.step
@@ -158,9 +171,10 @@ class MapStepSource:
             self._batches.close()
 
     def trial_batches(self) -> tuple[int, Any]:
-        rank_batch = self._plan.rank_batch(min(self._step + 1, self._last), self._data_rank)
+        step = self._step if self.finished else self._step + 1
+        rank_batch = self._plan.rank_batch(step, self._data_rank)
         # The largest share of any step: the next step may be the shorter last step of an epoch.
-        most = self._data_rank.largest(min(self._plan.global_batch_size, self._plan.order.num_samples))
+        most = self._data_rank.largest(self._plan.max_batch_size)
         some = rank_batch.indices if len(rank_batch.indices) else self._plan.padding_sample(rank_batch.step)
 
         def batch_of(count: int) -> Any:
@@ -177,8 +191,42 @@ class MapStepSource:
 
     @property
     def at_epoch_end(self) -> bool:
-        return self._step % self._plan.steps_per_epoch == 0
+        completed = self._plan.epochs_completed
+        return self._step == 0 or completed(self._step) > completed(self._step - 1)
 
     @property
     def finished(self) -> bool:
-        return self._step >= self._last
+        return self._is_last(self._step)
+
+    def _is_last(self, step: int) -> bool:
+        """Return true if `step`, which was planned before, is not before the end of the training."""
+        if self.last_step is not None:
+            return step >= self.last_step
+        return self._plan.epochs_completed(step) >= (self._until.epochs or 0)
+
+
+def _make_plan(
+    parts: DataLoaderParts, loading: LoaderConfig, num_samples: int, name: str
+) -> BatchPlan | SamplerPlan:
+    """Return the plan of the steps.
+
+    Raises:
+        UserError: the sampler is not usable, or there is no batch.
+    """
+    batch_size, seed = loading.global_batch_size, loading.seed
+    if isinstance(parts.dataset, Mixture):
+        if parts.sampler is not None:
+            raise UserError(
+                f"{name} is a Mixture, whose weights determine the order, but its DataLoader has a "
+                f"{type(parts.sampler).__name__}. Remove the sampler."
+            )
+        return BatchPlan(MixtureOrder(parts.dataset, batch_size, seed), batch_size)
+    if parts.sampler is not None:
+        return SamplerPlan(parts, batch_size, num_samples, seed, name)
+    if parts.drop_last and num_samples < batch_size:
+        raise UserError(
+            f"{name} has {num_samples} samples, but a batch has {batch_size} and drop_last is True. Set a "
+            "smaller batch size, or remove drop_last."
+        )
+    order = (SampleOrder if parts.shuffle else SequentialOrder)(num_samples, seed)
+    return BatchPlan(order, batch_size, parts.drop_last)

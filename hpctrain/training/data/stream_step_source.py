@@ -59,7 +59,7 @@ class StreamStepSource:
             UserError: the stream can be read only once.
         """
         self._stream = ShardedStream(dataset, "train_dataset")
-        self._loading, self._data_rank, self._context = loading, data_rank, context
+        self.loading, self._data_rank, self._context = loading, data_rank, context
         self._until = until
         self.last_step: int | None = until.steps
         self._own = list_rank_shards(data_rank.rank, self._stream.num_shards, data_rank.world_size)
@@ -73,9 +73,9 @@ class StreamStepSource:
 
     def identity(self) -> dict[str, Any]:
         return {
-            "seed": self._loading.seed,
+            "seed": self.loading.seed,
             "num_shards": self._stream.num_shards,
-            "global_batch_size": self._loading.global_batch_size,
+            "global_batch_size": self.loading.global_batch_size,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class StreamStepSource:
         some = [*self._buffers.samples()] or [self._padding_sample]
 
         def batch_of(count: int) -> Any:
-            return self._loading.collate([some[i % len(some)] for i in range(count)])
+            return self.loading.collate([some[i % len(some)] for i in range(count)])
 
         return int(of_ranks.bincount().max()), batch_of
 
@@ -211,7 +211,7 @@ class StreamStepSource:
 
     def _micro_batches(self, samples: list[Any], parts: list[tuple[int, int]]) -> Iterator[MicroBatch]:
         for low, high in parts:
-            yield MicroBatch(self._loading.collate(samples[low:high] or [self._padding_sample]), high - low)
+            yield MicroBatch(self.loading.collate(samples[low:high] or [self._padding_sample]), high - low)
 
     # Agreement of the ranks on the next steps.
 
@@ -252,10 +252,10 @@ class StreamStepSource:
         cursor, num_shards = self._plan.cursor, self._stream.num_shards
         return ShardReaders(
             self._stream,
-            self._loading,
+            self.loading,
             self._data_rank,
-            self._loading.seeds("training"),
-            chunk_size=min(-(-self._loading.global_batch_size // num_shards), _MAX_CHUNK),
+            self.loading.seeds("training"),
+            chunk_size=min(-(-self.loading.global_batch_size // num_shards), _MAX_CHUNK),
             num_epochs=self._until.epochs,
             first_epoch=cursor.epoch,
             trained=cursor.taken(self._plan.lengths_in(cursor.epoch)).tolist(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 from hpctrain.errors import UserError
@@ -74,6 +75,8 @@ def build_training_loop(
     strategy_class = strategy or find_strategy(settings.strategy, environ)
     data_rank = strategy_class.data_rank(ranks)
     source, val_data = _make_data(settings, context, data_rank, train_dataset, val_dataset)
+    settings = copy(settings)
+    settings.global_batch_size = source.loading.global_batch_size
     _check_monitor(settings, validates=val_data is not None)
     if run is None and settings.on_bad_loss == "rollback":
         raise UserError(

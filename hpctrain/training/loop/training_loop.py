@@ -95,7 +95,8 @@ class TrainingLoop:
                 except BadStep as bad:
                     self._roll_back(bad)
                 waited_s, all_s = parts.step_timer.data_wait()
-                self._print_hint(warn_too_few_workers(waited_s, all_s, settings.num_workers, self._cpus))
+                num_workers = parts.source.loading.num_workers
+                self._print_hint(warn_too_few_workers(waited_s, all_s, num_workers, self._cpus))
             parts.context.barrier()
             parts.callbacks.fit_end()
         activity.set_phase(RankPhase.END)
@@ -187,7 +188,7 @@ class TrainingLoop:
             parts.module.train()
         if state.step == 0:
             self._validator.check_sanity()
-        if num_workers := parts.settings.num_workers:
+        if num_workers := parts.source.loading.num_workers:
             self._print_hint(warn_too_many_workers(num_workers, self._cpus))
         parts.callbacks.fit_start()
         parts.end_if_requested()

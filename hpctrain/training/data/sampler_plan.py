@@ -1,0 +1,225 @@
+"""Assignment of samples to ranks in each step, for a sampler or batch sampler of the user.
+
+Every rank draws the complete order of an epoch, with random generators seeded by (seed, epoch). The order is
+then the same on any number of ranks, and a resumed run draws the epoch again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import index
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from hpctrain.errors import UserError
+from hpctrain.training.base.rng import derive_seed, seeded_rng
+from hpctrain.training.data.batch_plan import DataRank, RankBatch
+from hpctrain.training.data.dataloader_parts import DataLoaderParts
+
+#: Maximum length of an epoch: 1 GB of indices. A longer epoch is probably endless.
+_MAX_SAMPLES = 1 << 27
+
+
+@dataclass(frozen=True)
+class DrawnEpoch:
+    """Order of the samples in an epoch."""
+
+    indices: torch.Tensor
+    """All samples in order, as int64 of shape [n]."""
+    ends: list[int]
+    """End of each batch in `indices`."""
+    digest: str
+    """Hash of the order."""
+
+    @cached_property
+    def repeats(self) -> bool:
+        """True if a sample occurs more than once."""
+        return int(self.indices.bincount().max()) > 1
+
+    def batch(self, number: int) -> torch.Tensor:
+        """Return the samples of a batch."""
+        return self.indices[self.ends[number - 1] if number else 0 : self.ends[number]]
+
+
+class SamplerPlan:
+    """Order in which a run consumes its data set: a pure function of the step, for any number of ranks."""
+
+    def __init__(
+        self, parts: DataLoaderParts, batch_size: int, num_samples: int, seed: int, name: str
+    ) -> None:
+        """Draw the first epoch.
+
+        Args:
+            parts: the sampler.
+            batch_size: samples per global batch, unless the sampler is a batch sampler.
+            num_samples: size of the data set.
+            seed: seed of the training.
+            name: name of the data set in messages.
+
+        Raises:
+            UserError: the sampler is not usable, or its order does not depend on seed and epoch only.
+        """
+        self._parts, self._batch_size, self._num_samples = parts, batch_size, num_samples
+        self._seed = seed
+        self._what = f"The {type(parts.sampler).__name__} of {name}"
+        self._drawn: dict[int, DrawnEpoch] = {}
+        #: Last step of each epoch, as far as known.
+        self._epoch_ends: list[int] = []
+        first = self.draw(0)
+        if self._draw(0).digest != first.digest:
+            raise UserError(
+                f"{self._what} returned two different orders for the same epoch and seed, so a resumed run "
+                "could not continue its order. Use the global random generators, or a generator that is an "
+                "attribute of the sampler. If the order depends on the epoch, define set_epoch(epoch)."
+            )
+        self._identity = {"sampler": type(parts.sampler).__name__, "first_epoch": first.digest}
+        self.max_batch_size = max(len(first.batch(i)) for i in range(len(first.ends)))
+
+    def identity(self) -> dict[str, Any]:
+        """Return all values that determine the order of samples."""
+        size = {} if self._parts.yields_batches else {"global_batch_size": self._batch_size}
+        return {"seed": self._seed, "num_samples": self._num_samples, **size, **self._identity}
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return the known epochs until `step`."""
+        ends = [end for end in self._epoch_ends if end <= step]
+        return {"epoch_ends": ends, "order": self.draw(len(ends)).digest if step not in ends else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`.
+
+        Raises:
+            UserError: the sampler returns another order than before the stop.
+        """
+        self._epoch_ends = list(state["epoch_ends"])
+        epoch = len(self._epoch_ends)
+        if state["order"] is not None and self.draw(epoch).digest != state["order"]:
+            raise UserError(
+                f"{self._what} returned another order of epoch {epoch} than before the stop, so the epoch "
+                "cannot be continued. The order may depend only on the epoch and on random numbers."
+            )
+
+    def last_step(self, _epochs: int) -> int | None:
+        """Return the last step of a training, unknown because epochs may have different lengths."""
+        return None
+
+    def epochs_completed(self, step: int) -> int:
+        """Return the number of epochs that end at or before `step`, which was planned before."""
+        return bisect_right(self._epoch_ends, step)
+
+    def seed_round(self, rank_batch: RankBatch) -> int:
+        """Return the number that seeds samples besides their index; see `BatchOrder`."""
+        return -rank_batch.step if self.draw(rank_batch.epoch).repeats else rank_batch.epoch
+
+    def rank_batch(self, step: int, data_rank: DataRank) -> RankBatch:
+        """Return a rank's part of the batch of `step`, counted from 1."""
+        epoch, number = self._locate(step)
+        batch = self.draw(epoch).batch(number)
+        low, high = data_rank.part(len(batch))
+        return RankBatch(step, epoch, number, len(batch), data_rank.largest(len(batch)), batch[low:high])
+
+    def padding_sample(self, step: int) -> torch.Tensor:
+        """Return a sample of the batch, of shape [1], for a rank without samples in `step`."""
+        epoch, number = self._locate(step)
+        return self.draw(epoch).batch(number)[:1]
+
+    def draw(self, epoch: int) -> DrawnEpoch:
+        """Return the order of an epoch."""
+        if epoch not in self._drawn:
+            self._drawn = {epoch - 1: self._drawn[epoch - 1]} if epoch - 1 in self._drawn else {}
+            self._drawn[epoch] = self._draw(epoch)
+        return self._drawn[epoch]
+
+    def _locate(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step, and the number of its batch in the epoch."""
+        while not self._epoch_ends or step > self._epoch_ends[-1]:
+            start = self._epoch_ends[-1] if self._epoch_ends else 0
+            self._epoch_ends.append(start + len(self.draw(len(self._epoch_ends)).ends))
+        epoch = bisect_left(self._epoch_ends, step)
+        return epoch, step - 1 - (self._epoch_ends[epoch - 1] if epoch else 0)
+
+    def _draw(self, epoch: int) -> DrawnEpoch:
+        sampler, ends = self._parts.sampler, array("q")
+        assert sampler is not None
+        seed = derive_seed(self._seed, "sampler", epoch)
+        for part in _nested_samplers(sampler, set()):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+            for value in getattr(part, "__dict__", {}).values():
+                _reseed(value, seed)
+        with seeded_rng(seed):
+            indices = self._read(sampler, ends)
+        if not self._parts.yields_batches:
+            ends = array("q", range(self._batch_size, len(indices) + 1, self._batch_size))
+            if len(indices) % self._batch_size and not self._parts.drop_last:
+                ends.append(len(indices))
+        if not ends:
+            raise UserError(f"{self._what} returned no batch in epoch {epoch}.")
+        drawn = torch.frombuffer(indices, dtype=torch.int64)
+        if not 0 <= int(drawn.min()) <= int(drawn.max()) < self._num_samples:
+            raise UserError(
+                f"{self._what} returned indices from {int(drawn.min())} to {int(drawn.max())}, but the data "
+                f"set has {self._num_samples} samples."
+            )
+        digest = hashlib.blake2b(indices, digest_size=8)
+        digest.update(ends)
+        return DrawnEpoch(drawn, ends.tolist(), digest.hexdigest())
+
+    def _read(self, sampler: Any, ends: array[int]) -> array[int]:
+        """Return all indices of an epoch; a batch sampler's batches also extend `ends`.
+
+        Raises:
+            UserError: there are too many indices, or an index is not an integer.
+        """
+        indices = array("q")
+        try:
+            for batch in sampler if self._parts.yields_batches else [sampler]:
+                before = len(indices)
+                for each in batch:
+                    indices.append(index(each))
+                    if len(indices) > _MAX_SAMPLES:
+                        raise UserError(
+                            f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. Limit the "
+                            "length of an epoch."
+                        )
+                if len(indices) > before:
+                    ends.append(len(indices))
+        except TypeError as error:
+            raise UserError(f"{self._what} must return integers: {error}.") from error
+        return indices
+
+
+def _nested_samplers(sampler: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a sampler and the samplers that it contains."""
+    if id(sampler) in seen:
+        return
+    seen.add(id(sampler))
+    yield sampler
+    for value in list(getattr(sampler, "__dict__", {}).values()):
+        several = value if isinstance(value, list | tuple) else [value]
+        yield from chain.from_iterable(
+            _nested_samplers(each, seen) for each in several if isinstance(each, Sampler)
+        )
+
+
+def _reseed(value: Any, seed: int) -> None:
+    """Seed a random generator of torch, Python or NumPy; ignore other values."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Generator):
+        value.manual_seed(seed)
+    elif isinstance(value, random.Random):
+        value.seed(seed)
+    elif numpy and isinstance(value, numpy.random.Generator):
+        value.bit_generator.state = type(value.bit_generator)(seed).state
+    elif numpy and isinstance(value, numpy.random.RandomState):
+        value.seed(seed % 2**32)
