@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -327,6 +328,42 @@ print("all ended")
 """
     assert start(run, source).wait(30) == 0
     assert "all ended" in log(run)
+
+
+@pytest.mark.parametrize(("ends", "printed"), [("after all", 99), ("early", 1)])
+def test_loader_workers_ignore_signals_of_the_job_and_end_with_their_rank(run, ends, printed):
+    source = f"""
+import os, signal, time
+from torch.utils.data import DataLoader
+received = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: received.append(number))
+batches = iter(DataLoader(range(100), num_workers=2, multiprocessing_context="fork"))
+next(batches)
+print("ready")
+while len(received) < 2:
+    time.sleep(0.01)
+time.sleep(0.5)
+print(sum(len(batch) for batch in batches) if "{ends}" == "after all" else len(next(batches)), "read")
+"""
+    process = start(run, source, start_new_session=True)
+    try:
+        wait_for(lambda: run.rank_log(4, 1).exists() and "ready" in log(run), 30, "the workers")
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            os.killpg(process.pid, number)
+        assert process.wait(60) == 75, log(run)
+        assert f"ready\n{printed} read" in log(run)
+        wait_for(lambda: not is_group_alive(process.pid), 10, "the end of the workers")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_group_alive(group: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
 
 
 def test_forked_child_does_not_receive_the_stop_signal(run):

@@ -22,7 +22,6 @@ from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
-from hpctrain.training.data.shield_loader_workers import shield_loader_workers
 from hpctrain.training.observe.run_writer import RunWriter
 
 #: Seconds between two checkpoints by default.
@@ -56,7 +55,6 @@ class ForeignCheckpoints:
             every_n_steps: steps between two checkpoints; ten minutes if None.
             marker: name of a file that makes a checkpoint valid, for a library that writes folders in place.
         """
-        shield_loader_workers()
         self.context = init_distributed(detect(os.environ), os.environ)
         folder = os.environ.get(RUN_DIR_VARIABLE)
         self.run = RunDir(Path(folder)) if folder else None
