@@ -62,6 +62,8 @@ class ForeignCheckpoints:
         self._marker = marker
         self._name = re.compile(rf"{re.escape(prefix)}-(\d+)")
         self._saved_at = time.monotonic()
+        self._step = 0
+        """Step of the last decision, or of the loaded checkpoint."""
         self._log = RunWriter(
             self.run,
             self.context,
@@ -86,11 +88,10 @@ class ForeignCheckpoints:
 
     def log_resumed(self, path: Path) -> None:
         """Record that a checkpoint was loaded."""
-        self._log.write_event(
-            "resumed", step=self.step_of(path), checkpoint=str(path), broken=[], seconds=0.0
-        )
+        self._step = self.step_of(path)
+        self._log.write_event("resumed", step=self._step, checkpoint=str(path), broken=[], seconds=0.0)
         if self.context.ranks.is_main:
-            print(f"hpctrain: resumed after step {self.step_of(path)} from {path}", flush=True)
+            print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
         """Return the action of all ranks after `step`: stop after a save, save, or neither."""
@@ -99,7 +100,9 @@ class ForeignCheckpoints:
         if self.run is None:
             return None
         if self._every_n_steps is not None:
-            return "save" if step % self._every_n_steps == 0 else None
+            # Steps between two optimizer steps are not passed to this method.
+            previous, self._step = self._step, step
+            return "save" if step // self._every_n_steps > previous // self._every_n_steps else None
         # Only the clock of rank 0 is used.
         due = self.context.ranks.is_main and time.monotonic() - self._saved_at >= EVERY_S
         return "save" if self.context.all_reduce_min(-float(due)) < 0 else None
