@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,13 +42,11 @@ def run(tmp_path) -> RunDir:
 def start(run: RunDir, source: str, *args: str, **kwargs) -> subprocess.Popen[bytes]:
     script = run.path.parent / "script.py"
     script.write_text(source)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "hpctrain.runtime.worker",
-        json.dumps(["script", str(script), *args]),
-    ]
+    return start_program(run, "script", str(script), *args, **kwargs)
+
+
+def start_program(run: RunDir, *words: str, **kwargs) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "hpctrain.runtime.worker", json.dumps(words)]
     env = environment({**STEP, "HPCTRAIN_RUN_DIR": str(run.path), **kwargs.pop("env", {})})
     return subprocess.Popen(command, env=env, **kwargs)
 
@@ -300,6 +299,16 @@ def test_stopped_script_is_complete_only_if_it_ignored_the_signal(run, rest, cod
     assert ("the run will continue in a new attempt" in log(run)) is (code == 75)
     assert ("it went on" in log(run)) is ("it went on" in rest)
     assert run.failure(4, 1).exists() is (code == 3)
+
+
+@pytest.mark.parametrize(("is_signalled", "code"), [(True, 75), (False, 143)])
+def test_command_that_a_signal_reaches_before_its_rank_is_continued(run, tmp_path, is_signalled, code):
+    process = start_program(run, "command", "sh", "-c", f"touch {tmp_path}/over; kill $$")
+    wait_for((tmp_path / "over").exists, 30, "the command")
+    if is_signalled:
+        time.sleep(0.2)
+        process.terminate()
+    assert process.wait(30) == code
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
