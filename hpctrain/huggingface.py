@@ -71,7 +71,7 @@ class RunCallback(transformers.TrainerCallback):
 
     def __init__(self, trainer: transformers.Trainer, checkpoints: ForeignCheckpoints) -> None:
         self._trainer, self._checkpoints = trainer, checkpoints
-        self._is_stopping = False
+        self._is_stopping = self._is_save_due = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         regroup_buckets(self._trainer.model_wrapped)
@@ -79,10 +79,17 @@ class RunCallback(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         # After the last step of an epoch, the evaluation is first, because a resumed run would omit it.
         if args.eval_strategy == "epoch" and float(state.epoch).is_integer():
+            self._is_save_due, control.should_save = control.should_save, False
             return control
         decision = self._checkpoints.decide(state.global_step)
         self._is_stopping = decision == "stop"
         control.should_save |= decision is not None
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
+        # The Trainer evaluates, then saves.
+        control.should_save |= self._is_save_due
+        self._is_save_due = False
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

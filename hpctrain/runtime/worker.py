@@ -50,7 +50,12 @@ from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
-from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal, start_signal_recorder
+from hpctrain.runtime.stopping.signal_recorder import (
+    STOP_SIGNALS,
+    pending_stop_signal,
+    start_signal_recorder,
+    wait_for_stop_signal,
+)
 from hpctrain.runtime.stopping.stop_signals import (
     exit_after_step,
     exit_on_stop_signal,
@@ -68,6 +73,8 @@ from hpctrain.runtime.unfinished_training import find_unfinished_training, has_s
 #: Exit codes of a script after a stop signal. 0 may mean complete or stopped; a complete script exits
 #: immediately when restarted.
 _STOPPED_EXIT_CODES = (0, *(128 + number for number in STOP_SIGNALS))
+#: Maximum seconds between the stop signals that Slurm sends to the processes of a step.
+_LATE_SIGNAL_TIMEOUT_S = 2.0
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -139,8 +146,9 @@ def main(argv: list[str]) -> NoReturn:
                 step_log.write()
         group_check.check_end()
     except CommandFailed as failed:
-        # After a stop signal, a command may also exit because others stopped first.
-        _exit_now(EXIT_CONTINUE if pending_stop_signal() else _exit_code(failed.code), sampler)
+        # Slurm may signal the command, or other ranks, before this process.
+        is_stopped = wait_for_stop_signal(_LATE_SIGNAL_TIMEOUT_S)
+        _exit_now(EXIT_CONTINUE if is_stopped else _exit_code(failed.code), sampler)
     except SystemExit as leaving:
         words_of_exit = leaving.code
     except BaseException as error:  # noqa: BLE001 (the rank reports the error and exits)

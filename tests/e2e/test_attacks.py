@@ -24,6 +24,8 @@ from helpers.waiting import wait_for
 from hpctrain.rundir import ATTEMPT_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE
 
 ATTACKER = SCRIPTS / "attack_ranks.py"
+#: Ranks that read addresses after the attack.
+PATIENT_JOB = SCRIPTS / "train_after_attack.py"
 SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
 
 
@@ -60,16 +62,19 @@ def rank_variable(run: Run, variable: str, attempt: int = 0) -> str:
 @pytest.mark.parametrize("attack", ["store", "addresses", pytest.param("group", marks=pytest.mark.long)])
 def test_attacker_in_place_of_a_rank_runs_no_code_and_the_run_completes(tmp_path_factory, attack):
     folder = tmp_path_factory.mktemp("evil")
-    evil = folder / "evil"
+    evil, attacked = folder / "evil", folder / "attacked"
     folder.chmod(0o777)
     run = Run(tmp_path_factory.mktemp("run") / "run", {})
     with attacker(attack, evil) as process:
-        run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), str(JOB), "--epochs", "1")
+        # Other ranks read the addresses so soon that the attacker would be too late at times.
+        job = [f"--env=ATTACKED={attacked}", str(PATIENT_JOB)] if attack == "addresses" else [str(JOB)]
+        run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), *job, "--epochs", "1")
         assert process.stdin is not None
         process.stdin.write(f"{rank_variable(run, 'MASTER_PORT')}\n")
         process.stdin.flush()
         assert process.stdout is not None
         assert process.stdout.readline() == "sent\n"
+        attacked.touch()
         assert run.wait() == 0
     assert not evil.exists()
     assert run.events("finished")[0]["state"] == "COMPLETED"

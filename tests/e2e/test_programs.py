@@ -108,7 +108,8 @@ def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workd
     assert "trained" in run.rank_log(1, 0).read_text()
 
 
-#: Ranks that train until they are stopped, save every ten steps, and record each step.
+#: Ranks that train until they are stopped, save every ten steps, and record each step. Each has two data
+#: workers.
 STOPPED = """
 import os, sys, time
 from pathlib import Path
@@ -128,8 +129,10 @@ if saved.exists():
     optimizer.load_state_dict(state["optimizer"])
 waits = "until stopped" in sys.argv and os.environ["HPCTRAIN_ATTEMPT"] == "0"
 last = step + 30
+batches = iter(torch.utils.data.DataLoader(range(10**6), num_workers=2))
 while waits or step < last:
     time.sleep(0.02)
+    next(batches)
     model(torch.ones(1, 1)).sum().backward()
     step += 1
     with open(run / f"steps-{os.environ['HPCTRAIN_ATTEMPT']}-{rank}", "a") as file:

@@ -84,15 +84,18 @@ class Run:
     def ranks(self) -> dict[int, ProcessInfo]:
         """Return the processes of the ranks that are training now."""
         attempt = str(max(self.dir.attempts()))
-        return {
-            int(process.environ["SLURM_PROCID"]): process
+        found = [
+            process
             for process in run_processes(self.path)
             if "hpctrain.runtime.worker" in process.argv
             and "srun" not in process.argv[0]
             and process.environ.get("HPCTRAIN_ATTEMPT") == attempt
             and "SLURM_PROCID" in process.environ
             and "SLURM_STEP_ID" in process.environ
-        }
+        ]
+        # Data workers are forks of their rank.
+        pids = {process.pid for process in found}
+        return {int(rank.environ["SLURM_PROCID"]): rank for rank in found if rank.parent not in pids}
 
     def kill_rank(self, rank: int) -> None:
         """Send SIGKILL to one rank."""

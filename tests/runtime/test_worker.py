@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,13 +42,11 @@ def run(tmp_path) -> RunDir:
 def start(run: RunDir, source: str, *args: str, **kwargs) -> subprocess.Popen[bytes]:
     script = run.path.parent / "script.py"
     script.write_text(source)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "hpctrain.runtime.worker",
-        json.dumps(["script", str(script), *args]),
-    ]
+    return start_program(run, "script", str(script), *args, **kwargs)
+
+
+def start_program(run: RunDir, *words: str, **kwargs) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "hpctrain.runtime.worker", json.dumps(words)]
     env = environment({**STEP, "HPCTRAIN_RUN_DIR": str(run.path), **kwargs.pop("env", {})})
     return subprocess.Popen(command, env=env, **kwargs)
 
@@ -301,6 +301,16 @@ def test_stopped_script_is_complete_only_if_it_ignored_the_signal(run, rest, cod
     assert run.failure(4, 1).exists() is (code == 3)
 
 
+@pytest.mark.parametrize(("is_signalled", "code"), [(True, 75), (False, 143)])
+def test_command_that_a_signal_reaches_before_its_rank_is_continued(run, tmp_path, is_signalled, code):
+    process = start_program(run, "command", "sh", "-c", f"touch {tmp_path}/over; kill $$")
+    wait_for((tmp_path / "over").exists, 30, "the command")
+    if is_signalled:
+        time.sleep(0.2)
+        process.terminate()
+    assert process.wait(30) == code
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_child_ended_by_sigterm_does_not_stop_the_rank(run, method):
     source = f"""
@@ -327,6 +337,42 @@ print("all ended")
 """
     assert start(run, source).wait(30) == 0
     assert "all ended" in log(run)
+
+
+@pytest.mark.parametrize(("ends", "printed"), [("after all", 99), ("early", 1)])
+def test_loader_workers_ignore_signals_of_the_job_and_end_with_their_rank(run, ends, printed):
+    source = f"""
+import os, signal, time
+from torch.utils.data import DataLoader
+received = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: received.append(number))
+batches = iter(DataLoader(range(100), num_workers=2, multiprocessing_context="fork"))
+next(batches)
+print("ready")
+while len(received) < 2:
+    time.sleep(0.01)
+time.sleep(0.5)
+print(sum(len(batch) for batch in batches) if "{ends}" == "after all" else len(next(batches)), "read")
+"""
+    process = start(run, source, start_new_session=True)
+    try:
+        wait_for(lambda: run.rank_log(4, 1).exists() and "ready" in log(run), 30, "the workers")
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            os.killpg(process.pid, number)
+        assert process.wait(60) == 75, log(run)
+        assert f"ready\n{printed} read" in log(run)
+        wait_for(lambda: not is_group_alive(process.pid), 10, "the end of the workers")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_group_alive(group: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
 
 
 def test_forked_child_does_not_receive_the_stop_signal(run):

@@ -12,7 +12,6 @@ import pickle
 import pwd
 import sys
 import threading
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -38,15 +37,11 @@ def attack(mode: str, port: int) -> None:
     if mode == "addresses":
         keys = [f"hpctrain/0/0//cpu//0/{rank}" for rank in (0, 1)]
         for key in keys:
-            store.set(key, "an address of the stranger")
+            # Wait for the signed address of the rank.
+            value = bytearray(store.get(key))
+            value[-1] ^= 1
+            store.set(key, bytes(value))
         print("sent", flush=True)
-        with suppress(dist.DistError):
-            while True:
-                for key in keys:
-                    # The address may be a real, signed one from before.
-                    value = bytearray(store.get(key))
-                    value[-1] ^= 1
-                    store.set(key, bytes(value))
         return
     store.get("hpctrain/0/devices/answers/1")
     print("sent", flush=True)

@@ -80,6 +80,16 @@ def pending_stop_signal() -> signal.Signals | None:
     return _record.first_stop_signal() if _record else None
 
 
+def wait_for_stop_signal(timeout_s: float) -> bool:
+    """Return true if a stop signal is pending, or arrives within the time limit."""
+    deadline = time.monotonic() + timeout_s
+    while pending_stop_signal() is None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def clear_stop_signals() -> None:
     """Forget the stop signals so far, after they have been handled."""
     if _record:

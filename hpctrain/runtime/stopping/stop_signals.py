@@ -24,6 +24,7 @@ from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
 from hpctrain.runtime.stopping.exit_message import exit_message
+from hpctrain.runtime.stopping.loader_workers import exit_on_signal_of_rank, is_forked_by_loader
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals
 
 #: Time limit for the clean-up of a process that exits on a signal.
@@ -178,12 +179,13 @@ def _install_fork_hooks() -> None:
 
     With the rank's handler, a child would ignore the SIGTERM of its process pool, and the pool would wait
     forever. A signal during a fork is blocked until the child is ready, because the interpreter would forget
-    it.
+    it. Workers of a DataLoader keep it blocked, unless the caller has blocked it for its own reasons.
     """
     held_back = threading.local()
 
     def before() -> None:
         held_back.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        held_back.is_worker = not held_back.mask.issuperset(STOP_SIGNALS) and is_forked_by_loader()
 
     def after() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, held_back.mask)
@@ -192,7 +194,10 @@ def _install_fork_hooks() -> None:
         for number in STOP_SIGNALS:
             if _is_ours(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
-        after()
+        if held_back.is_worker:
+            exit_on_signal_of_rank()
+        else:
+            after()
 
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
 

@@ -16,7 +16,6 @@ from hpctrain.errors import UserError
 from hpctrain.torch_compat import DataLoaderIterator
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
-from hpctrain.training.data.shield_loader_workers import shield_loader_workers
 
 
 class StatefulBatchSampler(Sampler[list[int]]):
@@ -54,7 +53,6 @@ class StatefulBatchSampler(Sampler[list[int]]):
         Raises:
             UserError: the data set has no batch, or a batch has fewer samples than there are ranks.
         """
-        shield_loader_workers()
         self._data_rank = _find_data_rank(rank, num_replicas)
         if len(dataset) < (global_batch_size if drop_last else 1):
             raise UserError(

@@ -24,7 +24,6 @@ from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.base import rng
-from hpctrain.training.data.shield_loader_workers import shield_loader_workers
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S
 from hpctrain.training.saving.training_checkpoints import is_trained, refuse_restart_from_zero
@@ -70,7 +69,6 @@ class Checkpointer:
             name: value.module if isinstance(value, DistributedDataParallel) else value
             for name, value in objects.items()
         }
-        shield_loader_workers()
         folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
         self._run = RunDir(Path(folder).absolute()) if folder else None
         self._context = init_distributed(detect(os.environ), os.environ)

@@ -22,7 +22,6 @@ from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
-from hpctrain.training.data.shield_loader_workers import shield_loader_workers
 from hpctrain.training.observe.run_writer import RunWriter
 
 #: Seconds between two checkpoints by default.
@@ -56,7 +55,6 @@ class ForeignCheckpoints:
             every_n_steps: steps between two checkpoints; ten minutes if None.
             marker: name of a file that makes a checkpoint valid, for a library that writes folders in place.
         """
-        shield_loader_workers()
         self.context = init_distributed(detect(os.environ), os.environ)
         folder = os.environ.get(RUN_DIR_VARIABLE)
         self.run = RunDir(Path(folder)) if folder else None
@@ -64,6 +62,8 @@ class ForeignCheckpoints:
         self._marker = marker
         self._name = re.compile(rf"{re.escape(prefix)}-(\d+)")
         self._saved_at = time.monotonic()
+        self._step = 0
+        """Step of the last decision, or of the loaded checkpoint."""
         self._log = RunWriter(self.run, self.context, os.environ, partial(print, flush=True))
 
     def newest(self) -> Path | None:
@@ -80,9 +80,10 @@ class ForeignCheckpoints:
 
     def log_resumed(self, path: Path) -> None:
         """Record that a checkpoint was loaded."""
-        self._log.write_resumed(self.step_of(path), path, 0.0)
+        self._step = self.step_of(path)
+        self._log.write_resumed(self._step, path, 0.0)
         if self.context.ranks.is_main:
-            print(f"hpctrain: resumed after step {self.step_of(path)} from {path}", flush=True)
+            print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
         """Return the action of all ranks after `step`: stop after a save, save, or neither."""
@@ -91,7 +92,9 @@ class ForeignCheckpoints:
         if self.run is None:
             return None
         if self._every_n_steps is not None:
-            return "save" if step % self._every_n_steps == 0 else None
+            # Steps between two optimizer steps are not passed to this method.
+            previous, self._step = self._step, step
+            return "save" if step // self._every_n_steps > previous // self._every_n_steps else None
         # Only the clock of rank 0 is used.
         due = self.context.ranks.is_main and time.monotonic() - self._saved_at >= EVERY_S
         return "save" if self.context.all_reduce_min(-float(due)) < 0 else None

@@ -1,10 +1,11 @@
-"""A plain DDP loop, as a module with a relative import."""
+"""A plain DDP loop with data workers, as a module with a relative import."""
 
 import os
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from .pace import STEPS, finish, folder, pace
 
@@ -18,9 +19,10 @@ if os.path.exists(path):
     layer.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     step = state["step"]
+batches = iter(DataLoader(torch.ones(2 * STEPS, 4), batch_size=2, num_workers=2))
 while step < STEPS:
     pace(step)
-    model(torch.ones(2, 4)).sum().backward()
+    model(next(batches)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     step += 1
