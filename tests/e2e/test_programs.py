@@ -37,6 +37,15 @@ for step in range(40):
 print("trained", flush=True)
 os._exit(0)
 """
+#: A script that agrees on stops, and evaluates for longer than the time limit without progress.
+EVALUATION = """
+import os, time, hpctrain
+for step in range(3):
+    hpctrain.should_stop()
+deadline = time.monotonic() + 5
+while time.monotonic() < deadline:
+    sum(range(1000))
+"""
 
 
 @pytest.fixture
@@ -220,3 +229,10 @@ def test_command_that_fails_after_a_stop_signal_is_continued(workdir):
     assert code == 0, printed
     assert not any(event["kind"] == "failure" for event in run.read_events())
     assert run.attempts() == [0, 1]
+
+
+def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
+    (workdir / "evaluate.py").write_text(EVALUATION)
+    run, code, printed = submit(workdir, "--hang-timeout=2", "evaluate.py")
+    assert code == 0, printed
+    assert [event for event in run.read_events() if event["kind"] == "failure"] == []

@@ -86,8 +86,7 @@ class ScriptMonitor:
         """Count progress if the rank was busy or printed since the last check."""
         cpu_s, printed = _cpu_seconds(self._pid), _output_size()
         busy = cpu_s - self._cpu_s >= _IDLE_SHARE * (now - self._checked_at)
-        moved = self._has_moved or printed != self._printed or (busy and not is_waiting)
-        if moved and not activity.is_managed:  # Otherwise only calls of `should_stop` count.
+        if self._has_moved or printed != self._printed or (busy and not is_waiting):
             activity.progress_count += 1
         self._has_moved, self._checked_at, self._cpu_s, self._printed = False, now, cpu_s, printed
 

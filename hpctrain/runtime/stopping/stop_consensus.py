@@ -21,7 +21,7 @@ def should_stop() -> bool:
     told = _consensus().any_rank_signalled()
     # Each call counts as a step, instead of those of optimizers.
     activity.is_managed = True
-    activity.set_phase(RankPhase.STEP)
+    activity.set_phase(RankPhase.SCRIPT)
     activity.step_done()
     return told
 
