@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from hpctrain.errors import UserError
 from hpctrain.text import suggest
@@ -207,6 +208,49 @@ EXPLAINED = {
     "weights_save_path": "is not a setting: checkpoints are in the run folder (run_dir)",
     "weights_summary": "is not supported: use print(module)",
 }
+
+
+#: Names of arguments in the methods of Lightning's Trainer.
+_ARGUMENTS = {
+    "dataloaders": "dataset",
+    "model": "module",
+    "train_dataloader": "train_dataset",
+    "train_dataloaders": "train_dataset",
+    "val_dataloaders": "val_dataset",
+}
+
+
+def canonical_arguments(
+    method: str, given: dict[str, object], lightning: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return the arguments of a method of the Trainer under hpctrain's names.
+
+    Args:
+        method: name of the method.
+        given: arguments under hpctrain's names; None if not passed.
+        lightning: further arguments under Lightning's names.
+
+    Raises:
+        UserError: an argument is unknown, not supported, or passed under two names.
+    """
+    result = dict(given)
+    for name, value in lightning.items():
+        argument = _ARGUMENTS.get(name, name)
+        if name in ("weights_only", "verbose", "return_predictions"):
+            continue  # without effect on the result
+        if name == "ckpt_path":
+            if value not in (None, "last") or (value and method != "fit"):
+                remedy = (
+                    _RESUME if method == "fit" else "is not supported: the weights of the module are used"
+                )
+                raise UserError(f"{method}(ckpt_path={value!r}): ckpt_path {remedy}.")
+        elif argument not in result:
+            raise UserError(f"{method}() has no argument {name!r}. {suggest(name, result)}")
+        elif result[argument] is not None and value is not None:
+            raise UserError(f"{method}() received both {argument} and {name}. Pass only one of them.")
+        else:
+            result[argument] = result[argument] if value is None else value
+    return result
 
 
 def canonical_settings(given: dict[str, object], known: Iterable[str]) -> dict[str, object]:
