@@ -1,14 +1,15 @@
 """Fit a sine with Lightning: the script after it is ported."""
 
+import lightning
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hpctrain
 
 
-class Sine(hpctrain.Module):
+class Sine(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -16,11 +17,12 @@ class Sine(hpctrain.Module):
     def training_step(self, batch, batch_idx):
         x, y = batch
         loss = F.mse_loss(self.net(x), y)
-        return {"loss": loss}
+        self.log("train_loss", loss)
+        return loss
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
-        return {"val_loss": F.mse_loss(self.net(x), y)}
+        self.log("val_loss", F.mse_loss(self.net(x), y), sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -32,11 +34,12 @@ if __name__ == "__main__":
     trainer = hpctrain.Trainer(
         max_steps=320,
         global_batch_size=64,
-        gradient_clip_norm=1.0,
+        gradient_clip_val=1.0,
         seed=1,
     )
     trainer.fit(
         Sine(),
-        data,
-        data,
+        DataLoader(data, batch_size=32, shuffle=True),
+        DataLoader(data, batch_size=32),
+        ckpt_path="last",
     )

@@ -116,10 +116,15 @@ def takes_optimizer_idx(module: Module) -> bool:
     Raises:
         UserError: the module uses manual optimization.
     """
-    if getattr(module, "automatic_optimization", True) is False:
+    if is_manual(module) and not hasattr(module, "manual_backward"):
         raise UserError(
             f"{type(module).__name__}.automatic_optimization is False, which is not supported. With several "
             "optimizers, add a third parameter, optimizer_idx, to training_step, and return the loss for "
             "that optimizer."
         )
     return "optimizer_idx" in inspect.signature(type(module).training_step).parameters
+
+
+def is_manual(module: Any) -> bool:
+    """Return true if the training step updates the parameters itself, as that of a LightningModule may."""
+    return getattr(module, "automatic_optimization", True) is False

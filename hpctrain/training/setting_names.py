@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from hpctrain.errors import UserError
 from hpctrain.text import suggest
@@ -47,6 +48,18 @@ _BATCH = (
 )
 _RANKS = "is set by the launcher. Without a launcher, use devices"
 _DATA = "is not a Trainer setting: pass the data sets to fit()"
+#: Values of Lightning's `logger` that name no logger.
+_NO_LOGGERS = (True, False, None)
+#: Callbacks of Lightning, and what replaces them.
+_CALLBACKS = {
+    "EarlyStopping": "hpctrain.EarlyStopping",
+    "GradientAccumulationScheduler": "global_batch_size, which is constant",
+    "LearningRateMonitor": "self.log in training_step",
+    "ModelCheckpoint": "checkpoint_every, keep_last, keep_best and monitor of the Trainer",
+    "RichProgressBar": "no callback: a terminal shows a progress line",
+    "TQDMProgressBar": "no callback: a terminal shows a progress line",
+    "Timer": "hpctrain submit --time",
+}
 _RESUME = (
     "is not needed: a run resumes from its newest checkpoint. "
     "To start from another checkpoint, use `hpctrain checkpoints import`"
@@ -78,7 +91,7 @@ EXPLAINED = {
     "auto_lr_find": "is not supported: set the learning rate in configure_optimizers",
     "auto_scale_batch_size": _MICRO,
     "auto_select_gpus": "is not a setting: use devices='auto'",
-    "automatic_optimization": "is not supported: training_step returns the loss",
+    "automatic_optimization": "is not a Trainer setting: a LightningModule sets it in __init__",
     "barebones": "is not a setting: remove loggers and callbacks",
     "batch_size": _BATCH,
     "benchmark": "is set with torch.backends.cudnn.benchmark",
@@ -92,7 +105,7 @@ EXPLAINED = {
     "dataloader_drop_last": "is not a setting: every sample is used in each epoch",
     "dataloader_persistent_workers": _LOADER,
     "dataloader_pin_memory": _LOADER,
-    "datamodule": _DATA,
+    "datamodule": "is not a Trainer setting: pass it to fit()",
     "ddp_backend": _BACKEND,
     "ddp_timeout": "is set when the run is submitted: hpctrain submit --hang-timeout",
     "deepspeed": "is not supported: use strategy='fsdp'",
@@ -209,6 +222,55 @@ EXPLAINED = {
 }
 
 
+#: Names of arguments in the methods of Lightning's Trainer.
+_ARGUMENTS = {
+    "dataloaders": "dataset",
+    "model": "module",
+    "train_dataloader": "train_dataset",
+    "train_dataloaders": "train_dataset",
+    "val_dataloaders": "val_dataset",
+}
+
+
+def canonical_arguments(
+    method: str, given: dict[str, object], lightning: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return the arguments of a method of the Trainer under hpctrain's names.
+
+    Args:
+        method: name of the method.
+        given: arguments under hpctrain's names; None if not passed.
+        lightning: further arguments under Lightning's names.
+
+    Raises:
+        UserError: an argument is unknown, not supported, or passed under two names.
+    """
+    result = dict(given)
+    for name, value in lightning.items():
+        argument = _ARGUMENTS.get(name, name)
+        if name in ("weights_only", "verbose", "return_predictions"):
+            continue  # without effect on the result
+        if name == "ckpt_path":
+            if value not in (None, "last") or (value and method != "fit"):
+                remedy = (
+                    _RESUME if method == "fit" else "is not supported: the weights of the module are used"
+                )
+                raise UserError(f"{method}(ckpt_path={value!r}): ckpt_path {remedy}.")
+        elif argument not in result:
+            raise UserError(f"{method}() has no argument {name!r}. {suggest(name, result)}")
+        elif result[argument] is not None and value is not None:
+            raise UserError(f"{method}() received both {argument} and {name}. Pass only one of them.")
+        else:
+            result[argument] = result[argument] if value is None else value
+    return result
+
+
+def replacement_of_callback(callback: object) -> str:
+    """Return a sentence about the replacement of a callback of another trainer."""
+    name = type(callback).__name__
+    return f"Use {_CALLBACKS[name]}." if name in _CALLBACKS else "Derive it from hpctrain.Callback."
+
+
 def canonical_settings(given: dict[str, object], known: Iterable[str]) -> dict[str, object]:
     """Return the settings under hpctrain's names.
 
@@ -219,6 +281,10 @@ def canonical_settings(given: dict[str, object], known: Iterable[str]) -> dict[s
     result: dict[str, object] = {}
     spelled: dict[str, str] = {}
     for name, value in given.items():
+        if name == "logger" and any(value is each for each in _NO_LOGGERS):
+            continue
+        if name == "callbacks" and value is None:
+            continue
         setting = name if name in known else ALIASES.get(name, name)
         if setting in spelled:
             raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,19 @@ import torch
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
-from hpctrain.runtime.distributed_context import init_distributed
+from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
 from hpctrain.training.base.device_selection import find_devices, has_launcher, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
+from hpctrain.training.lightning_hooks import lightning_base
+from hpctrain.training.lightning_module import LightningHooks, LightningRun, lightning_run
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
-from hpctrain.training.module import Module
+from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -58,16 +60,28 @@ class Trainer(TrainerConfig):
         """True on rank 0."""
         return self.ranks.is_main
 
-    def fit(self, module: Module, train_dataset: Any, val_dataset: Any = None) -> None:
+    def fit(
+        self,
+        module: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        *,
+        datamodule: Any = None,
+        **lightning: Any,
+    ) -> None:
         """Train `module`, starting from the newest checkpoint of the run, if any. All ranks must call this.
 
         Args:
-            module: the model; contains the trained weights afterwards, on every rank.
+            module: the model, a `Module` or a LightningModule; contains the trained weights afterwards, on
+                every rank.
             train_dataset: a map-style data set: `len()` and `[index]`, or `__getitems__([indices])`; tensors
                 or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; or a stream,
                 an `IterableDataset`. Or a DataLoader with such a data set, whose batches are divided among
                 the ranks; its sampler determines the order.
             val_dataset: data of the same kinds, or None for no validation.
+            datamodule: a LightningDataModule, for a LightningModule.
+            **lightning: arguments of Lightning's `fit`: `model`, `train_dataloaders`, `val_dataloaders`,
+                `ckpt_path`.
 
         Raises:
             SystemExit: with code 75, after a stop signal, when the state is saved.
@@ -75,10 +89,16 @@ class Trainer(TrainerConfig):
                 trained in the run folder.
         """
         folder = self.run_dir or os.environ.get(RUN_DIR_VARIABLE)
+        given = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        given = canonical_arguments("fit", {**given, "datamodule": datamodule}, lightning)
+        if lightning_base(given["train_dataset"], "LightningDataModule") is not None:
+            given |= {"train_dataset": None, "datamodule": given["train_dataset"]}
         with TrainingMarker("Trainer.fit()", folder, os.environ) as training:
-            self._fit(training, module, train_dataset, val_dataset)
+            self._fit(training, **given)
 
-    def _fit(self, training: TrainingMarker, module: Module, train_dataset: Any, val_dataset: Any) -> None:
+    def _fit(
+        self, training: TrainingMarker, module: Any, train_dataset: Any, val_dataset: Any, datamodule: Any
+    ) -> None:
         if not hasattr(module, "configure_optimizers"):
             raise UserError(
                 f"fit() received a {type(module).__name__}, which has no configure_optimizers. Pass an "
@@ -87,19 +107,29 @@ class Trainer(TrainerConfig):
         self.ending = None
         devices = self._own_devices()
         if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.single_process)):
-            self._fit_in_processes(devices, module, train_dataset, val_dataset)
+            self._fit_in_processes(devices, module, train_dataset, val_dataset, datamodule)
             return
         # Install handlers only after the rendezvous: earlier stop signals end the process immediately,
         # because the ranks cannot agree on a stop yet.
         context = with_devices(init_distributed(self.ranks, os.environ), devices)
-        with capture_stop_signals() as stop:
+        with (
+            capture_stop_signals() as stop,
+            self._lightning(module, context, datamodule, "fit") as lightning,
+        ):
+            callbacks = list(self.callbacks)
+            if lightning is not None:
+                callbacks.append(LightningHooks(lightning))
+                train_dataset = lightning.find_data(train_dataset, "train")
+                val_dataset = lightning.find_data(val_dataset, "val")
+            if train_dataset is None:
+                raise UserError("fit() received no training data. Pass train_dataset.")
             loop = build_training_loop(
                 settings=self,
                 module=module,
                 context=context,
                 train_dataset=train_dataset,
                 val_dataset=val_dataset,
-                callbacks=CallbackList(self.callbacks, self, module),
+                callbacks=CallbackList(callbacks, self, module),
                 run=self._find_run(),
                 environ=os.environ,
                 stop=stop,
@@ -115,25 +145,31 @@ class Trainer(TrainerConfig):
         """End the training before its last step. Called by a `Callback`; a call on one rank is sufficient."""
         self.ending = reason
 
-    def validate(self, module: Module, dataset: Any) -> dict[str, float]:
+    def validate(
+        self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
+    ) -> dict[str, float]:
         """Return the means of `validation_step` over `dataset`. All ranks must call this.
 
         Raises:
             UserError: the data set is empty, or the ranks return different names.
         """
-        with self._evaluation(module, dataset) as evaluation:
+        with self._evaluation("validate", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.means("validation_step", "val_loss")
 
-    def test(self, module: Module, dataset: Any) -> dict[str, float]:
+    def test(
+        self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
+    ) -> dict[str, float]:
         """Return the means of `test_step` over `dataset`. All ranks must call this.
 
         Raises:
             UserError: the data set is empty, or the ranks return different names.
         """
-        with self._evaluation(module, dataset) as evaluation:
+        with self._evaluation("test", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.means("test_step", "test_loss")
 
-    def predict(self, module: Module, dataset: Any) -> list[Any]:
+    def predict(
+        self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
+    ) -> list[Any]:
         """Return the outputs of `predict_step` for all batches of `dataset`. All ranks must call this.
 
         Every rank receives all outputs, which must fit into its memory; tensors are on the CPU. For a
@@ -142,19 +178,36 @@ class Trainer(TrainerConfig):
         Raises:
             UserError: the data set is empty.
         """
-        with self._evaluation(module, dataset) as evaluation:
+        with self._evaluation("predict", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.predictions()
 
     @contextmanager
-    def _evaluation(self, module: Module, dataset: Any) -> Iterator[Evaluation]:
+    def _evaluation(
+        self, method: str, module: Any, dataset: Any, datamodule: Any, lightning: dict[str, Any]
+    ) -> Iterator[Evaluation]:
+        given = {"module": module, "dataset": dataset, "datamodule": datamodule}
+        module, dataset, datamodule = canonical_arguments(method, given, lightning).values()
+        if lightning_base(dataset, "LightningDataModule") is not None:
+            dataset, datamodule = None, dataset
         # Without a launcher, one device is sufficient; no processes are started.
         devices = self._own_devices()[:1]
         context = with_devices(init_distributed(self.ranks, os.environ), devices)
-        evaluation = Evaluation(self, module, context, dataset, os.environ)
-        try:
-            yield evaluation
-        finally:
-            evaluation.finish()
+        with self._lightning(module, context, datamodule, method) as adapted:
+            if adapted is not None:
+                dataset = adapted.find_data(dataset, method)
+            evaluation = Evaluation(self, module, context, dataset, os.environ)
+            try:
+                yield evaluation
+            finally:
+                evaluation.finish()
+
+    def _lightning(
+        self, module: Any, context: DistributedContext, datamodule: Any, stage: str
+    ) -> AbstractContextManager[LightningRun | None]:
+        """Return the context for a LightningModule; for another module, it does nothing."""
+        if lightning_base(module) is None and datamodule is None:
+            return nullcontext()
+        return lightning_run(self, module, context, datamodule, stage)
 
     def _own_devices(self) -> list[int | None]:
         """Return the devices selected by the user's setting; empty if a launcher started the ranks."""
@@ -174,7 +227,12 @@ class Trainer(TrainerConfig):
         return find_strategy(self.strategy, os.environ)
 
     def _fit_in_processes(
-        self, devices: list[int | None], module: Module, train_dataset: Any, val_dataset: Any
+        self,
+        devices: list[int | None],
+        module: Any,
+        train_dataset: Any,
+        val_dataset: Any,
+        datamodule: Any,
     ) -> None:
         result = spawn_ranks(
             devices,
@@ -187,6 +245,7 @@ class Trainer(TrainerConfig):
             module=module,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
+            datamodule=datamodule,
         )
         module.load_state_dict(result.weights)
         self.step, self.metrics = result.step, result.metrics
@@ -216,9 +275,10 @@ def _run_rank(
     trainer: Trainer,
     strategy: type[Strategy],
     algorithm: type[Algorithm],
-    module: Module,
+    module: Any,
     train_dataset: Any,
     val_dataset: Any,
+    datamodule: Any,
 ) -> SpawnResult:
     """Run one rank in a process that another process's trainer started."""
     # The script may have registered these classes, but the script does not run in this process.
@@ -229,7 +289,7 @@ def _run_rank(
     # The device is already chosen, so a warning would be wrong.
     trainer.devices = None
     # The marker belongs to the call in the parent process.
-    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, train_dataset, val_dataset)
+    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, train_dataset, val_dataset, datamodule)
     weights = {
         name: value.cpu() if isinstance(value, torch.Tensor) else value
         for name, value in module.state_dict().items()

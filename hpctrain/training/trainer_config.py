@@ -17,7 +17,7 @@ from hpctrain.telemetry.loggers import Logger, find_loggers
 from hpctrain.training.base.device_selection import Devices, parse_devices
 from hpctrain.training.base.precision import canonical_precision
 from hpctrain.training.callbacks import Callback
-from hpctrain.training.setting_names import canonical_settings
+from hpctrain.training.setting_names import canonical_settings, replacement_of_callback
 
 #: In-memory folder on Linux nodes.
 _SHARED_MEMORY = Path("/dev/shm")
@@ -242,7 +242,10 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             self.callbacks = (self.callbacks,)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise UserError(f"callbacks contains {callback!r}, which is not an hpctrain.Callback.")
+                raise UserError(
+                    f"callbacks contains {callback!r}, which is not an hpctrain.Callback. "
+                    f"{replacement_of_callback(callback)}"
+                )
         if type(self.keep_best) is not int or self.keep_best < 0:
             raise UserError(f"keep_best is {self.keep_best!r}; it must be an integer of at least 0.")
         if self.mode not in ("min", "max"):

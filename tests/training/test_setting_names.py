@@ -21,6 +21,9 @@ from hpctrain.training.trainer_config import TrainerConfig
         ({"precision": 16}, "precision", "16-mixed"),
         ({"precision": "bf16"}, "precision", "bf16-mixed"),
         ({"precision": 32}, "precision", "32"),
+        ({"precision": "32-true"}, "precision", "32"),
+        ({"logger": False}, "loggers", []),
+        ({"callbacks": None}, "callbacks", ()),
     ],
 )
 def test_settings_of_other_trainers_are_accepted(settings: dict[str, Any], name: str, value: object) -> None:
@@ -30,6 +33,19 @@ def test_settings_of_other_trainers_are_accepted(settings: dict[str, Any], name:
 def test_single_logger_needs_no_list() -> None:
     (logger,) = TrainerConfig(max_steps=1, logger="csv").loggers
     assert logger.name == "csv"
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("ModelCheckpoint", "Use checkpoint_every, keep_last, keep_best and monitor"),
+        ("EarlyStopping", "Use hpctrain.EarlyStopping"),
+        ("MyCallback", "Derive it from hpctrain.Callback"),
+    ],
+)
+def test_callbacks_of_lightning_get_a_hint(name: str, replacement: str) -> None:
+    with pytest.raises(UserError, match=f"which is not an hpctrain.Callback. {replacement}"):
+        TrainerConfig(max_steps=1, callbacks=[type(name, (), {})()])
 
 
 def test_every_alias_names_a_setting_and_is_not_one() -> None:

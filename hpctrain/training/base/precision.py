@@ -13,7 +13,7 @@ from hpctrain.training.base.tensor_tree import map_tensors
 
 _AUTOCAST = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": None}
 PRECISIONS = tuple(_AUTOCAST)
-_ALIASES = {"fp32": "32", "16": "16-mixed", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+_ALIASES = {"fp32": "32", "32-true": "32", "16": "16-mixed", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 #: Precision names of NVIDIA apex.
 _APEX = ("apex", "amp", "O0", "O1", "O2", "O3")
 

@@ -18,6 +18,8 @@ from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config
 from hpctrain.training.data.step_source import StepSource, StopCondition
+from hpctrain.training.lightning_module import find_lightning_run
+from hpctrain.training.loop.lightning_step import LightningTrainStep
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.loop.validator import Validator
@@ -86,12 +88,21 @@ def build_training_loop(
     callbacks.check(validates=val_data is not None and settings.validate_every is not None)
     cast_module(module, settings.precision)
     placed = strategy_class(module, context, settings)
+    lightning = find_lightning_run(module)
+    if lightning is not None:
+        lightning.source = source
     optimization = _configure_optimizers(placed, module)
     scaler = make_scaler(settings.precision, context.device)
     most = environ.get(MICRO_BATCH_VARIABLE)
-    train_step = TrainStep(placed, optimization, settings, scaler, int(most) if most else None)
+    train_step = (
+        TrainStep(placed, optimization, settings, scaler, int(most) if most else None)
+        if lightning is None
+        else LightningTrainStep(lightning, placed, optimization, settings, scaler)
+    )
     guard = LossGuard(settings, has_scaler=scaler is not None)
     state = TrainingState(module, optimization, source, guard)
+    if lightning is not None:
+        lightning.state = state
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
     parts = Components(

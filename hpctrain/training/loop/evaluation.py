@@ -21,6 +21,7 @@ from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config, to_device
+from hpctrain.training.lightning_module import find_lightning_run
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.strategies import Strategy, find_strategy
@@ -107,14 +108,20 @@ def run_validation(
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
+    lightning = find_lightning_run(strategy.module)
     with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as own:
+        if lightning is not None:
+            lightning.begin_evaluation(method, is_sanity=num_batches is not None)
         some = islice(own, num_batches)
         batches = loop.iterate(pad_to_longest(some, context) if strategy.in_lockstep else some)
         for output, num_samples, _ in evaluate_batches(strategy, method, batches):
             if num_samples:
                 means.add(as_scalars(output, lone_name, means.origin), num_samples)
                 activity.set_phase(RankPhase.VALIDATE)
-    return None if loop.interrupted else means.over_ranks()
+        if loop.interrupted:
+            return None
+        results = means.over_ranks()
+        return results if lightning is None else lightning.end_evaluation(method, results)
 
 
 def evaluate_batches(
@@ -125,7 +132,10 @@ def evaluate_batches(
     Yields the output, the number of samples that it represents, and the number of this rank's samples.
     """
     device, precision = strategy.context.device, strategy.settings.precision
+    lightning = find_lightning_run(strategy.module)
     for batch_idx, (num_held, batch) in enumerate(batches):
+        if lightning is not None:
+            lightning.num_samples = num_held
         with forward_context(precision, device):
             on_device = cast_batch(to_device(batch, device), precision)
             output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)

@@ -15,10 +15,10 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import buffer_broadcast_kwargs
 from hpctrain.training.algorithms import Algorithm, find_algorithm
-from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.module import Module, is_manual, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
 from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers, broadcast_tensors
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
@@ -42,7 +42,9 @@ class DataParallelBase(Strategy):
         # A single rank needs no wrapper.
         self._forward: nn.Module | None = None
         self._forwards: list[nn.Module] = []
-        if context.is_distributed and not takes_optimizer_idx(module):
+        if context.is_distributed and is_manual(module):
+            broadcast_tensors(module.parameters())
+        elif context.is_distributed and not takes_optimizer_idx(module):
             self._forward = self._averaging()
 
     def gradient_parts(self) -> list[int]:

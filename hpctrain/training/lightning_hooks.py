@@ -1,0 +1,98 @@
+"""Hooks of Lightning's classes that hpctrain calls, and those that it refuses."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from hpctrain.errors import UserError
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+
+_KINDS = "validation", "test"
+#: Methods that a user's class may override.
+_SUPPORTED = {
+    *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers", "lr_scheduler_step"),
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("training_step", "validation_step", "test_step", "predict_step"),
+    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start"),
+    *("on_train_epoch_end", "on_train_batch_start", "on_train_batch_end", "on_after_backward"),
+    *("on_before_optimizer_step", "on_after_batch_transfer", "on_save_checkpoint", "on_load_checkpoint"),
+    *(
+        f"on_{kind}{part}_{end}"
+        for kind in _KINDS
+        for part in ("", "_epoch", "_batch")
+        for end in ("start", "end")
+    ),
+    *("state_dict", "load_state_dict", "load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt"),
+}
+#: Hooks of Lightning 1 that version 2 does not have.
+_REMOVED = (
+    *("training_epoch_end", "validation_epoch_end", "test_epoch_end", "on_epoch_start", "on_epoch_end"),
+    *("on_batch_start", "on_batch_end", "tbptt_split_batch"),
+)
+_REPLACEMENTS = {
+    "backward": "manual optimization",
+    "configure_callbacks": "callbacks of the Trainer",
+    "configure_gradient_clipping": "gradient_clip_norm or gradient_clip_value of the Trainer",
+    "configure_sharded_model": "configure_model",
+    "on_before_batch_transfer": "on_after_batch_transfer",
+    "on_before_zero_grad": "on_train_batch_end",
+    "optimizer_step": "warmup_steps of the Trainer, a schedule, or manual optimization",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_epoch_end": "on_train_epoch_end",
+    "transfer_batch_to_device": "on_after_batch_transfer, or the collate_fn",
+    "validation_epoch_end": "on_validation_epoch_end",
+}
+#: Parameters of steps that hpctrain does not pass.
+_PARAMETERS = ("dataloader_iter", "optimizer_idx", "hiddens")
+
+
+def lightning_base(thing: Any, *names: str) -> type | None:
+    """Return the class of Lightning that `thing` extends; None if there is none. Does not import Lightning.
+
+    Args:
+        thing: any object.
+        *names: names of the class; by default, LightningModule.
+    """
+    for kind in type(thing).__mro__:
+        if kind.__name__ in (names or ("LightningModule",)) and kind.__module__.split(".")[0] in _PACKAGES:
+            return kind
+    return None
+
+
+def overrides(thing: Any, method: str) -> bool:
+    """Return true if the user's class overrides a method of a LightningModule or LightningDataModule."""
+    base = lightning_base(thing, "LightningModule", "LightningDataModule")
+    return getattr(type(thing), method, None) is not getattr(base, method, None)
+
+
+def check_hooks(thing: Any, stage: str) -> None:
+    """Check that hpctrain calls everything that a LightningModule or LightningDataModule overrides.
+
+    Args:
+        thing: the module or DataModule.
+        stage: "fit", "validate", "test" or "predict".
+
+    Raises:
+        UserError: it overrides another hook, or a step has another parameter.
+    """
+    name, base = type(thing).__name__, lightning_base(thing, "LightningModule", "LightningDataModule")
+    known = {each for each in dir(base) if each[0] != "_" and inspect.isfunction(getattr(base, each))}
+    known -= {*dir(nn.Module), *_SUPPORTED}
+    if stage != "predict":
+        known = {each for each in known if not each.startswith("on_predict_")}
+    if refused := sorted(each for each in {*known, *_REMOVED} if overrides(thing, each)):
+        remedies = [
+            f"Instead of {each}, use {_REPLACEMENTS[each]}." for each in refused if each in _REPLACEMENTS
+        ]
+        raise UserError(
+            f"{name} overrides {', '.join(refused)}, which hpctrain.Trainer does not call. "
+            f"{' '.join(remedies) or 'Remove it, or use hpctrain.lightning.Trainer.'}"
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        parameters = inspect.signature(getattr(thing, step, check_hooks)).parameters
+        if refused := [each for each in _PARAMETERS if each in parameters]:
+            raise UserError(f"{name}.{step} has the parameter {refused[0]}, which hpctrain does not pass.")

@@ -1,0 +1,533 @@
+"""LightningModules and LightningDataModules in hpctrain's Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UserError
+from hpctrain.rundir import RUN_DIR_VARIABLE
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD
+from hpctrain.training.callbacks import Callback
+from hpctrain.training.data.step_source import StepSource
+from hpctrain.training.lightning_hooks import check_hooks, lightning_base, overrides
+from hpctrain.training.module import is_manual
+from hpctrain.training.optim.optimizer_setup import parameters_of
+from hpctrain.training.training_state import TrainingState
+
+
+class _Provided:
+    """Object with some attributes of one of Lightning's; the use of others is refused by name."""
+
+    def __init__(self, path: str, **attributes: Any) -> None:
+        vars(self).update(attributes, _path=path)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        remedy = "docs/training.md lists what is supported"
+        if name in ("logger", "loggers"):
+            remedy = "Log metrics with self.log, and choose trackers with Trainer(loggers=…)"
+        raise UserError(f"The module uses {self._path}.{name}, which hpctrain does not provide. {remedy}.")
+
+
+class TrainerProxy(_Provided):
+    """The `trainer` of a LightningModule or LightningDataModule."""
+
+    def __init__(self, run: LightningRun, trainer: Any, context: DistributedContext, datamodule: Any) -> None:
+        ranks = context.ranks
+        folder = str(trainer.run_dir or os.environ.get(RUN_DIR_VARIABLE) or os.getcwd())
+        strategy = _Provided(
+            "self.trainer.strategy",
+            barrier=lambda _name=None: context.barrier(),
+            root_device=context.device,
+            backward=lambda loss, _optimizer, *rest, **options: run.backward(loss, *rest, **options),
+        )
+        super().__init__(
+            "self.trainer",
+            global_rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            node_rank=ranks.node_rank,
+            world_size=ranks.world_size,
+            num_nodes=ranks.num_nodes,
+            num_devices=ranks.local_world_size,
+            is_global_zero=ranks.is_main,
+            max_epochs=trainer.max_epochs,
+            max_steps=trainer.max_steps or -1,
+            default_root_dir=folder,
+            log_dir=folder,
+            datamodule=datamodule,
+            strategy=strategy,
+            # LightningModule's own methods use these.
+            progress_bar_callback=None,
+            gradient_clip_val=None,
+            gradient_clip_algorithm=None,
+            precision_plugin=SimpleNamespace(clip_gradients=_clip_gradients),
+        )
+        self._run, self._trainer = run, trainer
+        self.current_epoch = self.global_step = 0
+        self.training = self.validating = self.sanity_checking = False
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_scheduler_configs: list[SimpleNamespace] = []
+
+    @property
+    def should_stop(self) -> bool:
+        return self._trainer.ending is not None
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self._trainer.end("the module set trainer.should_stop")
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Results of the latest validation."""
+        state = self._run.state
+        return {} if state is None else {name: torch.tensor(mean) for name, mean in state.validation.items()}
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        last = None if self._run.source is None else self._run.source.last_step
+        return float("inf") if last is None else last
+
+
+class LightningRun:
+    """Training or evaluation of a LightningModule.
+
+    Attributes:
+        proxy: the module's `trainer`.
+        source: source of the training steps; None in an evaluation.
+        state: state of the training; None in an evaluation.
+        schedules: schedules that hpctrain advances.
+        num_samples: samples in the current batch; 0 for a spare batch, None if unknown.
+        batch_idx: number of the current training batch in its epoch.
+        last: output and batch of the last training step, for `on_train_batch_end`.
+        backward: implementation of `manual_backward`.
+    """
+
+    def __init__(self, trainer: Any, module: Any, context: DistributedContext, datamodule: Any) -> None:
+        self._module, self._datamodule, self._context = module, datamodule, context
+        self._validates = overrides(module, "validation_step")
+        self.proxy = TrainerProxy(self, trainer, context, datamodule)
+        self.source: StepSource | None = None
+        self.state: TrainingState | None = None
+        self.schedules: list[LightningSchedule] = []
+        self.num_samples: int | None = None
+        self.batch_idx = 0
+        self.last: tuple[Mapping[str, Any], Any] = ({}, None)
+        self.backward: Callable[..., None]
+        self._logged: dict[str, Any] | None = None
+        #: Paths of the torchmetrics metrics that were logged.
+        self._metrics: dict[str, str] = {}
+        self._has_started = self._is_in_step = False
+
+    def start_fit(self) -> None:
+        """Call `on_fit_start` once, before the first validation."""
+        if not self._has_started and self.state is not None:
+            self._has_started = True
+            self.proxy.global_step, self.proxy.current_epoch = self.state.step, self.state.epoch
+            self._module.on_fit_start()
+
+    def find_data(self, given: Any, name: str) -> Any:
+        """Return the data that the user passed, otherwise that of the DataModule or the module, or None.
+
+        Args:
+            given: data that the user passed, or None.
+            name: "train", "val", "validate", "test" or "predict".
+
+        Raises:
+            UserError: there are several DataLoaders.
+        """
+        host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
+        if name == "val" and not self._validates:
+            return None
+        if given is None and (overrides(host, method) or method in vars(host)):
+            given = getattr(host, method)()
+        several = list(given.values()) if isinstance(given, Mapping) else given
+        if isinstance(several, (list, tuple)) and all(hasattr(each, "dataset") for each in several):
+            if len(several) > 1:
+                raise UserError(f"{method}() returned {len(several)} DataLoaders. Return one DataLoader.")
+            given = several[0] if several else None
+        if type(given).__name__ == "CombinedLoader":
+            raise UserError(f"{method}() returned a CombinedLoader. Return one DataLoader.")
+        return given
+
+    @contextmanager
+    def logging(self) -> Iterator[dict[str, Any]]:
+        """Collect the values that `self.log` receives within the block."""
+        before, self._logged = self._logged, {}
+        try:
+            yield self._logged
+        finally:
+            self._logged = before
+
+    def log(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        """Record a value of `self.log`.
+
+        Raises:
+            UserError: an argument is not supported, or nothing can be logged at this point.
+        """
+        problem, reduce_fx, size = None, options.get("reduce_fx", "mean"), options.get("batch_size")
+        if self._logged is None:
+            problem = "is called in a hook without metrics. Use a hook of a batch or an epoch"
+        elif name in (TOKENS_FIELD, SKIPPED_FIELD):
+            problem = "has a name that is reserved. Choose another name"
+        elif reduce_fx not in ("mean", torch.mean):
+            problem = f"has reduce_fx={reduce_fx!r}, but hpctrain logs means"
+        elif options.get("rank_zero_only"):
+            problem = "has rank_zero_only=True, but hpctrain logs means over all ranks"
+        elif size is not None and self.num_samples and size != self.num_samples:
+            problem = (
+                f"has batch_size={size}, but the mean is weighted by the {self.num_samples} samples of the "
+                "batch. Log a mean over samples, without batch_size"
+            )
+        elif isinstance(value, nn.Module):
+            paths = [path for path, part in self._module.named_modules() if part is value]
+            self._metrics.update((name, path) for path in paths[:1])
+            value = value._forward_cache
+            if not paths:
+                problem = "received a metric that is not an attribute of the module. Assign it in __init__"
+            elif not self.proxy.training:
+                return  # computed at the end
+            elif value is None:
+                problem = f"needs the metric's value for this step. Call self.{paths[0]}(…), not its update()"
+        if problem or self._logged is None:
+            raise UserError(f"{type(self._module).__name__}.log({name!r}, …) {problem}.")
+        self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
+
+    def run_step(self, kind: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Call a step of the user's class, with the hooks of the batch.
+
+        Args:
+            kind: "training", "validation", "test" or "predict".
+            arguments: batch and number of the batch.
+            named: arguments by name, if the user's class calls the step.
+
+        Returns:
+            The logged values, with the loss of a training step; for "predict", the output.
+
+        Raises:
+            UserError: a training step returned no loss, or the hook ends the epoch.
+        """
+        own: Any = super(LightningSteps, self._module)
+        step, end = getattr(own, f"{kind}_step"), getattr(own, f"{kind}_step_end", None)
+        if self._is_in_step:
+            return step(*arguments, **named)
+        batch, batch_idx = own.on_after_batch_transfer(arguments[0], 0), arguments[1]
+        name, hook = type(self._module).__name__, f"on_{kind.removesuffix('ing')}_batch"
+        with self.logging() as logged:
+            if getattr(own, f"{hook}_start")(batch, batch_idx) == -1:
+                raise UserError(f"{name}.{hook}_start returned -1. To end the training, use should_stop.")
+            self._is_in_step = True
+            try:
+                takes_idx = "batch_idx" in inspect.signature(step).parameters
+                output = step(batch, batch_idx) if takes_idx else step(batch)
+                output = output if end is None else end(output)
+            finally:
+                self._is_in_step = False
+            if kind != "training":
+                getattr(own, f"{hook}_end")(output, batch, batch_idx)
+                return output if kind == "predict" else logged
+        outputs = output if isinstance(output, Mapping) else {"loss": output}
+        loss = outputs.get("loss")
+        if loss is None and not is_manual(self._module):
+            raise UserError(f"{name}.training_step returned no loss. Return a loss for every batch.")
+        self.last = ({} if loss is None else {**outputs, "loss": loss.detach()}, batch)
+        return logged if loss is None else {**logged, "loss": loss}
+
+    def reset_metrics(self) -> None:
+        """Reset the torchmetrics metrics that were logged."""
+        for path in self._metrics.values():
+            self._module.get_submodule(path).reset()
+        self._metrics = {}
+
+    def begin_evaluation(self, method: str, *, is_sanity: bool) -> None:
+        """Call the hooks before a validation or test."""
+        self.start_fit()
+        self.reset_metrics()
+        kind = method.removesuffix("_step")
+        self.proxy.training, self.proxy.validating = False, kind == "validation"
+        self.proxy.sanity_checking = is_sanity
+        getattr(self._module, f"on_{kind}_start")()
+        getattr(self._module, f"on_{kind}_epoch_start")()
+
+    def end_evaluation(self, method: str, means: Mapping[str, float]) -> dict[str, float]:
+        """Call the hooks after a validation or test; return all its metrics. All ranks must call this.
+
+        Raises:
+            UserError: the ranks log different names at the end.
+        """
+        hook, self.num_samples = f"on_{method.removesuffix('_step')}", None
+        with self.logging() as logged:
+            getattr(self._module, f"{hook}_epoch_end")()
+        # A rank without samples has logged no metric, but must take part in its exchange.
+        for paths in self._context.all_gather(self._metrics):
+            self._metrics.update(paths)
+        computed = {
+            name: float(self._module.get_submodule(path).compute())
+            for name, path in sorted(self._metrics.items())
+        }
+        self.reset_metrics()
+        getattr(self._module, f"{hook}_end")()
+        self.proxy.validating = self.proxy.sanity_checking = False
+        first, *others = gathered = self._context.all_gather({name: float(logged[name]) for name in logged})
+        for rank, values in enumerate(others, 1):
+            if values.keys() != first.keys():
+                raise UserError(
+                    f"{type(self._module).__name__}.{hook}_epoch_end logs {sorted(first)} on rank 0, but "
+                    f"{sorted(values)} on rank {rank}. Log the same names on every rank."
+                )
+        at_end = {name: sum(each[name] for each in gathered) / len(gathered) for name in first}
+        return {**means, **computed, **at_end}
+
+
+class LightningSteps:
+    """Methods that replace those of a LightningModule while it is trained or evaluated."""
+
+    _hpctrain: LightningRun
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        return self._hpctrain.run_step("training", arguments, named)
+
+    def training_step_end(self, outputs: Any) -> Any:
+        return outputs  # `run_step` has called the user's method
+
+    def validation_step(self, *arguments: Any, **named: Any) -> Any:
+        return self._hpctrain.run_step("validation", arguments, named)
+
+    def test_step(self, *arguments: Any, **named: Any) -> Any:
+        return self._hpctrain.run_step("test", arguments, named)
+
+    def predict_step(self, *arguments: Any, **named: Any) -> Any:
+        return self._hpctrain.run_step("predict", arguments, named)
+
+    def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
+        """Return optimizers and schedules in hpctrain's form.
+
+        Raises:
+            UserError: there is no optimizer, or there are several without manual optimization.
+        """
+        own: Any = super()
+        run, name = self._hpctrain, type(self).__name__
+        optimizers, schedules = _unpack_optimizers(own.configure_optimizers())
+        if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+            raise UserError(f"{name}.configure_optimizers returned {optimizers!r} as optimizers.")
+        run.proxy.optimizers = run.proxy.strategy._lightning_optimizers = optimizers
+        run.proxy.lr_scheduler_configs = [SimpleNamespace(**each) for each in schedules]
+        if is_manual(self):
+            return optimizers, [each["scheduler"] for each in schedules]
+        if len(optimizers) > 1:
+            raise UserError(
+                f"{name}.configure_optimizers returned {len(optimizers)} optimizers. Several optimizers need "
+                "manual optimization, as in Lightning: set self.automatic_optimization = False."
+            )
+        run.schedules = [LightningSchedule(self, run, **each) for each in schedules]
+        return optimizers, run.schedules
+
+    def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:  # noqa: ARG002
+        self._hpctrain.log(name, value, options)
+
+
+class LightningSchedule:
+    """Learning-rate schedule that advances when Lightning would advance it.
+
+    Attributes:
+        is_per_epoch: True if it advances at the end of an epoch, without a metric.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        run: LightningRun,
+        *,
+        scheduler: Any,
+        interval: str = "epoch",
+        frequency: int = 1,
+        monitor: str | None = None,
+        **_: Any,
+    ) -> None:
+        self._module, self._run, self._scheduler, self._frequency = module, run, scheduler, frequency
+        needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        self._monitor = monitor if needs_metric else None
+        self.is_per_epoch = interval == "epoch" and not needs_metric
+        if interval not in ("epoch", "step") or (needs_metric and (interval == "step" or monitor is None)):
+            raise UserError(
+                f"{type(module).__name__}.configure_optimizers returned a {type(scheduler).__name__} with "
+                f"interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau needs a monitor and "
+                "interval 'epoch'; other schedules support 'epoch' and 'step'."
+            )
+
+    def step(self) -> None:
+        """Handle the end of an optimizer step."""
+        run = self._run
+        assert run.source is not None
+        if self._monitor is not None or (self.is_per_epoch and not run.source.at_epoch_end):
+            return
+        if ((run.proxy.current_epoch if self.is_per_epoch else run.batch_idx) + 1) % self._frequency == 0:
+            self._module.lr_scheduler_step(self._scheduler, None)
+
+    def step_after_validation(self, metrics: Mapping[str, float]) -> None:
+        """Handle the end of a validation.
+
+        Raises:
+            UserError: the validation does not return the metric.
+        """
+        if self._monitor is None or (self._run.proxy.current_epoch + 1) % self._frequency:
+            return
+        value = metrics.get(self._monitor, metrics.get(f"val_{self._monitor}"))
+        if value is None:
+            names = ", ".join(sorted(metrics))
+            raise UserError(
+                f"A schedule monitors {self._monitor!r}, but the validation returned only: {names}."
+            )
+        self._module.lr_scheduler_step(self._scheduler, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._scheduler.load_state_dict(state_dict)
+
+
+class LightningHooks(Callback):
+    """Callback that calls a LightningModule's hooks, and saves the state of its DataModule."""
+
+    def __init__(self, run: LightningRun) -> None:
+        self._run, self._datamodule = run, run.proxy.datamodule
+
+    def on_fit_start(self, _trainer: Any, module: Any) -> None:
+        self._run.start_fit()
+        module.on_train_start()
+
+    def on_validation_end(self, _trainer: Any, _module: Any, metrics: Mapping[str, float]) -> None:
+        for schedule in self._run.schedules:
+            schedule.step_after_validation(metrics)
+
+    def on_fit_end(self, _trainer: Any, module: Any) -> None:
+        module.on_train_end()
+        module.on_fit_end()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {} if self._datamodule is None else self._datamodule.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._datamodule is not None:
+            self._datamodule.load_state_dict(state)
+
+
+@contextmanager
+def lightning_run(
+    trainer: Any, module: Any, context: DistributedContext, datamodule: Any, stage: str
+) -> Iterator[LightningRun]:
+    """Prepare a LightningModule for hpctrain's calls within the block. All ranks must call this.
+
+    Args:
+        trainer: hpctrain's Trainer.
+        module: the LightningModule.
+        context: the ranks.
+        datamodule: a LightningDataModule, or None.
+        stage: "fit", "validate", "test" or "predict".
+
+    Raises:
+        UserError: the module or the settings need something that hpctrain does not have.
+    """
+    if lightning_base(module) is None:
+        raise UserError(f"datamodule is set, but the module is a {type(module).__name__}. Pass data sets.")
+    hosts = [module] if datamodule is None else [datamodule, module]
+    for host in hosts:
+        check_hooks(host, stage)
+    _check_settings(trainer, module, context)
+    run, kind = LightningRun(trainer, module, context, datamodule), type(module)
+    for host in hosts:
+        host.trainer = run.proxy
+        per_node = getattr(host, "prepare_data_per_node", True)
+        if context.ranks.local_rank == 0 if per_node else context.ranks.is_main:
+            host.prepare_data()
+    context.barrier()
+    for host in hosts:
+        host.setup(stage)
+    module.configure_model()
+    module._hpctrain = run
+    module.__class__ = type(kind.__name__, (LightningSteps, kind), {"__module__": kind.__module__})
+    try:
+        yield run
+    finally:
+        module.__class__ = kind
+        del module._hpctrain
+    for host in hosts:
+        host.teardown(stage)
+
+
+def find_lightning_run(module: Any) -> LightningRun | None:
+    """Return the run of a LightningModule; None for other modules."""
+    run: LightningRun | None = getattr(module, "_hpctrain", None)
+    return run
+
+
+def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> None:
+    """Check that the settings are supported for a LightningModule.
+
+    Raises:
+        UserError: they are not.
+    """
+    manual = is_manual(module)
+    strategies = ("auto", "ddp", "ddp_spawn", *(() if manual else ("zero1",)))
+    wrong = {
+        "strategy": context.is_distributed and trainer.strategy not in strategies,
+        "compile": trainer.compile is not False,
+        "micro_batch_size": trainer.micro_batch_size == "auto",
+        "precision": trainer.precision == "16-mixed"
+        and (manual or overrides(module, "on_before_optimizer_step")),
+    }
+    if manual:  # the module decides these in `training_step`
+        wrong |= {
+            "micro_batch_size": trainer.micro_batch_size is not None,
+            "gradient_clip_norm": trainer.gradient_clip_norm is not None,
+            "gradient_clip_value": trainer.gradient_clip_value is not None,
+            "lr_reference_batch_size": trainer.lr_reference_batch_size is not None,
+            "warmup_steps": trainer.warmup_steps > 0,
+            "algorithm": trainer.algorithm != "allreduce",
+            "on_bad_loss": trainer.on_bad_loss == "skip",
+        }
+    for setting in wrong:
+        if wrong[setting]:
+            kind = f"{type(module).__name__}{', which optimizes manually' * manual}"
+            raise UserError(
+                f"{setting}={getattr(trainer, setting)!r} is not supported for the LightningModule {kind}. "
+                "Remove it, or use an hpctrain.Module."
+            )
+
+
+def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Return the optimizers and schedule dicts in a result of Lightning's `configure_optimizers`."""
+    schedules: list[Any] = []
+    match answer:
+        case [[*optimizers], [*schedules]]:
+            pass
+        case Mapping() | [Mapping(), *_]:
+            each = [answer] if isinstance(answer, Mapping) else answer
+            optimizers = [one.get("optimizer") for one in each]
+            schedules = [one.get("lr_scheduler") for one in each]
+        case [*optimizers]:
+            pass
+        case _:
+            optimizers = [answer]
+    given = [each for each in schedules if each is not None]
+    return optimizers, [dict(each) if isinstance(each, Mapping) else {"scheduler": each} for each in given]
+
+
+def _clip_gradients(optimizer: torch.optim.Optimizer, limit: float, algorithm: str) -> None:
+    if limit > 0 and algorithm == "value":
+        nn.utils.clip_grad_value_(parameters_of(optimizer), limit)
+    elif limit > 0:
+        nn.utils.clip_grad_norm_(parameters_of(optimizer), limit)

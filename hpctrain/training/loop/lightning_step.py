@@ -1,0 +1,179 @@
+"""Optimizer steps of a LightningModule, with its hooks, and with manual optimization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.errors import UserError
+from hpctrain.training.base.metric_accumulator import MetricAccumulator
+from hpctrain.training.base.precision import cast_batch
+from hpctrain.training.data.batch_plan import RankBatch
+from hpctrain.training.data.loader_config import to_device
+from hpctrain.training.data.step_source import MicroBatch, StepData
+from hpctrain.training.lightning_hooks import overrides
+from hpctrain.training.lightning_module import LightningRun
+from hpctrain.training.loop.optimizer_step import OptimizerStep
+from hpctrain.training.loop.train_step import TrainStep
+from hpctrain.training.module import as_scalars, is_manual
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
+from hpctrain.training.strategies import Strategy
+from hpctrain.training.trainer_config import TrainerConfig
+
+
+class LightningTrainStep(TrainStep):
+    """Optimizer steps that call the hooks of a LightningModule."""
+
+    def __init__(
+        self,
+        run: LightningRun,
+        strategy: Strategy,
+        optimization: OptimizerSetup,
+        settings: TrainerConfig,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        """Prepare manual optimization if the module uses it.
+
+        Raises:
+            UserError: the module needs the end of an epoch, which is not known in time for a stream.
+        """
+        super().__init__(strategy, optimization, settings, scaler)
+        self._run, self._is_manual = run, is_manual(self._module)
+        self._user_module: Any = self._module  # mypy does not know the hooks of Lightning
+        self._optimizer_step = _LightningOptimizerStep(optimization, strategy, settings, scaler)
+        self._weight, self._losses = 1.0, list[torch.Tensor]()
+        self._stepped: set[torch.optim.Optimizer] = set()
+        assert run.source is not None
+        self._source = run.source
+        needs_epochs = overrides(self._module, "on_train_epoch_end") or any(
+            schedule.is_per_epoch for schedule in run.schedules
+        )
+        if needs_epochs and self._source.exchanges_ends:
+            raise UserError(
+                f"{type(self._module).__name__} has on_train_epoch_end or a schedule with interval='epoch', "
+                "but the training data is a stream, whose epochs end at an unknown step. Use steps."
+            )
+        if self._is_manual:
+            run.backward = self._backward
+            for optimizer in self._optimizers:
+                optimizer.register_step_post_hook(lambda stepped, *_: self._stepped.add(stepped))
+
+    def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
+        with self._hooks(step.rank_batch, sums):
+            super().run(step, micro_batches, sums)
+            self._run.proxy.global_step = step.rank_batch.step
+            self._user_module.on_train_batch_end(*self._run.last, step.rank_batch.batch_idx)
+            self._run.last = ({}, None)
+
+    def exclude_step(self, step: StepData, sums: MetricAccumulator) -> None:
+        with self._hooks(step.rank_batch, sums):
+            super().exclude_step(step, sums)
+
+    @contextmanager
+    def _hooks(self, rank_batch: RankBatch, sums: MetricAccumulator) -> Iterator[None]:
+        run, proxy = self._run, self._run.proxy
+        proxy.training, proxy.current_epoch, proxy.global_step = True, rank_batch.epoch, rank_batch.step - 1
+        run.batch_idx = rank_batch.batch_idx
+        with run.logging() as logged:
+            if rank_batch.batch_idx == 0:
+                self._user_module.on_train_epoch_start()
+            yield
+            proxy.global_step = rank_batch.step
+            if self._source.at_epoch_end:
+                self._user_module.on_train_epoch_end()
+                run.reset_metrics()
+        if logged:
+            scalars = as_scalars(logged, "", f"{type(self._module).__name__}.log")
+            sums.put(scalars, 1.0 / self._context.ranks.world_size)
+
+    def _forward_backward(
+        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
+    ) -> None:
+        self._run.num_samples = micro_batch.num_samples
+        super()._forward_backward(rank_batch, micro_batch, sums, last)
+        self._user_module.on_after_backward()
+
+    def _update(
+        self,
+        step: StepData,
+        micro_batches: Iterable[MicroBatch],
+        optimizers: Sequence[torch.optim.Optimizer],
+        sums: MetricAccumulator,
+    ) -> bool:
+        if not self._is_manual:
+            return super()._update(step, micro_batches, optimizers, sums)
+        (micro_batch,) = micro_batches
+        num_samples = self._run.num_samples = micro_batch.num_samples
+        part = num_samples / step.rank_batch.batch_size
+        self._weight, self._losses = part * self._world_size, []
+        self._stepped.clear()
+        self._strategy.sync_buffers()  # as DDP does before each forward pass
+        batch = cast_batch(to_device(micro_batch.batch, self._context.device), self._settings.precision)
+        with self._forward_context:
+            output, _ = self._strategy.training_step(batch, step.rank_batch.batch_idx, num_samples)
+        self._check_steps()
+        self._optimizer_step.clear_gradients()
+        if self._losses:
+            output = {"loss": torch.stack(self._losses).sum(), **output}
+        sums.add(as_scalars(output, "loss", self._origin), part)
+        return True
+
+    def _backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        """Add the mean of the gradients of all ranks, weighted by their samples. All ranks must call this."""
+        self._losses.append(loss.detach())
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        (loss if self._weight == 1.0 else loss * self._weight).backward(*arguments, **options)  # type: ignore[no-untyped-call]
+        if self._context.is_distributed:
+            self._average_gradients(parameters)
+        for parameter, earlier in zip(parameters, before, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+
+    def _average_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        # The ranks may use different parameters.
+        is_used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._context.cpu_group)
+        used = [parameter for parameter, flag in zip(parameters, is_used.tolist(), strict=True) if flag]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        assert self._strategy.algorithm is not None
+        self._strategy.algorithm.average([parameter.grad for parameter in used if parameter.grad is not None])
+
+    def _check_steps(self) -> None:
+        """Check that no gradient is kept for the next step.
+
+        Raises:
+            UserError: an optimizer has gradients, but did not step.
+        """
+        for number, optimizer in enumerate(self._optimizers):
+            if optimizer not in self._stepped and any(p.grad is not None for p in parameters_of(optimizer)):
+                raise UserError(
+                    f"{self._origin} computed gradients for optimizer {number}, but did not call its step(). "
+                    "Checkpoints contain no gradients. To accumulate gradients, increase global_batch_size. "
+                    "To exclude these parameters, detach the tensors or use toggle_optimizer()."
+                )
+
+
+class _LightningOptimizerStep(OptimizerStep):
+    """Optimizer steps with `on_before_optimizer_step`; with manual optimization, only the module steps."""
+
+    def complete_gradients(
+        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        self._strategy.before_update()
+        module: Any = self._strategy.module
+        for optimizer in optimizers:
+            module.on_before_optimizer_step(optimizer)
+        return super().complete_gradients(optimizers, per_token)
+
+    def advance(self, step: int, *, updated: bool = True) -> None:
+        if not is_manual(self._strategy.module):
+            super().advance(step, updated=updated)

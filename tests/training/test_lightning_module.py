@@ -1,0 +1,795 @@
+"""LightningModules in hpctrain's Trainer: what docs/frameworks.md lists works, and all else is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import REPOSITORY, SCRIPTS
+from helpers.fork_server import run_forked
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import hpctrain
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+lightning = pytest.importorskip("lightning")
+import torchmetrics  # noqa: E402 (installed with Lightning)
+
+X = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+def loader(**options) -> DataLoader:
+    """Return a loader with three batches per epoch, the last one with two samples."""
+    return DataLoader(DATA, batch_size=4, **options)
+
+
+class Line(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        nn.init.constant_(self.layer.weight, 0.1)
+        nn.init.zeros_(self.layer.bias)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, *data, **settings) -> hpctrain.Trainer:
+    """Train for two epochs of three steps."""
+    trainer = hpctrain.Trainer(**{"max_epochs": 2, **settings})
+    trainer.fit(module, *(data or (loader(),)))
+    return trainer
+
+
+def metrics(run: Path, name: str) -> list[float]:
+    """Return the values in `metrics.jsonl`."""
+    return [record[name] for record in read_json_lines(RunDir(run).metrics) if name in record]
+
+
+def refuses(message: str):
+    return pytest.raises(hpctrain.UserError, match=message)
+
+
+#: Rows of the table in the docs, as written in its first column, and their tests.
+ROWS = {}
+
+
+def row(first_cell: str):
+    def register(test):
+        ROWS[first_cell] = test
+        return test
+
+    return register
+
+
+def test_every_row_of_the_table_has_a_test():
+    text = (REPOSITORY / "docs" / "frameworks.md").read_text()
+    section = text.partition("## Lightning modules in hpctrain's Trainer")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert cells == [*ROWS]
+
+
+# Rows of the table
+
+
+@row("`training_step`, `training_step_end`")
+def test_steps_return_a_loss_or_a_dict_with_it(tmp_path):
+    class Steps(Line):
+        def training_step(self, batch):
+            return {"loss": super().training_step(batch, 0), "prediction": self.layer(batch[0])}
+
+        def training_step_end(self, output):
+            return {**output, "loss": 2 * output["loss"]}
+
+    one, other = Line(), Steps()
+    fit(one, run_dir=tmp_path / "one", max_steps=1, max_epochs=None)
+    fit(other, run_dir=tmp_path / "other", max_steps=1, max_epochs=None)
+    (loss,), (doubled,) = metrics(tmp_path / "one", "loss"), metrics(tmp_path / "other", "loss")
+    assert doubled == 2 * loss
+    assert not metrics(tmp_path / "other", "prediction")
+
+
+@row("`validation_step`, `test_step`, `predict_step`, `validation_step_end`, `test_step_end`")
+def test_steps_of_evaluations():
+    class Steps(Line):
+        def validation_step(self, batch):
+            return batch[0].sum(1)
+
+        def validation_step_end(self, outputs):
+            self.log("mean", outputs.mean())
+
+        def test_step(self, batch, batch_idx):
+            self.log("count", len(batch[0]), batch_size=len(batch[0]))
+
+    module, trainer = Steps(), hpctrain.Trainer(max_steps=1)
+    mean = pytest.approx(X.sum(1).mean().item(), rel=1e-5)
+    assert trainer.validate(module, loader()) == {"mean": mean}
+    assert trainer.test(model=module, dataloaders=loader()) == {"count": pytest.approx((16 + 16 + 4) / 10)}
+    outputs = trainer.predict(Predicting(), loader())
+    assert torch.equal(torch.cat(outputs), X)
+    assert type(module) is Steps
+
+
+class Predicting(Line):
+    def predict_step(self, batch):
+        return batch[0]
+
+
+@row("`self.log`, `self.log_dict`")
+def test_logged_values_are_means_over_the_samples(tmp_path):
+    class Logs(Line):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log(
+                "train_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=len(batch[0])
+            )
+            self.log_dict({"size": len(batch[0]), "number": batch_idx}, sync_dist=True)
+            return loss
+
+        def on_train_epoch_end(self):
+            self.log("epoch_end", 7.0)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_sum", batch[0].sum(1).mean(), on_epoch=True)
+
+        def on_validation_epoch_end(self):
+            self.log("at_end", torch.tensor(3.0))
+
+    trainer = fit(Logs(), loader(), loader(), run_dir=tmp_path)
+    assert metrics(tmp_path, "train_loss") == metrics(tmp_path, "loss")
+    assert metrics(tmp_path, "size") == [4, 4, 2] * 2
+    assert metrics(tmp_path, "number") == [0, 1, 2] * 2
+    assert metrics(tmp_path, "epoch_end") == [7, 7]
+    assert trainer.metrics == {"val_sum": pytest.approx(X.sum(1).mean().item(), rel=1e-5), "at_end": 3}
+
+
+@row("`self.log` with a torchmetrics metric")
+def test_metrics_are_computed_over_the_validation_set(tmp_path):
+    class Metrics(Line):
+        def __init__(self):
+            super().__init__()
+            self.largest = torchmetrics.MaxMetric()
+            self.both = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.MinMetric()])
+
+        def training_step(self, batch, batch_idx):
+            self.largest(batch[0])
+            self.log("largest", self.largest)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.both.update(batch[0])
+            self.log_dict(self.both)
+
+    trainer = fit(Metrics(), loader(), loader(), run_dir=tmp_path)
+    expected = {"MeanMetric": X.mean().item(), "MinMetric": X.min().item()}
+    assert trainer.metrics == pytest.approx(expected, rel=1e-5)
+
+
+@row("`self.trainer`, `self.device`, `self.global_rank`, `self.local_rank`, `self.print`")
+def test_properties(tmp_path, capsys):
+    seen = {}
+
+    class Properties(Line):
+        def training_step(self, batch, batch_idx):
+            trainer = self.trainer
+            seen["ranks"] = (self.global_rank, self.local_rank, trainer.world_size, trainer.num_nodes)
+            seen["device"] = (self.device, trainer.strategy.root_device)
+            seen.setdefault("position", []).append((self.current_epoch, self.global_step))
+            seen["ends"] = (trainer.max_epochs, trainer.max_steps, trainer.estimated_stepping_batches)
+            seen["folder"] = trainer.default_root_dir
+            seen["flags"] = (trainer.is_global_zero, trainer.training, trainer.sanity_checking)
+            trainer.strategy.barrier()
+            if self.global_step == 3:
+                self.print("hello")
+                trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            seen.setdefault("sanity", []).append(self.trainer.sanity_checking)
+            self.log("val", 5)
+
+        def on_train_epoch_start(self):
+            seen["metrics"] = self.trainer.callback_metrics
+
+    trainer = fit(Properties(), loader(), loader(), run_dir=tmp_path, max_epochs=9)
+    assert trainer.step < 7
+    assert seen["ranks"] == (0, 0, 1, 1)
+    assert seen["device"] == (torch.device("cpu"),) * 2
+    assert seen["position"][:4] == [(0, 0), (0, 1), (0, 2), (1, 3)]
+    assert seen["ends"] == (9, -1, 27)
+    assert seen["folder"] == str(tmp_path)
+    assert seen["flags"] == (True, True, False)
+    assert seen["sanity"][:4] == [True, False, False, False]
+    assert seen["metrics"] == {"val": torch.tensor(5.0)}
+    assert "hello" in capsys.readouterr().out
+
+
+@row("`save_hyperparameters`, `self.hparams`")
+def test_hyperparameters():
+    class Hyper(Line):
+        def __init__(self, lr):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+    module, still = Hyper(lr=0.1), Hyper(lr=0.0)
+    fit(module)
+    fit(still)
+    assert torch.equal(still.layer.weight, Line().layer.weight)
+    assert not torch.equal(module.layer.weight, still.layer.weight)
+
+
+class Data(lightning.LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(f"setup {stage} {self.trainer.world_size}")
+
+    def train_dataloader(self):
+        return loader()
+
+    def val_dataloader(self):
+        return [loader()]
+
+    def teardown(self, stage):
+        self.calls.append(f"teardown {stage}")
+
+    def state_dict(self):
+        return {"calls": len(self.calls)}
+
+    def load_state_dict(self, state_dict):
+        self.calls.append(state_dict)
+
+
+@row("`LightningDataModule`: `prepare_data`, `setup`, `teardown`, `state_dict`, `*_dataloader`")
+def test_data_module(tmp_path):
+    class Validated(Line):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.training_step(batch, batch_idx))
+
+    for argument in ({"datamodule": Data()}, {"train_dataloaders": Data()}):
+        (data,), module = argument.values(), Validated()
+        hpctrain.Trainer(max_epochs=2).fit(module, **argument)
+        assert data.calls == ["prepare_data", "setup fit 1", "teardown fit"]
+        assert hpctrain.Trainer(max_steps=1).validate(module, datamodule=data)["val_loss"] < 1
+    for max_epochs in (1, 2):
+        data = Data()
+        hpctrain.Trainer(max_epochs=max_epochs, run_dir=tmp_path).fit(Validated(), datamodule=data)
+    assert {"calls": 2} in data.calls
+
+
+@row("`train_dataloader`, `val_dataloader` of the module")
+def test_loaders_of_the_module(tmp_path):
+    class Loads(Line):
+        def train_dataloader(self):
+            return loader(drop_last=True)
+
+        def val_dataloader(self):
+            return loader()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", 1)
+
+    module = Loads()
+    trainer = hpctrain.Trainer(max_epochs=2, run_dir=tmp_path)
+    trainer.fit(module)
+    assert (trainer.step, trainer.metrics) == (4, {"val": 1})
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=1.0)
+
+
+@row(
+    "`configure_optimizers`: optimizer, dict, `([optimizer], [schedule])`; `interval`, `frequency`, `monitor`"
+)
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (lambda optimizer, halve: optimizer, [1] * 6),
+        (lambda optimizer, halve: [optimizer], [1] * 6),
+        (lambda optimizer, halve: ([optimizer], [halve]), [1, 1, 1, 0.5, 0.5, 0.5]),
+        (lambda optimizer, halve: {"optimizer": optimizer, "lr_scheduler": halve}, [1, 1, 1, 0.5, 0.5, 0.5]),
+        (
+            lambda optimizer, halve: {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": halve, "interval": "step", "frequency": 2},
+            },
+            [1, 1, 0.5, 0.5, 0.5, 0.25],
+        ),
+        (
+            lambda optimizer, halve: {
+                "optimizer": optimizer,
+                "lr_scheduler": {
+                    "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(
+                        optimizer, factor=0.5, patience=0
+                    ),
+                    "monitor": "val",
+                },
+            },
+            [1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5],
+        ),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["hpctrain", "lightning"])
+def test_schedules_advance_as_in_lightning(schedule, rates, trainer):
+    class Scheduled(Line):
+        rates = ()
+
+        def training_step(self, batch, batch_idx):
+            self.rates = (*self.rates, self.optimizers(use_pl_optimizer=False).param_groups[0]["lr"])
+            return 0 * super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", 1.0)
+
+        def configure_optimizers(self):
+            optimizer = sgd(self)
+            return schedule(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+
+    module, epochs = Scheduled(), len(rates) // 3
+    if trainer == "hpctrain":
+        fit(module, loader(), loader(), max_epochs=epochs)
+    else:
+        lightning_trainer(max_epochs=epochs).fit(module, loader(), loader())
+    assert module.rates == tuple(rates)
+
+
+def lightning_trainer(**options):
+    return lightning.Trainer(
+        **options,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=lightning.fabric.plugins.environments.LightningEnvironment(),
+    )
+
+
+@row("`lr_scheduler_step`")
+def test_schedule_of_another_library():
+    class Timm(Line):
+        calls = ()
+
+        def configure_optimizers(self):
+            schedule = SimpleNamespace(state_dict=dict, load_state_dict=dict, step=None)
+            return [sgd(self)], [{"scheduler": schedule, "interval": "epoch"}]
+
+        def lr_scheduler_step(self, scheduler, metric):
+            self.calls = (*self.calls, self.current_epoch)
+
+    module = Timm()
+    fit(module)
+    assert module.calls == (0, 1)
+
+
+@row(
+    "`automatic_optimization = False`: `optimizers`, `lr_schedulers`, `manual_backward`, `clip_gradients`, "
+    "`toggle_optimizer`"
+)
+def test_manual_optimization_equals_lightning():
+    class Manual(Line):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.other.weight)
+            self.losses = []
+
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            self.toggle_optimizer(first)
+            loss = super().training_step(batch, batch_idx)
+            first.zero_grad()
+            self.manual_backward(loss)
+            self.manual_backward(self.layer.weight.square().sum())
+            self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            first.step()
+            self.untoggle_optimizer(first)
+            if batch_idx % 2 == 0:
+                second.zero_grad()
+                self.manual_backward(F.mse_loss(self.other(self.layer(batch[0]).detach()), batch[1]))
+                self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+                second.step()
+                self.lr_schedulers().step()
+            self.losses.append(loss.item())
+
+        def configure_optimizers(self):
+            first, second = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (self.layer, self.other))
+            return [first, second], [torch.optim.lr_scheduler.StepLR(second, 2)]
+
+    ours, theirs = Manual(), Manual()
+    fit(ours)
+    lightning_trainer(max_epochs=2).fit(theirs, loader())
+    assert ours.losses == theirs.losses
+    assert_same_weights(ours, theirs)
+
+
+def assert_same_weights(one, other):
+    for mine, others in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, others)
+
+
+class Hooks(Line):
+    """Records each hook, with the epoch and step, and a number that depends on the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 1)
+        return batch_idx
+
+    test_step = validation_step
+
+
+def recording(hook):
+    def call(self, *arguments):
+        weight = self.layer.weight.sum().item()
+        self.calls.append((hook, self.current_epoch, self.global_step, weight, *map(str, arguments)))
+
+    return call
+
+
+HOOKS = [
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"),
+    *("on_train_epoch_end", "on_train_end", "on_fit_end", "on_after_backward", "on_before_optimizer_step"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
+]
+TEST_HOOKS = [name.replace("validation", "test") for name in HOOKS if "validation" in name]
+for name in (*HOOKS, *TEST_HOOKS):
+    setattr(Hooks, name, recording(name))
+
+
+@row(
+    "`on_fit_*`, `on_train_*`, `on_validation_*`, `on_test_*`, `on_after_backward`, "
+    "`on_before_optimizer_step`"
+)
+def test_hooks_are_called_as_by_lightning():
+    ours, theirs = Hooks(), Hooks()
+    fit(ours, loader(), loader())
+    lightning_trainer(max_epochs=2, num_sanity_val_steps=1).fit(theirs, loader(), loader())
+    assert {call[0] for call in theirs.calls} == {*HOOKS}
+    at_end = [call[0] for call in ours.calls].index("on_train_epoch_end")
+    assert ours.calls[:at_end] == theirs.calls[:at_end]
+    # Lightning validates before the end of the epoch.
+    assert sorted(ours.calls[at_end:-2]) == sorted(theirs.calls[at_end:-2])
+    assert [call[0] for call in ours.calls[-2:]] == [call[0] for call in theirs.calls[-2:]]
+    assert_same_weights(ours, theirs)
+    ours, theirs = Hooks(), Hooks()
+    hpctrain.Trainer(max_steps=1).test(ours, loader())
+    lightning_trainer().test(theirs, loader(), verbose=False)
+    assert {call[0] for call in ours.calls} == {*TEST_HOOKS}
+    assert ours.calls == theirs.calls
+
+
+@row("`on_after_batch_transfer`")
+def test_batches_can_be_changed_on_the_device(tmp_path):
+    class Changed(Line):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0], torch.zeros(len(batch[0]), 1)
+
+    fit(Changed(), run_dir=tmp_path, max_epochs=30)
+    assert metrics(tmp_path, "loss")[-1] < 0.01
+
+
+@row("`configure_model`, `setup`, `prepare_data`, `teardown`")
+def test_layers_can_be_made_late():
+    class Late(Line):
+        def prepare_data(self):
+            self.order = ["prepare_data"]
+
+        def setup(self, stage):
+            self.order.append(f"setup {stage}")
+
+        def configure_model(self):
+            self.order.append("configure_model")
+            self.layer = nn.Linear(3, 1)
+
+        def configure_optimizers(self):
+            self.order.append("configure_optimizers")
+            return super().configure_optimizers()
+
+        def teardown(self, stage):
+            self.order.append(f"teardown {stage}")
+
+    module = Late()
+    fit(module)
+    assert module.order == [
+        *("prepare_data", "setup fit", "configure_model", "configure_optimizers", "teardown fit"),
+    ]
+
+
+@row("`on_save_checkpoint`, `on_load_checkpoint`")
+def test_module_adds_to_checkpoints(tmp_path):
+    class Counts(Line):
+        count = 0
+
+        def training_step(self, batch, batch_idx):
+            self.count += 1
+            return super().training_step(batch, batch_idx)
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["count"] = self.count
+
+        def on_load_checkpoint(self, checkpoint):
+            self.count = checkpoint["count"]
+
+    for max_epochs in (1, 2):
+        module = Counts()
+        fit(module, run_dir=tmp_path, max_epochs=max_epochs)
+    assert module.count == 6
+
+
+# Exactness
+
+
+def test_losses_equal_those_of_lightning(tmp_path):
+    class Losses(Line):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.losses = nn.Dropout(0.3), []
+
+        def training_step(self, batch, batch_idx):
+            loss = F.mse_loss(self.layer(self.drop(batch[0])), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+    ours, theirs = Losses(), Losses()
+    trainer = hpctrain.Trainer(max_epochs=3, gradient_clip_val=0.5)
+    for module in (ours, theirs):
+        module.on_train_start = lambda: torch.manual_seed(5)
+    trainer.fit(ours, loader())
+    # Without its own generator, the loader draws a number per epoch from the one of dropout.
+    lightning_trainer(max_epochs=3, gradient_clip_val=0.5).fit(theirs, loader(generator=torch.Generator()))
+    assert len(ours.losses) == 9
+    assert ours.losses == theirs.losses
+    assert_same_weights(ours, theirs)
+
+
+@pytest.mark.ranks
+def test_stopped_runs_on_two_ranks_end_with_the_same_bits(tmp_path):
+    """With automatic optimization, and with two optimizers."""
+
+    def train(folder, *stop):
+        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+        script = SCRIPTS / "train_lightning_module.py"
+        output = run_forked(script, [str(tmp_path / folder), *stop], variables, ranks=2)
+        return json.loads(output.splitlines()[-1])
+
+    undisturbed = train("whole")
+    # The first stop is in the middle of an epoch, the second at its end, before the validation.
+    for step, rank in ((7, 0), (15, 1)):
+        assert all(step <= each["step"] < step + 5 for each in train("parts", str(step), str(rank)))
+    assert train("parts") == undisturbed
+    for name in ("Sine", "Adversaries"):
+        records = read_json_lines(RunDir(tmp_path / "parts" / name).metrics)
+        losses = {record["step"]: record["loss"] for record in records}
+        assert [losses[step] for step in range(1, 21)] == metrics(tmp_path / "whole" / name, "loss")
+
+
+# Refusals
+
+
+class Refused(Line):
+    steps = 0
+
+    def training_step(self, batch, batch_idx):
+        type(self).steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def do_nothing(self, *arguments):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("hook", "remedy"),
+    [
+        ("optimizer_step", "use warmup_steps"),
+        ("configure_gradient_clipping", "use gradient_clip_norm"),
+        ("configure_callbacks", "use callbacks of the Trainer"),
+        ("transfer_batch_to_device", "use on_after_batch_transfer"),
+        ("on_before_zero_grad", "use on_train_batch_end"),
+        ("on_validation_model_eval", "hpctrain.lightning.Trainer"),
+        ("backward", "use manual optimization"),
+        ("validation_epoch_end", "use on_validation_epoch_end"),
+        ("training_epoch_end", "use on_train_epoch_end"),
+    ],
+)
+def test_other_hooks_are_refused_before_the_first_step(hook, remedy):
+    kind = type("Sine", (Refused,), {hook: do_nothing, "steps": 0})
+    with refuses(rf"Sine overrides {hook}, which hpctrain.Trainer does not call\. .*{remedy}"):
+        fit(kind())
+    assert kind.steps == 0
+
+
+def test_other_hooks_of_data_modules_are_refused():
+    class Exceptional(Data):
+        def on_exception(self, exception):
+            pass
+
+    with refuses("Exceptional overrides on_exception, which"):
+        hpctrain.Trainer(max_steps=1).fit(Refused(), datamodule=Exceptional())
+    assert Refused.steps == 0
+
+
+def test_hooks_of_predictions_are_refused_only_there():
+    class Predicts(Predicting):
+        def on_predict_epoch_end(self):
+            raise AssertionError
+
+    fit(Predicts())
+    with refuses("overrides on_predict_epoch_end"):
+        hpctrain.Trainer(max_steps=1).predict(Predicts(), loader())
+
+
+class TwoOptimizers(Refused):
+    def configure_optimizers(self):
+        return [sgd(self), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)]
+
+
+class OptimizerIdx(Refused):
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        raise AssertionError
+
+
+class NoOptimizer(Refused):
+    def configure_optimizers(self):
+        return None
+
+
+class NoMonitor(Refused):
+    def configure_optimizers(self):
+        optimizer = sgd(self)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+
+class SeveralLoaders(Refused):
+    def validation_step(self, batch, batch_idx):
+        raise AssertionError
+
+    def val_dataloader(self):
+        return [loader(), loader()]
+
+
+class NamedLoaders(Refused):
+    def train_dataloader(self):
+        return {"a": loader(), "b": loader()}
+
+
+class Manual(Refused):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return sgd(self)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from DATA
+
+
+class EpochEnd(Refused):
+    def on_train_epoch_end(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "settings", "message"),
+    [
+        (TwoOptimizers, loader(), {}, "2 optimizers. Several optimizers need manual optimization"),
+        (OptimizerIdx, loader(), {}, "training_step has the parameter optimizer_idx"),
+        (NoOptimizer, loader(), {}, r"returned \[None\] as optimizers"),
+        (NoMonitor, loader(), {}, "ReduceLROnPlateau with interval='epoch' and monitor=None"),
+        (SeveralLoaders, loader(), {}, r"val_dataloader\(\) returned 2 DataLoaders"),
+        (NamedLoaders, None, {}, r"train_dataloader\(\) returned 2 DataLoaders"),
+        (Refused, None, {}, "received no training data"),
+        (
+            Refused,
+            loader(),
+            {"compile": True},
+            "compile=True is not supported for the LightningModule Refused",
+        ),
+        (Refused, loader(), {"micro_batch_size": "auto"}, "micro_batch_size='auto' is not supported"),
+        (EpochEnd, DataLoader(Stream()), {}, "has on_train_epoch_end .* a stream"),
+        (Manual, loader(), {"gradient_clip_val": 1.0}, "gradient_clip_norm=1.0 is not .* optimizes manually"),
+        (Manual, loader(), {"on_bad_loss": "skip"}, "on_bad_loss='skip' is not .* optimizes manually"),
+        (Manual, loader(), {"micro_batch_size": 2}, "micro_batch_size=2 is not .* optimizes manually"),
+    ],
+)
+def test_unsupported_modules_are_refused_before_the_first_step(module, data, settings, message):
+    module.steps = 0
+    with refuses(message):
+        fit(module(), data, **settings)
+    assert module.steps == 0
+
+
+class UsesLogger(Line):
+    def on_fit_start(self):
+        self.logger.experiment.add_text("a", "b")
+
+
+class UsesProfiler(Line):
+    def on_fit_start(self):
+        self.trainer.profiler  # noqa: B018
+
+
+class LogsSum(Line):
+    def validation_step(self, batch, batch_idx):
+        self.log("count", len(batch[0]), reduce_fx="sum")
+
+
+class LogsOnOneRank(Line):
+    def validation_step(self, batch, batch_idx):
+        self.log("count", len(batch[0]), rank_zero_only=True)
+
+
+class LogsAtTheEnd(Line):
+    def on_fit_start(self):
+        self.log("count", 1)
+
+
+class LogsOtherSize(Line):
+    def validation_step(self, batch, batch_idx):
+        self.log("count", 1.0, batch_size=3)
+
+
+class Accumulates(Manual):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(F.mse_loss(self.layer(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (UsesLogger, r"uses self.trainer.logger, .* choose trackers with Trainer\(loggers=…\)"),
+        (UsesProfiler, "uses self.trainer.profiler, which hpctrain does not provide"),
+        (LogsSum, r"log\('count', …\) has reduce_fx='sum'"),
+        (LogsOnOneRank, "has rank_zero_only=True"),
+        (LogsAtTheEnd, "called in a hook without metrics"),
+        (LogsOtherSize, "batch_size=3, but the mean is weighted by the 4 samples"),
+        (Accumulates, r"gradients for optimizer 0, but did not call its step\(\)"),
+    ],
+)
+def test_unsupported_calls_are_refused_by_name(module, message, tmp_path):
+    with refuses(message):
+        fit(module(), loader(), loader(), run_dir=tmp_path)
+    assert not metrics(tmp_path, "loss")
+
+
+def test_arguments_of_lightnings_fit():
+    module = Line()
+    hpctrain.Trainer(max_epochs=1).fit(model=module, train_dataloaders=loader(), ckpt_path="last")
+    for arguments, message in (
+        ({"ckpt_path": "a.ckpt"}, "ckpt_path is not needed: a run resumes"),
+        ({"train_dataset": DATA, "train_dataloaders": loader()}, "both train_dataset and train_dataloaders"),
+        ({"train_loader": loader()}, "fit() has no argument 'train_loader'. Did you mean 'train_dataset'"),
+    ):
+        with refuses(re.escape(message)):
+            hpctrain.Trainer(max_epochs=1).fit(module, **arguments)
