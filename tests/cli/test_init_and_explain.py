@@ -65,7 +65,7 @@ def test_explain_shows_each_value_and_its_source(hpctrain, tmp_path):
     assert by_name["time"] == {
         "option": "time",
         "value": "2-0",
-        "default": "the partition's",
+        "default": "the limit of the partition",
         "source": "file",
         "file": str(tmp_path / "hpctrain.yaml"),
         "line": 4,
