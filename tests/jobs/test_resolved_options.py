@@ -158,6 +158,7 @@ def test_values_in_files_are_parsed_by_option_type_not_by_yaml(files):
         "notify_stall_after": 900,
         "resume_mode": "auto",
         "mpi": "none",
+        "cpu_binding": "auto",
         "independent_ranks": False,
         "code_snapshot_limit": 200,
         "container_runtime": "auto",
