@@ -139,7 +139,10 @@ def _run_command(words: list[str], relay: ChildRelay | None) -> NoReturn:
         raise RuntimeError(f"cannot start the command {shlex.join(words)}: {error.strerror}") from error
     ScriptMonitor(child.pid).start()
     code = child.wait()
-    if relay is not None and (stop := pending_stop_signal()) is not None:
+    stop = pending_stop_signal()
+    if stop is None and -code in STOP_SIGNALS:  # Slurm may signal the command before this process.
+        stop = signal.Signals(-code)
+    if relay is not None and stop is not None:
         # The signal ends a shell immediately, but its programs may still train to the common step, or save.
         relay.wait_until_exited(read_stop_grace(os.environ).get(stop.name, _STOP_LIMIT_S))
     raise CommandFailed(128 - code if code < 0 else code) if code else SystemExit(0)
