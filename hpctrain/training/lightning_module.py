@@ -107,6 +107,7 @@ class LightningRun:
         source: source of the training steps; None in an evaluation.
         state: state of the training; None in an evaluation.
         schedules: schedules that hpctrain advances.
+        validates: True if the training has validations.
         num_samples: samples in the current batch; 0 for a spare batch, None if unknown.
         batch_idx: number of the current training batch in its epoch.
         last: output and batch of the last training step, for `on_train_batch_end`.
@@ -115,7 +116,7 @@ class LightningRun:
 
     def __init__(self, trainer: Any, module: Any, context: DistributedContext, datamodule: Any) -> None:
         self._module, self._datamodule, self._context = module, datamodule, context
-        self._validates = overrides(module, "validation_step")
+        self.validates = overrides(module, "validation_step") and trainer.validate_every is not None
         self.proxy = TrainerProxy(self, trainer, context, datamodule)
         self.source: StepSource | None = None
         self.state: TrainingState | None = None
@@ -147,7 +148,7 @@ class LightningRun:
             UserError: there are several DataLoaders.
         """
         host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
-        if name == "val" and not self._validates:
+        if name == "val" and not self.validates:
             return None
         if given is None and (overrides(host, method) or method in vars(host)):
             given = getattr(host, method)()
@@ -158,6 +159,7 @@ class LightningRun:
             given = several[0] if several else None
         if type(given).__name__ == "CombinedLoader":
             raise UserError(f"{method}() returned a CombinedLoader. Return one DataLoader.")
+        self.validates = self.validates and (name != "val" or given is not None)
         return given
 
     @contextmanager
@@ -358,11 +360,12 @@ class LightningSchedule:
         needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._monitor = monitor if needs_metric else None
         self.is_per_epoch = interval == "epoch" and not needs_metric
-        if interval not in ("epoch", "step") or (needs_metric and (interval == "step" or monitor is None)):
+        misses_metric = interval == "step" or monitor is None or not run.validates
+        if interval not in ("epoch", "step") or (needs_metric and misses_metric):
             raise UserError(
                 f"{type(module).__name__}.configure_optimizers returned a {type(scheduler).__name__} with "
-                f"interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau needs a monitor and "
-                "interval 'epoch'; other schedules support 'epoch' and 'step'."
+                f"interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau needs a monitor, "
+                "interval 'epoch' and validations; other schedules support 'epoch' and 'step'."
             )
 
     def step(self) -> None:

@@ -668,6 +668,12 @@ class NoMonitor(Refused):
         return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
 
 
+class NoValidation(Refused):
+    def configure_optimizers(self):
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer := sgd(self))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
 class SeveralLoaders(Refused):
     def validation_step(self, batch, batch_idx):
         raise AssertionError
@@ -707,6 +713,7 @@ class EpochEnd(Refused):
         (OptimizerIdx, loader(), {}, "training_step has the parameter optimizer_idx"),
         (NoOptimizer, loader(), {}, r"returned \[None\] as optimizers"),
         (NoMonitor, loader(), {}, "ReduceLROnPlateau with interval='epoch' and monitor=None"),
+        (NoValidation, loader(), {}, "monitor='val_loss'.* needs .* validations"),
         (SeveralLoaders, loader(), {}, r"val_dataloader\(\) returned 2 DataLoaders"),
         (NamedLoaders, None, {}, r"train_dataloader\(\) returned 2 DataLoaders"),
         (Refused, None, {}, "received no training data"),
