@@ -153,7 +153,7 @@ def test_salloc_and_srun_are_distinguished_by_any_job_name():
 def test_interactive_shell_with_several_tasks_is_refused_but_its_steps_are_not():
     text = refusal(variables("interactive-shell-of-several-tasks"))
     assert "2 tasks" in text
-    assert "HPCTRAIN_ENVIRONMENT=local" in text
+    assert "set HPCTRAIN_ENVIRONMENT to local" in text
     assert detect(variables("srun-in-an-interactive-shell", 2)).rank == 2
 
 
@@ -176,7 +176,7 @@ def test_batch_script_submitted_from_a_step_is_not_a_rank_of_it():
 
 def test_rank_without_step_id_is_not_a_single_process():
     environ = {key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}
-    assert "rank 5 (SLURM_PROCID)" in refusal(environ)
+    assert "rank is 5 (SLURM_PROCID)" in refusal(environ)
 
 
 # RANK and similar variables from another source
@@ -268,7 +268,7 @@ def test_local_rank_is_not_taken_for_node_rank():
 def test_separate_torchrun_in_each_task_is_refused():
     text = refusal(variables("torchrun-alone-in-each-task", 1))
     assert "torchrun started rank 0 of 1 on this host only (RANK, WORLD_SIZE)" in text
-    assert "of 2 (SLURM_PROCID, SLURM_STEP_NUM_TASKS; slurm)" in text
+    assert "of 2 of slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)" in text
 
 
 def test_separate_torchrun_in_each_task_is_refused_with_full_host_name():
@@ -293,7 +293,7 @@ def test_rank_of_unknown_launcher_is_refused(variable):
 def test_srun_inside_a_rank_of_another_launcher_is_refused():
     for name in ("torchrun", "openmpi", "mpich", "submitit-local", "horovodrun"):
         text = refusal({**variables(name, 1), **STEP})
-        assert "inside process 5 of 7 (SLURM_PROCID, SLURM_STEP_NUM_TASKS; slurm)" in text
+        assert "inside process 5 of 7 of slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)" in text
         assert "HPCTRAIN_ENVIRONMENT=slurm" in text
 
 

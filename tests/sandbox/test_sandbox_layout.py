@@ -156,7 +156,7 @@ def test_config_of_one_node_with_and_without_gpus(tmp_path: Path) -> None:
     ("system", "uid", "search_path", "message"),
     [
         ("Darwin", 0, None, "requires Linux, but this is Darwin.*--backend local"),
-        ("Linux", 0, "/nonexistent", "slurmctld.* not installed.*apt-get install slurm-wlm munge"),
+        ("Linux", 0, "/nonexistent", "are missing: .*slurmctld.*apt-get install slurm-wlm munge"),
         ("Linux", 1000, "programs", "requires root .this is user 1000.*sudo"),
     ],
 )

@@ -226,7 +226,7 @@ def test_free_gpu_memory_gives_advice(tmp_path):
     node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_memory=[21 * 10**9, 9 * 10**9])
     (advice,) = advice_in_all_reports(run)
     assert "micro_batch_size='auto') instead of 4" in advice.what
-    assert "21 GB of 80 GB" in advice.evidence
+    assert "21 GB of its 80 GB" in advice.evidence
     environment(run, micro_batch_size=None)
     assert advice_in_all_reports(run) == []
 

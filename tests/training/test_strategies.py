@@ -532,7 +532,7 @@ def test_devices_are_chosen(devices, num_gpus, busy, expected):
         ("all", 4, [], "must be a number of devices"),
         (True, 4, [], "must be a number of devices"),
         ([1, 1], 4, [], "lists a device twice"),
-        ([4], 4, [], "0 to 3"),
+        ([4], 4, [], "the last visible GPU is 3"),
         ([0], 0, [], "no GPU is visible"),
         (3, 4, [0, 1], "only 2 of 4 visible GPUs free"),
         ("auto", 2, [0, 1], "all 2 visible GPUs are in use"),

@@ -177,7 +177,7 @@ def test_early_stopping_on_nan_ends_permanently():
     stopping = hpctrain.EarlyStopping(patience=2)
     for _ in range(2):
         stopping.on_validation_end(trainer, Regression(), {"val_loss": float("nan")})
-    assert trainer.ending == "val_loss was NaN in 2 validations"
+    assert trainer.ending == "val_loss was NaN in 2 validation runs"
     restored = hpctrain.EarlyStopping(patience=2)
     restored.load_state_dict(stopping.state_dict())
     restored.on_fit_start(trainer, Regression())

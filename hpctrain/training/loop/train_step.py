@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.failure_file import suggest_micro_batch_size
+from hpctrain.torch_compat import BatchNorm
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.base.precision import cast_batch, casts_batches, forward_context
 from hpctrain.training.data.batch_plan import RankBatch
@@ -226,7 +226,7 @@ class TrainStep:
         """Return true if smaller micro-batches yield the same gradient, up to rounding."""
         if self._runs_backward or type(self._module).training_step_end is not Module.training_step_end:
             return False
-        return not any(isinstance(layer, _BatchNorm) and layer.training for layer in self._module.modules())
+        return not any(isinstance(layer, BatchNorm) and layer.training for layer in self._module.modules())
 
     def _forward_backward(
         self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
