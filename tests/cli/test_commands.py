@@ -22,6 +22,7 @@ def test_help_lists_every_command(hpctrain):
         assert f"\n  {name} " in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [

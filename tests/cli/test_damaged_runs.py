@@ -126,6 +126,7 @@ def list_files(run: RunDir) -> list[Path]:
     return sorted(path for path in run.path.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("number", range(9))
 def test_commands_survive_special_files(tmp_path, number, kind):

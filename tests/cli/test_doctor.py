@@ -91,6 +91,7 @@ def test_failed_query_is_one_finding(hpctrain, slurm, broken_torch, tmp_path):
     assert ("Jobs", "accepted", "ok") in lines
 
 
+@pytest.mark.slow
 def test_unreachable_slurm_is_a_problem(hpctrain, broken_torch, tmp_path):
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=gone\nSlurmctldHost=localhost\nSlurmctldPort=1\nAuthType=auth/none\n")

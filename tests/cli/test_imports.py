@@ -28,6 +28,7 @@ print(*sys.modules, file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [

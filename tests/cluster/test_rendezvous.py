@@ -453,6 +453,7 @@ def test_rank_without_the_secret_is_rejected(key):
     agreed_port([main, peer])
 
 
+@pytest.mark.slow
 def test_silent_stranger_is_dropped_and_reported_with_its_user(key, monkeypatch):
     monkeypatch.setattr(rendezvous_server, "_PROOF_LIMIT_S", 0.2)
     number, *_ = candidates(key)
@@ -484,6 +485,7 @@ def test_handshake_with_impossible_values_is_rejected(fields):
     assert Handshake.parse({**valid, **fields}) is None
 
 
+@pytest.mark.slow
 def test_wait_message_is_logged_once(key, capfd):
     for rank in (0, 1):
         with pytest.raises(RendezvousError):

@@ -144,6 +144,7 @@ def test_links_lead_to_the_copy_or_to_their_original_target(prepared, repo, tmp_
     assert (copy / "ignored" / "x.txt").read_text() == "data"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_unusual_file_names_are_copied(prepared, repo, name):
     folder = repo / name

@@ -67,6 +67,7 @@ def test_rank_continues_without_agreement(activity, monkeypatch):
         assert not stop.request(signal.SIGTERM)
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
 def test_all_ranks_reach_the_common_step_and_none_passes_it(data, world_size):

@@ -139,6 +139,7 @@ def test_endless_command_is_killed_with_its_children(monkeypatch, tmp_path):
         run_notification_command("sleep 100 & sleep 100", message, {"PATH": "/usr/bin:/bin"})
 
 
+@pytest.mark.slow
 def test_hanging_targets_delay_neither_others_nor_the_end(monkeypatch, tmp_path, caplog):
     """A silent server, one that sends a byte now and then, and a command."""
     monkeypatch.setattr(notifications, "_LAST_LIMIT_S", 1.0)

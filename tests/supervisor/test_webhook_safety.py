@@ -124,6 +124,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ENDLESS.values(), ids=ENDLESS)
 def test_endless_answer_is_abandoned(answer):
     with serving(answer) as server:

@@ -198,6 +198,7 @@ def test_hostile_texts_are_escaped_in_markdown_and_comparisons(tmp_path):
     assert not re.search(r"<(img|b)\b|<svg onload", page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", range(40))
 def test_damaged_folder_gives_a_report(tmp_path, damage):
     generator = random.Random(damage)

@@ -66,6 +66,7 @@ def test_clock_set_back_gives_no_negative_time():
     assert InterruptionHistory.from_events(history) == InterruptionHistory(1, 4 * 600.0)
 
 
+@pytest.mark.slow
 def test_failed_copy_is_not_confused_with_the_save_in_flight(tmp_path, monkeypatch):
     """A stop at this moment must know of the save in flight, and the run of the failed copy."""
     tier, gate, seen = tmp_path / "fast", threading.Event(), {}

@@ -65,6 +65,7 @@ def test_dataset_error_names_sample_and_epoch(num_workers):
         assert "in fail" in error_text  # the traceback of the worker
 
 
+@pytest.mark.slow
 def test_dead_worker_is_reported_with_its_sample():
     start = time.monotonic()
     message = r"data worker 1 \(pid \d+\) was killed by SIGKILL at sample 7 of train_dataset, epoch 3.*memory"
@@ -73,6 +74,7 @@ def test_dead_worker_is_reported_with_its_sample():
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_stuck_worker_is_abandoned_after_the_limit(monkeypatch):
     monkeypatch.setattr(workers_module, "_POLL_INTERVAL_S", 0.2)
     start = time.monotonic()

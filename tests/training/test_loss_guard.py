@@ -216,6 +216,7 @@ def test_a_step_is_skipped_for_its_gradient_norm(tmp_path):
 # --- rollback ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "num_workers"), [(6, 0), (7, 0), (7, 1)])
 def test_a_rolled_back_run_leaves_the_batch_out(tmp_path, step, num_workers):
     module = fit(tmp_path, Net({step: NAN}), on_bad_loss="rollback", num_workers=num_workers)
@@ -226,6 +227,7 @@ def test_a_rolled_back_run_leaves_the_batch_out(tmp_path, step, num_workers):
     assert steps(tmp_path) == [8, 10, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("stop_in", [6, 8, 10])
 def test_a_stopped_run_ends_with_the_same_bits(tmp_path, policy, stop_in):
@@ -302,6 +304,7 @@ def test_many_bad_steps_in_a_row_end_the_run(tmp_path, policy):
 # --- spikes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 def test_a_spike_is_a_bad_loss_if_there_are_enough_losses_before(tmp_path, policy):
     settings = {"max_steps": 50, "on_bad_loss": policy, "loss_spike_threshold": 20, "checkpoint_every": 10}
@@ -333,6 +336,7 @@ def limit_by_definition(losses: list[float], threshold: float) -> float:
 numbers = st.floats(-1e6, 1e6).filter(lambda value: value == 0 or abs(value) > 1e-6)
 
 
+@pytest.mark.slow
 @given(st.lists(numbers, min_size=32, max_size=300), numbers, st.floats(1, 100))
 def test_spikes_are_those_of_the_definition(losses, loss, threshold):
     detector = SpikeDetector(threshold)

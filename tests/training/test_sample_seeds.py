@@ -109,6 +109,7 @@ def samples_of_rank(make: Any, rank: int, world_size: int, step: int, num_steps:
     return samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_draws_depend_on_seed_epoch_and_index_only(draw):
     uninterrupted = trained_samples(Noisy(draw), [])

@@ -70,7 +70,9 @@ class ProcfsReader:
         memory = self._memory()
         total, available = memory.get("MemTotal"), memory.get("MemAvailable")
         return NodeReading(
-            cpu=100 * busy / (busy + idle) if busy is not None and idle is not None and busy + idle else None,
+            cpu=100 * (busy / (busy + idle))
+            if busy is not None and idle is not None and busy + idle
+            else None,
             memory=None if total is None or available is None else total - available,
             disk_read=rate("disk_read"),
             disk_write=rate("disk_write"),
