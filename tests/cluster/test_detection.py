@@ -153,13 +153,13 @@ def test_salloc_and_srun_are_distinguished_by_any_job_name():
 def test_interactive_shell_with_several_tasks_is_refused_but_its_steps_are_not():
     text = refusal(variables("interactive-shell-of-several-tasks"))
     assert "2 tasks" in text
-    assert "set HPCTRAIN_ENVIRONMENT to local" in text
+    assert "HPCTRAIN_ENVIRONMENT=local" in text
     assert detect(variables("srun-in-an-interactive-shell", 2)).rank == 2
 
 
 def test_interactive_shell_with_several_tasks_may_be_forced_to_slurm():
     environ = variables("interactive-shell-of-several-tasks")
-    assert "to slurm for one of 2" in refusal(environ)
+    assert "=slurm for one of 2" in refusal(environ)
     assert detect({**environ, ENVIRONMENT_VARIABLE: "slurm"}).world_size == 2
 
 

@@ -110,7 +110,7 @@ def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
             f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is the terminal of an interactive "
             f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the shells of the other tasks "
             "have exited. Use --ntasks=1 for the terminal, start the ranks with another srun, or set "
-            f"{ENVIRONMENT_VARIABLE} to local for a single process, or to slurm for one of "
+            f"{ENVIRONMENT_VARIABLE}=local for a single process or {ENVIRONMENT_VARIABLE}=slurm for one of "
             f"{layout.num_tasks} ranks."
         )
 
@@ -131,8 +131,8 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
         raise EnvironmentMismatch(
             f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script (ENVIRONMENT=BATCH, without "
             "SLURM_UMASK): SLURM_STEP_* are inherited from the step that submitted the script. Start the "
-            f"ranks with srun, or set {ENVIRONMENT_VARIABLE} to local for a single process, or to slurm for "
-            f"one of {layout.num_tasks} ranks."
+            f"ranks with srun, or set {ENVIRONMENT_VARIABLE}=local for a single process or "
+            f"{ENVIRONMENT_VARIABLE}=slurm for one of {layout.num_tasks} ranks."
         )
 
 
