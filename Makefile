@@ -8,6 +8,8 @@ export PYTHON
 TEST_PROCESSES ?= 3
 # mkdocs-material announces a successor at every build.
 export NO_MKDOCS_2_WARNING := 1
+# Tests start hundreds of Python processes, which are faster with compiled modules.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 
@@ -28,7 +30,8 @@ demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four r
 	    --nodes 2 --gpus-per-node 2 --follow examples/digits.py
 
 test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: under a minute
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not (slurm or ranks or slow or gpu or long)"
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not (slurm or ranks or slow or gpu or long)" \
+	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins
 
 test: .venv/installed  ## all tests, on a real Slurm cluster that they start on this machine
 	@scripts/install_for_tests.sh

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
 
 from hpctrain.errors import UserError
 
-pytestmark = pytest.mark.ranks
-pytest.importorskip("accelerate")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
+]
 
 
 @pytest.fixture(scope="module")

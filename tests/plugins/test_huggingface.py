@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
 
-pytestmark = pytest.mark.ranks
-pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+]
 
 
 @pytest.fixture(scope="module")

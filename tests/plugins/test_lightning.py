@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, log_of, train
 
-pytestmark = pytest.mark.ranks
-pytest.importorskip("lightning")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
+]
 
 
 @pytest.fixture(scope="module")
