@@ -59,7 +59,9 @@ def rank_variable(run: Run, variable: str, attempt: int = 0) -> str:
     return wait_for(find, 60, f"a rank with {variable}", 0.01)
 
 
-@pytest.mark.parametrize("attack", ["store", "addresses", pytest.param("group", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "attack", ["store", *(pytest.param(attack, marks=pytest.mark.long) for attack in ("addresses", "group"))]
+)
 def test_attacker_in_place_of_a_rank_runs_no_code_and_the_run_completes(tmp_path_factory, attack):
     folder = tmp_path_factory.mktemp("evil")
     evil, attacked = folder / "evil", folder / "attacked"
@@ -146,6 +148,7 @@ def junk_sender(run: Run, number: int) -> Iterator[dict[str, int]]:
         thread.join()
 
 
+@pytest.mark.long
 def test_run_completes_despite_junk_on_its_ports(tmp_path):
     run = Run(tmp_path / "run", {})
     with junk_sender(run, 200) as sent:

@@ -127,6 +127,7 @@ def test_profile_of_a_shell_script(tmp_path):
     end(run)
 
 
+@pytest.mark.long
 def test_profile_of_a_trainer(tmp_path):
     run = submit(tmp_path, str(SCRIPTS / "train_slowly.py"), "0.05")
     assert "Optimizer.step" in profile(run)[0]

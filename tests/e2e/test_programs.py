@@ -97,9 +97,11 @@ def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
 @pytest.mark.parametrize(
     ("program", "step", "location"),
     [
-        (["train.py"], "0", "pause_here (train.py:"),
+        pytest.param(["train.py"], "0", "pause_here (train.py:", marks=pytest.mark.long),
         (["train.py"], "20", "pause_here (train.py:"),
-        (["--", sys.executable, "train.py"], "20", "pause_here (train.py:"),
+        pytest.param(
+            ["--", sys.executable, "train.py"], "20", "pause_here (train.py:", marks=pytest.mark.long
+        ),
         pytest.param(["--", "sh", "train.sh"], "0", "pause_here (train.py:", marks=pytest.mark.long),
         (["--", "sh", "train.sh"], "20", "pause_here (train.py:"),
     ],

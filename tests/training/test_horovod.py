@@ -21,6 +21,7 @@ from hpctrain.training.strategies.horovod import _slot
 SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
