@@ -33,7 +33,7 @@ class _Provided:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        remedy = "docs/training.md lists what is supported"
+        remedy = "docs/frameworks.md lists what is supported"
         if name in ("logger", "loggers"):
             remedy = "Log metrics with self.log, and choose trackers with Trainer(loggers=…)"
         raise UserError(f"The module uses {self._path}.{name}, which hpctrain does not provide. {remedy}.")
