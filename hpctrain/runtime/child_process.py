@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.heartbeat import heartbeat_message, on_message
-from hpctrain.runtime.program.child_relay import CHILD_VARIABLE, connect_to_worker
+from hpctrain.runtime.program.child_relay import connect_to_worker
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
