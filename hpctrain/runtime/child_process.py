@@ -41,6 +41,10 @@ def observe_process() -> None:
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
     if told.get("launch") == launch and told["pid"] != os.getpid():
         return
+    try:
+        connect_to_worker(told["socket"]).close()
+    except OSError:  # Another job has inherited the variables.
+        return
     os.environ[CHILD_VARIABLE] = json.dumps({**told, "launch": launch, "pid": os.getpid()})
     ranks = Ranks(**told["ranks"])
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
