@@ -242,6 +242,22 @@ def read_json_lines(path: Path, is_valid: IsValid | None = None) -> Iterator[dic
                 yield record
 
 
+def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:
+    """Return the complete lines after `offset`, at most 1 MiB, and the offset of their end.
+
+    If the file was replaced by a shorter one, all lines are new.
+
+    Raises:
+        OSError: the file cannot be read or is not a regular file.
+    """
+    with open_regular(path) as file:
+        begin = offset if offset <= file.seek(0, os.SEEK_END) else 0
+        file.seek(begin)
+        text = file.read(1 << 20)
+    text = text[: text.rfind(b"\n") + 1]
+    return text, begin + len(text)
+
+
 def parse_json_line(
     line: str, path: Path, is_valid: IsValid | None = None, *, ended: bool | None = None
 ) -> dict[str, Any] | None:

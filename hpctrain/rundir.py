@@ -126,6 +126,8 @@ INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
 MICRO_BATCH_VARIABLE = "HPCTRAIN_MAX_MICRO_BATCH"
 #: `none` disables the binding of ranks to CPUs.
 CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
+#: In a process of a command: the ranks of its worker, and the name of the worker's socket, as JSON.
+CHILD_VARIABLE = "HPCTRAIN_COMMAND"
 #: The predecessor of this job, on sites without requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -12,6 +11,8 @@ from typing import Any
 import click
 
 from hpctrain.cli.common import echo_json, json_option, one_line, open_run, run_argument, short_path
+from hpctrain.cluster import expand_hostlist
+from hpctrain.errors import UserError
 from hpctrain.text import format_count, format_duration
 
 
@@ -23,12 +24,10 @@ class _RankList(click.ParamType[tuple[int, ...]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        ranks: set[int] = set()
-        for part in str(value).split(","):
-            if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())):
-                self.fail(f"{value!r} is not a list of ranks, such as 0,3 or 0-7.", param, ctx)
-            ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-        return tuple(sorted(ranks))
+        try:
+            return tuple(sorted(set(map(int, expand_hostlist(f"[{value}]".replace(" ", ""))))))
+        except (UserError, ValueError):
+            self.fail(f"{value!r} is not a list of ranks, such as 0,3 or 0-7.", param, ctx)
 
 
 @click.command("profile")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.heartbeat import heartbeat_message, on_message
-from hpctrain.runtime.program.child_relay import CHILD_VARIABLE, connect_to_worker
+from hpctrain.runtime.program.child_relay import connect_to_worker
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
@@ -40,6 +40,10 @@ def observe_process() -> None:
     told = json.loads(os.environ[CHILD_VARIABLE])
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
     if told.get("launch") == launch and told["pid"] != os.getpid():
+        return
+    try:
+        connect_to_worker(told["socket"]).close()
+    except OSError:  # Another job has inherited the variables.
         return
     os.environ[CHILD_VARIABLE] = json.dumps({**told, "launch": launch, "pid": os.getpid()})
     ranks = Ranks(**told["ranks"])

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster import Ranks
+from hpctrain.cluster import Ranks, compress_hostlist
 from hpctrain.cluster.device_plan import plan_device
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.rundir import CPU_BINDING_VARIABLE
@@ -113,13 +113,7 @@ def _share(cpus: frozenset[int], index: int, count: int, sysfs: Path) -> frozens
 
 def format_cpus(cpus: Iterable[int]) -> str:
     """Return CPUs in the notation of Linux, such as `0-3,8`."""
-    spans: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if spans and cpu == spans[-1][1] + 1:
-            spans[-1][1] = cpu
-        else:
-            spans.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return compress_hostlist(map(str, sorted(cpus))).strip("[]")
 
 
 def _read_cpus(path: Path) -> frozenset[int]:

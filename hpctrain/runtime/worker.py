@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.orphans import kill_orphans
@@ -91,24 +91,8 @@ def main(argv: list[str]) -> NoReturn:
         # A killed agent cannot end its ranks.
         die_with_parent()
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
-    # srun and the local launcher set Slurm's variables. Values from an outer torchrun or the user's shell
-    # must not turn a rank into a single process.
-    os.environ.pop(ENVIRONMENT_VARIABLE, None)
-    told_by = environment[0] if environment else "slurm"
-    ranks = _detect_ranks(told_by)
-    kind, entry, *args = json.loads(words)
-    where, ahead = os.environ.pop(SUPERVISOR_ADDRESS_VARIABLE, None), os.environ.pop(STANDBY_VARIABLE, None)
-    log = run.rank_log(attempt, ranks.rank)
-    open_line, printed = partial(SupervisorConnection, where or "", ranks, attempt), b""
-    if ahead is not None:
-        connection = open_line()
-        folder = Program.resolve(kind, entry, args).import_folder
-        message = wait_for_start(connection, json.loads(ahead), folder)
-        os.environ.update(message.variables)
-        ranks, printed = _detect_ranks(told_by), message.printed
-        # The connection that is already open; a new connection if it is lost.
-        lines = chain([connection], iter(open_line, None))
-        open_line = partial(next, lines)
+    ranks, printed, connect = _join_attempt(environment[0] if environment else "slurm", attempt, words)
+    log, failure_file = run.rank_log(attempt, ranks.rank), run.failure(attempt, ranks.rank)
     _redirect_output(log, printed)
     start_log_index(run.log_index(attempt, ranks.node_rank), ranks.rank)
     if ranks.local_rank == 0:
@@ -118,44 +102,25 @@ def main(argv: list[str]) -> NoReturn:
     # For ranks that cannot respond to the supervisor because native code holds the GIL.
     faulthandler.register(signal.SIGQUIT)
     redirect_imports(os.environ)
-    program = Program.resolve(kind, entry, args)
+    program = _resolve_program(words)
     group_check = ProcessGroupCheck(os.environ)
     step_log = StepLog(run, attempt) if ranks.is_main else None
     if os.environ.get(STEP_HOOK_VARIABLE) != "0":
         install_step_hook(partial(after_step, group_check))
-    relay = None
-    if where is not None:
-        agreed_stop.is_enabled = True
-        heartbeat: Callable[[], Message] = partial(heartbeat_message, dict(os.environ))
-        handle: Callable[[Connection, Message], None] = partial(on_message, run, attempt, ranks)
-        if program.kind != "command":
-            ScriptMonitor(step_log=step_log).start()
-        elif sys.platform == "linux":
-            relay = ChildRelay(ranks, heartbeat, handle)
-            heartbeat, handle = relay.heartbeat_message, relay.on_message
-        start_heartbeat(open_line, heartbeat, handle)
+    relay = None if connect is None else _start_heartbeat(connect, program, run, attempt, ranks, step_log)
     # After the heartbeats, because a faulty driver may not answer.
     if (binding := bind_cpus(ranks, os.environ)) is not None:
         print(f"hpctrain: {binding.message}", flush=True)
-    words_of_exit: object = None
     try:
-        try:
-            program.run(relay)
-        finally:
-            if step_log is not None:
-                step_log.write()
-        group_check.check_end()
+        argument = _run_program(program, relay, step_log, group_check)
     except CommandFailed as failed:
         # Slurm may signal the command, or other ranks, before this process.
         is_stopped = wait_for_stop_signal(_LATE_SIGNAL_TIMEOUT_S)
         _exit_now(EXIT_CONTINUE if is_stopped else _exit_code(failed.code), sampler)
-    except SystemExit as leaving:
-        words_of_exit = leaving.code
     except BaseException as error:  # noqa: BLE001 (the rank reports the error and exits)
         if is_exiting() or has_stopped():
             traceback.print_exception(error)
             _exit_now(EXIT_CONTINUE, sampler)
-        failure_file = run.failure(attempt, ranks.rank)
         if not isinstance(error, DiskFull):
             print_failure(failure_file, error, log, os.environ)
         else:
@@ -163,7 +128,93 @@ def main(argv: list[str]) -> NoReturn:
                 print(f"hpctrain: {error}.", file=sys.stderr)
             write_failure(failure_file, failure_record(error, os.environ), log, os.environ)
         _exit_now(1, sampler)
-    code = _exit_code(words_of_exit)
+    _exit_with(argument, sampler, lambda failure: write_failure(failure_file, failure, log, os.environ))
+
+
+def _resolve_program(words: str) -> Program:
+    kind, entry, *args = json.loads(words)
+    return Program.resolve(kind, entry, args)
+
+
+def _join_attempt(
+    source: str, attempt: int, words: str
+) -> tuple[Ranks, bytes, Callable[[], SupervisorConnection] | None]:
+    """Detect the ranks of this process; a standby worker first waits for the start message.
+
+    Returns:
+        The ranks, the output so far, and a function that connects to the supervisor, if there is one.
+    """
+    # srun and the local launcher set Slurm's variables. Values from an outer torchrun or the user's shell
+    # must not turn a rank into a single process.
+    os.environ.pop(ENVIRONMENT_VARIABLE, None)
+    ranks = _detect_ranks(source)
+    where, ahead = os.environ.pop(SUPERVISOR_ADDRESS_VARIABLE, None), os.environ.pop(STANDBY_VARIABLE, None)
+    if where is None:
+        return ranks, b"", None
+    connect = partial(SupervisorConnection, where, ranks, attempt)
+    if ahead is None:
+        return ranks, b"", connect
+    connection = connect()
+    message = wait_for_start(connection, json.loads(ahead), _resolve_program(words).import_folder)
+    os.environ.update(message.variables)
+    # The connection that is already open; a new connection if it is lost.
+    connections = chain([connection], iter(connect, None))
+    return _detect_ranks(source), message.printed, partial(next, connections)
+
+
+def _start_heartbeat(
+    connect: Callable[[], Connection],
+    program: Program,
+    run: RunDir,
+    attempt: int,
+    ranks: Ranks,
+    step_log: StepLog | None,
+) -> ChildRelay | None:
+    """Start to report to the supervisor; return the relay for the processes of a command."""
+    agreed_stop.is_enabled = True
+    heartbeat: Callable[[], Message] = partial(heartbeat_message, dict(os.environ))
+    handle: Callable[[Connection, Message], None] = partial(on_message, run, attempt, ranks)
+    relay = None
+    if program.kind != "command":
+        ScriptMonitor(step_log=step_log).start()
+    elif sys.platform == "linux":
+        relay = ChildRelay(ranks, heartbeat, handle)
+        heartbeat, handle = relay.heartbeat_message, relay.on_message
+    start_heartbeat(connect, heartbeat, handle)
+    return relay
+
+
+def _run_program(
+    program: Program, relay: ChildRelay | None, step_log: StepLog | None, group_check: ProcessGroupCheck
+) -> object:
+    """Run the program; return the argument of its `sys.exit`.
+
+    Raises:
+        CommandFailed: a command exited with a code other than 0.
+        BaseException: any exception of the program.
+    """
+    try:
+        program.run(relay)
+    except CommandFailed:
+        raise
+    except SystemExit as leaving:
+        return leaving.code
+    finally:
+        if step_log is not None:
+            step_log.write()
+    group_check.check_end()
+    return None
+
+
+def _exit_with(argument: object, sampler: NodeSampler, write: Callable[[dict[str, Any]], object]) -> NoReturn:
+    """Exit after the program has called `sys.exit(argument)`.
+
+    Args:
+        argument: the argument; None if the program has not called it.
+        sampler: the process that measures the node.
+        write: writes the failure of this rank.
+    """
+    code = _exit_code(argument)
     if has_stopped() or (code != 0 and is_exiting()):
         # The state is saved, regardless of the script's handling of the exception.
         code = EXIT_CONTINUE
@@ -171,7 +222,7 @@ def main(argv: list[str]) -> NoReturn:
         _exit_now(code, sampler)
     if code == 0 and (failure := find_unfinished_training()) is not None:
         print(f"hpctrain: {failure['error']}: {failure['message']}.", file=sys.stderr)
-        write_failure(run.failure(attempt, ranks.rank), failure, log, os.environ)
+        write(failure)
         _exit_now(1, sampler)
     if (told := pending_stop_signal()) and code in _STOPPED_EXIT_CODES:
         print(
@@ -180,8 +231,8 @@ def main(argv: list[str]) -> NoReturn:
         )
         _exit_normally(EXIT_CONTINUE, sampler)
     if code != 0:
-        problem = RuntimeError(f"the script called sys.exit({words_of_exit!r})")
-        write_failure(run.failure(attempt, ranks.rank), failure_record(problem, os.environ), log, os.environ)
+        problem = RuntimeError(f"the script called sys.exit({argument!r})")
+        write(failure_record(problem, os.environ))
         _exit_now(code, sampler)
     _exit_normally(0, sampler)
 

@@ -13,9 +13,12 @@ from hpctrain.cluster.env_defaults import env_default_names
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
+    CHILD_VARIABLE,
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
+    INDEPENDENT_RANKS_VARIABLE,
     LIFELINE_VARIABLE,
+    MICRO_BATCH_VARIABLE,
     PREDECESSOR_VARIABLE,
     RUN_DIR_VARIABLE,
 )
@@ -36,7 +39,10 @@ _RANK_VARIABLES = frozenset(
         ARRAY_TASK_VARIABLE,
         CODE_VARIABLE,
         CODE_SOURCE_VARIABLE,
+        CHILD_VARIABLE,
+        INDEPENDENT_RANKS_VARIABLE,
         LIFELINE_VARIABLE,
+        MICRO_BATCH_VARIABLE,
         PREDECESSOR_VARIABLE,
         "RANK",
         "LOCAL_RANK",
@@ -73,6 +79,7 @@ _DEVICE_VARIABLES = frozenset(
         "CUDA_VISIBLE_DEVICES",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
         "GPU_DEVICE_ORDINAL",
+        "HIP_VISIBLE_DEVICES",
         "ROCR_VISIBLE_DEVICES",
         "ZE_AFFINITY_MASK",
     }
@@ -143,8 +150,8 @@ def sbatch_env(environ: Mapping[str, str], directives: Collection[str]) -> dict[
     """Return the environment of sbatch, in which SBATCH_* variables override the script.
 
     The script must have precedence, so the variables of its directives are removed. Other defaults of the
-    user, such as SBATCH_ACCOUNT, are kept. CUDA_VISIBLE_DEVICES is also kept, unless it was set by a
-    surrounding job.
+    user, such as SBATCH_ACCOUNT, are kept. CUDA_VISIBLE_DEVICES and the like are also kept, unless set
+    by a surrounding job.
     """
     written = {*directives, *(_MEMORY if _MEMORY.intersection(directives) else ())}
     removed = _OVERRULED | set(map(sbatch_variable, written))

@@ -204,6 +204,8 @@ class Supervisor:
         changes = JobChanges(history.excluded, memory or history.memory)
         moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, changes)
         if isinstance(moved, RequeueRefused):
+            if cause := ended.diagnosis.end.cause:
+                return finish_run(self._run, "FAILED", cause, moved.cause)
             return finish_run(self._run, "FAILED", f"the checkpoint is saved, but {moved.cause}")
         return moved
 

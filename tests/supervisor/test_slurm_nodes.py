@@ -6,10 +6,12 @@ import socket
 
 import pytest
 
+from hpctrain.errors import SchedulerError
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import node_queries
 from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
+from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control import slurm_nodes
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes, node_trouble
 
@@ -58,6 +60,23 @@ def test_larger_memory_is_at_most_that_of_the_node(tmp_path, monkeypatch, enviro
     nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7", **environ})
     assert nodes.larger_memory(["n1"], ["n9"]) == larger
     assert tests in ([], [JobChanges(["n9"], larger or "mem=600")])
+
+
+def test_refused_change_of_the_job_does_not_prevent_the_others(tmp_path, monkeypatch):
+    fields = {}
+
+    def update_job(jobs, environ, *, until_killed, **changed):
+        fields.update(changed)
+        if "ExcNodeList" in changed:
+            raise SchedulerError("Invalid node name specified")
+
+    monkeypatch.setattr(slurm_nodes, "update_job", update_job)
+    facts = {"script": "/x.py", "name": "x", "run_id": "x", "run_dir": "/x", "python": "python"}
+    spec = JobSpec(**facts, workdir="/", backend="slurm", directives={"exclude": "n8"})
+    nodes = SlurmNodes(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "7"})
+    with pytest.raises(SchedulerError, match="Invalid node name"):
+        nodes.change_job(JobChanges(["n9"], "mem-per-cpu=150"))
+    assert fields == {"ExcNodeList": "n8,n9", "MinMemoryCPU": "150"}
 
 
 @pytest.mark.parametrize("port", ["x", "-1", "6818x", "99999", "9" * 5000])

@@ -314,6 +314,16 @@ def test_refused_requeue_fails_with_the_schedulers_message(run):
     )
 
 
+def test_refused_request_for_more_memory_keeps_the_cause_of_the_failure(run):
+    nodes = FakeNodes()
+    nodes.larger_memory = lambda hosts, excluded_hosts: "mem=96"
+    attempt = [TaskExit(1, None, signal.SIGKILL, out_of_memory=True), StepEnded(137)]
+    assert supervise(run, [attempt], FakeJob(refuses=True, nodes=nodes), resume_mode="requeue") == 4
+    assert "rank 1" in finished(run)["cause"]
+    assert "memory" in finished(run)["cause"]
+    assert finished(run)["note"] == "the requeue failed: scontrol says: Requeue is disabled"
+
+
 def test_failed_requeue_and_failed_successor_are_both_reported(run):
     job = FakeJob(refuses=True, successors=FakeSuccessors())
     assert supervise(run, [STOPPED], job) == 4

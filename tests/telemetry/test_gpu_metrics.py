@@ -100,6 +100,17 @@ def test_new_measurements_wait_for_their_steps(run):
     assert sent(logger) == [("gpu/node-000/0/util", 99, 50.0)]
 
 
+def test_replaced_telemetry_file_is_read_from_its_begin(run):
+    logger = Recorder()
+    measure(run, 0, 0, [1.0], gpu_names=["A"])
+    dispatcher = dispatcher_of(run, logger)
+    run.telemetry(0).unlink()
+    measure(run, 0, 1, [50.0])
+    train(run, 1)
+    dispatcher.advance()
+    assert sent(logger) == [("gpu/node-000/0/util", 1, 50.0)]
+
+
 def test_many_gpus_are_summarized(run):
     logger = Recorder()
     dispatcher = dispatcher_of(run, logger)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -87,12 +87,19 @@ class ProfileRequest:
                     status_at = time.monotonic() + _STATUS_POLL_S
                 time.sleep(_POLL_S)
         finally:
-            with suppress(OSError):
-                self.run.dir.profile_request.unlink(missing_ok=True)
-        return list(self._results())
+            if self._is_pending():
+                with suppress(OSError):
+                    self.run.dir.profile_request.unlink()
+        return [read_json(self.run.dir.profile_result(self.number, rank)) for rank in self.ranks]
+
+    def _is_pending(self) -> bool:
+        """Return true if the supervisor has not sent this request. The file may contain a later request."""
+        with suppress(OSError, ValueError):
+            return bool(read_json(self.run.dir.profile_request).get("number") == self.number)
+        return False
 
     def _describe_awaited(self, missing: Sequence[int]) -> str:
-        if self.run.dir.profile_request.exists():
+        if self._is_pending():
             return f"the supervisor to send the request to {format_ranks(missing)}"
         return f"{format_ranks(missing)} to complete {pluralize(self.num_steps, 'step')}"
 
@@ -110,7 +117,3 @@ class ProfileRequest:
         names = set(self.run.dir.storage.names(self.run.dir.profile(self.number)))
         path = self.run.dir.profile_result
         return [rank for rank in self.ranks if path(self.number, rank).name not in names]
-
-    def _results(self) -> Iterator[dict[str, Any]]:
-        for rank in self.ranks:
-            yield read_json(self.run.dir.profile_result(self.number, rank))

@@ -19,13 +19,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from hpctrain.cluster import Ranks
+from hpctrain.rundir import CHILD_VARIABLE
 from hpctrain.runtime.supervisor_connection import Connection, Message
 
-#: In a process of a command: the ranks of its worker, and the name of the worker's socket, as JSON.
-CHILD_VARIABLE = "HPCTRAIN_COMMAND"
 #: The folder with the hook that Python runs at its start.
 _HOOK_FOLDER = Path(__file__).with_name("startup_hook")
 #: struct ucred of unix(7): pid, uid, gid.
@@ -51,18 +49,6 @@ def _is_own_process(connected: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 
 
-class _Child:
-    """A connected process.
-
-    Attributes:
-        heartbeat: its last heartbeat; empty before the first.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.heartbeat: Message = {}
-
-
 class ChildRelay:
     """Socket for the Python processes of the command. Only processes of the same user can connect."""
 
@@ -81,7 +67,8 @@ class ChildRelay:
         """
         self._ranks, self._own_heartbeat, self._handle = ranks, heartbeat_message, on_message
         self._changed = threading.Condition()
-        self._children: list[_Child] = []
+        #: The last heartbeat of each connected process; empty before the first.
+        self._children: dict[Connection, Message] = {}
         self._supervisor: Connection | None = None
         # An abstract address (unix(7)), which needs no file.
         self._name = f"hpctrain-{secrets.token_hex(16)}"
@@ -100,9 +87,9 @@ class ChildRelay:
 
     def heartbeat_message(self) -> Message:
         """Return the heartbeat of the observed process, or of the worker."""
-        child = self._observed()
+        _, heartbeat = self._observed()
         # Standby workers must not import the modules of the command.
-        return {**child.heartbeat, "modules": []} if child is not None else self._own_heartbeat()
+        return {**heartbeat, "modules": []} if heartbeat else self._own_heartbeat()
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """Pass a message of the supervisor to the observed process, or handle it in the worker.
@@ -111,23 +98,23 @@ class ChildRelay:
             OSError: the supervisor is gone.
         """
         self._supervisor = connection
-        child = self._observed()
+        child, _ = self._observed()
         if child is None:
             self._handle(connection, message)
         else:
             with suppress(OSError):
-                child.connection.send(message)
+                child.send(message)
 
     def wait_until_exited(self, timeout_s: float) -> None:
         """Wait until the connected processes have exited, which may outlive their shell."""
         with self._changed:
             self._changed.wait_for(lambda: not self._children, timeout_s)
 
-    def _observed(self) -> _Child | None:
-        """Return the process whose messages the supervisor receives."""
+    def _observed(self) -> tuple[Connection | None, Message]:
+        """Return the process whose messages the supervisor receives, and its last heartbeat."""
         with self._changed:
-            known = [child for child in self._children if child.heartbeat]
-        return max(known, key=lambda child: child.heartbeat["step"] > 0, default=None)
+            known = [child for child in self._children.items() if child[1]]
+        return max(known, key=lambda child: child[1]["step"] > 0, default=(None, {}))
 
     def _accept(self) -> None:
         while True:
@@ -140,24 +127,25 @@ class ChildRelay:
             if not _is_own_process(accepted):
                 accepted.close()
                 continue
-            child = _Child(Connection(accepted))
+            child = Connection(accepted)
             with self._changed:
-                self._children.append(child)
+                self._children[child] = {}
             threading.Thread(target=self._receive, args=(child,), daemon=True).start()
 
-    def _receive(self, child: _Child) -> None:
+    def _receive(self, child: Connection) -> None:
         try:
-            with closing(child.connection), suppress(OSError, ValueError):
-                while (message := child.connection.receive()) is not None:
+            with closing(child), suppress(OSError, ValueError):
+                while (message := child.receive()) is not None:
                     self._on_child_message(child, message)
         finally:
             with self._changed:
-                self._children.remove(child)
+                del self._children[child]
                 self._changed.notify_all()
 
-    def _on_child_message(self, child: _Child, message: dict[str, Any]) -> None:
+    def _on_child_message(self, child: Connection, message: Message) -> None:
         if "beats" in message:
-            child.heartbeat = message
-        elif message and self._supervisor is not None and child is self._observed():
+            with self._changed:
+                self._children[child] = message
+        elif message and self._supervisor is not None and child is self._observed()[0]:
             with suppress(OSError):
                 self._supervisor.send(message)

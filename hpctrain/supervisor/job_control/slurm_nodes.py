@@ -104,8 +104,14 @@ class SlurmNodes:
         if changes.memory:
             option, _, value = changes.memory.partition("=")
             fields[dict(_MEMORY_OPTIONS.values())[option]] = value
-        for name, value in fields.items():  # One may be refused.
-            update_job([self._job_id], self._environ, until_killed=True, **{name: value})
+        refusals = []
+        for name, value in fields.items():
+            try:
+                update_job([self._job_id], self._environ, until_killed=True, **{name: value})
+            except SchedulerError as error:
+                refusals.append(str(error))
+        if refusals:
+            raise SchedulerError("; ".join(refusals))
 
     def stop_ranks(self) -> None:
         """Signal the ranks' step with `scancel`. See `AllocatedNodes.stop_ranks`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.files import open_regular
+from hpctrain.files import read_new_lines
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.accounting.metric_fields import metric_values
 from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
@@ -19,7 +19,6 @@ from hpctrain.telemetry.loggers.logger_state import LoggerState
 #: Seconds between two deliveries: short at first, when the user may be watching, longer after a minute.
 _FIRST_S, _LATER_S, _FIRST_FOR_S = 1.0, 5.0, 60.0
 _RETRY_AFTER_S = 15.0
-_MAX_BYTES = 1 << 20
 #: Lines per delivery. If the process is killed, lines in flight are not sent again.
 _MAX_LINES = 32
 
@@ -116,17 +115,10 @@ class LoggerDispatcher:
 
     def _read(self) -> tuple[bytes, int]:
         """Return complete undelivered lines, and the offset of their end."""
-        begin = self._state.offset
         try:
-            with open_regular(self._metrics) as file:
-                if file.seek(0, 2) < begin:  # The file was replaced by a shorter one.
-                    begin = 0
-                file.seek(begin)
-                text = file.read(_MAX_BYTES)
+            return read_new_lines(self._metrics, self._state.offset)
         except FileNotFoundError:
-            return b"", begin
-        text = text[: text.rfind(b"\n") + 1]
-        return text, begin + len(text)
+            return b"", self._state.offset
 
     def _report_error(self, error: Exception) -> None:
         if not self._error_reported:

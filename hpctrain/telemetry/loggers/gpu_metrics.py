@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.files import open_regular
+from hpctrain.crash_output import file_size
+from hpctrain.files import read_new_lines
 from hpctrain.rundir import RunDir
 
 #: Measurements that are sent, by their field in a telemetry file.
@@ -24,7 +25,6 @@ _MAX_GPUS = 64
 _TOLERANCE_S = 30.0
 #: Age of measurements that count for the mean: the nodes do not measure at the same time.
 _RECENT_S = 120.0
-_MAX_BYTES = 1 << 20
 
 
 class GpuMetrics:
@@ -33,7 +33,7 @@ class GpuMetrics:
     def __init__(self, run: RunDir) -> None:
         """Skip the measurements of earlier attempts."""
         self._run = run
-        self._offsets = {path: _size(path) for path in run.all_telemetry()}
+        self._offsets = {path: file_size(path) for path in run.all_telemetry()}
         #: The newest measurement of each node: its time, and the values of each GPU.
         self._newest: dict[str, tuple[float, list[dict[str, float]]]] = {}
         self._unsent: set[str] = set()
@@ -56,9 +56,8 @@ class GpuMetrics:
 
         A newer measurement belongs to a later step.
         """
-        self._offered = nodes = {
-            node for node in self._unsent if self._newest[node][0] <= time + _TOLERANCE_S
-        }
+        nodes = {node for node in self._unsent if self._newest[node][0] <= time + _TOLERANCE_S}
+        self._offered = nodes
         if self._num_gpus <= _MAX_GPUS:
             return {
                 f"gpu/{node}/{index}/{name}": value
@@ -79,15 +78,10 @@ class GpuMetrics:
         self._unsent -= self._offered
 
     def _new_records(self, path: Path) -> Iterator[Mapping[str, Any]]:
-        begin = self._offsets.get(path, 0)
         try:
-            with open_regular(path) as file:
-                file.seek(begin)
-                text = file.read(_MAX_BYTES)
+            text, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
         except OSError:
             return
-        text = text[: text.rfind(b"\n") + 1]
-        self._offsets[path] = begin + len(text)
         for line in text.splitlines():
             try:
                 record = json.loads(line)
@@ -95,13 +89,6 @@ class GpuMetrics:
             except (ValueError, TypeError, KeyError):
                 continue  # Truncated by a crash.
             yield record
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _values_by_gpu(record: Mapping[str, Any]) -> list[dict[str, float]]:

@@ -17,10 +17,10 @@ class _TorchWatcher:
             return
         sys.meta_path.remove(self)
         try:
-            from hpctrain.runtime.child_process import observe_process
-        except ImportError:  # an environment without hpctrain, or with another version
-            return
-        try:
+            try:
+                from hpctrain.runtime.child_process import observe_process
+            except ImportError:  # an environment without hpctrain, or with another version
+                return
             observe_process()
         except Exception as error:  # noqa: BLE001 (the process continues without it)
             sys.stderr.write("hpctrain: this process cannot be observed: %r\n" % (error,))  # noqa: UP031
