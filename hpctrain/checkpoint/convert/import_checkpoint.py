@@ -129,7 +129,7 @@ def _import_notes(external: ExternalState) -> Iterator[str]:
         yield f"omitted: {', '.join(external.omitted)}"
     yield from external.remarks
     yield (
-        "not in the file: the position in the data and the random state. The run uses its own sample "
+        "not imported: the position in the data and the random state. The run uses its own sample "
         "order, starting after the same number of steps."
     )
 
