@@ -67,7 +67,7 @@ class Registry(Generic[T]):
             if not (isinstance(kind, type) and issubclass(kind, self.kind)):
                 raise UserError(
                     f"{origin} is {name!r}, which an installed package defines as {others[name].value}, but "
-                    f"this is not a subclass of {self.kind.__module__}.{self.kind.__name__}."
+                    f"this object is not a subclass of {self.kind.__module__}.{self.kind.__name__}."
                 )
             return kind
         if name in self.ours:

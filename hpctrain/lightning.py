@@ -117,8 +117,8 @@ class RunCheckpoint(lightning.Callback):
                 print(
                     f"hpctrain: the training loader has a {type(loader.sampler).__name__} and a "
                     f"{type(loader.batch_sampler).__name__}, whose position cannot be restored. If a run is "
-                    "interrupted in an epoch, it trains on different samples than an undisturbed run. Use an "
-                    "hpctrain.StatefulBatchSampler.",
+                    "interrupted during an epoch, its samples differ from those of an undisturbed run. Use "
+                    "an hpctrain.StatefulBatchSampler.",
                     flush=True,
                 )
             return loader

@@ -40,7 +40,7 @@ def join_or(words: Iterable[str]) -> str:
 
 
 def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
-    """Format ascending numbers with their noun: `rank 3`, `ranks 0-2, 5`. At most 20 ranges are listed."""
+    """Format ascending numbers with their noun: `rank 3`, `ranks 0-2, 5`. Lists at most 20 ranges."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][-1] + 1 == rank:
@@ -48,7 +48,8 @@ def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
         else:
             ranges.append([rank])
     words = ["-".join(map(str, one)) for one in ranges]
-    more = f" and {len(words) - 20} more" if len(words) > 20 else ""
+    num_hidden = sum(one[-1] - one[0] + 1 for one in ranges[20:])
+    more = f" and {num_hidden} more" if num_hidden else ""
     return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(words[:20])}{more}"
 
 

@@ -10,6 +10,7 @@ from hpctrain.text import (
     format_duration,
     format_memory,
     format_number,
+    format_ranks,
     format_size,
     pluralize,
     printable,
@@ -44,6 +45,11 @@ def test_numbers_have_five_significant_digits(value, text):
 )
 def test_one_is_singular(value, noun, text):
     assert pluralize(value, noun) == text
+
+
+def test_ranks_after_twenty_ranges_are_counted():
+    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert format_ranks([*range(0, 40, 2), 41, 42, 43]).endswith(", 36, 38 and 3 more")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class Saver:
             save.outcome = error
         except Exception as error:  # noqa: BLE001 (stored as the outcome)
             save.outcome = CheckpointError(
-                f"checkpoint of step {save.step} was not written: {describe_exception(error)}"
+                f"the checkpoint of step {save.step} was not written: {describe_exception(error)}"
             )
         save.staged = None
         self._report(save.outcome)
@@ -128,7 +128,7 @@ class Saver:
             self._outcomes.append(outcome)
 
     def _save(self, save: PendingSave) -> CommittedSave:
-        self._coordinator.raise_on_all(save.problem, f"checkpoint of step {save.step} was not written")
+        self._coordinator.raise_on_all(save.problem, f"the checkpoint of step {save.step} was not written")
         assert save.staged is not None
         notes, self.notes = self.notes, []
         if self.local_tier is not None and not save.direct:

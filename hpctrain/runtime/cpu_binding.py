@@ -67,7 +67,7 @@ def choose_cpus(
             return None
         return CpuBinding(
             allowed,
-            f"Slurm bound this rank to CPUs {format_cpus(allowed)}, but its {gpu} is next to CPUs "
+            f"Slurm bound this rank to CPUs {format_cpus(allowed)}, but its {gpu} is closest to CPUs "
             f"{format_cpus(local[index])}. Submit with --sbatch gres-flags=enforce-binding.",
         )
     if ranks.local_world_size == 1 or 1 < len(bus_ids) != ranks.local_world_size:
@@ -80,8 +80,8 @@ def choose_cpus(
     if near == allowed or len(near) < max(1, threads):
         return None
     numa = _read_text(sysfs / "bus/pci/devices" / bus_ids[index] / "numa_node")
-    place = f", NUMA node {numa}" if numa.isdecimal() else ""
-    return CpuBinding(near, f"bound to CPUs {format_cpus(near)}, next to {gpu}{place}")
+    place = f" (NUMA node {numa})" if numa.isdecimal() else ""
+    return CpuBinding(near, f"bound to CPUs {format_cpus(near)}, the closest CPUs to {gpu}{place}")
 
 
 def _divide_node(ranks: Ranks, allowed: frozenset[int], threads: int, sysfs: Path) -> CpuBinding | None:
@@ -99,7 +99,7 @@ def _divide_node(ranks: Ranks, allowed: frozenset[int], threads: int, sysfs: Pat
     if len(share) < threads:
         return None
     return CpuBinding(
-        share, f"bound to CPUs {format_cpus(share)}, local rank {ranks.local_rank} of {num_ranks}"
+        share, f"bound to CPUs {format_cpus(share)} (local rank {ranks.local_rank} of {num_ranks})"
     )
 
 

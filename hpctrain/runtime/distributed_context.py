@@ -122,9 +122,9 @@ def _describe_store(environ: Mapping[str, str]) -> str:
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     users = foreign_users(int(port)) if port.isdecimal() else []
     seen = (
-        f"users with a connection from this node: {', '.join(users)}"
+        f"other users connected to it from this node: {', '.join(users)}"
         if users
-        else "no connections of other users from this node"
+        else "no other user is connected to it from this node"
     )
     return f"store at {address}:{port}; {seen}"
 
@@ -156,7 +156,10 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
         assignment = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
         with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
         if assignment.gpus_are_shared and ranks.is_main:
-            print("hpctrain: ranks share GPUs, which NCCL does not support: using gloo instead", flush=True)
+            print(
+                "hpctrain: some ranks share a GPU, which NCCL does not support: using gloo instead",
+                flush=True,
+            )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
             store=PrefixStore(prefix, store),

@@ -122,9 +122,7 @@ class EarlyStopping(Callback):
     def missing_metric_error(self, given: Set[str]) -> UserError:
         """Return the error for a validation without the monitored metric."""
         names = ", ".join(sorted(given))
-        return UserError(
-            f"EarlyStopping monitors {self.metric!r}, but the validation returned only: {names}."
-        )
+        return UserError(f"EarlyStopping monitors {self.metric!r}, but validation returned only: {names}.")
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value):
@@ -168,7 +166,7 @@ class CallbackList:
             if isinstance(each, EarlyStopping) and not (validates or _wants_steps(each)):
                 raise UserError(
                     f"EarlyStopping monitors {each.metric!r}, but there is no validation: fit() received no "
-                    "validation set, or validate_every is None. Set both, or remove EarlyStopping."
+                    "validation set, or validate_every is None. Provide both, or remove EarlyStopping."
                 )
 
     def check_names(self, given: Set[str], accepted: Set[str]) -> None:

@@ -35,15 +35,15 @@ _REMOVED = (
 )
 _REPLACEMENTS = {
     "backward": "manual optimization",
-    "configure_callbacks": "callbacks of the Trainer",
-    "configure_gradient_clipping": "gradient_clip_norm or gradient_clip_value of the Trainer",
+    "configure_callbacks": "the Trainer setting callbacks",
+    "configure_gradient_clipping": "the Trainer setting gradient_clip_norm or gradient_clip_value",
     "configure_sharded_model": "configure_model",
     "on_before_batch_transfer": "on_after_batch_transfer",
     "on_before_zero_grad": "on_train_batch_end",
-    "optimizer_step": "warmup_steps of the Trainer, a schedule, or manual optimization",
+    "optimizer_step": "the Trainer setting warmup_steps, a scheduler, or manual optimization",
     "test_epoch_end": "on_test_epoch_end",
     "training_epoch_end": "on_train_epoch_end",
-    "transfer_batch_to_device": "on_after_batch_transfer, or the collate_fn",
+    "transfer_batch_to_device": "on_after_batch_transfer or collate_fn",
     "validation_epoch_end": "on_validation_epoch_end",
 }
 #: Parameters of steps that hpctrain does not pass.

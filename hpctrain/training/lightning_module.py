@@ -179,13 +179,13 @@ class LightningRun:
         """
         problem, reduce_fx, size = None, options.get("reduce_fx", "mean"), options.get("batch_size")
         if self._logged is None:
-            problem = "is called in a hook without metrics. Use a hook of a batch or an epoch"
+            problem = "was called in a hook that cannot log metrics. Call it in a batch or epoch hook"
         elif name in (TOKENS_FIELD, SKIPPED_FIELD):
-            problem = "has a name that is reserved. Choose another name"
+            problem = "uses a reserved name. Choose another name"
         elif reduce_fx not in ("mean", torch.mean):
-            problem = f"has reduce_fx={reduce_fx!r}, but hpctrain logs means"
+            problem = f"has reduce_fx={reduce_fx!r}, but hpctrain logs only means"
         elif options.get("rank_zero_only"):
-            problem = "has rank_zero_only=True, but hpctrain logs means over all ranks"
+            problem = "has rank_zero_only=True, but hpctrain always logs the mean over all ranks"
         elif size is not None and self.num_samples and size != self.num_samples:
             problem = (
                 f"has batch_size={size}, but the mean is weighted by the {self.num_samples} samples of the "
@@ -227,7 +227,7 @@ class LightningRun:
         name, hook = type(self._module).__name__, f"on_{kind.removesuffix('ing')}_batch"
         with self.logging() as logged:
             if getattr(own, f"{hook}_start")(batch, batch_idx) == -1:
-                raise UserError(f"{name}.{hook}_start returned -1. To end the training, use should_stop.")
+                raise UserError(f"{name}.{hook}_start returned -1. To end training, set trainer.should_stop.")
             self._is_in_step = True
             try:
                 takes_idx = "batch_idx" in inspect.signature(step).parameters
@@ -365,7 +365,7 @@ class LightningSchedule:
             raise UserError(
                 f"{type(module).__name__}.configure_optimizers returned a {type(scheduler).__name__} with "
                 f"interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau needs a monitor, "
-                "interval 'epoch' and validations; other schedules support 'epoch' and 'step'."
+                "interval='epoch' and a validation set; other schedulers need interval='epoch' or 'step'."
             )
 
     def step(self) -> None:
@@ -388,9 +388,7 @@ class LightningSchedule:
         value = metrics.get(self._monitor, metrics.get(f"val_{self._monitor}"))
         if value is None:
             names = ", ".join(sorted(metrics))
-            raise UserError(
-                f"A schedule monitors {self._monitor!r}, but the validation returned only: {names}."
-            )
+            raise UserError(f"A scheduler monitors {self._monitor!r}, but validation returned only: {names}.")
         self._module.lr_scheduler_step(self._scheduler, value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -445,7 +443,10 @@ def lightning_run(
         UserError: the module or the settings need something that hpctrain does not have.
     """
     if lightning_base(module) is None:
-        raise UserError(f"datamodule is set, but the module is a {type(module).__name__}. Pass data sets.")
+        raise UserError(
+            f"A datamodule requires a LightningModule, but the module is a {type(module).__name__}. Pass "
+            "data sets."
+        )
     hosts = [module] if datamodule is None else [datamodule, module]
     for host in hosts:
         check_hooks(host, stage)

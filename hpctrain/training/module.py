@@ -118,9 +118,9 @@ def takes_optimizer_idx(module: Module) -> bool:
     """
     if is_manual(module) and not hasattr(module, "manual_backward"):
         raise UserError(
-            f"{type(module).__name__}.automatic_optimization is False, which is not supported. With several "
-            "optimizers, add a third parameter, optimizer_idx, to training_step, and return the loss for "
-            "that optimizer."
+            f"{type(module).__name__}.automatic_optimization is False, but hpctrain.Module does not support "
+            "manual optimization. To use several optimizers, add a third parameter, optimizer_idx, to "
+            "training_step, and return the loss for the optimizer with that index."
         )
     return "optimizer_idx" in inspect.signature(type(module).training_step).parameters
 

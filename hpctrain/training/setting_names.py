@@ -41,12 +41,13 @@ ALIASES = {
     "torch_compile": "compile",
 }
 
-_SUBMIT = "is set when the run is submitted: hpctrain submit --nodes N --gpus-per-node G"
+_SUBMIT = "is set when the run is submitted, with `hpctrain submit --nodes N --gpus-per-node G`"
 _BATCH = (
-    "is not a setting: set global_batch_size, the number of samples per optimizer step on all ranks (batch "
-    "size per rank × ranks × accumulation steps). micro_batch_size limits the samples per forward pass"
+    "is not a setting: set global_batch_size, the number of samples per optimizer step across all ranks "
+    "(batch size per rank × ranks × accumulation steps). To limit the samples per forward pass, set "
+    "micro_batch_size"
 )
-_RANKS = "is set by the launcher. Without a launcher, use devices"
+_RANKS = "is set by the launcher. Without a launcher, set devices"
 _DATA = "is not a Trainer setting: pass the data sets to fit()"
 #: Values of Lightning's `logger` that name no logger.
 _NO_LOGGERS = (True, False, None)
@@ -54,27 +55,35 @@ _NO_LOGGERS = (True, False, None)
 _CALLBACKS = {
     "EarlyStopping": "hpctrain.EarlyStopping",
     "GradientAccumulationScheduler": "global_batch_size, which is constant",
-    "LearningRateMonitor": "self.log in training_step",
-    "ModelCheckpoint": "checkpoint_every, keep_last, keep_best and monitor of the Trainer",
-    "RichProgressBar": "no callback: a terminal shows a progress line",
-    "TQDMProgressBar": "no callback: a terminal shows a progress line",
-    "Timer": "hpctrain submit --time",
+    "LearningRateMonitor": "self.log() in training_step",
+    "ModelCheckpoint": "the Trainer settings checkpoint_every, keep_last, keep_best and monitor",
+    "RichProgressBar": "the built-in progress line, which is shown in a terminal",
+    "TQDMProgressBar": "the built-in progress line, which is shown in a terminal",
+    "Timer": "`hpctrain submit --time`",
 }
 _RESUME = (
     "is not needed: a run resumes from its newest checkpoint. "
     "To start from another checkpoint, use `hpctrain checkpoints import`"
 )
-_CPU = "is not a setting: to train on CPUs, set CUDA_VISIBLE_DEVICES to an empty string"
+_CPU = (
+    "is not a setting: hpctrain uses the visible GPUs. To train on CPUs, set CUDA_VISIBLE_DEVICES to an "
+    "empty string"
+)
 _DEVICE_KINDS = "is not supported: hpctrain trains only on GPUs and CPUs"
 _MICRO = "is not a setting: use micro_batch_size='auto'"
 _PROGRESS = "is not a setting: the progress line is shown only in a terminal"
 _METHODS = "is not a setting: call fit(), validate(), test() or predict()"
-_OPTIMIZER = "is not a Trainer setting: set it in configure_optimizers"
-_SCHEDULER = "is not a Trainer setting: set it in configure_optimizers"
-_LOADER = "is not a setting: hpctrain loads the data. See num_workers and prefetch_factor"
-_COMPILE = "is an argument of torch.compile: pass compile={…}"
+_OPTIMIZER = "is not a Trainer setting: choose the optimizer and its options in configure_optimizers"
+_SCHEDULER = "is not a Trainer setting: choose the scheduler and its options in configure_optimizers"
+_LOADER = (
+    "is not a setting: hpctrain starts the data workers itself. To tune them, set num_workers and "
+    "prefetch_factor"
+)
 _BACKEND = "is chosen automatically: NCCL on GPUs, gloo on CPUs"
-_RECOMPUTE = "is not a setting: recompute takes names of submodules, e.g. recompute=['blocks.*']"
+_RECOMPUTE = (
+    "is not a setting: use recompute with the names of submodules, for example recompute=['blocks.*']"
+)
+_VALIDATE = "is called validate_every in hpctrain. Set it to a number of steps or to 'epoch'"
 _PRECISION = "is not a setting: use precision='16-mixed' or precision='bf16-mixed'"
 
 #: Names with a different meaning or type, and their replacements.
@@ -91,42 +100,42 @@ EXPLAINED = {
     "auto_lr_find": "is not supported: set the learning rate in configure_optimizers",
     "auto_scale_batch_size": _MICRO,
     "auto_select_gpus": "is not a setting: use devices='auto'",
-    "automatic_optimization": "is not a Trainer setting: a LightningModule sets it in __init__",
-    "barebones": "is not a setting: remove loggers and callbacks",
+    "automatic_optimization": "is not a Trainer setting: set it in the __init__ of a LightningModule",
+    "barebones": "is not a setting: to reduce the overhead, remove loggers and callbacks",
     "batch_size": _BATCH,
-    "benchmark": "is set with torch.backends.cudnn.benchmark",
+    "benchmark": "is not a setting: set torch.backends.cudnn.benchmark instead",
     "bf16": _PRECISION,
     "bf16_full_eval": _PRECISION,
-    "check_val_every_n_epoch": "is called validate_every in hpctrain: a number of steps or 'epoch'",
-    "checkpoint_callback": "is not a setting: checkpoint_every=None saves only at the end",
+    "check_val_every_n_epoch": _VALIDATE,
+    "checkpoint_callback": "is not a setting: to save only at the end, set checkpoint_every=None",
     "ckpt_path": _RESUME,
     "data_collator": "is called collate_fn in hpctrain",
-    "data_seed": "is not a separate setting: use seed",
+    "data_seed": "is not a separate setting: seed also determines the order of the data",
     "dataloader_drop_last": "is not a setting: every sample is used in each epoch",
     "dataloader_persistent_workers": _LOADER,
     "dataloader_pin_memory": _LOADER,
     "datamodule": "is not a Trainer setting: pass it to fit()",
     "ddp_backend": _BACKEND,
-    "ddp_timeout": "is set when the run is submitted: hpctrain submit --hang-timeout",
+    "ddp_timeout": "is set when the run is submitted, with `hpctrain submit --hang-timeout`",
     "deepspeed": "is not supported: use strategy='fsdp'",
-    "detect_anomaly": "is set with torch.autograd.set_detect_anomaly(True)",
-    "deterministic": "is set with torch.use_deterministic_algorithms(True)",
+    "detect_anomaly": "is not a setting: call torch.autograd.set_detect_anomaly(True)",
+    "deterministic": "is not a setting: call torch.use_deterministic_algorithms(True)",
     "disable_tqdm": _PROGRESS,
-    "distributed_backend": "is called strategy in hpctrain, such as strategy='ddp'",
+    "distributed_backend": "is called strategy in hpctrain; for example, strategy='ddp'",
     "do_eval": _METHODS,
     "do_predict": _METHODS,
     "do_train": _METHODS,
     "early_stop_callback": "is not a setting: use callbacks=[EarlyStopping(…)]",
     "enable_autolog_hparams": "is not a setting: settings are recorded in the run folder",
-    "enable_checkpointing": "is not a setting: checkpoint_every=None saves only at the end",
+    "enable_checkpointing": "is not a setting: to save only at the end, set checkpoint_every=None",
     "enable_model_summary": "is not supported: use print(module)",
     "enable_progress_bar": _PROGRESS,
-    "eval_accumulation_steps": "is not a setting: metrics are means over the batches",
+    "eval_accumulation_steps": "is not needed: metrics are averaged during validation",
     "eval_dataset": _DATA,
-    "eval_delay": "is not supported: use validate_every, a number of steps or 'epoch'",
-    "eval_on_start": "is called sanity_val_batches in hpctrain: a number of batches",
-    "eval_strategy": "is called validate_every in hpctrain: a number of steps or 'epoch'",
-    "evaluation_strategy": "is called validate_every in hpctrain: a number of steps or 'epoch'",
+    "eval_delay": "is not supported. For longer intervals, set validate_every to a number of steps",
+    "eval_on_start": "is called sanity_val_batches in hpctrain. Set it to a number of batches",
+    "eval_strategy": _VALIDATE,
+    "evaluation_strategy": _VALIDATE,
     "fast_dev_run": "is not a setting: use max_steps=1",
     "flush_logs_every_n_steps": "is not needed: metrics are written at each logged step",
     "fp16": _PRECISION,
@@ -134,17 +143,17 @@ EXPLAINED = {
     "fp16_opt_level": _PRECISION,
     "fsdp": "is not a setting: use strategy='fsdp'",
     "fsdp_config": "is not a setting: use strategy='fsdp'",
-    "full_determinism": "is set with torch.use_deterministic_algorithms(True)",
-    "gpus": f"{_SUBMIT}. Without a launcher, use devices",
+    "full_determinism": "is not a setting: call torch.use_deterministic_algorithms(True)",
+    "gpus": f"{_SUBMIT}. Without a launcher, set devices",
     "gradient_accumulation_steps": _BATCH,
     "gradient_checkpointing": _RECOMPUTE,
     "gradient_checkpointing_kwargs": _RECOMPUTE,
-    "gradient_clip_algorithm": "is not a setting: choose gradient_clip_norm or gradient_clip_value",
+    "gradient_clip_algorithm": "is not a setting: set either gradient_clip_norm or gradient_clip_value",
     "greater_is_better": "is not a setting: use mode='max' or mode='min'",
     "group_by_length": _DATA,
     "hpus": _DEVICE_KINDS,
     "ignore_data_skip": _RESUME,
-    "inference_mode": "is not a setting: validation computes no gradients",
+    "inference_mode": "is not a setting: gradients are always disabled during validation",
     "ipus": _DEVICE_KINDS,
     "label_smoothing_factor": "is not a Trainer setting: apply it to the loss in training_step",
     "learning_rate": _OPTIMIZER,
@@ -157,17 +166,17 @@ EXPLAINED = {
     "log_gpu_memory": "is not needed: GPU use is measured and shown by `hpctrain report`",
     "log_level": "is not a setting: use the logging module",
     "logging_dir": "is not a setting: logs are in the run folder (run_dir)",
-    "logging_first_step": "is not a setting: use log_every, a number of steps",
-    "logging_strategy": "is not a setting: use log_every, a number of steps",
+    "logging_first_step": "is not a setting: set log_every to a number of steps",
+    "logging_strategy": "is not a setting: set log_every to a number of steps",
     "lr": _OPTIMIZER,
     "lr_scheduler_kwargs": _SCHEDULER,
     "lr_scheduler_type": _SCHEDULER,
-    "max_time": "is the time limit of the job: hpctrain submit --time",
+    "max_time": "is the time limit of the job. Set it with `hpctrain submit --time`",
     "min_epochs": "is not a setting: only a callback such as EarlyStopping ends training early",
     "min_steps": "is not a setting: only a callback such as EarlyStopping ends training early",
-    "model": "is passed to fit()",
+    "model": "is not a Trainer setting: pass it to fit()",
     "model_registry": "is not supported: use `hpctrain checkpoints export`",
-    "move_metrics_to_cpu": "is not needed: metrics are numbers",
+    "move_metrics_to_cpu": "is not needed: metrics are stored as numbers, not as tensors",
     "multiple_trainloader_mode": _DATA,
     "neftune_noise_alpha": "is not supported: add the noise in training_step",
     "nnodes": _SUBMIT,
@@ -181,10 +190,10 @@ EXPLAINED = {
     "overwrite_output_dir": _RESUME,
     "per_device_eval_batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
-    "plugins": "is not a setting: the launcher is detected automatically (`hpctrain env`)",
+    "plugins": "is not a setting: the launcher is detected automatically (see `hpctrain env`)",
     "prepare_data_per_node": _DATA,
     "process_position": _PROGRESS,
-    "profiler": "is not a setting: use torch.profiler. `hpctrain report` has a time breakdown",
+    "profiler": "is not a setting: use torch.profiler. `hpctrain report` shows a time breakdown",
     "progress_bar_refresh_rate": _PROGRESS,
     "push_to_hub": "is not supported: use `hpctrain checkpoints export`",
     "reload_dataloaders_every_epoch": _DATA,
@@ -192,17 +201,17 @@ EXPLAINED = {
     "remove_unused_columns": _DATA,
     "replace_sampler_ddp": "is not a setting: hpctrain divides the data set among the ranks itself",
     "resume_from_checkpoint": _RESUME,
-    "run_name": "is set when the run is submitted: hpctrain submit --name",
-    "save_on_each_node": "is not a setting: checkpoints are in the run folder or in local_checkpoints",
+    "run_name": "is set when the run is submitted, with `hpctrain submit --name`",
+    "save_on_each_node": "is not a setting: to save to a folder on each node first, set local_checkpoints",
     "save_only_model": "is not a setting: use `hpctrain checkpoints export`",
     "save_safetensors": "is not a setting: use `hpctrain checkpoints export`",
-    "save_strategy": "is called checkpoint_every in hpctrain: a number of steps or 'auto'",
+    "save_strategy": "is called checkpoint_every in hpctrain. Set it to a number of steps or to 'auto'",
     "stochastic_weight_avg": "is not supported: use torch.optim.swa_utils in the module",
-    "sync_batchnorm": "is not a setting: in the module, call torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "sync_batchnorm": "is not a setting: call torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module",
     "terminate_on_nan": "is not a setting: use on_bad_loss='stop', which is the default",
-    "tf32": "is set with torch.set_float32_matmul_precision",
-    "torch_compile_backend": _COMPILE,
-    "torch_compile_mode": _COMPILE,
+    "tf32": "is not a setting: call torch.set_float32_matmul_precision('high')",
+    "torch_compile_backend": "is an argument of torch.compile: set compile={'backend': …}",
+    "torch_compile_mode": "is an argument of torch.compile: set compile={'mode': …}",
     "tpu_cores": _DEVICE_KINDS,
     "track_grad_norm": "is not a setting: grad_norm is logged if gradient_clip_norm is set",
     "train_batch_size": _BATCH,
@@ -213,9 +222,9 @@ EXPLAINED = {
     "use_amp": _PRECISION,
     "use_cpu": _CPU,
     "use_distributed_sampler": "is not a setting: hpctrain divides the data set among the ranks itself",
-    "val_check_interval": "is called validate_every in hpctrain: a number of steps or 'epoch'",
+    "val_check_interval": _VALIDATE,
     "val_dataloaders": _DATA,
-    "warmup_ratio": "is not a setting: use warmup_steps, a number of steps",
+    "warmup_ratio": "is not a setting: set warmup_steps to a number of steps",
     "weight_decay": _OPTIMIZER,
     "weights_save_path": "is not a setting: checkpoints are in the run folder (run_dir)",
     "weights_summary": "is not supported: use print(module)",
@@ -253,7 +262,9 @@ def canonical_arguments(
         if name == "ckpt_path":
             if value not in (None, "last") or (value and method != "fit"):
                 remedy = (
-                    _RESUME if method == "fit" else "is not supported: the weights of the module are used"
+                    _RESUME
+                    if method == "fit"
+                    else "is not supported: the current weights of the module are used"
                 )
                 raise UserError(f"{method}(ckpt_path={value!r}): ckpt_path {remedy}.")
         elif argument not in result:

@@ -264,8 +264,8 @@ class Trainer(TrainerConfig):
             return None
         if own in _TRAINED:
             raise UserError(
-                f"fit() was already called in this process, and {own} ({RUN_DIR_VARIABLE}) "
-                "contains its checkpoints. Set a separate folder for one of the trainers: Trainer(run_dir=…)."
+                f"fit() was already called in this process, and {own} ({RUN_DIR_VARIABLE}) contains "
+                "its checkpoints. Set a separate folder for one of the trainers with Trainer(run_dir=…)."
             )
         _TRAINED.add(own)
         return RunDir(Path(own).absolute())

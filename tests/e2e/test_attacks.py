@@ -87,7 +87,7 @@ def test_attacker_in_place_of_a_rank_runs_no_code_and_the_run_completes(tmp_path
         assert "was written by a process that does not have the secret of this run" in failure["cause"]
         assert "store at 127.0.0.1:" in failure["cause"]
         if os.geteuid() == 0:
-            assert "users with a connection from this node: nobody (uid 65534)" in failure["cause"]
+            assert "users connected to it from this node: nobody (uid 65534)" in failure["cause"]
     if attack == "addresses":
         (failure,) = failures
         assert failure["class"] == "unauthenticated"

@@ -104,7 +104,7 @@ def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
     assert trace_names(trace).count("aten::addmm") == 3
     assert f"trace  {trace}" in printed
     assert "Optimizer.step#Adam.step" in printed
-    assert "rank 1: RuntimeError: the script is using a profiler itself" in messages
+    assert "rank 1: RuntimeError: the script is already using a PyTorch profiler" in messages
     # A run may also end during a profile.
     _, messages = profile(run, "--steps=100000", "--timeout=2", code=1)
     assert "after 2 s of waiting for rank 0 to complete 100" in messages

@@ -92,7 +92,7 @@ def test_other_objects_are_refused(tmp_path):
     Checkpointer(run_dir=tmp_path, counter=Counter()).save(1)
     with pytest.raises(UserError, match="has counter, but the script passes other to Checkpointer"):
         Checkpointer(run_dir=tmp_path, other=Counter()).load()
-    with pytest.raises(UserError, match=r"received data=list\(…\), which has no state_dict"):
+    with pytest.raises(UserError, match=r"received data=list\(…\), which lacks state_dict"):
         Checkpointer(run_dir=tmp_path, data=[])
 
 

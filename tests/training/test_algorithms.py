@@ -198,7 +198,7 @@ def test_algorithm_resumes_on_any_number_of_ranks(tmp_path, plain, algorithm):
         ({"algorithm": "bytegrad", "strategy": "zero1"}, "Algorithms work only with"),
         ({"algorithm": "local_sgd", "strategy": "ddp2"}, "strategy is 'ddp2'"),
         ({"algorithm": "local_sgd", "precision": "16-mixed"}, "skip different steps"),
-        ({"algorithm": "qadam", "precision": "16-mixed"}, "momenta would contain the loss scale"),
+        ({"algorithm": "qadam", "precision": "16-mixed"}, "momenta would include the loss scale"),
         ({"algorithm": "qadam", "gradient_clip_norm": 1.0}, "no averaged gradient to clip"),
     ],
     ids=str,

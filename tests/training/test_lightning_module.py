@@ -609,9 +609,9 @@ def do_nothing(self, *arguments):
 @pytest.mark.parametrize(
     ("hook", "remedy"),
     [
-        ("optimizer_step", "use warmup_steps"),
-        ("configure_gradient_clipping", "use gradient_clip_norm"),
-        ("configure_callbacks", "use callbacks of the Trainer"),
+        ("optimizer_step", "use the Trainer setting warmup_steps"),
+        ("configure_gradient_clipping", "use the Trainer setting gradient_clip_norm"),
+        ("configure_callbacks", "use the Trainer setting callbacks"),
         ("transfer_batch_to_device", "use on_after_batch_transfer"),
         ("on_before_zero_grad", "use on_train_batch_end"),
         ("on_validation_model_eval", "hpctrain.lightning.Trainer"),
@@ -779,7 +779,7 @@ class Accumulates(Manual):
         (UsesProfiler, "uses self.trainer.profiler, which hpctrain does not provide"),
         (LogsSum, r"log\('count', …\) has reduce_fx='sum'"),
         (LogsOnOneRank, "has rank_zero_only=True"),
-        (LogsAtTheEnd, "called in a hook without metrics"),
+        (LogsAtTheEnd, "called in a hook that cannot log metrics"),
         (LogsOtherSize, "batch_size=3, but the mean is weighted by the 4 samples"),
         (Accumulates, r"gradients for optimizer 0, but did not call its step\(\)"),
     ],

@@ -31,7 +31,7 @@ def test_unknown_metric_is_reported_with_available_ones(tmp_path):
 
     stopping = hpctrain.EarlyStopping("val_los")
     trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, callbacks=stopping)
-    with pytest.raises(hpctrain.UserError, match=r"'val_los', but the validation returned only: val_loss\.$"):
+    with pytest.raises(hpctrain.UserError, match=r"'val_los', but validation returned only: val_loss\.$"):
         trainer.fit(Model(), samples(), samples())
 
 
@@ -44,7 +44,7 @@ def test_missing_metric_is_reported_before_the_first_step(tmp_path, settings):
             return {"f1": super().training_step(batch, batch_idx).detach()}
 
     trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, **settings)
-    with pytest.raises(hpctrain.UserError, match="nope', but the validation returned only: f1"):
+    with pytest.raises(hpctrain.UserError, match="nope', but validation returned only: f1"):
         trainer.fit(Model(), samples(), samples())
     assert not RunDir(tmp_path).metrics.exists()
 

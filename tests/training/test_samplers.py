@@ -493,7 +493,10 @@ class Endless(Sampler[int]):
     [
         (lambda: OwnLoader(Numbers()), "a OwnLoader with its own __iter__"),
         (lambda: DataLoader(Numbers(), batch_size=None), "batch_size=None"),
-        (lambda: DataLoader(Stream(), 4, drop_last=True), "drop_last=True, but its data set is a stream"),
+        (
+            lambda: DataLoader(Stream(), 4, drop_last=True),
+            "drop_last=True, which is not supported for a stream",
+        ),
         (lambda: loader(num_workers=1, multiprocessing_context="fork"), "multiprocessing_context"),
         (
             lambda: DataLoader(
@@ -551,7 +554,7 @@ def test_order_that_changed_since_the_stop_is_refused():
     state = train_steps(make, 1, 7).state
     train_steps(make, 2, 1, after=7, state=state)
     sampler.shift = 1
-    with pytest.raises(hpctrain.UserError, match="another order of epoch 1 than before the stop"):
+    with pytest.raises(hpctrain.UserError, match="a different order for epoch 1 than before the stop"):
         train_steps(make, 2, 1, after=7, state=state)
 
 

@@ -257,7 +257,7 @@ def test_metric_dependent_schedule_is_refused_with_an_alternative():
     module = Tiny()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.optimizer = optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(hpctrain.UserError, match="in the on_validation_end of a callback"):
+    with pytest.raises(hpctrain.UserError, match=r"in the on_validation_end\(\) of a callback"):
         fit(module)
 
 

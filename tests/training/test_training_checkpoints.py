@@ -232,7 +232,7 @@ def test_local_tier_gets_saves_first_and_is_clean_at_the_end(tmp_path):
 
 def test_missing_local_tier_is_not_created_and_saves_go_to_the_run_folder(tmp_path, capsys):
     fit(tmp_path / "run", 4, local_checkpoints=tmp_path / "nope" / "deep")
-    assert "no such folder on this node" in capsys.readouterr().out
+    assert "the folder does not exist on the node of this rank" in capsys.readouterr().out
     assert not (tmp_path / "nope").exists()
     assert steps(tmp_path / "run")[-1] == 4
 

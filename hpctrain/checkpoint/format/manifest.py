@@ -115,7 +115,7 @@ class Manifest:
             content = read_regular(path)
         except FileNotFoundError:
             raise CorruptCheckpoint(
-                f"{folder} has no {MANIFEST_NAME}: it was not written completely."
+                f"{folder} has no {MANIFEST_NAME}: the checkpoint was not written completely."
             ) from None
         except OSError as error:
             raise _unreadable(path, error) from error

@@ -91,7 +91,7 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
             disk hangs in the final call, a valid checkpoint may still appear.
     """
     coordinator, directory = target.coordinator, target.directory
-    failure = f"checkpoint of step {step} was not written to {directory.folder}"
+    failure = f"the checkpoint of step {step} was not written to {directory.folder}"
     token, machine, alike = coordinator.broadcast(
         (new_save_token(), boot_identity(), (step, own.fingerprint)), failure
     )

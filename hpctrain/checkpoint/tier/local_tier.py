@@ -8,7 +8,6 @@ in the background copy.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -100,7 +99,7 @@ class LocalTier:
 
         def mark() -> None:
             if not base.is_dir():
-                raise FileNotFoundError(errno.ENOENT, "no such folder on this node", str(base))
+                raise CheckpointError("the folder does not exist on the node of this rank")
             _make_run_folder(folder)
             marker.touch()
 
@@ -157,7 +156,7 @@ class LocalTier:
             may_skip: if copying is slow, a newer step may replace this step.
         """
         begin = self.target.coordinator.is_main and self._copier.request(step, may_skip=may_skip)
-        if self.target.coordinator.broadcast(begin, f"step {step} in the local tier"):
+        if self.target.coordinator.broadcast(begin, f"scheduling the copy of step {step}"):
             self._copier.start(step)
         self._drop_superseded(keep_newest=True)
 
@@ -266,7 +265,7 @@ def _make_run_folder(folder: Path) -> None:
         problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove it"
     elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:
         problem = f"can be replaced by any user: {folder.parent} has mode {stat.S_IMODE(base.st_mode):04o}"
-        remedy = "Set the sticky bit on that folder (chmod +t)"
+        remedy = f"Set the sticky bit on {folder.parent} (chmod +t)"
     else:
         return
     raise CheckpointError(f"{folder} {problem}. {remedy}, or choose another folder (local_checkpoints)")

@@ -68,7 +68,10 @@ class StepProfiler:
             return
         request = _Request(run, message["number"], rank, message["steps"])
         if not self.counts_steps:
-            request.write_error("the steps of this rank are not counted (HPCTRAIN_STEP_HOOK=0)")
+            request.write_error(
+                "steps are not counted, because HPCTRAIN_STEP_HOOK is 0. Remove this variable from the "
+                "environment of the run"
+            )
         elif self.is_active:
             request.write_error("the rank has not completed the previous profile")
         else:
@@ -92,7 +95,7 @@ class StepProfiler:
         from torch.profiler import ProfilerActivity, profile
 
         if torch._C._autograd._profiler_enabled():
-            raise RuntimeError("the script is using a profiler itself")
+            raise RuntimeError("the script is already using a PyTorch profiler")
         # If the script uses no GPU, the profiler must not initialize CUDA.
         uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         gpu = [ProfilerActivity.CUDA] if uses_gpu else []
@@ -111,7 +114,7 @@ class StepProfiler:
                 stopped.stop()
             num_steps = activity.optimizer_steps - self._first_step + 1
             self._request.write_error(
-                f"the program ended after {num_steps} of {self._request.num_steps} steps"
+                f"the program ended after {num_steps} of the {self._request.num_steps} requested steps"
             )
 
     def _stop(self, request: _Request) -> None:

@@ -59,4 +59,4 @@ def _lost(run: RunDir | None) -> str:
         )
     path, saved = found
     age = format_duration(max(0.0, time.time() - saved))
-    return f"{unused} Work since the script's last checkpoint is lost: {path}, {age} old."
+    return f"{unused} The script's last checkpoint is {path}, {age} old. Later work is lost."

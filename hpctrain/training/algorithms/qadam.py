@@ -53,7 +53,7 @@ class QAdam(Algorithm):
                 )
         if settings.precision == "16-mixed":
             raise UserError(
-                "precision '16-mixed' does not work with algorithm 'qadam': the momenta would contain the "
+                "precision '16-mixed' does not work with algorithm 'qadam': the momenta would include the "
                 "loss scale. Use 'bf16-mixed'."
             )
 

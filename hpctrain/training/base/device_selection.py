@@ -47,7 +47,9 @@ def parse_devices(devices: Devices) -> int | list[int] | None:
     if wanted is None or wanted in (0, []) or (isinstance(wanted, int) and wanted < -1):
         raise UserError(f"devices is {devices!r}; it must be {_FORMS}.")
     if isinstance(wanted, list) and len(set(wanted)) < len(wanted):
-        raise UserError(f"devices is {devices!r}, which lists a device twice. List each device once.")
+        raise UserError(
+            f"devices is {devices!r}, which lists a device more than once. List each device once."
+        )
     return wanted
 
 
@@ -66,27 +68,28 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
     if num_gpus == 0:
         if isinstance(wanted, list):
             raise UserError(
-                f"devices is {devices!r}, but no GPU is visible. Set devices to a number of processes."
+                f"devices is {devices!r}, but no GPU is visible. To train on CPUs, set devices to the number "
+                "of processes."
             )
         return [None] * (1 if wanted in (None, -1) else wanted or 1)
     if isinstance(wanted, list):
         if max(wanted) >= num_gpus:
-            raise UserError(f"devices is {devices!r}, but the last visible GPU is {num_gpus - 1}.")
+            raise UserError(f"devices is {devices!r}, but the last visible GPU has index {num_gpus - 1}.")
         return list(wanted)
     free = [index for index in range(num_gpus) if index not in busy]
     if wanted is None:
         if not free:
             raise UserError(
                 f"devices is {devices!r}, but all {num_gpus} visible GPUs are in use. Wait for a free GPU, "
-                "or name GPUs to share: devices=[0, …]."
+                "or list the GPUs to share: devices=[0, …]."
             )
         return list(free)
     if wanted == -1:
         return list(range(num_gpus))
     if wanted > len(free):
         raise UserError(
-            f"devices is {devices!r}, but other processes leave only {len(free)} of {num_gpus} visible "
-            "GPUs free. Use fewer, wait, or name GPUs to share: devices=[0, …]."
+            f"devices is {devices!r}, but only {len(free)} of {num_gpus} visible GPUs are not in use by "
+            "other processes. Use fewer GPUs, wait, or list the GPUs to share: devices=[0, …]."
         )
     return list(free[:wanted])
 

@@ -32,7 +32,7 @@ class MetricAccumulator:
         if self.values and self.values.keys() != scalars.keys():
             raise UserError(
                 f"training_step returned {sorted(scalars)} for a micro-batch, but {sorted(self.values)} for "
-                "the previous micro-batch. Return the same names every time."
+                "the previous micro-batch. Return the same metrics for every micro-batch."
             )
         tokens = _double(scalars[TOKENS_FIELD]) if TOKENS_FIELD in scalars else None
         parts: dict[str, torch.Tensor | float] = {}

@@ -104,10 +104,10 @@ def _check_supported(loader: DataLoader[Any], name: str) -> None:
         remedy = "Pass its data set, or a DataLoader with the same sampler and collate_fn."
     elif loader.batch_sampler is None and loader.batch_size is None:
         problem = "a DataLoader with batch_size=None, so its elements cannot be divided among the ranks"
-        remedy = "Set batch_size, with a data set that returns single samples."
+        remedy = "Set batch_size, and return single samples from the data set."
     elif is_stream and loader.drop_last:
-        problem = "a DataLoader with drop_last=True, but its data set is a stream, whose samples are all used"
-        remedy = "Remove drop_last: hpctrain weights a short last batch by its samples."
+        problem = "a DataLoader with drop_last=True, which is not supported for a stream"
+        remedy = "Remove drop_last: the remaining samples then form a smaller last batch."
     elif loader.multiprocessing_context is not None:
         problem = "a DataLoader with a multiprocessing_context, but hpctrain starts data workers itself"
         remedy = "Remove multiprocessing_context."

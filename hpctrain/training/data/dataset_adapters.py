@@ -42,8 +42,8 @@ def make_step_source(
     if is_stream(parts.dataset):
         if data_rank.world_size != context.ranks.world_size:
             raise UserError(
-                "train_dataset is a stream, which is divided among the ranks, but with this strategy every "
-                "rank requires complete batches. Use a map-style data set, with __len__ and __getitem__."
+                "train_dataset is a stream, which is divided among the ranks, but with this strategy, every "
+                "rank needs complete batches. Use a map-style data set, with __len__ and __getitem__."
             )
         source = StreamStepSource(parts.dataset, unpacked, data_rank, context, until)
     else:
@@ -72,8 +72,8 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
             )
             raise UserError(
                 f"{name} differs between ranks: {on_first} on rank 0, but {on_other} on rank {rank}. Check "
-                "that all nodes have the same copy of the data and the same settings, and that a sampler "
-                "returns the samples of all ranks."
+                "that all nodes have the same copy of the data and the same settings, and that the "
+                "sampler, if any, returns the samples of all ranks."
             )
 
 

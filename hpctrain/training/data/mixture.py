@@ -52,7 +52,7 @@ class Mixture(ConcatDataset[Any]):
         if len(weights) != len(self.datasets) or min(weights) < 0 or not 0 < total < math.inf:
             raise UserError(
                 f"The weights of the Mixture in step {step} are {weights}, for {len(self.datasets)} data "
-                "sets. Set one finite number of at least 0 for each, and one above 0."
+                "sets. Set one finite, non-negative weight per data set; at least one must be above 0."
             )
         return [weight / total for weight in weights]
 

@@ -99,14 +99,14 @@ class SamplerPlan:
         """Restore the result of `state_dict`.
 
         Raises:
-            UserError: the sampler returns another order than before the stop.
+            UserError: the sampler returns a different order than before the stop.
         """
         self._epoch_ends = list(state["epoch_ends"])
         epoch = len(self._epoch_ends)
         if state["order"] is not None and self.draw(epoch).digest != state["order"]:
             raise UserError(
-                f"{self._what} returned another order of epoch {epoch} than before the stop, so the epoch "
-                "cannot be continued. The order may depend only on the epoch and on random numbers."
+                f"{self._what} returned a different order for epoch {epoch} than before the stop, so the "
+                "epoch cannot be continued. The order may depend only on the epoch and on random numbers."
             )
 
     def last_step(self, _epochs: int) -> int | None:
@@ -189,8 +189,8 @@ class SamplerPlan:
                     indices.append(index(each))
                     if len(indices) > _MAX_SAMPLES:
                         raise UserError(
-                            f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. Limit the "
-                            "length of an epoch."
+                            f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. "
+                            "Shorten the epochs."
                         )
                 if len(indices) > before:
                     ends.append(len(indices))

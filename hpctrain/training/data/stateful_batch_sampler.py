@@ -57,12 +57,12 @@ class StatefulBatchSampler(Sampler[list[int]]):
         if len(dataset) < (global_batch_size if drop_last else 1):
             raise UserError(
                 f"The data set has {len(dataset)} samples, too few for a batch: global_batch_size is "
-                f"{global_batch_size}, drop_last is {drop_last}."
+                f"{global_batch_size} and drop_last is {drop_last}."
             )
         if global_batch_size < self._data_rank.world_size:
             raise UserError(
                 f"global_batch_size is {global_batch_size}, but there are {self._data_rank.world_size} "
-                "ranks. global_batch_size is the total for all ranks. Set it to at least one sample per rank."
+                "ranks. It is the total for all ranks, so set it to at least the number of ranks."
             )
         order = (SampleOrder if shuffle else SequentialOrder)(len(dataset), seed)
         self._plan = BatchPlan(order, global_batch_size, drop_last)

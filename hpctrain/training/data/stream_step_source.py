@@ -127,8 +127,8 @@ class StreamStepSource:
             self._plan.reset(StreamCursor(cursor.epoch))
             self._checkpoints = {}
             remark = (
-                "train_dataset has no state_dict and load_state_dict, so its position is not restored: epoch "
-                f"{cursor.epoch} starts over and repeats {int(taken.sum())} samples."
+                "train_dataset lacks state_dict() or load_state_dict(), so its position is not restored: "
+                f"epoch {cursor.epoch} starts over and repeats {int(taken.sum())} samples."
             )
             return [remark]
         self._plan.reset(cursor, lengths)

@@ -159,8 +159,8 @@ def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
     if settings.keep_best and not validates and settings.monitor.startswith("val_"):
         raise UserError(
             f"keep_best={settings.keep_best} requires the validation metric monitor={settings.monitor!r}, "
-            "but fit() received no validation set. Pass a validation set, or set monitor to a metric of "
-            "training_step, such as 'loss'."
+            "but fit() received no validation set. Pass a validation set, or set monitor to a metric that "
+            "training_step returns, such as 'loss'."
         )
 
 

@@ -180,7 +180,7 @@ class _SampleMeans:
         if sums and sums.keys() != scalars.keys():
             raise UserError(
                 f"{self.origin} returned {sorted(scalars)} for a batch, but {sorted(sums)} for earlier "
-                "batches. Return the same names every time."
+                "batches. Return the same metrics for every batch."
             )
         for name, mean in scalars.items():
             sums[name] = sums.get(name, 0.0) + mean.to(self._context.device).double() * num_samples

@@ -54,8 +54,9 @@ class LightningTrainStep(TrainStep):
         )
         if needs_epochs and self._source.exchanges_ends:
             raise UserError(
-                f"{type(self._module).__name__} has on_train_epoch_end or a schedule with interval='epoch', "
-                "but the training data is a stream, whose epochs end at an unknown step. Use steps."
+                f"{type(self._module).__name__} has on_train_epoch_end or a scheduler with interval='epoch', "
+                "but the number of steps per epoch is unknown, because the training data is a stream. Use "
+                "on_train_batch_end or interval='step' instead."
             )
         if self._is_manual:
             run.backward = self._backward

@@ -195,7 +195,8 @@ class TrainStep:
         if not (scalars["loss"].requires_grad or self._runs_backward):
             raise UserError(
                 f"{self._origin} returned a loss that does not depend on trainable parameters. Return the "
-                "loss tensor without item() or detach(), with at least one unfrozen parameter."
+                "loss tensor without calling item() or detach(), and make sure that at least one parameter "
+                "is trainable."
             )
         return scalars
 

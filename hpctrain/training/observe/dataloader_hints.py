@@ -27,7 +27,7 @@ def warn_too_many_workers(num_workers: int, cpus: int) -> str | None:
         return None
     return (
         f"num_workers is {num_workers}, but each rank has only {pluralize(cpus, 'CPU')}, which the workers "
-        f"share. Request more with --cpus-per-task, or set num_workers={cpus}."
+        f"share. Request more CPUs with --cpus-per-task, or set num_workers={cpus}."
     )
 
 
@@ -45,8 +45,8 @@ def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: 
     said = f"{waited_s / all_s:.0%} of the time was spent waiting for data with num_workers={num_workers}"
     more = min(max(2 * num_workers, 1), cpus)
     if more > num_workers:
-        return f"{said}: try num_workers={more}; each rank has {pluralize(cpus, 'CPU')}."
+        return f"{said}. Each rank has {pluralize(cpus, 'CPU')}: try num_workers={more}."
     return (
-        f"{said}, and each rank has only {pluralize(cpus, 'CPU')}: request more with --cpus-per-task, "
-        "or make loading cheaper."
+        f"{said}, and each rank has only {pluralize(cpus, 'CPU')}. Request more CPUs with "
+        "--cpus-per-task, or make data loading cheaper."
     )

@@ -45,7 +45,7 @@ class LoggerProcess:
         if loggers and run is None:
             names = ", ".join(logger.name for logger in loggers)
             print_message(
-                f"hpctrain: no run folder, so these loggers receive no metrics: {names}. "
+                f"hpctrain: there is no run folder, so these loggers receive no metrics: {names}. "
                 "Set Trainer(run_dir=…)."
             )
         elif loggers and run is not None:

@@ -78,7 +78,7 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
         outer = [other for other in chosen if name.startswith(f"{other}.")]
         if outer:
             raise UserError(
-                f"recompute matches {name!r} and also {outer[0]!r}, which contains it. Choose only one."
+                f"recompute matches {name!r} and {outer[0]!r}, which contains it. Choose only one of them."
             )
     return chosen
 

@@ -50,8 +50,9 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
         if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in schedulers):
             raise UserError(
                 f"{origin} returned a ReduceLROnPlateau, which requires a metric. Schedulers advance after "
-                "every optimizer step, without a metric. Call its step() in the on_validation_end of a "
-                "callback, and save and restore it in the callback's state_dict() and load_state_dict()."
+                "every optimizer step, without a metric. Do not return this scheduler. Instead, call its "
+                "step() in the on_validation_end() of a callback, and save and restore its state in the "
+                "callback's state_dict() and load_state_dict()."
             )
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise UserError(
@@ -168,7 +169,7 @@ def ignored_hyperparameters(
                 which = f" of optimizer {number}" if len(optimizers) > 1 else ""
                 found[
                     f"{name}{which} remains {saved!r}, the value in the checkpoint, although the script now "
-                    f"sets {asked!r}. To change it in a resumed run, set it in the on_fit_start of a "
+                    f"sets {asked!r}. To change it in a resumed run, set it in the on_fit_start() of a "
                     "callback, which is called after the checkpoint is loaded."
                 ] = None
     return list(found)
@@ -184,8 +185,8 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     ours = {name for group in optimizer.param_groups for name in group}
     if (more := theirs - ours) and (less := ours - theirs):
         raise ValueError(
-            f"the optimizer in the checkpoint has {', '.join(sorted(more))}, but the optimizer of the "
-            f"script has {', '.join(sorted(less))}."
+            f"the optimizer in the checkpoint has the options {', '.join(sorted(more))}, but the optimizer "
+            f"of the script has {', '.join(sorted(less))} instead."
         )
 
 

@@ -239,7 +239,7 @@ class CheckpointManager:
         if saved.finite is False:
             fields["finite"] = False
             self._progress.print_message(
-                f"hpctrain: {saved.path} contains parameters or optimizer states that are not finite."
+                f"hpctrain: {saved.path} contains NaN or infinite values in parameters or optimizer states."
             )
         if saved.score is not None:
             fields |= {

@@ -61,8 +61,8 @@ class Checkpointer:
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise UserError(
-                    f"Checkpointer received {name}={type(value).__name__}(…), which has no state_dict() and "
-                    "load_state_dict(). Remove the object, or add these methods."
+                    f"Checkpointer received {name}={type(value).__name__}(…), which lacks state_dict() or "
+                    "load_state_dict(). Remove the object, or add both methods."
                 )
         self._replicas = [each for each in objects.values() if isinstance(each, DistributedDataParallel)]
         self._objects = {
@@ -199,7 +199,7 @@ class Checkpointer:
     def _restore(self, loaded: LoadedCheckpoint) -> None:
         if loaded.state.keys() != self._objects.keys():
             raise UserError(
-                f"{loaded.path} has {', '.join(sorted(loaded.state))}, but the script passes "
+                f"{loaded.path} contains {', '.join(sorted(loaded.state))}, but the script passes "
                 f"{', '.join(sorted(self._objects))} to Checkpointer. Pass the same names, or start a new "
                 "run in a new folder."
             )

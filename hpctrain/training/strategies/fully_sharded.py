@@ -147,7 +147,7 @@ class FullyShardedBase(Strategy):
             return None
         if self.context.all_reduce_min(float(fits_unsharded(self.module, self.context.device))) < 1:
             return (
-                "the complete module does not fit into the memory of a device, so it remains sharded after "
+                "the complete module does not fit into the memory of one device, so it remains sharded after "
                 "training. Use `hpctrain checkpoints export` to write the weights of a checkpoint to a file."
             )
         unshard_module(self.module)

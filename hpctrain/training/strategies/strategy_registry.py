@@ -30,8 +30,8 @@ STRATEGIES: Registry[Strategy] = Registry(
     refused={
         "tpu": "hpctrain does not support TPUs. Use PyTorch/XLA.",
         "ddp_find_unused_parameters_true": "use 'ddp' with find_unused_parameters=True.",
-        "bagua": "its algorithms are built in. Use 'ddp' with an algorithm, e.g. algorithm='bytegrad'.",
-        "deepspeed": "its ZeRO stages are built in. Use 'zero1', 'zero2' or 'zero3'.",
+        "bagua": "hpctrain provides its algorithms. Use 'ddp' with an algorithm, e.g. algorithm='bytegrad'.",
+        "deepspeed": "hpctrain provides its ZeRO stages. Use 'zero1', 'zero2' or 'zero3'.",
     },
 )
 
