@@ -19,15 +19,18 @@ from operator import index
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from hpctrain.errors import UserError
 from hpctrain.training.base.rng import derive_seed, seeded_rng
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
 from hpctrain.training.data.dataloader_parts import DataLoaderParts
+from hpctrain.training.data.length_grouped_batch_sampler import LengthGroupedBatchSampler
 
 #: Maximum length of an epoch: 1 GB of indices. A longer epoch is probably endless.
 _MAX_SAMPLES = 1 << 27
+#: Samplers whose epochs have the same number of batches.
+_CONSTANT_SAMPLERS = RandomSampler, SubsetRandomSampler, WeightedRandomSampler, LengthGroupedBatchSampler
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,10 @@ class SamplerPlan:
                 "cannot be continued. The order may depend only on the epoch and on random numbers."
             )
 
-    def last_step(self, _epochs: int) -> int | None:
-        """Return the last step of a training, unknown because epochs may have different lengths."""
-        return None
+    def last_step(self, epochs: int) -> int | None:
+        """Return the last step of a training; None if epochs may have different lengths."""
+        is_constant = type(self._parts.sampler) in _CONSTANT_SAMPLERS
+        return len(self.draw(0).ends) * epochs if is_constant else None
 
     def epochs_completed(self, step: int) -> int:
         """Return the number of epochs that end at or before `step`, which was planned before."""

@@ -13,7 +13,7 @@ from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.dataloader_parts import DataLoaderParts
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
-from hpctrain.training.data.mixture import Mixture, MixtureOrder
+from hpctrain.training.data.mixture import Mixture, MixtureOrder, contains_mixture
 from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.sampler_plan import SamplerPlan
 
@@ -214,6 +214,11 @@ def _make_plan(
         UserError: the sampler is not usable, or there is no batch.
     """
     batch_size, seed = loading.global_batch_size, loading.seed
+    if contains_mixture(parts.dataset):
+        raise UserError(
+            f"{name} is a {type(parts.dataset).__name__} that contains a Mixture, whose weights would be "
+            "ignored. Pass a single Mixture, of subsets if necessary."
+        )
     if isinstance(parts.dataset, Mixture):
         if parts.sampler is not None:
             raise UserError(
