@@ -304,25 +304,25 @@ class LightningRun:
         return {name: float(self._module.get_submodule(path).compute()) for name, path in parts}
 
 
+def _make_step(kind: str) -> Callable[..., Any]:
+    def step(module: Any, *arguments: Any, **named: Any) -> Any:
+        return module._hpctrain.run_step(kind, arguments, named)
+
+    return step
+
+
 class LightningSteps:
     """Methods that replace those of a LightningModule while it is trained or evaluated."""
 
     _hpctrain: LightningRun
 
-    def training_step(self, *arguments: Any, **named: Any) -> Any:
-        return self._hpctrain.run_step("training", arguments, named)
+    training_step = _make_step("training")
+    validation_step = _make_step("validation")
+    test_step = _make_step("test")
+    predict_step = _make_step("predict")
 
     def training_step_end(self, outputs: Any) -> Any:
         return outputs  # `run_step` has called the user's method
-
-    def validation_step(self, *arguments: Any, **named: Any) -> Any:
-        return self._hpctrain.run_step("validation", arguments, named)
-
-    def test_step(self, *arguments: Any, **named: Any) -> Any:
-        return self._hpctrain.run_step("test", arguments, named)
-
-    def predict_step(self, *arguments: Any, **named: Any) -> Any:
-        return self._hpctrain.run_step("predict", arguments, named)
 
     def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
         """Return optimizers and schedules in hpctrain's form.
@@ -373,6 +373,7 @@ class LightningSchedule:
         self._module, self._run, self._scheduler, self._frequency = module, run, scheduler, frequency
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
         needs_metric = reduce_on_plateau or isinstance(scheduler, plateau)
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
         self._monitor = monitor if needs_metric else None
         self.is_per_epoch = interval == "epoch" and not needs_metric
         misses_metric = interval == "step" or monitor is None or not run.validates
@@ -407,13 +408,6 @@ class LightningSchedule:
                 f"A schedule monitors {self._monitor!r}, but the validation returned only: {names}."
             )
         self._module.lr_scheduler_step(self._scheduler, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._scheduler.load_state_dict(state_dict)
 
 
 class LightningHooks(Callback):

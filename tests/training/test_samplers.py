@@ -30,6 +30,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hpctrain
+from hpctrain.training.base.rng import seeded_rng
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import LoaderConfig
@@ -279,6 +280,13 @@ def test_length_groups_save_padding():
     assert padded < 1.1 * int(lengths.sum())
     means = torch.stack([batch.float().mean() for batch in batches])
     assert abs(means[: len(means) // 2].mean() - means[len(means) // 2 :].mean()) < 150  # in random order
+
+
+def test_samples_of_equal_length_keep_their_random_order():
+    with seeded_rng(1):
+        expected = {tuple(batch.tolist()) for batch in torch.randperm(200).split(10)}
+    with seeded_rng(1):
+        assert {*map(tuple, hpctrain.LengthGroupedBatchSampler([7] * 200, 10))} == expected
 
 
 # Trainings.

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import islice
 from operator import index
 from typing import Any
 
@@ -132,11 +132,6 @@ class SamplerPlan:
         low, high = data_rank.part(len(batch))
         return RankBatch(step, epoch, number, len(batch), data_rank.largest(len(batch)), batch[low:high])
 
-    def padding_sample(self, step: int) -> torch.Tensor:
-        """Return a sample of the batch, of shape [1], for a rank without samples in `step`."""
-        epoch, number = self._locate(step)
-        return self.draw(epoch).batch(number)[:1]
-
     def draw(self, epoch: int) -> DrawnEpoch:
         """Return the order of an epoch."""
         if epoch not in self._drawn:
@@ -156,7 +151,7 @@ class SamplerPlan:
         sampler, ends = self._parts.sampler, array("q")
         assert sampler is not None
         seed = derive_seed(self._seed, "sampler", epoch)
-        for part in _nested_samplers(sampler, set()):
+        for part in _nested_samplers(sampler):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             for value in getattr(part, "__dict__", {}).values():
@@ -189,13 +184,12 @@ class SamplerPlan:
         try:
             for batch in sampler if self._parts.yields_batches else [sampler]:
                 before = len(indices)
-                for each in batch:
-                    indices.append(index(each))
-                    if len(indices) > _MAX_SAMPLES:
-                        raise UserError(
-                            f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. Limit the "
-                            "length of an epoch."
-                        )
+                indices.extend(map(index, islice(batch, _MAX_SAMPLES + 1 - before)))
+                if len(indices) > _MAX_SAMPLES:
+                    raise UserError(
+                        f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. Limit the "
+                        "length of an epoch."
+                    )
                 if len(indices) > before:
                     ends.append(len(indices))
         except TypeError as error:
@@ -203,17 +197,14 @@ class SamplerPlan:
         return indices
 
 
-def _nested_samplers(sampler: Any, seen: set[int]) -> Iterator[Any]:
+def _nested_samplers(sampler: Any) -> Iterator[Any]:
     """Yield a sampler and the samplers that it contains."""
-    if id(sampler) in seen:
-        return
-    seen.add(id(sampler))
-    yield sampler
-    for value in list(getattr(sampler, "__dict__", {}).values()):
-        several = value if isinstance(value, list | tuple) else [value]
-        yield from chain.from_iterable(
-            _nested_samplers(each, seen) for each in several if isinstance(each, Sampler)
-        )
+    found = [sampler]
+    for each in found:
+        yield each
+        for value in getattr(each, "__dict__", {}).values():
+            several = value if isinstance(value, list | tuple) else [value]
+            found += [one for one in several if isinstance(one, Sampler) and one not in found]
 
 
 def _reseed(value: Any, seed: int) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from hpctrain.errors import UserError
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.dataloader_parts import DataLoaderParts
@@ -149,7 +151,7 @@ class MapStepSource:
                 parts = rank_batch.parts(self.micro_batch_size)
                 coming.append((rank_batch, parts))
                 for low, high in parts:
-                    indices = rank_batch.indices[low:high] if low < high else self._plan.padding_sample(step)
+                    indices = rank_batch.indices[low:high] if low < high else self._padding_sample(step)
                     yield self._plan.seed_round(rank_batch), indices
 
         def several(parts: list[tuple[int, int]], first: Any) -> Iterator[MicroBatch]:
@@ -175,7 +177,7 @@ class MapStepSource:
         rank_batch = self._plan.rank_batch(step, self._data_rank)
         # The largest share of any step: the next step may be the shorter last step of an epoch.
         most = self._data_rank.largest(self._plan.max_batch_size)
-        some = rank_batch.indices if len(rank_batch.indices) else self._plan.padding_sample(rank_batch.step)
+        some = rank_batch.indices if len(rank_batch.indices) else self._padding_sample(step)
 
         def batch_of(count: int) -> Any:
             indices = some.repeat(-(-count // len(some)))[:count]
@@ -197,6 +199,10 @@ class MapStepSource:
     @property
     def finished(self) -> bool:
         return self._is_last(self._step)
+
+    def _padding_sample(self, step: int) -> torch.Tensor:
+        """Return a sample of the batch, of shape [1], for a rank without samples in `step`."""
+        return self._plan.rank_batch(step, DataRank(0, self._data_rank.world_size)).indices[:1]
 
     def _is_last(self, step: int) -> bool:
         """Return true if `step`, which was planned before, is not before the end of the training."""
