@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,9 +89,9 @@ class TrainerProxy(_Provided):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Results of the latest validation."""
-        state = self._run.state
-        return {} if state is None else {name: torch.tensor(mean) for name, mean in state.validation.items()}
+        """Results of the latest validation, or of the evaluation that is ending."""
+        validation = {} if self._run.state is None else self._run.state.validation
+        return {name: torch.tensor(mean) for name, mean in {**validation, **self._run.results}.items()}
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -111,6 +111,7 @@ class LightningRun:
         num_samples: samples in the current batch; 0 for a spare batch, None if unknown.
         batch_idx: number of the current training batch in its epoch.
         last: output and batch of the last training step, for `on_train_batch_end`.
+        results: metrics of an evaluation, while its last hooks run.
         backward: implementation of `manual_backward`.
     """
 
@@ -124,8 +125,13 @@ class LightningRun:
         self.num_samples: int | None = None
         self.batch_idx = 0
         self.last: tuple[Mapping[str, Any], Any] = ({}, None)
+        self.results: dict[str, float] = {}
         self.backward: Callable[..., None]
         self._logged: dict[str, Any] | None = None
+        hook = "on_after_batch_transfer"
+        self._change_batch = getattr(datamodule if overrides(datamodule, hook) else module, hook)
+        #: Batch sizes of the DataLoaders; scripts pass them to `self.log` even for smaller batches.
+        self._batch_sizes: set[int | None] = set()
         #: Paths of the torchmetrics metrics that were logged.
         self._metrics: dict[str, str] = {}
         self._has_started = self._is_in_step = False
@@ -160,6 +166,7 @@ class LightningRun:
         if type(given).__name__ == "CombinedLoader":
             raise UserError(f"{method}() returned a CombinedLoader. Return one DataLoader.")
         self.validates = self.validates and (name != "val" or given is not None)
+        self._batch_sizes.add(getattr(given, "batch_size", None))
         return given
 
     @contextmanager
@@ -186,7 +193,7 @@ class LightningRun:
             problem = f"has reduce_fx={reduce_fx!r}, but hpctrain logs only means"
         elif options.get("rank_zero_only"):
             problem = "has rank_zero_only=True, but hpctrain always logs the mean over all ranks"
-        elif size is not None and self.num_samples and size != self.num_samples:
+        elif self.num_samples and size not in (None, self.num_samples, *self._batch_sizes):
             problem = (
                 f"has batch_size={size}, but the mean is weighted by the {self.num_samples} samples of the "
                 "batch. Log a mean over samples, without batch_size"
@@ -223,15 +230,16 @@ class LightningRun:
         step, end = getattr(own, f"{kind}_step"), getattr(own, f"{kind}_step_end", None)
         if self._is_in_step:
             return step(*arguments, **named)
-        batch, batch_idx = own.on_after_batch_transfer(arguments[0], 0), arguments[1]
+        batch, batch_idx = self._change_batch(arguments[0], 0), arguments[1]
         name, hook = type(self._module).__name__, f"on_{kind.removesuffix('ing')}_batch"
         with self.logging() as logged:
             if getattr(own, f"{hook}_start")(batch, batch_idx) == -1:
                 raise UserError(f"{name}.{hook}_start returned -1. To end training, set trainer.should_stop.")
             self._is_in_step = True
             try:
-                takes_idx = "batch_idx" in inspect.signature(step).parameters
-                output = step(batch, batch_idx) if takes_idx else step(batch)
+                kinds = [each.kind for each in signature(step).parameters.values()]
+                takes_one = kinds.count(Parameter.POSITIONAL_OR_KEYWORD) == 1
+                output = step(batch) if takes_one else step(batch, batch_idx)
                 output = output if end is None else end(output)
             finally:
                 self._is_in_step = False
@@ -268,18 +276,11 @@ class LightningRun:
             UserError: the ranks log different names at the end.
         """
         hook, self.num_samples = f"on_{method.removesuffix('_step')}", None
+        self.results = {**means, **self._compute_metrics()}
         with self.logging() as logged:
             getattr(self._module, f"{hook}_epoch_end")()
-        # A rank without samples has logged no metric, but must take part in its exchange.
-        for paths in self._context.all_gather(self._metrics):
-            self._metrics.update(paths)
-        computed = {
-            name: float(self._module.get_submodule(path).compute())
-            for name, path in sorted(self._metrics.items())
-        }
+        computed = self._compute_metrics()  # the hook may log more
         self.reset_metrics()
-        getattr(self._module, f"{hook}_end")()
-        self.proxy.validating = self.proxy.sanity_checking = False
         first, *others = gathered = self._context.all_gather({name: float(logged[name]) for name in logged})
         for rank, values in enumerate(others, 1):
             if values.keys() != first.keys():
@@ -288,7 +289,26 @@ class LightningRun:
                     f"{sorted(values)} on rank {rank}. Log the same names on every rank."
                 )
         at_end = {name: sum(each[name] for each in gathered) / len(gathered) for name in first}
-        return {**means, **computed, **at_end}
+        self.results = results = {**means, **computed, **at_end}
+        getattr(self._module, f"{hook}_end")()
+        self.proxy.validating = self.proxy.sanity_checking = False
+        self.results = {}
+        return results
+
+    def _compute_metrics(self) -> dict[str, float]:
+        """Return the values of the torchmetrics metrics that were logged. All ranks must call this."""
+        # A rank without samples has logged no metric, but must take part in its exchange.
+        for paths in self._context.all_gather(self._metrics):
+            self._metrics.update(paths)
+        parts = sorted(self._metrics.items())
+        return {name: float(self._module.get_submodule(path).compute()) for name, path in parts}
+
+
+def _make_step(kind: str) -> Callable[..., Any]:
+    def step(module: Any, *arguments: Any, **named: Any) -> Any:
+        return module._hpctrain.run_step(kind, arguments, named)
+
+    return step
 
 
 class LightningSteps:
@@ -296,20 +316,13 @@ class LightningSteps:
 
     _hpctrain: LightningRun
 
-    def training_step(self, *arguments: Any, **named: Any) -> Any:
-        return self._hpctrain.run_step("training", arguments, named)
+    training_step = _make_step("training")
+    validation_step = _make_step("validation")
+    test_step = _make_step("test")
+    predict_step = _make_step("predict")
 
     def training_step_end(self, outputs: Any) -> Any:
         return outputs  # `run_step` has called the user's method
-
-    def validation_step(self, *arguments: Any, **named: Any) -> Any:
-        return self._hpctrain.run_step("validation", arguments, named)
-
-    def test_step(self, *arguments: Any, **named: Any) -> Any:
-        return self._hpctrain.run_step("test", arguments, named)
-
-    def predict_step(self, *arguments: Any, **named: Any) -> Any:
-        return self._hpctrain.run_step("predict", arguments, named)
 
     def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
         """Return optimizers and schedules in hpctrain's form.
@@ -354,10 +367,13 @@ class LightningSchedule:
         interval: str = "epoch",
         frequency: int = 1,
         monitor: str | None = None,
+        reduce_on_plateau: bool = False,
         **_: Any,
     ) -> None:
         self._module, self._run, self._scheduler, self._frequency = module, run, scheduler, frequency
-        needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        needs_metric = reduce_on_plateau or isinstance(scheduler, plateau)
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
         self._monitor = monitor if needs_metric else None
         self.is_per_epoch = interval == "epoch" and not needs_metric
         misses_metric = interval == "step" or monitor is None or not run.validates
@@ -390,13 +406,6 @@ class LightningSchedule:
             names = ", ".join(sorted(metrics))
             raise UserError(f"A scheduler monitors {self._monitor!r}, but validation returned only: {names}.")
         self._module.lr_scheduler_step(self._scheduler, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._scheduler.load_state_dict(state_dict)
 
 
 class LightningHooks(Callback):
@@ -515,6 +524,7 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
 def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
     """Return the optimizers and schedule dicts in a result of Lightning's `configure_optimizers`."""
     schedules: list[Any] = []
+    monitor = answer.get("monitor") if isinstance(answer, Mapping) else None
     match answer:
         case [[*optimizers], [*schedules]]:
             pass
@@ -526,8 +536,11 @@ def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
             pass
         case _:
             optimizers = [answer]
-    given = [each for each in schedules if each is not None]
-    return optimizers, [dict(each) if isinstance(each, Mapping) else {"scheduler": each} for each in given]
+    return optimizers, [
+        dict(each) if isinstance(each, Mapping) else {"scheduler": each, "monitor": monitor}
+        for each in schedules
+        if each is not None
+    ]
 
 
 def _clip_gradients(optimizer: torch.optim.Optimizer, limit: float, algorithm: str) -> None:

@@ -49,8 +49,8 @@ _BATCH = (
 )
 _RANKS = "is set by the launcher. Without a launcher, set devices"
 _DATA = "is not a Trainer setting: pass the data sets to fit()"
-#: Values of Lightning's `logger` that name no logger.
-_NO_LOGGERS = (True, False, None)
+#: Values of Lightning's settings that change nothing.
+_NO_EFFECT = {"accelerator": ("auto",), "callbacks": (None,), "logger": (True, False, None)}
 #: Callbacks of Lightning, and what replaces them.
 _CALLBACKS = {
     "EarlyStopping": "hpctrain.EarlyStopping",
@@ -292,9 +292,7 @@ def canonical_settings(given: dict[str, object], known: Iterable[str]) -> dict[s
     result: dict[str, object] = {}
     spelled: dict[str, str] = {}
     for name, value in given.items():
-        if name == "logger" and any(value is each for each in _NO_LOGGERS):
-            continue
-        if name == "callbacks" and value is None:
+        if any(type(value) is type(each) and value == each for each in _NO_EFFECT.get(name, ())):
             continue
         setting = name if name in known else ALIASES.get(name, name)
         if setting in spelled:

@@ -107,7 +107,8 @@ class Trainer(TrainerConfig):
         self.ending = None
         devices = self._own_devices()
         if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.single_process)):
-            self._fit_in_processes(devices, module, train_dataset, val_dataset, datamodule)
+            data = {"train_dataset": train_dataset, "val_dataset": val_dataset, "datamodule": datamodule}
+            self._fit_in_processes(devices, module, data)
             return
         # Install handlers only after the rendezvous: earlier stop signals end the process immediately,
         # because the ranks cannot agree on a stop yet.
@@ -226,14 +227,7 @@ class Trainer(TrainerConfig):
     def _strategy(self) -> type[Strategy]:
         return find_strategy(self.strategy, os.environ)
 
-    def _fit_in_processes(
-        self,
-        devices: list[int | None],
-        module: Any,
-        train_dataset: Any,
-        val_dataset: Any,
-        datamodule: Any,
-    ) -> None:
+    def _fit_in_processes(self, devices: list[int | None], module: Any, data: dict[str, Any]) -> None:
         result = spawn_ranks(
             devices,
             _run_rank,
@@ -243,9 +237,7 @@ class Trainer(TrainerConfig):
             strategy=self._strategy,
             algorithm=type(find_algorithm(self.algorithm)),
             module=module,
-            train_dataset=train_dataset,
-            val_dataset=val_dataset,
-            datamodule=datamodule,
+            data=data,
         )
         module.load_state_dict(result.weights)
         self.step, self.metrics = result.step, result.metrics
@@ -276,9 +268,7 @@ def _run_rank(
     strategy: type[Strategy],
     algorithm: type[Algorithm],
     module: Any,
-    train_dataset: Any,
-    val_dataset: Any,
-    datamodule: Any,
+    data: dict[str, Any],
 ) -> SpawnResult:
     """Run one rank in a process that another process's trainer started."""
     # The script may have registered these classes, but the script does not run in this process.
@@ -289,7 +279,7 @@ def _run_rank(
     # The device is already chosen, so a warning would be wrong.
     trainer.devices = None
     # The marker belongs to the call in the parent process.
-    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, train_dataset, val_dataset, datamodule)
+    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, **data)
     weights = {
         name: value.cpu() if isinstance(value, torch.Tensor) else value
         for name, value in module.state_dict().items()

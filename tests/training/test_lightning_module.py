@@ -98,6 +98,16 @@ def test_steps_return_a_loss_or_a_dict_with_it(tmp_path):
     fit(other, run_dir=tmp_path / "other", max_steps=1, max_epochs=None)
     (loss,), (doubled,) = metrics(tmp_path / "one", "loss"), metrics(tmp_path / "other", "loss")
     assert doubled == 2 * loss
+
+    class OtherName(Line):
+        def training_step(self, batch, number):
+            return super().training_step(batch, number)
+
+    class AnyArguments(Line):
+        def training_step(self, *arguments):
+            return super().training_step(*arguments)
+
+    assert fit(OtherName()).step == fit(AnyArguments()).step == 6
     assert not metrics(tmp_path / "other", "prediction")
 
 
@@ -135,7 +145,7 @@ def test_logged_values_are_means_over_the_samples(tmp_path):
             self.log(
                 "train_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=len(batch[0])
             )
-            self.log_dict({"size": len(batch[0]), "number": batch_idx}, sync_dist=True)
+            self.log_dict({"size": len(batch[0]), "number": batch_idx}, sync_dist=True, batch_size=4)
             return loss
 
         def on_train_epoch_end(self):
@@ -171,10 +181,19 @@ def test_metrics_are_computed_over_the_validation_set(tmp_path):
         def validation_step(self, batch, batch_idx):
             self.both.update(batch[0])
             self.log_dict(self.both)
+            self.log("size", len(batch[0]))
 
-    trainer = fit(Metrics(), loader(), loader(), run_dir=tmp_path)
-    expected = {"MeanMetric": X.mean().item(), "MinMetric": X.min().item()}
-    assert trainer.metrics == pytest.approx(expected, rel=1e-5)
+        def on_validation_epoch_end(self):
+            if not self.trainer.sanity_checking:
+                self.seen = dict(self.trainer.callback_metrics)
+            self.log("constant", 1)
+
+    module = Metrics()
+    trainer = fit(module, loader(), loader(), run_dir=tmp_path)
+    expected = {"MeanMetric": X.mean().item(), "MinMetric": X.min().item(), "size": 3.6}
+    assert module.seen.pop("constant") == 1  # of the validation before
+    assert module.seen == pytest.approx(expected, rel=1e-5)
+    assert trainer.metrics == pytest.approx({**expected, "constant": 1}, rel=1e-5)
 
 
 @row("`self.trainer`, `self.device`, `self.global_rank`, `self.local_rank`, `self.print`")
@@ -325,6 +344,14 @@ def sgd(module):
                     ),
                     "monitor": "val",
                 },
+            },
+            [1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5],
+        ),
+        (
+            lambda optimizer, halve: {
+                "optimizer": optimizer,
+                "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+                "monitor": "val",
             },
             [1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5],
         ),
@@ -492,8 +519,15 @@ def test_batches_can_be_changed_on_the_device(tmp_path):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return batch[0], torch.zeros(len(batch[0]), 1)
 
-    fit(Changed(), run_dir=tmp_path, max_epochs=30)
-    assert metrics(tmp_path, "loss")[-1] < 0.01
+    fit(Changed(), run_dir=tmp_path / "module", max_epochs=30)
+    assert metrics(tmp_path / "module", "loss")[-1] < 0.01
+
+    class ChangingData(Data):
+        on_after_batch_transfer = Changed.on_after_batch_transfer
+
+    trainer = hpctrain.Trainer(max_epochs=30, run_dir=tmp_path / "data")
+    trainer.fit(Line(), datamodule=ChangingData())
+    assert metrics(tmp_path / "data", "loss")[-1] < 0.01
 
 
 @row("`configure_model`, `setup`, `prepare_data`, `teardown`")

@@ -22,6 +22,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -29,6 +30,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hpctrain
+from hpctrain.training.base.rng import seeded_rng
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import LoaderConfig
@@ -259,6 +261,18 @@ def test_impossible_weights_are_refused(weights):
         hpctrain.Mixture([Numbers(), Numbers()], weights)
 
 
+def test_empty_data_set_of_a_mixture_is_refused():
+    with pytest.raises(hpctrain.UserError, match="Data set 1 of the Mixture is empty"):
+        hpctrain.Mixture([Numbers(), Numbers(0)], [1, 1])
+
+
+def test_mixture_in_another_data_set_is_refused():
+    inner = hpctrain.Mixture([Numbers(), Numbers()], [1, 3])
+    for data in (Subset(inner, [1]), hpctrain.Mixture([Numbers(), inner], [1, 1])):
+        with pytest.raises(hpctrain.UserError, match="contains a Mixture, whose weights"):
+            steps_of(data)
+
+
 def test_length_groups_save_padding():
     lengths = torch.randint(1, 1000, (2000,), generator=torch.Generator().manual_seed(1))
     batches = [lengths[batch] for batch in hpctrain.LengthGroupedBatchSampler(lengths.tolist(), 16)]
@@ -266,6 +280,13 @@ def test_length_groups_save_padding():
     assert padded < 1.1 * int(lengths.sum())
     means = torch.stack([batch.float().mean() for batch in batches])
     assert abs(means[: len(means) // 2].mean() - means[len(means) // 2 :].mean()) < 150  # in random order
+
+
+def test_samples_of_equal_length_keep_their_random_order():
+    with seeded_rng(1):
+        expected = {tuple(batch.tolist()) for batch in torch.randperm(200).split(10)}
+    with seeded_rng(1):
+        assert {*map(tuple, hpctrain.LengthGroupedBatchSampler([7] * 200, 10))} == expected
 
 
 # Trainings.
@@ -425,7 +446,10 @@ def test_a_batch_of_the_loader_is_for_all_ranks():
     assert steps_of(loader()) == ([5, 5], [])
     sizes, (remark,) = steps_of(loader(), 2)
     assert sizes == [5, 5]
-    assert remark.startswith("a batch of train_dataset has 5 samples for all 2 ranks together")
+    assert "divided among all 2 ranks, so a step trains 5 samples" in remark
+    assert remark.endswith("set Trainer(global_batch_size=10)")
+    sizes, remarks = steps_of(DataLoader(Numbers(), batch_sampler=[[1, 2, 3]]), 2)
+    assert (sizes, remarks) == ([3, 3], ["each batch of the DataLoader is divided among all 2 ranks"])
     assert steps_of(loader(), 2, global_batch_size=10) == ([10, 10], [])
     assert steps_of(DataLoader(Numbers(), batch_sampler=[[1, 2, 3]]), global_batch_size=3) == ([3, 3], [])
     assert steps_of(DataLoader(Stream(), 4)) == ([4, 4], [])
@@ -524,6 +548,16 @@ def test_unsupported_loader_is_refused(monkeypatch, make, message):
     monkeypatch.setattr("hpctrain.training.data.sampler_plan._MAX_SAMPLES", 99)
     with pytest.raises(hpctrain.UserError, match=message):
         hpctrain.Trainer(max_steps=1).fit(Regression(), make())
+
+
+def last_step(kind: str) -> int | None:
+    return source_maker(LOADERS[kind])(DataRank(0, 1), ALONE).last_step
+
+
+def test_last_step_is_known_if_epochs_have_the_same_length():
+    kinds = ("weighted", "weighted, drop_last", "replacement", "batch sampler", "lengths", "mixture")
+    assert [last_step(kind) for kind in kinds] == [3 * n for n in (4, 3, 6, 3, 6, 5)]
+    assert last_step("own generators") is last_step("buckets") is None
 
 
 def test_another_sampler_cannot_resume(tmp_path):

@@ -24,6 +24,7 @@ from hpctrain.training.trainer_config import TrainerConfig
         ({"precision": "32-true"}, "precision", "32"),
         ({"logger": False}, "loggers", []),
         ({"callbacks": None}, "callbacks", ()),
+        ({"accelerator": "auto", "devices": "auto"}, "devices", "auto"),
     ],
 )
 def test_settings_of_other_trainers_are_accepted(settings: dict[str, Any], name: str, value: object) -> None:

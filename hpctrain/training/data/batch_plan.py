@@ -111,21 +111,11 @@ class BatchPlan:
     def rank_batch(self, step: int, data_rank: DataRank) -> RankBatch:
         """Return a rank's part of the batch of `step`, counted from 1."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
-        start, stop = self._range(batch)
-        size = stop - start
+        start = batch * self.global_batch_size
+        size = min(self.global_batch_size, self.order.num_samples - start)
         low, high = data_rank.part(size)
         indices = self.order.indices(epoch, start + low, start + high)
         return RankBatch(step, epoch, batch, size, data_rank.largest(size), indices)
-
-    def padding_sample(self, step: int) -> torch.Tensor:
-        """Return a sample of the batch, of shape [1], for a rank without samples in `step`."""
-        epoch, batch = divmod(step - 1, self.steps_per_epoch)
-        start, _ = self._range(batch)
-        return self.order.indices(epoch, start, start + 1)
-
-    def _range(self, batch: int) -> tuple[int, int]:
-        start = batch * self.global_batch_size
-        return start, min(start + self.global_batch_size, self.order.num_samples)
 
 
 def split_range(count: int, part: int, num_parts: int) -> tuple[int, int]:

@@ -94,18 +94,14 @@ def _check_supported(loader: DataLoader[Any], name: str) -> None:
     Raises:
         UserError: a part of the DataLoader is not supported.
     """
-    kind = type(loader).__name__
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    samplers = (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith(
-        "torchdata."
-    ):
-        problem = f"a {kind} with its own __iter__, so its batches cannot be divided among the ranks"
+    kind, samplers = type(loader), (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
+        problem = f"a {kind.__name__} with its own __iter__, so its batches cannot be divided among the ranks"
         remedy = "Pass its data set, or a DataLoader with the same sampler and collate_fn."
     elif loader.batch_sampler is None and loader.batch_size is None:
         problem = "a DataLoader with batch_size=None, so its elements cannot be divided among the ranks"
         remedy = "Set batch_size, and return single samples from the data set."
-    elif is_stream and loader.drop_last:
+    elif isinstance(loader.dataset, IterableDataset) and loader.drop_last:
         problem = "a DataLoader with drop_last=True, which is not supported for a stream"
         remedy = "Remove drop_last: the remaining samples then form a smaller last batch."
     elif loader.multiprocessing_context is not None:

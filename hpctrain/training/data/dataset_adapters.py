@@ -51,9 +51,14 @@ def make_step_source(
     end = {"max_steps": until.steps, "max_epochs": until.epochs}
     _check_equal(context, {**source.identity(), **end}, name)
     if isinstance(dataset, DataLoader) and data_rank.world_size > 1 and not loading.global_batch_size_is_set:
-        size = source.loading.global_batch_size
-        remark = f"a batch of {name} has {size} samples for all {data_rank.world_size} ranks together; for "
-        source.remarks = [*source.remarks, f"{remark}another size, set global_batch_size"]
+        size, ranks = source.loading.global_batch_size, data_rank.world_size
+        remark = f"each batch of the DataLoader is divided among all {ranks} ranks"
+        if not parts.yields_batches:
+            remark += (
+                f", so a step trains {size} samples in total. If batch_size={size} is meant for each rank, "
+                f"as in Lightning and DDP, set Trainer(global_batch_size={size * ranks})"
+            )
+        source.remarks = [*source.remarks, remark]
     return source
 
 

@@ -39,10 +39,10 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         groups = torch.split(torch.randperm(len(self._lengths)), self._batch_size * _BATCHES_PER_GROUP)
-        batches = [
-            batch
-            for group in groups
-            for batch in torch.split(group[self._lengths[group].argsort(descending=True)], self._batch_size)
-        ]
+        batches = [batch for group in groups for batch in torch.split(self._sort(group), self._batch_size)]
         for number in torch.randperm(len(batches)).tolist():
             yield batches[number].tolist()
+
+    def _sort(self, samples: torch.Tensor) -> torch.Tensor:
+        # An unstable sort orders samples of equal length differently on other CPUs.
+        return samples[self._lengths[samples].argsort(descending=True, stable=True)]

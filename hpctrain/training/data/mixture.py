@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from hpctrain.errors import UserError
 from hpctrain.training.base.rng import derive_seed
@@ -35,9 +35,12 @@ class Mixture(ConcatDataset[Any]):
                 a step, counted from 1. The function must always return the same values for a step.
 
         Raises:
-            UserError: a proportion is missing or negative, or all are 0.
+            UserError: a data set is empty; a proportion is missing or negative, or all are 0.
         """
         super().__init__(datasets)
+        for number, dataset in enumerate(self.datasets):
+            if not len(dataset):  # type: ignore[arg-type]
+                raise UserError(f"Data set {number} of the Mixture is empty. Remove it.")
         self._weights = weights
         self.shares(1)
 
@@ -55,6 +58,13 @@ class Mixture(ConcatDataset[Any]):
                 "sets. Set one finite, non-negative weight per data set; at least one must be above 0."
             )
         return [weight / total for weight in weights]
+
+
+def contains_mixture(dataset: Any) -> bool:
+    """Return true if a Subset or ConcatDataset contains a mixture, whose weights would have no effect."""
+    parts = dataset.datasets if isinstance(dataset, ConcatDataset) else []
+    parts = [dataset.dataset] if isinstance(dataset, Subset) else parts
+    return any(isinstance(each, Mixture) or contains_mixture(each) for each in parts)
 
 
 class MixtureOrder(SampleOrder):

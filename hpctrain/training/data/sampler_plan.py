@@ -14,20 +14,23 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import islice
 from operator import index
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from hpctrain.errors import UserError
 from hpctrain.training.base.rng import derive_seed, seeded_rng
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
 from hpctrain.training.data.dataloader_parts import DataLoaderParts
+from hpctrain.training.data.length_grouped_batch_sampler import LengthGroupedBatchSampler
 
 #: Maximum length of an epoch: 1 GB of indices. A longer epoch is probably endless.
 _MAX_SAMPLES = 1 << 27
+#: Samplers whose epochs have the same number of batches.
+_CONSTANT_SAMPLERS = RandomSampler, SubsetRandomSampler, WeightedRandomSampler, LengthGroupedBatchSampler
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,10 @@ class SamplerPlan:
                 "epoch cannot be continued. The order may depend only on the epoch and on random numbers."
             )
 
-    def last_step(self, _epochs: int) -> int | None:
-        """Return the last step of a training, unknown because epochs may have different lengths."""
-        return None
+    def last_step(self, epochs: int) -> int | None:
+        """Return the last step of a training; None if epochs may have different lengths."""
+        is_constant = type(self._parts.sampler) in _CONSTANT_SAMPLERS
+        return len(self.draw(0).ends) * epochs if is_constant else None
 
     def epochs_completed(self, step: int) -> int:
         """Return the number of epochs that end at or before `step`, which was planned before."""
@@ -127,11 +131,6 @@ class SamplerPlan:
         batch = self.draw(epoch).batch(number)
         low, high = data_rank.part(len(batch))
         return RankBatch(step, epoch, number, len(batch), data_rank.largest(len(batch)), batch[low:high])
-
-    def padding_sample(self, step: int) -> torch.Tensor:
-        """Return a sample of the batch, of shape [1], for a rank without samples in `step`."""
-        epoch, number = self._locate(step)
-        return self.draw(epoch).batch(number)[:1]
 
     def draw(self, epoch: int) -> DrawnEpoch:
         """Return the order of an epoch."""
@@ -152,7 +151,7 @@ class SamplerPlan:
         sampler, ends = self._parts.sampler, array("q")
         assert sampler is not None
         seed = derive_seed(self._seed, "sampler", epoch)
-        for part in _nested_samplers(sampler, set()):
+        for part in _nested_samplers(sampler):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             for value in getattr(part, "__dict__", {}).values():
@@ -185,13 +184,12 @@ class SamplerPlan:
         try:
             for batch in sampler if self._parts.yields_batches else [sampler]:
                 before = len(indices)
-                for each in batch:
-                    indices.append(index(each))
-                    if len(indices) > _MAX_SAMPLES:
-                        raise UserError(
-                            f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. "
-                            "Shorten the epochs."
-                        )
+                indices.extend(map(index, islice(batch, _MAX_SAMPLES + 1 - before)))
+                if len(indices) > _MAX_SAMPLES:
+                    raise UserError(
+                        f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. "
+                        "Shorten the epochs."
+                    )
                 if len(indices) > before:
                     ends.append(len(indices))
         except TypeError as error:
@@ -199,17 +197,14 @@ class SamplerPlan:
         return indices
 
 
-def _nested_samplers(sampler: Any, seen: set[int]) -> Iterator[Any]:
+def _nested_samplers(sampler: Any) -> Iterator[Any]:
     """Yield a sampler and the samplers that it contains."""
-    if id(sampler) in seen:
-        return
-    seen.add(id(sampler))
-    yield sampler
-    for value in list(getattr(sampler, "__dict__", {}).values()):
-        several = value if isinstance(value, list | tuple) else [value]
-        yield from chain.from_iterable(
-            _nested_samplers(each, seen) for each in several if isinstance(each, Sampler)
-        )
+    found = [sampler]
+    for each in found:
+        yield each
+        for value in getattr(each, "__dict__", {}).values():
+            several = value if isinstance(value, list | tuple) else [value]
+            found += [one for one in several if isinstance(one, Sampler) and one not in found]
 
 
 def _reseed(value: Any, seed: int) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import DataLoaderIterator
-from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank
 from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 
 
@@ -126,8 +126,9 @@ class StatefulBatchSampler(Sampler[list[int]]):
 
     def _batch(self, step: int) -> list[int]:
         """Return the samples of this rank in a step, counted from 1."""
-        batch: RankBatch = self._plan.rank_batch(step, self._data_rank)
-        indices = batch.indices if len(batch.indices) else self._plan.padding_sample(step)
+        indices = self._plan.rank_batch(step, self._data_rank).indices
+        if not len(indices):
+            indices = self._plan.rank_batch(step, DataRank(0, self._data_rank.world_size)).indices[:1]
         return [int(index) for index in indices]
 
     def _restart(self, step: int) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from hpctrain.errors import UserError
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.dataloader_parts import DataLoaderParts
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
-from hpctrain.training.data.mixture import Mixture, MixtureOrder
+from hpctrain.training.data.mixture import Mixture, MixtureOrder, contains_mixture
 from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.sampler_plan import SamplerPlan
 
@@ -149,7 +151,7 @@ class MapStepSource:
                 parts = rank_batch.parts(self.micro_batch_size)
                 coming.append((rank_batch, parts))
                 for low, high in parts:
-                    indices = rank_batch.indices[low:high] if low < high else self._plan.padding_sample(step)
+                    indices = rank_batch.indices[low:high] if low < high else self._padding_sample(step)
                     yield self._plan.seed_round(rank_batch), indices
 
         def several(parts: list[tuple[int, int]], first: Any) -> Iterator[MicroBatch]:
@@ -175,7 +177,7 @@ class MapStepSource:
         rank_batch = self._plan.rank_batch(step, self._data_rank)
         # The largest share of any step: the next step may be the shorter last step of an epoch.
         most = self._data_rank.largest(self._plan.max_batch_size)
-        some = rank_batch.indices if len(rank_batch.indices) else self._plan.padding_sample(rank_batch.step)
+        some = rank_batch.indices if len(rank_batch.indices) else self._padding_sample(step)
 
         def batch_of(count: int) -> Any:
             indices = some.repeat(-(-count // len(some)))[:count]
@@ -198,6 +200,10 @@ class MapStepSource:
     def finished(self) -> bool:
         return self._is_last(self._step)
 
+    def _padding_sample(self, step: int) -> torch.Tensor:
+        """Return a sample of the batch, of shape [1], for a rank without samples in `step`."""
+        return self._plan.rank_batch(step, DataRank(0, self._data_rank.world_size)).indices[:1]
+
     def _is_last(self, step: int) -> bool:
         """Return true if `step`, which was planned before, is not before the end of the training."""
         if self.last_step is not None:
@@ -214,6 +220,11 @@ def _make_plan(
         UserError: the sampler is not usable, or there is no batch.
     """
     batch_size, seed = loading.global_batch_size, loading.seed
+    if contains_mixture(parts.dataset):
+        raise UserError(
+            f"{name} is a {type(parts.dataset).__name__} that contains a Mixture, whose weights would be "
+            "ignored. Pass a single Mixture, of subsets if necessary."
+        )
     if isinstance(parts.dataset, Mixture):
         if parts.sampler is not None:
             raise UserError(
