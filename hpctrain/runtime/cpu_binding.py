@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster import Ranks, compress_hostlist
+from hpctrain.cluster import Ranks, compress_hostlist, expand_hostlist
 from hpctrain.cluster.device_plan import plan_device
-from hpctrain.errors import EnvironmentMismatch
+from hpctrain.errors import EnvironmentMismatch, UserError
 from hpctrain.rundir import CPU_BINDING_VARIABLE
 from hpctrain.telemetry.sampling.nvml import list_bus_ids
 
@@ -106,9 +106,9 @@ def _divide_node(ranks: Ranks, allowed: frozenset[int], threads: int, sysfs: Pat
 def _share(cpus: frozenset[int], index: int, count: int, sysfs: Path) -> frozenset[int]:
     """Return an equal share of the cores: hyperthreads of a core stay together."""
     siblings = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = sorted({min(_read_cpus(sysfs / siblings.format(cpu)) & cpus, default=cpu) for cpu in cpus})
-    part = cores[index * len(cores) // count : (index + 1) * len(cores) // count]
-    return frozenset().union(*(_read_cpus(sysfs / siblings.format(cpu)) & cpus or {cpu} for cpu in part))
+    threads = {_read_cpus(sysfs / siblings.format(cpu)) & cpus or frozenset({cpu}) for cpu in cpus}
+    cores = sorted(threads, key=min)
+    return frozenset().union(*cores[index * len(cores) // count : (index + 1) * len(cores) // count])
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
@@ -118,9 +118,8 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 def _read_cpus(path: Path) -> frozenset[int]:
     """Return the CPUs in a file such as `local_cpulist`; empty if it cannot be read."""
-    spans = [span.partition("-") for span in _read_text(path).split(",") if span]
-    with suppress(ValueError):
-        return frozenset(cpu for a, _, b in spans for cpu in range(int(a), int(b or a) + 1))
+    with suppress(UserError, ValueError):
+        return frozenset(map(int, expand_hostlist(f"[{_read_text(path)}]")))
     return frozenset()
 
 

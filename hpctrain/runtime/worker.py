@@ -111,12 +111,15 @@ def main(argv: list[str]) -> NoReturn:
     # After the heartbeats, because a faulty driver may not answer.
     if (binding := bind_cpus(ranks, os.environ)) is not None:
         print(f"hpctrain: {binding.message}", flush=True)
+    argument: object = None
     try:
-        argument = _run_program(program, relay, step_log, group_check)
+        _run_program(program, relay, step_log, group_check)
     except CommandFailed as failed:
         # Slurm may signal the command, or other ranks, before this process.
         is_stopped = wait_for_stop_signal(_LATE_SIGNAL_TIMEOUT_S)
         _exit_now(EXIT_CONTINUE if is_stopped else _exit_code(failed.code), sampler)
+    except SystemExit as leaving:
+        argument = leaving.code
     except BaseException as error:  # noqa: BLE001 (the rank reports the error and exits)
         if is_exiting() or has_stopped():
             traceback.print_exception(error)
@@ -139,10 +142,9 @@ def _resolve_program(words: str) -> Program:
 def _join_attempt(
     source: str, attempt: int, words: str
 ) -> tuple[Ranks, bytes, Callable[[], SupervisorConnection] | None]:
-    """Detect the ranks of this process; a standby worker first waits for the start message.
+    """Return the ranks, the output so far, and a function that connects to the supervisor, if there is one.
 
-    Returns:
-        The ranks, the output so far, and a function that connects to the supervisor, if there is one.
+    A standby worker first waits for the start message.
     """
     # srun and the local launcher set Slurm's variables. Values from an outer torchrun or the user's shell
     # must not turn a rank into a single process.
@@ -186,34 +188,17 @@ def _start_heartbeat(
 
 def _run_program(
     program: Program, relay: ChildRelay | None, step_log: StepLog | None, group_check: ProcessGroupCheck
-) -> object:
-    """Run the program; return the argument of its `sys.exit`.
-
-    Raises:
-        CommandFailed: a command exited with a code other than 0.
-        BaseException: any exception of the program.
-    """
+) -> None:
     try:
         program.run(relay)
-    except CommandFailed:
-        raise
-    except SystemExit as leaving:
-        return leaving.code
     finally:
         if step_log is not None:
             step_log.write()
     group_check.check_end()
-    return None
 
 
 def _exit_with(argument: object, sampler: NodeSampler, write: Callable[[dict[str, Any]], object]) -> NoReturn:
-    """Exit after the program has called `sys.exit(argument)`.
-
-    Args:
-        argument: the argument; None if the program has not called it.
-        sampler: the process that measures the node.
-        write: writes the failure of this rank.
-    """
+    """Exit after the program has ended, or has called `sys.exit(argument)`; `write` records a failure."""
     code = _exit_code(argument)
     if has_stopped() or (code != 0 and is_exiting()):
         # The state is saved, regardless of the script's handling of the exception.
