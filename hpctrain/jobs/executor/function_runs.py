@@ -87,7 +87,7 @@ def submit_calls(
         )
         if (spec := submission.spec).is_elastic:
             raise SpecError(
-                f"{spec.min_nodes} to {spec.nodes} nodes requested (--nodes) for a function, but a function "
+                f"--nodes requests {spec.min_nodes} to {spec.nodes} nodes for a function, but a function "
                 "returns one result per rank, so the number of ranks must be fixed. Use a single number of "
                 "nodes."
             )
