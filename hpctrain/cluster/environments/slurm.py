@@ -130,9 +130,9 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
     ):
         raise EnvironmentMismatch(
             f"there are {layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script "
-            "(ENVIRONMENT=BATCH, without SLURM_UMASK): SLURM_STEP_* are inherited from the step that submitted "
-            f"the script. Start the ranks with srun, or set {ENVIRONMENT_VARIABLE}=local for a single process or "
-            f"{ENVIRONMENT_VARIABLE}=slurm for one of {layout.num_tasks} ranks."
+            "(ENVIRONMENT=BATCH, without SLURM_UMASK): SLURM_STEP_* are inherited from the step that "
+            f"submitted the script. Start the ranks with srun, or set {ENVIRONMENT_VARIABLE}=local for a "
+            f"single process or {ENVIRONMENT_VARIABLE}=slurm for one of {layout.num_tasks} ranks."
         )
 
 

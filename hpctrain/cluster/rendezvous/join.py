@@ -104,7 +104,7 @@ def rendezvous(
         return RendezvousInfo(address, port.number, address, port)
     except RendezvousError as error:
         raise RendezvousError(
-            f"the rendezvous of {name} with its {ranks.world_size - 1} peers failed after "
+            f"{name} could not connect to its {ranks.world_size - 1} peers; gave up after "
             f"{time.monotonic() - begun:.0f} s: {error}"
         ) from None
 
