@@ -464,7 +464,7 @@ def test_silent_stranger_is_dropped_and_reported_with_its_user(key, monkeypatch)
             assert connection.recv(1) == b""
     (text,) = failures([main])
     user = pwd.getpwuid(os.getuid()).pw_name
-    assert f"a program of {user} (uid {os.getuid()}) at 127.0.0.1 connected" in text
+    assert f"a program run by {user} (uid {os.getuid()}) on 127.0.0.1 connected" in text
 
 
 @pytest.mark.parametrize(
