@@ -126,10 +126,8 @@ class Decision:
         if self.action is Action.LEAVE:
             parts = ["leave the job to the scheduler"]
         if self.action in (Action.RESTART, Action.SHRINK, Action.REPLACE):
-            where = {Action.SHRINK: "fewer nodes: ", Action.REPLACE: "replacement nodes: "}.get(
-                self.action, ""
-            )
-            parts = [f"restart the ranks on {where}{compress_hostlist(self.hosts)}"]
+            notes = {Action.SHRINK: " (fewer nodes)", Action.REPLACE: " (with replacement nodes)"}
+            parts = [f"restart the ranks on {compress_hostlist(self.hosts)}{notes.get(self.action, '')}"]
         if self.exclude:
             parts.append(f"exclude {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
         if self.memory:
