@@ -14,7 +14,7 @@ _FRAME = re.compile(r' +File "(?P<path>[^"]*)", line \d+')
 #: torch errors on a rank with a lost peer: consequences of a failure, not causes.
 PEER_LOST = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited"
-    r"|communicator was aborted|did not meet its|could not connect to its|recvbytes"
+    r"|communicator was aborted|could not connect to its|recvbytes"
     r"|socket timeout|wait timeout",
     re.IGNORECASE,
 )

@@ -127,7 +127,9 @@ def export(
     metavar="N",
     help="Number of steps for which the weights were trained.",
 )
-@click.option("--weights-only", is_flag=True, help="Do not import optimizers and schedulers.")
+@click.option(
+    "--weights-only", is_flag=True, help="Import only the weights, not the optimizer and scheduler states."
+)
 @click.option(
     "--allow",
     multiple=True,

@@ -27,7 +27,7 @@ class _RankList(click.ParamType[tuple[int, ...]]):
         try:
             return tuple(sorted(set(map(int, expand_hostlist(f"[{value}]".replace(" ", ""))))))
         except (UserError, ValueError):
-            self.fail(f"{value!r} is not a list of ranks, such as 0,3 or 0-7.", param, ctx)
+            self.fail(f"{value!r} is not a valid list of ranks. Use the form 0,3 or 0-7.", param, ctx)
 
 
 @click.command("profile")

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 
 from hpctrain.cli.common import echo_json, json_option
+from hpctrain.text import pluralize
 
 
 @click.command("simulate")
@@ -82,12 +83,14 @@ def command(
         return
     states = report.states()
     click.echo(f"{len(report.runs)} runs on {conditions.num_nodes} nodes, {days:g} days")
-    click.echo("runs     " + _counted(states))
+    words = {"trains": "training", "waits": "waiting"}
+    click.echo("runs     " + _counted(Counter({words.get(name, name): n for name, n in states.items()})))
     click.echo("ends     " + _counted(report.ends))
     click.echo("actions  " + _counted(report.actions))
     total = report.trained_s + report.lost_s
-    click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f} % of node time, due to restarts")
-    click.echo(f"attempts at most {report.most_starts_without_progress} in a row without a new checkpoint")
+    click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f} % of node time due to restarts")
+    most = pluralize(report.most_starts_without_progress, "consecutive attempt")
+    click.echo(f"progress at most {most} without a new checkpoint")
     for reason, count in reasons.most_common(5):
         click.echo(f"failed   {count} × {reason}")
 

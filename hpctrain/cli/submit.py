@@ -148,7 +148,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Set an option by its name in configuration files. Overrides all other sources. KEY= removes a "
+    help="Set an option by its configuration-file name. Overrides all other sources. KEY= removes a "
     "value set in a file. May be repeated.",
 )
 @click.option(

@@ -71,8 +71,8 @@ def check_amd_variables(environ: Mapping[str, str]) -> None:
     if any(entry.strip().isdecimal() and int(entry) >= count for entry in text.split(",")):
         raise EnvironmentMismatch(
             f"{ROCR_VARIABLE}={rocr} leaves GPUs with the numbers 0 to {count - 1}, but {name}={text} "
-            f"selects other numbers, so no GPU may remain. Unset {name}. If Slurm sets both, the site should "
-            "set AutoDetect=rsmi or Flags=amd_gpu_env in gres.conf."
+            f"selects other numbers, so possibly no GPU remains visible. Unset {name}. If Slurm "
+            "sets both, the site should set AutoDetect=rsmi or Flags=amd_gpu_env in gres.conf."
         )
 
 

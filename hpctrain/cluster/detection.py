@@ -112,7 +112,7 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
 def _check_port(found: Ranks) -> None:
     if found.world_size > 1 and found.master_port == 0:
         raise EnvironmentMismatch(
-            f"master port 0 ({found.sources['master_port']}) with world size {found.world_size} "
+            f"The master port is 0 ({found.sources['master_port']}) and the world size is {found.world_size} "
             f"({found.sources['world_size']}): the kernel would choose a port that the other ranks cannot "
             "determine. Set another port, or unset the variable to let the ranks agree on a port."
         )

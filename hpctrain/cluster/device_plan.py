@@ -65,12 +65,12 @@ def plan_device(
     on_node = _gpus_on_node(ranks, environ)
     num_tasks, local_rank = ranks.local_world_size, ranks.local_rank
     if num_visible < on_node:
-        bound = f"bound to this task by Slurm, of {on_node} ({_ON_NODE_VARIABLE})"
+        bound = f"bound to this task by Slurm; the node has {on_node} ({_ON_NODE_VARIABLE})"
         if num_visible == 1:
             return DevicePlan(0, f"the only GPU {bound}")
         if num_tasks * num_visible <= on_node:
-            return DevicePlan(0, f"the first of {num_visible} {bound}")
-        return DevicePlan(local_rank % num_visible, f"one of {num_visible} {bound}")
+            return DevicePlan(0, f"the first of {num_visible} GPUs {bound}")
+        return DevicePlan(local_rank % num_visible, f"one of {num_visible} GPUs {bound}")
     allowed = gpu_sharing_reason(environ)
     # A single visible GPU may be bound to this rank: outside of Slurm, this is visible only from its UUID.
     if num_tasks > num_visible and (num_visible > 1 or on_node == 1):
@@ -81,7 +81,7 @@ def plan_device(
         )
     if num_visible == 1:
         return DevicePlan(0, f"the only visible GPU{_list(environ)}")
-    return DevicePlan(local_rank, f"the local rank, of {num_visible} visible GPUs{_list(environ)}")
+    return DevicePlan(local_rank, f"the local rank; {num_visible} GPUs are visible{_list(environ)}")
 
 
 def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
@@ -164,8 +164,8 @@ def _too_many_ranks(ranks: Ranks, environ: Mapping[str, str], num_visible: int) 
     gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
     source = ranks.sources.get("local_world_size", ranks.environment)
     return EnvironmentMismatch(
-        f"{ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible on this node"
-        f"{_list(environ)}. Request {ranks.local_world_size} GPUs per node "
+        f"there are {ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible on "
+        f"this node{_list(environ)}. Request {ranks.local_world_size} GPUs per node "
         f"(--gpus-per-node={ranks.local_world_size}), start fewer ranks, or set {SHARE_VARIABLE}=1 to let "
         "ranks share a GPU."
     )

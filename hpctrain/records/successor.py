@@ -179,7 +179,9 @@ def can_start(run: RunDir, spec: JobSpec, changes: JobChanges, environ: Mapping[
     try:
         run_slurm(command, sbatch_env(environ, all_directives(spec)))
     except SchedulerError as error:
-        log.info("the job cannot start with %s: %s", " ".join(changes.options(spec)), error)
+        log.info(
+            "according to sbatch, the job cannot start with %s: %s", " ".join(changes.options(spec)), error
+        )
         return False
     return True
 
@@ -195,7 +197,7 @@ def _submit_once(
         except SchedulerError as error:
             if not is_transient(str(error)) or time.monotonic() > deadline:
                 raise
-            log.warning("%s - retrying", error)
+            log.warning("cannot submit a successor of job %s; retrying: %s", job_id, error)
             time.sleep(_PAUSE_S)
 
 
@@ -228,7 +230,10 @@ def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) ->
                 update_job([waits], outer, Dependency=moved)
     except SchedulerError as error:
         log.warning(
-            "jobs that depend on job %s may not wait for its successor %s: %s", job_id, successor, error
+            "jobs that depend on job %s may not wait for the successor of that job, %s: %s",
+            job_id,
+            successor,
+            error,
         )
 
 

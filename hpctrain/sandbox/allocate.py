@@ -28,9 +28,9 @@ def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
         if blocks and len(free_run) == shape.num_ports:
             return SandboxLayout(folder, shape, free_run[0], min(blocks))
     raise SchedulerError(
-        f"There are no {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, with "
-        f"{len(others)} sandboxes on this machine. Remove a sandbox that is no longer needed (hpctrain "
-        "sandbox down)."
+        f"The sandbox needs {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, "
+        f"but there are none. This machine already has {len(others)} sandboxes. Remove a sandbox that is no "
+        "longer needed (hpctrain sandbox down)."
     )
 
 

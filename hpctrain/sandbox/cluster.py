@@ -106,8 +106,8 @@ class Sandbox:
         while (state := self.node_states()[node]) not in _READY or self._started_at(node) == before:
             if time.monotonic() > deadline:
                 raise SchedulerError(
-                    f"Sandbox {self.name}: node {node} is {state} {limit_s:.0f} s after its slurmd started"
-                    f"{slurmd.log_tail()}"
+                    f"Sandbox {self.name}: node {node} is not ready {limit_s:.0f} s after its slurmd started "
+                    f"(state: {state}){slurmd.log_tail()}"
                 )
             time.sleep(0.1)
 

@@ -73,7 +73,7 @@ class Daemon:
         if done.returncode:
             words = " ".join((done.stderr or done.stdout or "").split())
             why = f": {words}" if words else self.log_tail()
-            raise SchedulerError(f"{self.label} did not start, exit code {done.returncode}{why}")
+            raise SchedulerError(f"{self.label} did not start (exit code {done.returncode}){why}")
         if self.address is not None:
             self._wait_for_answer(self.address)
 
@@ -82,7 +82,7 @@ class Daemon:
         while not _answers(address):
             # The command line of the launcher ends with the same words.
             if not any(process.argv[-len(self.argv) :] == self.argv for process in processes()):
-                raise SchedulerError(f"{self.label} ended{self.log_tail()}")
+                raise SchedulerError(f"{self.label} exited{self.log_tail()}")
             if time.monotonic() > deadline:
                 raise SchedulerError(self._too_late())
             time.sleep(0.02)
@@ -98,7 +98,7 @@ class Daemon:
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
-            return f"; it wrote no log to {self.log}"
+            return f"; its log {self.log} cannot be read"
         fatal = [line for line in lines if "fatal:" in line.lower()]
         return f"; end of the log {self.log}:\n  " + "\n  ".join((fatal or lines)[-3:])
 

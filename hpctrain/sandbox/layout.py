@@ -20,10 +20,10 @@ _GPU_TYPE = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _SETTING = re.compile(r"(?!NodeName=)[A-Za-z]\w*=[^\n]*", re.ASCII | re.IGNORECASE)
 #: Description, minimum and maximum of each number.
 _LIMITS = {
-    "nodes": ("nodes", 1, 64),
-    "gpus_per_node": ("GPUs per node", 0, 16),
-    "cpus_per_node": ("CPUs per node", 1, 256),
-    "preempt_grace_s": ("seconds of grace time for preempted jobs", 0, 3600),
+    "nodes": ("number of nodes", 1, 64),
+    "gpus_per_node": ("number of GPUs per node", 0, 16),
+    "cpus_per_node": ("number of CPUs per node", 1, 256),
+    "preempt_grace_s": ("grace time of preempted jobs, in seconds,", 0, 3600),
 }
 
 
@@ -49,13 +49,10 @@ class SandboxSize:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(self.settings))  # JSON only has lists
-        for field, (unit, low, high) in _LIMITS.items():
+        for field, (what, low, high) in _LIMITS.items():
             value = getattr(self, field)
             if not low <= value <= high:
-                raise SpecError(
-                    f"A sandbox can have {low} to {high} {unit}, but {value} was requested. "
-                    "Choose another number."
-                )
+                raise SpecError(f"The {what} is {value}, but must be between {low} and {high}.")
         if self.gpu_type and not _GPU_TYPE.fullmatch(self.gpu_type):
             raise SpecError(
                 f"{self.gpu_type!r} is not a valid GPU type. Use letters, digits and _, such as a100."

@@ -121,8 +121,8 @@ def _start(plan: SandboxLayout, limit_s: float) -> Sandbox:
         etc_hosts.add_hosts(plan.name, plan.addresses)
     except OSError as error:
         raise UserError(
-            f"Cannot add the node names to {etc_hosts.HOSTS}, but Slurm requires resolvable names: "
-            f"{error.strerror}. Make this file writable."
+            f"Cannot add the node names to {etc_hosts.HOSTS}: {error.strerror}. Slurm must be able to "
+            "resolve these names. Make the file writable."
         ) from error
     sandbox = Sandbox(plan)
     sandbox.start(limit_s)

@@ -48,7 +48,7 @@ def remove(folder: Path, *, came_up: bool = True) -> None:
     if any(process.pid == os.getpid() for process in with_descendants(ours, running)):
         raise UserError(
             f"This process runs in a job of sandbox {folder.name}, so removing the sandbox would kill it. "
-            "Run this command outside of the sandbox's jobs."
+            "Run this command outside the jobs of the sandbox."
         )
     plan = SandboxLayout.load(folder)
     if came_up and plan is not None and _controller_runs(plan, running):

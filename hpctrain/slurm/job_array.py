@@ -41,7 +41,7 @@ class JobArray(NamedTuple):
             indices.update(_indices(part, text))
             if len(indices) > MAX_TASKS:
                 raise SpecError(
-                    f"--array {text!r} has more than {MAX_TASKS} tasks, the maximum. Submit several arrays."
+                    f"--array {text!r} has more than {MAX_TASKS} tasks. Submit several smaller arrays."
                 )
         return cls(tuple(sorted(indices)), int(limit or 0))
 
@@ -55,6 +55,6 @@ def _indices(part: str, text: str) -> range:
         raise SpecError(f"--array {text!r} is invalid: the range {part!r} is empty. {_FORM}.")
     if last > _MAX_INDEX:
         raise SpecError(
-            f"--array {text!r} has task {last}, but the highest task number in Slurm is {_MAX_INDEX}."
+            f"--array {text!r} contains task {last}, but Slurm's highest task number is {_MAX_INDEX}."
         )
     return range(first, last + 1, step)

@@ -124,12 +124,12 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
     except LeaseHeld as taken:
         it = taken.holder
         raise RunActive(
-            f"The run in {str(run.path)!r} is still active, as job {it.job_id}: its supervisor on {it.host}, "
-            f"process {it.pid}, holds the lease. Wait for the run to end, or cancel it."
+            f"The run in {str(run.path)!r} is still active as job {it.job_id}: its supervisor (process "
+            f"{it.pid} on {it.host}) holds the lease on the folder. Wait for the run to end, or cancel it."
         ) from None
     except OSError as error:
         # A full disk must not prevent training.
-        log.warning("cannot acquire the run folder: %s", error)
+        log.warning("cannot acquire the lease on the run folder; continuing without it: %s", error)
 
 
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
@@ -251,7 +251,7 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
     if submitted + 1.0 > float(finished["time"]):
         return False
     if finished["state"] == "COMPLETED":
-        print(f"The run has completed since job {job_id} was submitted. The job exits.")
+        print(f"The run completed after job {job_id} was submitted, so this job exits.")
         return True
     raise NotInJob(
         f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this job "

@@ -93,7 +93,7 @@ class BufferedStorage(RunStorage):
         try:
             super().write(path, content)
         except OSError as error:
-            log.warning("cannot write %s yet: %s", path, error)
+            log.warning("cannot write %s; will retry: %s", path, error)
             self._files[path] = content
             self._start_retrying()
 
@@ -142,7 +142,7 @@ class BufferedStorage(RunStorage):
         for path, lines in list(self._lines.items()):
             with lines.pending() as waiting:
                 for line in waiting:
-                    print(f"hpctrain: could not write to {path}: {line}", file=sys.stderr)
+                    print(f"hpctrain: this line could not be written to {path}: {line}", file=sys.stderr)
 
     def _wait_for_run(self) -> None:
         """Wait for the run folder. Without it, ranks would start over and write to the wrong place."""
@@ -150,8 +150,8 @@ class BufferedStorage(RunStorage):
         while not _is_there(self._run.spec):
             if time.monotonic() > deadline:
                 raise HpctrainError(
-                    f"The run folder {str(self._run)!r}, or {self._run.spec.name} in it, has vanished. The "
-                    "disk may be unavailable. Restore the folder, then submit the run again."
+                    f"The run folder {str(self._run)!r}, or {self._run.spec.name} in it, no longer exists. "
+                    "The file system may be unavailable. Restore the folder, then submit the run again."
                 )
             time.sleep(min(_RETRY_INTERVAL_S, _VANISHED_LIMIT_S))
 

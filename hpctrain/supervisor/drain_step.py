@@ -63,7 +63,9 @@ def drain_local_tier(
     if end is not None and end.returncode == 0:
         log.info("drained %s on all nodes in %.1f s", base, time.monotonic() - begun)
     elif end is not None:
-        log.warning("files in %s may remain on the nodes: %s", base, end.stderr_tail or "see the log")
+        log.warning(
+            "files in %s may remain on the nodes: %s", base, end.stderr_tail or f"exit code {end.returncode}"
+        )
 
 
 def local_tier_folder(run: RunDir) -> Path | None:

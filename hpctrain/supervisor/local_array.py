@@ -129,7 +129,11 @@ class LocalArray:
             if task.cancel_request.exists():
                 finish_run(task, "CANCELLED")
             else:
-                finish_run(task, "FAILED", f"its supervisor exited with {code} without reporting a cause")
+                finish_run(
+                    task,
+                    "FAILED",
+                    f"the supervisor of this task exited with code {code} without reporting a cause",
+                )
         log.info("task %d: %s", index, self._state(index))
 
     def _state(self, index: int) -> str | None:

@@ -141,9 +141,9 @@ def post_json(address: str, message: Mapping[str, Any]) -> None:
                 return
         except urllib.error.HTTPError as error:
             error.close()
-            failure = OSError(f"the server returned status {error.code}")
+            failure = OSError(f"the server returned HTTP status {error.code}")
         except http.client.HTTPException as error:
-            failure = OSError(f"the response is not HTTP ({type(error).__name__})")
+            failure = OSError(f"the response is not valid HTTP ({type(error).__name__})")
         except OSError as error:
             failure = error
         if left:
@@ -187,7 +187,7 @@ def run_notification_command(
             raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
     if process.returncode:
         raise OSError(
-            f"the command exited with {process.returncode}: {errors.decode(errors='replace')[-300:]}"
+            f"the command exited with code {process.returncode}: {errors.decode(errors='replace')[-300:]}"
         )
 
 

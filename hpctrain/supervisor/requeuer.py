@@ -76,7 +76,7 @@ class Requeuer:
             moved = self._try_methods(methods, attempt, changes)
             if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
                 return moved
-            log.warning("cannot reach the controller; retrying in %.0f s", _PAUSE_S)
+            log.warning("cannot reach the Slurm controller; retrying in %.0f s", _PAUSE_S)
             # Any signal means that Slurm is ending this job, so there is no more time to wait.
             with suppress(queue.Empty):
                 self.events.get(timeout=_PAUSE_S)
@@ -101,8 +101,10 @@ class Requeuer:
             except SchedulerError as error:
                 if self.intent() is JobIntent.YIELD:
                     return Exit(EXIT_CONTINUE)  # Slurm has already taken over.
-                log.warning("the %s failed: %s", method.value, error)
-                refusals.append(f"the {method.value} failed: {error}")
+                is_requeue = method is ContinuationMethod.REQUEUE
+                what = "the requeue" if is_requeue else "the submission of a successor job"
+                log.warning("%s failed: %s", what, error)
+                refusals.append(f"{what} failed: {error}")
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
 
@@ -127,10 +129,12 @@ class Requeuer:
         for method in methods:
             try:
                 method()
-                log.warning("the batch script was killed: the run will continue in another job")
+                log.warning("the batch script was killed, but the run will continue")
                 return
             except SchedulerError as error:
-                log.warning("the batch script was killed: %s", error)
+                log.warning(
+                    "the batch script was killed, and the run cannot be continued in this way: %s", error
+                )
 
     def intent(self, signals: Iterable[Signals] = ()) -> JobIntent:
         """Return the intent for the job, given the signals that its supervisor received."""
@@ -142,14 +146,16 @@ class Requeuer:
             try:
                 disposition = self.job_control.disposition()
             except SchedulerError as error:
-                log.warning("%s Assuming that the job continues.", error)
+                log.warning("cannot query the state of this job, so assuming that it continues: %s", error)
         return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
     def _can_requeue(self) -> bool:
         try:
             return self.job_control.can_requeue()
         except SchedulerError as error:
-            log.warning("%s Assuming that the site requeues jobs.", error)
+            log.warning(
+                "cannot determine whether Slurm can requeue this job, so assuming that it can: %s", error
+            )
             return True
 
     def _change(self, changes: JobChanges) -> None:
@@ -158,7 +164,10 @@ class Requeuer:
             try:
                 self.job_control.nodes.change_job(changes)
             except SchedulerError as error:
-                log.warning("the job may start with its old nodes and memory: %s", error)
+                log.warning(
+                    "cannot change the requeued job, so it may start with its previous nodes and memory: %s",
+                    error,
+                )
 
     def _wait_for_the_end(self) -> None:
         """Wait for Slurm to end this process, as it does to requeue the job."""

@@ -50,8 +50,8 @@ def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
     if spec.torchrun is not None:  # With agents, the ranks use the store of an agent.
         return None
     return (
-        f"none of the {result.world_size} ranks created a process group. "
-        "If the ranks were supposed to train together, each rank trained alone."
+        f"none of the {result.world_size} ranks created a process group, so each rank trained alone. "
+        "If they were meant to train together, initialize torch.distributed in the script."
     )
 
 

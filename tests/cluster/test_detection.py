@@ -390,7 +390,7 @@ def test_contradictory_variables_of_other_launchers_are_refused(name, change, pa
         ({"MASTER_PORT": "http"}, ["MASTER_PORT", "'http'"]),
         ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "1 to 65535", "unset the variable"]),
         ({"MASTER_PORT": "-3"}, ["MASTER_PORT is -3"]),
-        ({"MASTER_PORT": "0"}, ["port 0 (MASTER_PORT)", "world size 4 (WORLD_SIZE)"]),
+        ({"MASTER_PORT": "0"}, ["port is 0 (MASTER_PORT)", "world size is 4 (WORLD_SIZE)"]),
     ],
 )
 def test_contradictory_torchrun_variables_are_refused(change, parts):

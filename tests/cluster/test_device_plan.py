@@ -72,16 +72,34 @@ def test_visible_devices_agree_with_torch(text, monkeypatch):
     ("local_ranks", "visible", "variables", "index", "source"),
     [
         # All GPUs visible.
-        ((0, 4), 4, {}, 0, "the local rank, of 4 visible"),
-        ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "the local rank, of 4 visible"),
-        ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "the local rank, of 4 visible"),
+        ((0, 4), 4, {}, 0, "the local rank; 4 GPUs are visible"),
+        ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "the local rank; 4 GPUs are visible"),
+        ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "the local rank; 4 GPUs are visible"),
         # One visible: bound by Slurm, or the only one.
-        ((3, 4), 1, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the only GPU bound to this task by Slurm, of 4"),
+        (
+            (3, 4),
+            1,
+            {"SLURM_GPUS_ON_NODE": "4"},
+            0,
+            "the only GPU bound to this task by Slurm; the node has 4",
+        ),
         ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only visible GPU"),
         # Several per task: --gpus-per-task=2.
-        ((1, 2), 2, {"SLURM_GPUS_ON_NODE": "4"}, 0, "the first of 2 bound to this task by Slurm, of 4"),
+        (
+            (1, 2),
+            2,
+            {"SLURM_GPUS_ON_NODE": "4"},
+            0,
+            "the first of 2 GPUs bound to this task by Slurm; the node has 4",
+        ),
         # Several shared: --gpu-bind=closest.
-        ((3, 4), 2, {"SLURM_GPUS_ON_NODE": "4"}, 1, "one of 2 bound to this task by Slurm, of 4"),
+        (
+            (3, 4),
+            2,
+            {"SLURM_GPUS_ON_NODE": "4"},
+            1,
+            "one of 2 GPUs bound to this task by Slurm; the node has 4",
+        ),
         # None visible.
         ((0, 4), 0, {}, None, "no driver reports a GPU"),
         (

@@ -330,7 +330,7 @@ def test_rank_that_joins_after_a_failure_gets_it_at_once(key):
 def test_differing_world_sizes_are_reported_on_both_ranks(key):
     texts = failures(join_all(ranks_of(key, 0, 2), ranks_of(key, 1, 4), timeout_s=SHORT_S))
     for text in texts:
-        assert re.search(r"world size is 4 on rank 1, process \d+ on \S+, but 2 on rank 0", text)
+        assert re.search(r"world size is 4 on rank 1 \(process \d+ on \S+\), but 2 on rank 0", text)
 
 
 def test_malformed_messages_do_no_harm(key):
@@ -464,7 +464,7 @@ def test_silent_stranger_is_dropped_and_reported_with_its_user(key, monkeypatch)
             assert connection.recv(1) == b""
     (text,) = failures([main])
     user = pwd.getpwuid(os.getuid()).pw_name
-    assert f"a program of {user} (uid {os.getuid()}) at 127.0.0.1 connected" in text
+    assert f"a program run by {user} (uid {os.getuid()}) on 127.0.0.1 connected" in text
 
 
 @pytest.mark.parametrize(

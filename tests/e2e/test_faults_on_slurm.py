@@ -149,7 +149,7 @@ def test_faulty_node_is_excluded_from_the_requeued_job(slurm, reference, tmp_pat
     assert_like_undisturbed(run, reference)
     suspect = run.events("failure")[0]["host"]
     (excluded,) = run.events("excluded")
-    assert (excluded["hosts"], excluded["reason"]) == ([suspect], f"{suspect}: killed, 2 times")
+    assert (excluded["hosts"], excluded["reason"]) == ([suspect], f"{suspect}: 2 failures of kind killed")
     assert len(run.events("requeue")) == 1
     assert suspect not in run.events("started")[-1]["hosts"]
 
@@ -176,7 +176,7 @@ def test_straggler_is_reported_and_its_node_excluded(slurm, tmp_path):
     }
     assert min(event["ratio"] for event in events) > 4
     (excluded,) = run.events("excluded")
-    assert excluded["reason"] == f"{slurm.nodes[1]}: straggler, 2 times"
+    assert excluded["reason"] == f"{slurm.nodes[1]}: 2 failures of kind straggler"
     assert slurm.nodes[1] not in run.events("started")[1]["hosts"]
     assert_undisturbed(run, reference, epochs)
     assert_no_process_left(run.path)

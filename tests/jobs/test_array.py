@@ -108,7 +108,9 @@ def test_end_of_the_array_supervisor_ends_its_tasks(prepared):
 
 def test_vanished_task_fails_and_the_others_continue(prepared):
     run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
-    with pytest.raises(RunFailed, match="task-1: its supervisor exited with 9 without reporting a cause"):
+    with pytest.raises(
+        RunFailed, match="task-1: the supervisor of this task exited with code 9 without reporting a cause"
+    ):
         run.wait(timeout=20)
     assert states(run) == ["COMPLETED", "FAILED", "COMPLETED"]
 

@@ -182,7 +182,7 @@ def test_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
     with pytest.raises(SpecError, match="must be at least 1"):
         executor.submit(add, 1)
     executor.update_parameters(nodes="1:2")
-    with pytest.raises(SpecError, match="1 to 2 nodes requested"):
+    with pytest.raises(SpecError, match="1 to 2 nodes were requested"):
         executor.submit(add, 1)
     executor.update_parameters(nodes=1)
 

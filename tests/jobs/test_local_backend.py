@@ -265,7 +265,7 @@ def test_lock_file_names_the_supervisor(prepared):
 @pytest.mark.parametrize(
     ("saved", "description"),
     [
-        (True, "after step 9; state saved"),
+        (True, "after step 9; checkpoint saved"),
         (
             False,
             "after step 9; no new checkpoint was saved, so the next attempt resumes from the previous one",

@@ -71,6 +71,6 @@ def test_out_of_memory_of_a_job_and_of_a_rank_is_reported(limited_cluster, tmp_p
 
     status = run.wait_for_end(timeout=60)
     assert status.state is RunState.FAILED
-    assert f"rank 1 on {limited_cluster.box.nodes[0]}: SIGKILL: out of memory: the rank exceeded" in str(
+    assert f"rank 1 on {limited_cluster.box.nodes[0]}: SIGKILL: out of memory: the job exceeded" in str(
         status.cause
     )

@@ -290,7 +290,7 @@ def test_failed_query_skips_its_checks_with_fake_scontrol(strict_cluster, submis
     (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load: error: Access denied' >&2\nexit 1\n")
     (folder / "scontrol").chmod(0o755)
     submitted = submission(env={"PATH": f"{folder}:{os.environ['PATH']}"})
-    reason = "(scontrol failed: Access denied): these checks are skipped."
+    reason = "(scontrol failed: Access denied). Checks that require this information are skipped."
     assert submitted.notes == (
         f"Cannot read Slurm's configuration {reason}",
         f"Cannot read the partitions {reason}",

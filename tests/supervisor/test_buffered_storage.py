@@ -124,7 +124,7 @@ def test_log_is_buffered(disk, capsys):
 
 def test_missing_folder_ends_the_run_and_is_not_created(tmp_path):
     run = RunDir(tmp_path / "run", BufferedStorage(tmp_path / "run"))
-    with pytest.raises(HpctrainError, match="has vanished"):
+    with pytest.raises(HpctrainError, match="no longer exists"):
         run.new_attempt()
     assert not run.path.exists()
 

@@ -128,7 +128,7 @@ def test_every_row_of_the_table(kind):
     if kind.is_stop:
         # The first stop is not a retry: only earlier requeues count.
         assert [after(kind, n).action for n in (0, max_count - 1, max_count)] == [action, action, Action.FAIL]
-        assert f"restart.{kind}.retries" in after(kind, max_count).reason
+        assert f"--restart-policy {kind}.retries" in after(kind, max_count).reason
         return
     assert [after(kind, n).action for n in range(1, max_count + 1)] == [action] * max_count
     end = after(kind, max_count + 1)
@@ -290,7 +290,10 @@ def test_lasting_straggler_is_excluded_at_the_next_start():
     decision = decide(
         RunSituation(POLICY, history, nodes=Allocation(FOUR, min_nodes=2)), AttemptEnd(EndKind.KILLED), 0.0
     )
-    assert (decision.hosts, dict(decision.exclude)) == (("n1", "n2", "n3"), {"n4": "straggler, 2 times"})
+    assert (decision.hosts, dict(decision.exclude)) == (
+        ("n1", "n2", "n3"),
+        {"n4": "2 failures of kind straggler"},
+    )
     stopped = replace(history, failures=(), stops=())
     state = RunSituation(POLICY, stopped, nodes=Allocation(FOUR, min_nodes=4, can_reallocate=True))
     assert list(decide(state, AttemptEnd(EndKind.PREEMPTED), 0.0).exclude) == ["n4"]

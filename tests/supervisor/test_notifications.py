@@ -116,7 +116,7 @@ def test_only_requested_events_are_sent_and_failed_targets_are_survived(hook, tm
     run = submit(tmp_path, *options, "--notify-on", "finish")
     assert [message["occasion"] for message in hook.got] == ["finish"]
     log = run.supervisor_log.read_text()
-    assert "the command exited with 3" in log
+    assert "the command exited with code 3" in log
     assert "was not delivered: URLError" in log
 
 

@@ -225,7 +225,7 @@ def test_script_that_rewrites_the_same_files_and_crashes_is_ended(run):
 
 def test_ranks_without_a_process_group_are_noted(run):
     assert supervise(run, [DONE]) == 0
-    assert "none of the 2 ranks created a process group" in finished(run)["note"]
+    assert "none of the 2 ranks created a process group, so each rank trained alone" in finished(run)["note"]
 
 
 def test_ranks_of_a_torchrun_store_are_not_noted(run):
@@ -328,7 +328,10 @@ def test_failed_requeue_and_failed_successor_are_both_reported(run):
     job = FakeJob(refuses=True, successors=FakeSuccessors())
     assert supervise(run, [STOPPED], job) == 4
     assert job.successors.continued == [0]
-    assert "Requeue is disabled; the successor failed: sbatch says: Access denied" in finished(run)["cause"]
+    assert (
+        "Requeue is disabled; the submission of a successor job failed: sbatch says: Access denied"
+        in finished(run)["cause"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -516,7 +519,7 @@ def test_faulty_node_is_excluded_from_the_next_job(run):
         *("started", "failure", "restart", "started", "failure", "excluded", "requeue", "started", "finished")
     ]
     excluded = next(event for event in run.read_events() if event["kind"] == "excluded")
-    assert (excluded["hosts"], excluded["reason"]) == (["n2"], "n2: killed, 2 times")
+    assert (excluded["hosts"], excluded["reason"]) == (["n2"], "n2: 2 failures of kind killed")
 
 
 def test_faulty_node_is_excluded_from_the_step(run):
@@ -689,7 +692,7 @@ def test_non_finite_last_loss_is_noted(run, losses, note):
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, 1)]
     run.metrics.write_text("".join(lines))
     assert supervise(run, [DONE]) == 0
-    no_group, _, rest = finished(run)["note"].partition("each rank trained alone.")
+    no_group, _, rest = finished(run)["note"].partition("torch.distributed in the script.")
     assert (no_group != "", rest.strip()) == (True, note)
 
 
@@ -729,7 +732,7 @@ def test_run_without_progress_before_the_time_limit_ends_after_three_attempts(ru
     assert supervise(run, [stop_without_saving(run)] * 3) == 4
     assert finished(run)["cause"].startswith(
         "3 consecutive attempts ended at the time limit without a new checkpoint "
-        "(limit: restart.time-limit.retries)"
+        "(limit: --restart-policy time-limit.retries)"
     )
     assert finished(run)["state"] == "FAILED"
 

@@ -126,7 +126,7 @@ def test_small_gradient_buckets_with_waiting_ranks_give_advice(run_waiting_for_r
     (advice,) = advice_in_all_reports(run_waiting_for_ranks)
     assert advice.what == "Send gradients in larger buckets: Trainer(bucket_cap_mb=25) instead of 1."
     assert advice.evidence == (
-        "The ranks spent 30.0 % of their step time waiting for each other; gradients of 105 MB were sent in "
+        "The ranks spent 30.0 % of their step time waiting for each other; 105 MB of gradients were sent in "
         "100 buckets of 1.05 MB."
     )
 
@@ -152,7 +152,7 @@ def test_node_with_lower_clocks_gives_advice(tmp_path):
         node_lines(run, node, f"n{node}", gpu_util=[99, 99], **(slow if node == 1 else fast))
     (advice,) = advice_in_all_reports(run)
     assert advice.what == "n1 is slow and delays all other nodes. Exclude it with --exclude n1."
-    assert "1230 MHz, GPUs of other nodes at 1600 MHz (1.3 × faster)" in advice.evidence
+    assert "1230 MHz, those of other nodes at 1600 MHz (1.3 times as fast)" in advice.evidence
     assert "lowered: temperature (100.0 % of the time)" in advice.evidence
 
 
@@ -168,7 +168,8 @@ def test_lasting_straggler_gives_advice(tmp_path):
     (advice,) = advice_in_all_reports(write_run(tmp_path / "run", history))
     assert advice.what == "n7 is slow and delays all other nodes. Exclude it with --exclude n7."
     assert advice.evidence == (
-        "Rank 3 on n7 takes 1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms."
+        "Rank 3 on n7 takes 1.4 times as long as other ranks (computing: 210 ms per step, "
+        "other ranks 150 ms)."
     )
 
 

@@ -57,7 +57,7 @@ def test_stop_for_more_nodes_is_explained(tmp_path):
     history = started_run(0).steps(1, 5, every=1).after(0, "grow", nodes_before=1, nodes=2)
     history.after(1, "signal", signal="SIGUSR2", step=5, saved=True).after(0, "requeue", by="requeue")
     (attempt,) = facts_of(write_run(tmp_path / "run", history)).attempts
-    assert attempt.cause == "stopped by SIGUSR2 after step 5, to continue on 2 nodes"
+    assert attempt.cause == "stopped by SIGUSR2 after step 5 (requeued to continue on 2 nodes)"
 
 
 @pytest.mark.parametrize("signalled", [True, False])
@@ -82,7 +82,7 @@ def test_injected_fault_is_attributed_to_chaos(tmp_path):
     history = started_run(0).steps(1, 5, every=1).after(0, "chaos", fault="kill-rank", ranks=[3], host="n1")
     history.after(1, "failure", rank=3, host="n1", cause="SIGKILL").after(0, "restart")
     (attempt,) = facts_of(write_run(tmp_path / "run", history)).attempts
-    assert attempt.cause == "SIGKILL, caused by hpctrain chaos (kill-rank)"
+    assert attempt.cause == "SIGKILL (fault injected by hpctrain chaos: kill-rank)"
 
 
 def test_figures_match_the_run_folder(run):

@@ -55,7 +55,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         environ,
         "openmpi",
         _NAMES,
-        key=(environ[job] if job else "", job or "nothing but the port range"),
+        key=(environ[job] if job else "", job or "only the port range"),
         nodes=lambda: _nodes(environ),
     )
 

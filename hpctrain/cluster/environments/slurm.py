@@ -107,7 +107,7 @@ def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
         and environ.get("SLURM_JOB_NAME") in _SHELLS
     ):
         raise EnvironmentMismatch(
-            f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is the terminal of an interactive "
+            f"there are {layout.num_tasks} tasks ({NUM_TASKS}), but this is the terminal of an interactive "
             f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the shells of the other tasks "
             "have exited. Use --ntasks=1 for the terminal, start the ranks with another srun, or set "
             f"{ENVIRONMENT_VARIABLE}=local for a single process or {ENVIRONMENT_VARIABLE}=slurm for one of "
@@ -129,10 +129,10 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
         and "SLURM_UMASK" not in environ
     ):
         raise EnvironmentMismatch(
-            f"{layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script (ENVIRONMENT=BATCH, without "
-            "SLURM_UMASK): SLURM_STEP_* are inherited from the step that submitted the script. Start the "
-            f"ranks with srun, or set {ENVIRONMENT_VARIABLE}=local for a single process or "
-            f"{ENVIRONMENT_VARIABLE}=slurm for one of {layout.num_tasks} ranks."
+            f"there are {layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script "
+            "(ENVIRONMENT=BATCH, without SLURM_UMASK): SLURM_STEP_* are inherited from the step that "
+            f"submitted the script. Start the ranks with srun, or set {ENVIRONMENT_VARIABLE}=local for a "
+            f"single process or {ENVIRONMENT_VARIABLE}=slurm for one of {layout.num_tasks} ranks."
         )
 
 

@@ -95,7 +95,7 @@ class RendezvousClient:
             own_address = normalize_address(str(server.connection.getsockname()[0]))
         where = f"rank 0 at {_format_endpoint(server.address, server.port)}"
         if words is None:
-            raise RendezvousError(f"{where} responded, but disconnected before all ranks had arrived")
+            raise RendezvousError(f"{where} responded, but disconnected before all ranks had connected")
         if "address" not in words:
             raise RendezvousError(f"{where} reports: {words.get('failed', words)}")
         return MasterEndpoint(

@@ -20,6 +20,7 @@ from hpctrain.cluster.rendezvous.port import ReservedPort, bind_port
 from hpctrain.cluster.rendezvous.protocol import Handshake, rendezvous_key
 from hpctrain.cluster.rendezvous.server import RendezvousServer
 from hpctrain.errors import RendezvousError
+from hpctrain.text import pluralize
 
 #: Time limit for all ranks to find each other.
 RENDEZVOUS_TIMEOUT_S = 30.0
@@ -104,7 +105,7 @@ def rendezvous(
         return RendezvousInfo(address, port.number, address, port)
     except RendezvousError as error:
         raise RendezvousError(
-            f"{name} did not meet its {ranks.world_size - 1} peers; timed out after "
+            f"{name} could not connect to its {pluralize(ranks.world_size - 1, 'peer')}; gave up after "
             f"{time.monotonic() - begun:.0f} s: {error}"
         ) from None
 

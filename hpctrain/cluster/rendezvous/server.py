@@ -152,8 +152,7 @@ class RendezvousServer:
                     self._refuse(next(iter(self._unidentified)))
                     return
                 raise RendezvousError(
-                    f"{error.strerror}, with {len(self._selector.get_map())} connections; "
-                    f"{self._describe_missing()}"
+                    f"cannot accept another connection ({error.strerror}); {self._describe_missing()}"
                 ) from error
             return  # The peer has disconnected: accept(2) also reports network errors.
         connection.setblocking(False)
@@ -205,8 +204,8 @@ class RendezvousServer:
         """Close a connection. If it did not belong to a rank, record its origin."""
         if peer in self._unidentified:
             owner = connection_owner(peer.port, self._listener.getsockname()[1])
-            whose = f" of {owner}" if owner else ""
-            self._note(f"a program{whose} at {peer.address} connected, but does not belong to this job")
+            whose = f" run by {owner}" if owner else ""
+            self._note(f"a program{whose} on {peer.address} connected, but does not belong to this job")
         self._disconnect(peer)
 
     def _handshake(self, peer: _Peer, handshake: Handshake) -> None:
@@ -214,8 +213,8 @@ class RendezvousServer:
         del self._unidentified[peer]
         if handshake.world_size != me.world_size:
             text = (
-                f"world size is {handshake.world_size} on rank {handshake.rank}, {handshake}, "
-                f"but {me.world_size} on rank 0, {me}"
+                f"the world size is {handshake.world_size} on rank {handshake.rank} ({handshake}), "
+                f"but {me.world_size} on rank 0 ({me})"
             )
             self._note(text)
             peer.send(refused=text)
@@ -257,7 +256,7 @@ class RendezvousServer:
         self._unidentified.pop(peer, None)
         if peer.handshake is not None and self._peers.get(peer.handshake.rank) is peer:
             del self._peers[peer.handshake.rank]
-            self._note(f"rank {peer.handshake.rank}, {peer.handshake}, connected and disconnected")
+            self._note(f"rank {peer.handshake.rank} ({peer.handshake}) connected, but then disconnected")
 
     def _release_peers(self) -> str:
         reached = Counter(peer.handshake.reached for peer in self._peers.values() if peer.handshake)

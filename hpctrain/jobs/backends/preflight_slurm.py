@@ -60,7 +60,7 @@ def preflight_slurm(
             SlurmCall(["sbatch", "--test-only"], request.variables, text=script, timeout_s=FORECAST_TIMEOUT_S)
         )
     notes = [
-        *(f"{gap}: these checks are skipped." for gap in gaps),
+        *(f"{gap}. Checks that require this information are skipped." for gap in gaps),
         *notes,
         *path_notes(spec, ask),
     ]

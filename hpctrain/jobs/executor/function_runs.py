@@ -87,9 +87,8 @@ def submit_calls(
         )
         if (spec := submission.spec).is_elastic:
             raise SpecError(
-                f"{spec.min_nodes} to {spec.nodes} nodes requested (--nodes) for a function, but a function "
-                "returns one result per rank, so the number of ranks must be fixed. Use a single number of "
-                "nodes."
+                f"{spec.min_nodes} to {spec.nodes} nodes were requested (--nodes), but a function returns "
+                "one result per rank, so the number of nodes must be fixed. Use a single number of nodes."
             )
         for note in submission.notes:
             if note not in shown_notes:

@@ -23,7 +23,7 @@ _HINTS = {
         "python"
     ): "The ranks use the Python of this program. To use another, set venv, conda or container_image.",
     "srun_args": "The supervisor chooses the srun options itself.",
-    "teardown": "This callback would not run if the job is killed or requeued. Clean up in the function.",
+    "teardown": "This callback would not run if the job were killed or requeued. Clean up in the function.",
     "use_srun": "The supervisor starts the ranks with srun. To use torchrun, set launcher to torchrun.",
     "visible_gpus": "Set CUDA_VISIBLE_DEVICES in the environment of the program that submits the jobs.",
 }

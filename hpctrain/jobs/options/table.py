@@ -41,8 +41,8 @@ class _Size(TypedDict, total=False):
             aliases=("-N", "--nnodes", "--num-nodes"),
             metavar="N|MIN:MAX",
             default=JobSpec.nodes,
-            help="Number of nodes. MIN:MAX uses as many nodes in this range as are available, and continues "
-            "if some fail.",
+            help="Number of nodes. With MIN:MAX, the run uses as many nodes in this range as are "
+            "available, and continues if some fail.",
         ),
     ]
     spare_nodes: Annotated[

@@ -78,9 +78,9 @@ class ProfileRequest:
                     report(f"Waiting for {awaited}")
                 if time.monotonic() >= deadline:
                     raise WaitTimeout(
-                        f"The profile of run {self.run.run_id} was not complete after {timeout_s:g} s of "
-                        f"waiting for {awaited}. Check that the run completes steps (`hpctrain status`), and "
-                        "set a longer --timeout."
+                        f"The profile of run {self.run.run_id} is still incomplete after {timeout_s:g} s: "
+                        f"waiting for {awaited}. Use `hpctrain status` to check that the run completes "
+                        "steps, or set a longer --timeout."
                     )
                 if time.monotonic() >= status_at:
                     self._check_attempt()
@@ -109,8 +109,8 @@ class ProfileRequest:
             end = f"is {status.state}" if status.state.ended else f"is now in attempt {status.attempt}"
             raise RunFailed(
                 f"Run {self.run.run_id} {end}, but {format_ranks(missing)} had not completed "
-                f"{pluralize(self.num_steps, 'step')} in attempt {self.attempt}. Profile a running attempt, "
-                "with fewer --steps."
+                f"{pluralize(self.num_steps, 'step')} in attempt {self.attempt}. Request another "
+                "profile with fewer --steps."
             )
 
     def _missing(self) -> list[int]:

@@ -144,7 +144,7 @@ def describe_event(event: dict[str, Any]) -> str | None:
             return f"attempt {attempt}: {event.get('cause')}; action: {event.get('action')}"
         case "signal":
             saved = (
-                "state saved"
+                "checkpoint saved"
                 if event.get("saved")
                 else "no new checkpoint was saved, so the next attempt resumes from the previous one"
             )

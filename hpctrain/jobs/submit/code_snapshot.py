@@ -165,7 +165,7 @@ def plan_snapshot(
         return CodeSnapshot.plan(script, limit_mb, environ, folder=folder), []
     except NotARepository as reason:
         return None, [
-            f"Warning: the code is not copied ({reason}). Later attempts use the files as they are then."
+            f"Warning: the code is not copied ({reason}). If you change it, later attempts run the new code."
         ]
 
 

@@ -167,7 +167,8 @@ class FailureAnalyzer:
             kind = EndKind.USER_ERROR
         cause = str(first)
         if kind is EndKind.DISK_FULL:
-            cause = f"{cause}: hpctrain resume {shlex.quote(self.spec.run_dir)}"
+            command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
+            cause = f"{cause.rstrip('.')}. Free disk space, then resume the run: {command}"
         size = first.micro_batch_size if kind is EndKind.GPU_OOM else None
         end = self._record(
             attempt,
@@ -218,7 +219,7 @@ class FailureAnalyzer:
     def _analyze_not_started(self, result: AttemptResult) -> AttemptEnd:
         end = result.monitor.end
         assert end is not None
-        cause = f"the job step did not start: srun exited with {end.returncode}: {end.stderr_tail}"
+        cause = f"the job step did not start: srun exited with code {end.returncode}: {end.stderr_tail}"
         return self._record(
             result.attempt, EndKind.NOT_STARTED, cause, rank=-1, host=None, log=str(self.run.slurm_log)
         )

@@ -47,7 +47,9 @@ def known_seconds_left(job: JobTime) -> float | None:
     try:
         return job.seconds_left()
     except SchedulerError as error:
-        log.warning("%s Assuming that there is enough time.", error)
+        log.warning(
+            "cannot determine the remaining time of this job, so assuming that it is sufficient: %s", error
+        )
         return None
 
 

@@ -144,7 +144,9 @@ def start_soon(environ: Mapping[str, str]) -> None:
         update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
     except SchedulerError as error:
         print(
-            f"hpctrain: Slurm will delay the next start by two minutes: {error}", file=sys.stderr, flush=True
+            f"hpctrain: cannot avoid Slurm's two-minute delay before the next start: {error}",
+            file=sys.stderr,
+            flush=True,
         )
 
 

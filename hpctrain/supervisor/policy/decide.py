@@ -126,8 +126,8 @@ class Decision:
         if self.action is Action.LEAVE:
             parts = ["leave the job to the scheduler"]
         if self.action in (Action.RESTART, Action.SHRINK, Action.REPLACE):
-            prefix = "" if self.action is Action.RESTART else f"{self.action.value}: "
-            parts = [f"{prefix}restart the ranks on {compress_hostlist(self.hosts)}"]
+            notes = {Action.SHRINK: " (fewer nodes)", Action.REPLACE: " (with replacement nodes)"}
+            parts = [f"restart the ranks on {compress_hostlist(self.hosts)}{notes.get(self.action, '')}"]
         if self.exclude:
             parts.append(f"exclude {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
         if self.memory:
@@ -187,7 +187,7 @@ def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:
     for (host, kind), count in history.count_by_node().items():
         enough = policy[kind].exclude
         if enough and count >= enough and host not in history.excluded:
-            found[host] = f"{kind}, {count} times" if count > 1 else str(kind)
+            found[host] = f"{pluralize(count, 'failure')} of kind {kind}"
     return found
 
 
@@ -218,12 +218,12 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
         if kind is EndKind.TIME_LIMIT:
             return (
                 f"{count + 1} consecutive attempts ended at the time limit without a new checkpoint "
-                f"(limit: restart.{kind}.retries); submit with a longer --time, or with a longer "
+                f"(limit: --restart-policy {kind}.retries); submit with a longer --time, or with a longer "
                 "--stop-before-limit if there was not enough time for the last save"
             )
         return (
             f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after the start and without a new "
-            f"checkpoint (limit: restart.{kind}.retries)"
+            f"checkpoint (limit: --restart-policy {kind}.retries)"
         )
     if kind is EndKind.OUT_OF_TIME and rule.retries == 0:
         return (
@@ -236,7 +236,7 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
         sharing = {other for other, its in policy.rules.items() if its.retries is None}
         most, name = policy.max_failures - 1, "--max-failures"
     else:
-        sharing, most, name = {kind}, rule.retries, f"restart.{kind}.retries"
+        sharing, most, name = {kind}, rule.retries, f"--restart-policy {kind}.retries"
     failures = sum(past.kind in sharing for past in history.failures)
     crashes = sum(past in sharing for past in history.crashes)
     if failures > most:
@@ -246,5 +246,5 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
             else ""
         )
     if crashes >= CRASHES_PER_FAILURE * (most + 1):
-        return f"{pluralize(crashes, 'failure')}, and no checkpoint with a recorded step (limit: {name})"
+        return f"{pluralize(crashes, 'failure')} without a checkpoint that records its step (limit: {name})"
     return None

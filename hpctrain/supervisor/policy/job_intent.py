@@ -106,14 +106,17 @@ class OwnershipState:
 
     def __str__(self) -> str:
         facts = {
-            "newest job on record": self.newest,
-            "run ended as": self.ended,
-            "continues job": self.predecessor,
-            "which was taken over by job": self.claimed_by,
-            "is continued by job": self.successor,
+            "newest recorded job:": self.newest,
+            "final state of the run:": self.ended,
+            "predecessor: job": self.predecessor,
+            "successor of the predecessor: job": self.claimed_by,
+            "successor of this job: job": self.successor,
         }
         parts = [f"{name} {value}" for name, value in facts.items() if value is not None]
-        return ", ".join([*parts, *(["run cancelled"] if self.cancelled else [])]) or "first job of the run"
+        return (
+            ", ".join([*parts, *(["the run was cancelled"] if self.cancelled else [])])
+            or "first job of the run"
+        )
 
 
 def decide_ownership(state: OwnershipState) -> OwnershipDecision:

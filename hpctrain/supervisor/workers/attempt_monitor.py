@@ -153,9 +153,7 @@ class AttemptMonitor:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             if self._killed:
-                raise TimeoutError(
-                    f"the job step was killed, but is still running after {_KILL_LIMIT_S:.0f} s."
-                )
+                raise TimeoutError(f"the job step is still running {_KILL_LIMIT_S:.0f} s after it was killed")
             log.info("timed out waiting for %s: ending the job step", self._awaited)
             self._kill(step)
         elif self.ends_at is not None and now >= self.ends_at - self.stop_before_limit_s:

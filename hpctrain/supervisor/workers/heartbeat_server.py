@@ -148,7 +148,7 @@ class HeartbeatServer:
                 if self._poll():
                     return
             except Exception:
-                log.exception("receiving from the ranks failed; retrying in %g s", _PAUSE_S)
+                log.exception("could not receive messages from the ranks; retrying in %g s", _PAUSE_S)
                 time.sleep(_PAUSE_S)
 
     def _poll(self) -> bool:
@@ -185,7 +185,9 @@ class HeartbeatServer:
             return
         rank_connection = RankConnection(connection, peer[:2])
         if len(self._unproven) >= _MAX_UNPROVEN:
-            self._refuse(next(iter(self._unproven)), f"{_MAX_UNPROVEN} connections are not authenticated")
+            self._refuse(
+                next(iter(self._unproven)), f"more than {_MAX_UNPROVEN} connections are not authenticated"
+            )
         with suppress(OSError):
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -213,7 +215,7 @@ class HeartbeatServer:
             self._refuse(rank_connection, str(error))
         except Exception:
             log.exception(
-                "rank %d of attempt %d: handling its message failed",
+                "could not handle a message from rank %d (attempt %d)",
                 rank_connection.rank,
                 rank_connection.attempt,
             )
@@ -225,7 +227,7 @@ class HeartbeatServer:
     def _handle_line(self, rank_connection: RankConnection, line: bytes) -> None:
         if rank_connection.up is None:
             if len(line) != NONCE_LENGTH:
-                raise Unauthenticated("its first message is not from a rank")
+                raise Unauthenticated("its first message is invalid")
             rank_connection.up, rank_connection.down = sign_connection(
                 self._secret.encode(), rank_connection.nonce, line
             )
@@ -244,7 +246,9 @@ class HeartbeatServer:
         if self._num_refused <= _MAX_REPORTS:
             address, port = rank_connection.peer
             owner = connection_owner(port, self._port) or "an unknown user"
-            more = "; further refusals are not reported" if self._num_refused == _MAX_REPORTS else ""
+            more = (
+                "; further refused connections are not reported" if self._num_refused == _MAX_REPORTS else ""
+            )
             log.warning("a connection from %s (%s) was refused: %s%s", address, owner, why, more)
         self._drop(rank_connection)
 

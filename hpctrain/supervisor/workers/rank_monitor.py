@@ -154,7 +154,7 @@ class RankMonitor:
             self._probe_ranks(self._probe, now)
         elif (hang := self._hang_detector.find_hang(now)) is not None:
             log.warning(
-                "no rank has made progress for %.0f s (limit %.0f s): requesting the position of all ranks",
+                "no rank has made progress for %.0f s (limit %.0f s): requesting stack traces from all ranks",
                 hang.seconds,
                 hang.limit_s,
             )
@@ -232,7 +232,7 @@ class RankMonitor:
             }
 
         log.warning(
-            "rank %d on %s takes %.1f times as long as the others (%s)%s",
+            "rank %d on %s takes %.1f times as long per step as the other ranks (slow part: %s)%s",
             straggler.rank,
             host,
             straggler.ratio,

@@ -88,7 +88,9 @@ class StandbyWorkers:
             else:
                 self._emit = emit
         if self._is_broken:
-            log.warning("attempt %d: lost a standby worker", self.attempt)
+            log.warning(
+                "attempt %d: a standby worker is unreachable, so new workers will be started", self.attempt
+            )
             self.close()
             return None
         log.info("attempt %d: using %s", self.attempt, pluralize(told, "standby worker"))

@@ -150,7 +150,7 @@ class WorkerGroup:
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("the requested profile cannot be read: %r", error)
+                log.warning("the profile request cannot be read: %r", error)
                 with suppress(OSError):
                     self._run.profile_request.unlink()
 
@@ -183,8 +183,8 @@ class WorkerGroup:
         self._standby_started = True
         if changed := monitor.changed:
             log.info(
-                "no standby workers: the script sets %s, which imports may read; set this variable with "
-                "--env instead",
+                "no standby workers: the script sets environment variables that imports may read (%s); set "
+                "them with --env instead",
                 ", ".join(changed),
             )
             return
@@ -201,7 +201,7 @@ class WorkerGroup:
                     self._launcher, self._server, command, variables, modules, ranks
                 )
             except (OSError, HpctrainError) as error:
-                log.warning("no standby workers: %s", error)
+                log.warning("cannot start standby workers: %s", error)
 
     def _stop_standby(self) -> None:
         with self._lock:

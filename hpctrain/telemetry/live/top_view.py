@@ -292,7 +292,7 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
     if is_finite(number := event.get("count")) and number > 1:
         yield f"latest of {number}"
     if kind == "signal":
-        yield "saved" if event.get("saved") is True else "nothing new saved"
+        yield "saved" if event.get("saved") is True else "no new checkpoint"
     if kind == "requeue":
         yield str(event.get("class") or "interrupted")
         if is_finite(seconds := event.get("seconds")):

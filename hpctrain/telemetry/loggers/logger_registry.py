@@ -37,7 +37,9 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
     loggers = [LOGGERS.find(one)() if isinstance(one, str) else _checked(one) for one in given]
     for name, count in Counter(logger.name for logger in loggers).items():
         if count > 1:
-            raise UserError(f"{count} loggers are named {name!r}. Use a different name for each: name=…")
+            raise UserError(
+                f"{count} loggers are named {name!r}. Give each logger a different name (name=…)."
+            )
     for kind, package in _PACKAGES.items():
         if any(isinstance(logger, LOGGERS.find(kind)) for logger in loggers) and find_spec(package) is None:
             ended = " Neptune's hosted service has ended." * (kind == "neptune")

@@ -117,7 +117,7 @@ def _buckets(run_data: RunData) -> Iterator[Advice]:
     bucket = format_size(num_bytes / number)
     evidence = [
         f"the ranks spent {format_share(part)} of their step time waiting for each other",
-        f"gradients of {format_size(num_bytes)} were sent in {number} buckets of {bucket}",
+        f"{format_size(num_bytes)} of gradients were sent in {number} buckets of {bucket}",
     ]
     yield Advice(
         f"Send gradients in larger buckets: Trainer(bucket_cap_mb={_GOOD_BUCKET_MB}){place}.",
@@ -160,8 +160,8 @@ def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
             and (ratio := statistics.median(others) / node.clock_mhz) >= _SLOW_CLOCK_RATIO
         ):
             evidence.append(
-                f"its GPUs ran at {node.clock_mhz:.0f} MHz, GPUs of other nodes at "
-                f"{statistics.median(others):.0f} MHz ({ratio:.1f} × faster)"
+                f"its GPUs ran at {node.clock_mhz:.0f} MHz, those of other nodes at "
+                f"{statistics.median(others):.0f} MHz ({ratio:.1f} times as fast)"
             )
         if evidence:
             yield Advice(
@@ -184,7 +184,7 @@ def _throttled(node: NodeSeries) -> list[str]:
         for reason, part in node.throttled.items()
         if part >= _MUCH_THROTTLED and reason not in ("power cap", "clock setting", "sync boost")
     ]
-    return [f"its clocks were lowered: {', '.join(reasons)}"] if reasons else []
+    return [f"its GPU clocks were lowered: {', '.join(reasons)}"] if reasons else []
 
 
 def _saving(run_data: RunData) -> Iterator[Advice]:

@@ -94,16 +94,16 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
         last.resumed_step = _whole(event.get("step"))
     elif kind == "failure" and event.get("rank") is not None:
         cause = str(event.get("cause") or "cause not recorded")
-        last.ended, last.end, last.cause = time, "failure", ", ".join(filter(None, [cause, last.stopped_for]))
+        last.ended, last.end, last.cause = time, "failure", f"{cause}{_parenthesize(last.stopped_for)}"
         last.rank, last.host = _whole(event.get("rank")), _text(event.get("host"))
         last.log = _text(event.get("log"))
     elif kind == "grow":
-        last.stopped_for = f"to continue on {event.get('nodes')} nodes"
+        last.stopped_for = f"requeued to continue on {event.get('nodes')} nodes"
     elif kind == "chaos":
-        last.stopped_for = f"caused by hpctrain chaos ({event.get('fault')})"
+        last.stopped_for = f"fault injected by hpctrain chaos: {event.get('fault')}"
     elif kind == "signal":
-        reason = f", {last.stopped_for}" if last.stopped_for else ""
-        saved = "" if event.get("saved") is True else "; no new state was saved"
+        reason = _parenthesize(last.stopped_for)
+        saved = "" if event.get("saved") is True else "; no new checkpoint was saved"
         signal, step = event.get("signal"), event.get("step")
         last.ended, last.end = time, "stop"
         last.cause = f"stopped{f' by {signal}' if signal else ''} after step {step}{reason}{saved}"
@@ -119,11 +119,15 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
         if state == "CANCELLED":
             mark_cancelled(last)
         elif last.end is None:
-            last.end, last.cause = "vanished", f"{VANISHED_CAUSE} (Slurm: {state})"
+            last.end, last.cause = "vanished", f"{VANISHED_CAUSE} (Slurm state: {state})"
     elif kind == "submitted" and last.end is not None:
         last.followed_by = last.followed_by or "submission"
     elif kind == "finished":
         _finish(last, event, time)
+
+
+def _parenthesize(text: str | None) -> str:
+    return f" ({text})" if text else ""
 
 
 def _started(event: Mapping[str, Any], time: float, default: int) -> Attempt:

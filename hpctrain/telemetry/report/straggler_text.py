@@ -18,20 +18,21 @@ def describe_rank(event: Mapping[str, Any]) -> str:
 
 
 def describe_slowness(event: Mapping[str, Any]) -> str:
-    """Return a string such as `1.4 × as long as other ranks, computing: 210 ms per step, others 150 ms`.
+    """Return the ratio and the times of a straggler; empty if unknown.
 
-    Empty if unknown.
+    Example: `1.4 times as long as other ranks (computing: 210 ms per step, other ranks 150 ms)`.
     """
     ratio, part = event.get("ratio"), str(event.get("part"))
     if not is_finite(ratio):
         return ""
-    words = f"{ratio:.1f} × as long as other ranks"
-    if part in _PARTS:
-        words += f", {_PARTS[part]}"
-        own, typical = (_seconds(event.get(name), part) for name in ("seconds", "typical"))
-        if own is not None and typical is not None:
-            words += f": {format_duration(own)} per step, others {format_duration(typical)}"
-    return words
+    words = f"{ratio:.1f} times as long as other ranks"
+    if part not in _PARTS:
+        return words
+    own, typical = (_seconds(event.get(name), part) for name in ("seconds", "typical"))
+    if own is None or typical is None:
+        return f"{words} ({_PARTS[part]})"
+    times = f"{format_duration(own)} per step, other ranks {format_duration(typical)}"
+    return f"{words} ({_PARTS[part]}: {times})"
 
 
 def _seconds(spent: object, part: str) -> float | None:

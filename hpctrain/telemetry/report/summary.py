@@ -177,4 +177,4 @@ def _commit(run: RunData) -> dict[str, str]:
     if not run.codes:
         return {}
     code = run.codes[-1]
-    return {"commit": f"{code.commit}{' with changes' if code.changed else ''}"}
+    return {"commit": f"{code.commit}{' with uncommitted changes' if code.changed else ''}"}
