@@ -50,7 +50,7 @@ class AcceleratorCheckpointer:
         ranks = detect(os.environ)
         if accelerator.num_processes != ranks.world_size:
             raise UserError(
-                f"The Accelerator trains on {accelerator.num_processes} of the {ranks.world_size} ranks "
+                f"The Accelerator uses {accelerator.num_processes} of the {ranks.world_size} ranks "
                 "of the job. If the nodes have no GPUs, use Accelerator(cpu=True)."
             )
         self._accelerator = accelerator

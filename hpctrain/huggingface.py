@@ -43,7 +43,7 @@ def prepare(trainer: T) -> T:
     ranks = detect(os.environ)
     if trainer.args.world_size != ranks.world_size:
         raise UserError(
-            f"The Trainer trains on {trainer.args.world_size} of the {ranks.world_size} ranks of the job. "
+            f"The Trainer uses {trainer.args.world_size} of the {ranks.world_size} ranks of the job. "
             "If the nodes have no GPUs, use TrainingArguments(use_cpu=True)."
         )
     checkpoints = ForeignCheckpoints("checkpoint", marker=_MARKER)

@@ -70,7 +70,7 @@ def new_group(members: Sequence[int] | None = None, **options: Any) -> dist.Proc
         RendezvousError: a member did not answer in time, or closed a connection.
         Unauthenticated: a member did not prove the secret.
     """
-    with _forming(range(dist.get_world_size()) if members is None else members, "form a group"):
+    with _forming(range(dist.get_world_size()) if members is None else members, "join a process group"):
         group: dist.ProcessGroup = dist.new_group(members, **options)
     if members is None or dist.get_rank() in members:
         prove(group)

@@ -95,4 +95,6 @@ def check_hooks(thing: Any, stage: str) -> None:
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         parameters = inspect.signature(getattr(thing, step, check_hooks)).parameters
         if refused := [each for each in _PARAMETERS if each in parameters]:
-            raise UserError(f"{name}.{step} has the parameter {refused[0]}, which hpctrain does not pass.")
+            raise UserError(
+                f"{name}.{step} has the parameter {refused[0]}, which hpctrain does not pass. Remove it."
+            )

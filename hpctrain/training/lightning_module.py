@@ -334,7 +334,10 @@ class LightningSteps:
         run, name = self._hpctrain, type(self).__name__
         optimizers, schedules = _unpack_optimizers(own.configure_optimizers())
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
-            raise UserError(f"{name}.configure_optimizers returned {optimizers!r} as optimizers.")
+            raise UserError(
+                f"{name}.configure_optimizers returned {optimizers!r} as optimizers. Return at least one "
+                "torch optimizer."
+            )
         run.proxy.optimizers = run.proxy.strategy._lightning_optimizers = optimizers
         run.proxy.lr_scheduler_configs = [SimpleNamespace(**each) for each in schedules]
         if is_manual(self):
@@ -381,7 +384,7 @@ class LightningSchedule:
             raise UserError(
                 f"{type(module).__name__}.configure_optimizers returned a {type(scheduler).__name__} with "
                 f"interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau needs a monitor, "
-                "interval='epoch' and a validation set; other schedulers need interval='epoch' or 'step'."
+                "interval='epoch' and validation data; other schedulers need interval='epoch' or 'step'."
             )
 
     def step(self) -> None:

@@ -90,7 +90,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 
 def test_other_objects_are_refused(tmp_path):
     Checkpointer(run_dir=tmp_path, counter=Counter()).save(1)
-    with pytest.raises(UserError, match="has counter, but the script passes other to Checkpointer"):
+    with pytest.raises(UserError, match="contains counter, but the script passes other to Checkpointer"):
         Checkpointer(run_dir=tmp_path, other=Counter()).load()
     with pytest.raises(UserError, match=r"received data=list\(…\), which lacks state_dict"):
         Checkpointer(run_dir=tmp_path, data=[])

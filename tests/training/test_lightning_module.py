@@ -747,7 +747,7 @@ class EpochEnd(Refused):
         (OptimizerIdx, loader(), {}, "training_step has the parameter optimizer_idx"),
         (NoOptimizer, loader(), {}, r"returned \[None\] as optimizers"),
         (NoMonitor, loader(), {}, "ReduceLROnPlateau with interval='epoch' and monitor=None"),
-        (NoValidation, loader(), {}, "monitor='val_loss'.* needs .* a validation set"),
+        (NoValidation, loader(), {}, "monitor='val_loss'.* needs .* validation data"),
         (SeveralLoaders, loader(), {}, r"val_dataloader\(\) returned 2 DataLoaders"),
         (NamedLoaders, None, {}, r"train_dataloader\(\) returned 2 DataLoaders"),
         (Refused, None, {}, "received no training data"),

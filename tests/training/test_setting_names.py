@@ -39,7 +39,7 @@ def test_single_logger_needs_no_list() -> None:
 @pytest.mark.parametrize(
     ("name", "replacement"),
     [
-        ("ModelCheckpoint", "Use the Trainer settings checkpoint_every, keep_last"),
+        ("ModelCheckpoint", "Use the Trainer settings checkpoint_every, keep_last, keep_best and monitor"),
         ("EarlyStopping", "Use hpctrain.EarlyStopping"),
         ("MyCallback", "Derive it from hpctrain.Callback"),
     ],

@@ -501,7 +501,8 @@ def test_strategy_of_an_installed_package_is_found(tmp_path):
     printed = run_command([sys.executable, "-c", code], {"PYTHONPATH": str(tmp_path)}).stdout
     assert printed.startswith("Theirs\n")
     assert (
-        "theirs:nothing, but this is not a subclass of hpctrain.training.strategies.base.Strategy" in printed
+        "theirs:nothing, but this object is not a subclass of hpctrain.training.strategies.base.Strategy"
+        in printed
     )
 
 
@@ -534,7 +535,7 @@ def test_devices_are_chosen(devices, num_gpus, busy, expected):
         ([1, 1], 4, [], "lists a device more than once"),
         ([4], 4, [], "the last visible GPU has index 3"),
         ([0], 0, [], "no GPU is visible"),
-        (3, 4, [0, 1], "only 2 of 4 visible GPUs free"),
+        (3, 4, [0, 1], "only 2 of 4 visible GPUs are free"),
         ("auto", 2, [0, 1], "all 2 visible GPUs are in use"),
     ],
 )

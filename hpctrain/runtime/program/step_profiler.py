@@ -69,8 +69,8 @@ class StepProfiler:
         request = _Request(run, message["number"], rank, message["steps"])
         if not self.counts_steps:
             request.write_error(
-                "steps are not counted, because HPCTRAIN_STEP_HOOK is 0. Remove this variable from the "
-                "environment of the run"
+                "HPCTRAIN_STEP_HOOK=0 disables the counting of steps, which profiling requires. Remove this "
+                "variable from the environment of the run"
             )
         elif self.is_active:
             request.write_error("the rank has not completed the previous profile")

@@ -88,8 +88,8 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
         return list(range(num_gpus))
     if wanted > len(free):
         raise UserError(
-            f"devices is {devices!r}, but only {len(free)} of {num_gpus} visible GPUs are not in use by "
-            "other processes. Use fewer GPUs, wait, or list the GPUs to share: devices=[0, …]."
+            f"devices is {devices!r}, but only {len(free)} of {num_gpus} visible GPUs are free; other "
+            "processes use the rest. Use fewer GPUs, wait, or list the GPUs to share: devices=[0, …]."
         )
     return list(free[:wanted])
 

@@ -205,7 +205,7 @@ def _columns(dataset: Any, name: str) -> list[Any] | None:
         parts = [dataset]
     if not parts or not all(_is_column(part) for part in parts):
         if isinstance(dataset, Mapping) and parts:
-            raise UserError(f"{name} is a dict; all its values must be tensors or NumPy arrays.")
+            raise UserError(f"{name} is a dict, so all its values must be tensors or NumPy arrays.")
         return None
     lengths = [len(part) for part in parts]
     if len(set(lengths)) > 1:

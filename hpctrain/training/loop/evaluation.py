@@ -211,8 +211,8 @@ class _SampleMeans:
         for rank, others in gathered:
             if set(others) != set(names):
                 raise UserError(
-                    f"{self.origin} returned {sorted(others)} on rank {rank} "
-                    f"but {sorted(names)} on rank {first}."
+                    f"{self.origin} returned {sorted(others)} on rank {rank}, but {sorted(names)} on rank "
+                    f"{first}. Return the same metrics on every rank."
                 )
         return list(names)
 

@@ -198,7 +198,7 @@ class TrainingLoop:
             self._log_step()
             self._checkpoints.add_score()
         if state.finished:
-            parts.progress.print_message(f"already complete: step {state.step} was the last step")
+            parts.progress.print_message(f"training is already complete: step {state.step} was the last step")
         else:
             parts.source.micro_batch_size = self._train_step.find_micro_batch_size(parts.source, state)
             if (most := self._train_step.max_micro_batch) is not None:

@@ -272,8 +272,8 @@ class CheckpointManager:
             return None
         if settings.monitor not in state.latest and state.validated_step == state.step:
             raise UserError(
-                f"monitor is {settings.monitor!r} (for keep_best={settings.keep_best}), but step "
-                f"{state.step} has only {', '.join(map(repr, sorted(state.latest)))}. Set monitor to one of "
-                f"these metrics, or return {settings.monitor!r} from validation_step."
+                f"monitor is {settings.monitor!r} (for keep_best={settings.keep_best}), but the "
+                f"metrics of step {state.step} are {', '.join(map(repr, sorted(state.latest)))}. Set monitor "
+                f"to one of these metrics, or return {settings.monitor!r} from validation_step."
             )
         return state.latest.get(settings.monitor)
