@@ -26,4 +26,7 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
         click.echo(f"Cancelled run {found.run_id} before it started.")
     else:
         limit = "Slurm's KillWait" if before.backend == "slurm" else "a minute"
-        click.echo(f"Cancelling run {found.run_id}: it will save a checkpoint and exit within {limit}.")
+        click.echo(
+            f"Cancelling run {found.run_id}: it will exit within {limit}, after saving a checkpoint if the "
+            "script supports that."
+        )

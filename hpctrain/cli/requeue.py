@@ -28,4 +28,7 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
             f"Ended Slurm's requeue delay for run {found.run_id}; it starts when nodes become available."
         )
     else:
-        click.echo(f"Requeueing run {found.run_id}: it will save a checkpoint and continue in a new attempt.")
+        click.echo(
+            f"Requeueing run {found.run_id}: it will continue in a new attempt, after saving a checkpoint if "
+            "the script supports that."
+        )

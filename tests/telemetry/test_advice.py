@@ -192,6 +192,7 @@ def test_driver_and_memory_errors_give_advice(tmp_path):
         ({"checkpoint_async": False}, "checkpoint_async=True"),
         ({"checkpoint_every": "auto"}, "local_checkpoints"),
         ({"checkpoint_every": 10}, "checkpoint_every='auto'"),
+        (None, "async_save()"),
     ],
 )
 def test_blocking_saves_give_advice(tmp_path, settings, message):
@@ -201,7 +202,8 @@ def test_blocking_saves_give_advice(tmp_path, settings, message):
             2, "checkpoint", step=first + 9, seconds=2.0, stall_s=2.0
         )
     run = write_run(tmp_path / "run", history.steps(31, 40, every=1))
-    environment(run, **settings)
+    if settings is not None:  # otherwise a script without the Trainer
+        environment(run, **settings)
     (advice,) = advice_in_all_reports(run)
     assert message in advice.what
     assert "3 saves paused training for 6.0 s" in advice.evidence

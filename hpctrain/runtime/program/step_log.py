@@ -45,8 +45,10 @@ class StepLog:
         spent = {
             "all": now - self._since,
             "data": activity.data_s - self._data_s,
-            "communication": activity.exchange_s - self._exchange_s,
         }
+        # DDP communicates in the backward pass, in which the wait cannot be observed.
+        if (exchange_s := activity.exchange_s - self._exchange_s) > 0:
+            spent["communication"] = exchange_s
         self._metrics.append(
             {
                 "step": self._first_step + step,

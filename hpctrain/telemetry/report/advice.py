@@ -192,7 +192,9 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
     part = saving_us / (saving_us + _steps_us(run_data))
     if part < _MUCH_SAVING or len(run_data.checkpoints) < 3:
         return
-    if _setting(run_data, "checkpoint_async") is False:
+    if "settings" not in run_data.environment:
+        what = "Save less often, or in the background: with hpctrain.Checkpointer, call async_save()."
+    elif _setting(run_data, "checkpoint_async") is False:
         what = "Set Trainer(checkpoint_async=True), so that training pauses only while the state is copied."
     elif _setting(run_data, "checkpoint_every") == "auto":
         what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
