@@ -107,7 +107,7 @@ def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
     assert "rank 1: RuntimeError: the script is already using a PyTorch profiler" in messages
     # A run may also end during a profile.
     _, messages = profile(run, "--steps=100000", "--timeout=2", code=1)
-    assert "after 2 s of waiting for rank 0 to complete 100" in messages
+    assert "after 2 s: waiting for rank 0 to complete 100" in messages
     _, messages = profile(run, "--ranks=1-2", code=2)
     assert "There is no rank 2 (--ranks)" in messages
     end(run)

@@ -197,7 +197,7 @@ def test_array_is_parsed(text, indices, throttle):
         ("0-3%1%2", "'1%2' after % is not a positive number"),
         ("٣", "neither a number nor a range"),
         (f"0-{MAX_TASKS}", f"more than {MAX_TASKS} tasks"),
-        ("0-99999999999", "highest task number in Slurm"),
+        ("0-99999999999", "Slurm's highest task number is 4000000"),
     ],
 )
 def test_invalid_array_is_refused(text, message):

@@ -115,10 +115,10 @@ def test_held_run_can_be_cancelled(prepared, environ):
     ("options", "error", "message"),
     [
         ({"nodes": 2, "gpus_per_node": 3}, SpecError, "no node of partition preemptible has more than 2"),
-        ({"nodes": 5, "gpus_per_node": 2}, SpecError, "partition preemptible has 4"),
+        ({"nodes": 5, "gpus_per_node": 2}, SpecError, "partition preemptible has only 4"),
         ({"gpus_per_node": 3, "partition": "urgent"}, SpecError, "partition urgent has more than 2"),
         ({"partition": "nowhere"}, SpecError, "Unknown partition 'nowhere'"),
-        ({"nodes": 9}, SpecError, "9 nodes requested .* partition preemptible has 4"),
+        ({"nodes": 9}, SpecError, "9 nodes requested .* partition preemptible has only 4"),
         ({"mem": "lots"}, SchedulerError, "mem"),
     ],
 )

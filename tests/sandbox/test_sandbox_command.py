@@ -91,7 +91,7 @@ def test_missing_sandbox_is_reported_in_json() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(SpecError, match="1 to 64 nodes, but 0"):
+    with pytest.raises(SpecError, match="number of nodes is 0, but must be between 1 and 64"):
         _run("up", "--nodes", "0")
     with pytest.raises(SpecError, match="is not a valid sandbox name"):
         _run("down", "--name", "../../etc")

@@ -298,7 +298,7 @@ def test_database_that_does_not_start_is_reported_with_its_log(
         daemons, "mariadbd_argv", lambda plan: ("mariadbd", "--no-defaults", "--datadir=/nowhere")
     )
     with pytest.raises(
-        SchedulerError, match=r"mariadbd ended; end of the log .*mariadbd\.log:\n(.*\n)*.*/nowhere"
+        SchedulerError, match=r"mariadbd exited; end of the log .*mariadbd\.log:\n(.*\n)*.*/nowhere"
     ):
         sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
     assert _sandbox_processes(name) == []

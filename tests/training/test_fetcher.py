@@ -117,7 +117,7 @@ def test_collate_function_gets_samples():
         (torch.empty(0, 3), "train_dataset is empty"),
         (Subset(PerSample(), []), "train_dataset is empty"),
         ((X, Y[:4]), "tensors of different lengths: [10, 4]"),
-        ({"x": X, "name": "x"}, "is a dict; all its values must be tensors"),
+        ({"x": X, "name": "x"}, "is a dict, so all its values must be tensors"),
         (7, "train_dataset is a int, which has no length"),
     ],
 )

@@ -79,7 +79,7 @@ class ProfileRequest:
                 if time.monotonic() >= deadline:
                     raise WaitTimeout(
                         f"The profile of run {self.run.run_id} is still incomplete after {timeout_s:g} s: "
-                        f"waiting for {awaited}. Use `hpctrain status` to check that the run completes "
+                        f"waiting for {awaited}. Use `hpctrain status` to check that the run is completing "
                         "steps, or set a longer --timeout."
                     )
                 if time.monotonic() >= status_at:
