@@ -304,6 +304,7 @@ def test_symlinks_out_of_the_folder_are_not_followed(tmp_path):
         assert "secret" not in text
 
 
+@pytest.mark.slow
 def test_slow_page_is_rendered_once_for_all_clients_and_then_cached(folder, monkeypatch):
     pages, rendered = RunPages(folder), []
 

@@ -52,6 +52,7 @@ def test_wait_timeout_reports_the_unknown_state(hpctrain, unknown_run):
     assert error.endswith("). Wait again, or cancel the run.")
 
 
+@pytest.mark.slow
 def test_wait_stops_after_the_unknown_limit(hpctrain, unknown_run):
     past = time.time() - 100
     unknown_run.events.write_text(

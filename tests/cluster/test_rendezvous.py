@@ -223,6 +223,7 @@ def test_all_ports_in_use_are_listed(key):
     assert all(f"{number} (Address already in use)" in text for number in candidates(key))
 
 
+@pytest.mark.slow
 def test_missing_ranks_are_reported_to_all_present(key):
     present = [ranks for ranks in world(key, 6) if ranks.rank not in (2, 4, 5)]
     start = time.monotonic()
@@ -236,6 +237,7 @@ def test_missing_ranks_are_reported_to_all_present(key):
         )
 
 
+@pytest.mark.slow
 def test_early_rank_times_out_with_missing_ranks(key):
     """Rank 0 would wait longer than the peer."""
     with ThreadPoolExecutor(2) as pool:
@@ -246,6 +248,7 @@ def test_early_rank_times_out_with_missing_ranks(key):
         assert "missing: rank 2" in text
 
 
+@pytest.mark.slow
 def test_late_rank_reports_each_address_it_tried(key):
     failures(join_all(ranks_of(key, 0, 2), timeout_s=0.2))
     (text,) = failures(join_all(ranks_of(key, 1, 2), timeout_s=SHORT_S))
@@ -255,6 +258,7 @@ def test_late_rank_reports_each_address_it_tried(key):
         assert f"127.0.0.1:{number}: Connection refused" in text
 
 
+@pytest.mark.slow
 def test_foreign_server_is_reported_as_not_rank_0(key):
     first, *_ = candidates(key)
     with server(first, echo):
@@ -262,6 +266,7 @@ def test_foreign_server_is_reported_as_not_rank_0(key):
     assert f"127.0.0.1:{first}: a server that is not rank 0 of this job" in text
 
 
+@pytest.mark.slow
 def test_unresolvable_host_name_is_reported(key):
     other_node = {"node_rank": 1, "num_nodes": 2, "local_world_size": 1, "local_rank": 0}
     (text,) = failures(join_all(ranks_of(key, 1, 2, "no-such-host.invalid", **other_node), timeout_s=SHORT_S))
@@ -291,6 +296,7 @@ def test_address_from_slurm_replaces_the_host_name(key, variables):
     assert agreed_port(futures)
 
 
+@pytest.mark.slow
 def test_hanging_resolver_does_not_block_rendezvous(key, monkeypatch):
     hanging = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hanging.wait(60) and [])
@@ -327,6 +333,7 @@ def test_rank_that_joins_after_a_failure_gets_it_at_once(key):
     assert "two processes claim rank 1 of 4" in text
 
 
+@pytest.mark.slow
 def test_differing_world_sizes_are_reported_on_both_ranks(key):
     texts = failures(join_all(ranks_of(key, 0, 2), ranks_of(key, 1, 4), timeout_s=SHORT_S))
     for text in texts:
@@ -441,6 +448,7 @@ except HpctrainError as error:
         assert output == ""
 
 
+@pytest.mark.slow
 def test_rank_without_the_secret_is_rejected(key):
     """It knows all ids, which are not secret."""
     secret = new_secret()

@@ -213,6 +213,7 @@ def test_rank_rejects_a_supervisor_without_the_secret():
         connection.close()
 
 
+@pytest.mark.slow
 def test_rank_reconnects_after_a_lost_connection(server, listener):
     first = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
     opened = [SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3), first]

@@ -196,6 +196,7 @@ def test_temporarily_unreadable_events_are_retried(monkeypatch, tmp_path, caplog
     assert caplog.text.count("cannot read the run's events") == 1
 
 
+@pytest.mark.slow
 def test_slow_target_gets_the_first_messages_and_does_not_delay_the_end(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(notification_targets, "_MAX_WAITING", 2)
     monkeypatch.setattr(notifications, "_POLL_INTERVAL_S", 0.02)
@@ -222,6 +223,7 @@ def test_missing_run_folder_is_reported_as_error(tmp_path):
         run_notification_command("true", message, {"PATH": "/usr/bin:/bin"})
 
 
+@pytest.mark.slow
 def test_earlier_events_are_not_sent(tmp_path):
     run = RunDir(tmp_path)
     run.log_event("finished", 0, state="FAILED")
@@ -272,6 +274,7 @@ def test_invalid_notify_options_are_refused(notify, error_message):
         notify.check()
 
 
+@pytest.mark.slow
 def test_full_disk_is_reported_once_without_an_event(tmp_path):
     output = tmp_path / "told"
     with mounted_disk(tmp_path / "disk", "size=64k") as disk:

@@ -621,6 +621,7 @@ def test_nodes_are_checked_after_a_communication_failure(run):
     assert run.node_check_results(1)
 
 
+@pytest.mark.slow
 def test_slow_saves_extend_the_signal_lead(run):
     run.log_event("checkpoint", 0, step=1, path="x", seconds=400.0)
     seen, job = [], job_with_successor()

@@ -89,6 +89,7 @@ def assert_every_epoch_is_complete(steps: list[tuple[Any, ...]], sizes: dict[int
         assert len(samples) == batch or ends_epoch
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 16), SEGMENTS, st.sampled_from([None, 1, 3]))
 @settings(max_examples=40, deadline=None)
 def test_every_sample_of_a_dataset_is_trained_once_per_epoch_through_stops(size, batch, segments, micro):

@@ -296,6 +296,7 @@ def test_run_with_only_corrupt_checkpoints_is_not_restarted_silently(tmp_path):
 # --- disk errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_failed_save_is_reported_and_retried_after_a_pause(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cadence_module, "_MIN_BACKOFF_S", 0.05)
     run = RunDir(tmp_path)
