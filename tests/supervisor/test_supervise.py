@@ -238,7 +238,9 @@ def test_ranks_that_joined_the_store_are_not_noted(run):
         address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
 
         def rank():
-            TCPStore(*address, is_master=False, wait_for_workers=False).set("rank", "0")
+            store = TCPStore(*address, is_master=False, wait_for_workers=False)
+            store.set("rank", "0")
+            store.get("rank")  # set() does not wait for the store
             emit(StepEnded(0))
 
         # The store answers only after the ranks have been started.
