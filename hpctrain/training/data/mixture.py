@@ -133,8 +133,10 @@ class MixtureOrder(SampleOrder):
 
     def _draw(self, block: int) -> torch.Tensor:
         """Return the samples of a block, of shape [steps, batch size], in random order within each step."""
-        counts, (after, _) = self._divide(block)
-        before = self._before[block][0]
+        counts, totals = self._divide(block)
+        if len(self._before) == block + 1:  # the next block starts with these totals
+            self._before.append(totals)
+        before, after = self._before[block][0], totals[0]
         numbers = torch.arange(len(self._sizes)).repeat(_BLOCK)
         of_dataset = numbers.repeat_interleave(torch.tensor(counts).flatten()).reshape(_BLOCK, -1)
         samples = torch.empty_like(of_dataset)
