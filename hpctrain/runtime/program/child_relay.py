@@ -39,6 +39,7 @@ def connect_to_worker(name: str) -> Connection:
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(f"\0{name}")
     if not _is_own_process(connected):
+        connected.close()
         raise PermissionError(f"{name} is a socket that belongs to another user")
     return Connection(connected)
 
