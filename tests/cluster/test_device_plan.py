@@ -8,27 +8,13 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_command
+from helpers.node_ranks import ranks
 
 from hpctrain import sandbox
-from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster import detect
 from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
 from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
 from hpctrain.errors import EnvironmentMismatch
-
-
-def ranks(local_rank: int = 0, local_world_size: int = 1, environment: str = "slurm") -> Ranks:
-    return Ranks(
-        rank=local_rank,
-        world_size=local_world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=0,
-        num_nodes=1,
-        master_addr="n1",
-        master_port=1,
-        environment=environment,
-        sources={"local_world_size": "SLURM_STEP_TASKS_PER_NODE"},
-    )
 
 
 @pytest.mark.parametrize(

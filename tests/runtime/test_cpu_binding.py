@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.fake_gpu_driver import FakeDriver, install_fake_driver
+from helpers.node_ranks import ranks
 
-from hpctrain.cluster import Ranks
 from hpctrain.runtime.cpu_binding import CpuBinding, choose_cpus, format_cpus
 from hpctrain.telemetry.sampling import nvml
 
@@ -39,21 +39,6 @@ def sysfs(tmp_path) -> Path:
         (path / "local_cpulist").write_text(f"{SOCKETS[number < 2]}\n")
         (path / "numa_node").write_text(f"{int(number < 2)}\n")
     return tmp_path
-
-
-def ranks(local_rank: int, local_world_size: int) -> Ranks:
-    return Ranks(
-        rank=local_rank,
-        world_size=local_world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=0,
-        num_nodes=1,
-        master_addr="n1",
-        master_port=1,
-        environment="slurm",
-        sources={},
-    )
 
 
 def chosen(sysfs, count, *, environ=None, allowed=ALL, bus_ids=()) -> list[str | None]:
