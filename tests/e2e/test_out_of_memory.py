@@ -102,7 +102,8 @@ def test_next_job_has_more_memory(slurm, tmp_path, mode):
     options = ["--mem", "200M", "--resume-mode", mode, "--env", "NEEDED=400", "--time", "10"]
     run = submit(tmp_path, HOST, options=[*options, "--independent-ranks"], env=slurm.env)
     assert run.wait() == 0, run.describe()
-    assert [event["memory"] for event in run.events("requeue")] == ["mem=300", "mem=450"]
+    memory = [event["memory"] for event in run.events("requeue")]
+    assert memory == ["mem=300", "mem=450"], run.describe()
     seen = [run.dir.rank_log(attempt, 0).read_text().split("\n")[0] for attempt in range(3)]
     assert seen == ["memory 200", "memory 300", "memory 450"]
 

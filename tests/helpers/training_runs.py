@@ -52,7 +52,8 @@ class Run:
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each step, the later one if it was trained twice."""
-        return {record["step"]: record["loss"] for record in read_json_lines(self.dir.metrics)}
+        records = read_json_lines(self.dir.metrics)
+        return {record["step"]: record["loss"] for record in records if "loss" in record}
 
     def status(self) -> dict[str, Any]:
         return json.loads(self.hpctrain("status", str(self.path), "--json").stdout)

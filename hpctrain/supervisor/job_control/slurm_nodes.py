@@ -40,6 +40,8 @@ _MEMORY_OPTIONS = {
 }
 #: Time limit for killed tasks to exit; usually shorter if the nodes are up.
 _STEPS_END_S = 30.0
+#: Time limit for Slurm to accept changes of a requeued job.
+_UPDATE_LIMIT_S = 15.0
 _POLL_INTERVAL_S = 0.5
 
 
@@ -107,11 +109,22 @@ class SlurmNodes:
         refusals = []
         for name, value in fields.items():
             try:
-                update_job([self._job_id], self._environ, until_killed=True, **{name: value})
+                self._update_pending_job(name, value)
             except SchedulerError as error:
                 refusals.append(str(error))
         if refusals:
             raise SchedulerError("; ".join(refusals))
+
+    def _update_pending_job(self, name: str, value: str) -> None:
+        """Change a field of this job. Slurm may refuse while it still ends the job's processes."""
+        deadline = time.monotonic() + _UPDATE_LIMIT_S
+        while True:
+            try:
+                return update_job([self._job_id], self._environ, until_killed=True, **{name: value})
+            except SchedulerError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_INTERVAL_S)
 
     def stop_ranks(self) -> None:
         """Signal the ranks' step with `scancel`. See `AllocatedNodes.stop_ranks`."""
