@@ -56,6 +56,7 @@ def test_preemption(reference, tmp_path):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_kill_of_any_rank(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1)
     run.wait_for_step(20)
@@ -115,6 +116,7 @@ def test_arguments_arrive_unchanged_and_are_not_executed(tmp_path):
     check_arguments(["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"], {}, tmp_path)
 
 
+@pytest.mark.long
 def test_variables_of_an_outer_torchrun_are_ignored(tmp_path):
     env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "HPCTRAIN_ENVIRONMENT": "local"}
     run = submit(tmp_path / "run", env, ["--backend", "local", "--ntasks-per-node", "2"], step_s=0.0)

@@ -61,6 +61,7 @@ def train(folder: Path, *args: str) -> Run:
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_micro_batches_are_halved_until_they_fit_with_the_same_result(tmp_path):
     run, reference = train(tmp_path / "small", "2"), train(tmp_path / "large", "99")
     assert run.wait() == 0, run.describe()
@@ -75,7 +76,7 @@ def test_micro_batches_are_halved_until_they_fit_with_the_same_result(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("args", [("0",), ("4", "norm")])
+@pytest.mark.parametrize("args", [pytest.param(("0",), marks=pytest.mark.long), ("4", "norm")])
 def test_run_ends_if_smaller_micro_batches_cannot_help(tmp_path, args):
     run = train(tmp_path, *args)
     assert run.wait() == 4

@@ -103,7 +103,7 @@ def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
             ["--", sys.executable, "train.py"], "20", "pause_here (train.py:", marks=pytest.mark.long
         ),
         pytest.param(["--", "sh", "train.sh"], "0", "pause_here (train.py:", marks=pytest.mark.long),
-        (["--", "sh", "train.sh"], "20", "pause_here (train.py:"),
+        pytest.param(["--", "sh", "train.sh"], "20", "pause_here (train.py:", marks=pytest.mark.long),
     ],
     ids=["before the first step", "between steps", "command", "shell before the first step", "shell"],
 )
@@ -168,7 +168,11 @@ def recorded_steps(run: RunDir, attempt: int, rank: int) -> list[int]:
     return []
 
 
-@pytest.mark.parametrize("program", [["train.py"], ["--", "sh", "train.sh"]], ids=["script", "shell script"])
+@pytest.mark.parametrize(
+    "program",
+    [["train.py"], pytest.param(["--", "sh", "train.sh"], marks=pytest.mark.long)],
+    ids=["script", "shell script"],
+)
 def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir, program):
     (workdir / "train.py").write_text(STOPPED)
     run = RunDir(workdir / "run")
@@ -197,9 +201,9 @@ def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir, program)
     ("program", "arguments", "code"),
     [
         (["train.py"], ["SGD", "alone"], 1),
-        (["--", "sh", "train.sh"], ["SGD", "alone"], 1),
+        pytest.param(["--", "sh", "train.sh"], ["SGD", "alone"], 1, marks=pytest.mark.long),
         (["--independent-ranks", "train.py"], ["SGD", "alone"], 0),
-        (["train.py"], ["SGD"], 0),
+        pytest.param(["train.py"], ["SGD"], 0, marks=pytest.mark.long),
     ],
     ids=["alone", "alone in a shell script", "independent", "together"],
 )

@@ -129,5 +129,6 @@ def test_variable_of_a_slurm_run_is_on_no_command_line(slurm, tmp_path):
     check_secret_is_hidden(slurm.env, ["--nodes", "2"], tmp_path, 0o002)
 
 
+@pytest.mark.long
 def test_secrets_of_standby_workers_are_on_no_command_line(tmp_path):
     check_secret_is_hidden({}, ["--backend", "local", "--nodes", "2"], tmp_path, 0o022, standby="1")

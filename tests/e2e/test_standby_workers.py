@@ -109,6 +109,7 @@ def test_requeue_signals_ranks_but_not_standby_workers(slurm, tmp_path):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_no_standby_workers_when_the_script_sets_variables_before_imports(tmp_path):
     source = "import os\nos.environ['OMP_NUM_THREADS'] = '3'\n" + SCRIPT
     run = submit(tmp_path, {}, LOCAL, source)

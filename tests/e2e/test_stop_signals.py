@@ -82,6 +82,7 @@ def test_stop_in_any_phase_resumes(losses, tmp_path, phase, backend, env):
     assert [stop["saved"] for stop in run.events("signal")] == ([] if phase == "start" else [True])
 
 
+@pytest.mark.long
 def test_second_stop_during_a_save_does_no_harm(losses, tmp_path, backend, env):
     run = submit(tmp_path, "save", backend, env)
     wait_for(lambda: max(run.losses(), default=0) >= 1, 60, "the first step", interval=0.01)

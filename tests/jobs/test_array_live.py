@@ -83,6 +83,7 @@ def test_requeue_and_cancel_affect_one_task_only(submit):
     assert resubmitted.wait_for_end(timeout=40).tasks == {RunState.CANCELLED: 1, RunState.COMPLETED: 2}
 
 
+@pytest.mark.long
 def test_requeue_reports_the_task_without_ranks_and_requeues_the_others(submit):
     run = submit(array="0-1", setup=["while [ $SLURM_ARRAY_TASK_ID = 1 ]; do sleep 0.2; done"])
     first, last = run.tasks()

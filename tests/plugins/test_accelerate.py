@@ -21,7 +21,8 @@ def undisturbed(tmp_path_factory):
     return train(tmp_path_factory.mktemp("undisturbed"), "train_with_accelerate.py")
 
 
-@pytest.mark.parametrize("disturb", [pytest.param("requeue:9", marks=pytest.mark.long), "kill:11"])
+@pytest.mark.long
+@pytest.mark.parametrize("disturb", ["requeue:9", "kill:11"])
 def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     run, result = train(tmp_path, "train_with_accelerate.py", disturb=disturb)
     assert_resumed(run, disturb)

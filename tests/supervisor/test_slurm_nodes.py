@@ -71,6 +71,7 @@ def test_refused_change_of_the_job_does_not_prevent_the_others(tmp_path, monkeyp
             raise SchedulerError("Invalid node name specified")
 
     monkeypatch.setattr(slurm_nodes, "update_job", update_job)
+    monkeypatch.setattr(slurm_nodes, "_UPDATE_LIMIT_S", 0.1)
     facts = {"script": "/x.py", "name": "x", "run_id": "x", "run_dir": "/x", "python": "python"}
     spec = JobSpec(**facts, workdir="/", backend="slurm", directives={"exclude": "n8"})
     nodes = SlurmNodes(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "7"})

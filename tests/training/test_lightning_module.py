@@ -605,6 +605,7 @@ def test_losses_equal_those_of_lightning(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_stopped_runs_on_two_ranks_end_with_the_same_bits(tmp_path):
     """With automatic optimization, and with two optimizers."""
 

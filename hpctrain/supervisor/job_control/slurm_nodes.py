@@ -106,24 +106,20 @@ class SlurmNodes:
         if changes.memory:
             option, _, value = changes.memory.partition("=")
             fields[dict(_MEMORY_OPTIONS.values())[option]] = value
-        refusals = []
-        for name, value in fields.items():
-            try:
-                self._update_pending_job(name, value)
-            except SchedulerError as error:
-                refusals.append(str(error))
-        if refusals:
-            raise SchedulerError("; ".join(refusals))
-
-    def _update_pending_job(self, name: str, value: str) -> None:
-        """Change a field of this job. Slurm may refuse while it still ends the job's processes."""
         deadline = time.monotonic() + _UPDATE_LIMIT_S
         while True:
-            try:
-                return update_job([self._job_id], self._environ, until_killed=True, **{name: value})
-            except SchedulerError:
-                if time.monotonic() > deadline:
-                    raise
+            refusals = {}
+            for name, value in fields.items():
+                try:
+                    update_job([self._job_id], self._environ, until_killed=True, **{name: value})
+                except SchedulerError as error:
+                    refusals[name] = str(error)
+            if not refusals:
+                return
+            if time.monotonic() > deadline:
+                raise SchedulerError("; ".join(refusals.values()))
+            # Slurm may refuse while it still ends the processes of the job.
+            fields = {name: fields[name] for name in refusals}
             time.sleep(_POLL_INTERVAL_S)
 
     def stop_ranks(self) -> None:
