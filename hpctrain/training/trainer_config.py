@@ -22,6 +22,9 @@ from hpctrain.training.setting_names import canonical_settings, replacement_of_c
 #: In-memory folder on Linux nodes.
 _SHARED_MEMORY = Path("/dev/shm")
 
+#: Grains of a batch by default: divisible by 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
+_DEFAULT_GRAINS = 24
+
 #: Settings that are integers of at least 1; all but `global_batch_size` may be None.
 _COUNTS = (
     "max_steps",
@@ -29,6 +32,7 @@ _COUNTS = (
     "global_batch_size",
     "lr_reference_batch_size",
     "micro_batch_size",
+    "grain_size",
     "keep_last",
     "keep_every",
     "log_every",
@@ -177,6 +181,13 @@ class TrainerConfig(metaclass=_AcceptsAliases):
 
     Neptune's hosted service was discontinued, so `neptune` is useful only offline.
     """
+    elastic_determinism: bool = False
+    """Make every bit of the result independent of the number of ranks; see docs/exactness.md."""
+    grain_size: int | None = None
+    """Samples of a batch that are computed together with `elastic_determinism`.
+
+    The result depends on it. None uses `micro_batch_size` or, if that is not set, 1/24 of the global batch size.
+    """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
     record_samples: bool = False
@@ -257,6 +268,29 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if self.devices is not None:
             parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)
+        self._set_grain_size()
+
+    def _set_grain_size(self) -> None:
+        if not self.elastic_determinism:
+            if self.grain_size is not None:
+                raise UserError(
+                    f"grain_size is {self.grain_size}, but elastic_determinism is False, so it would have no "
+                    "effect. Set elastic_determinism=True, or remove grain_size."
+                )
+            return
+        size = self.micro_batch_size
+        if size == "auto":
+            raise UserError(
+                "micro_batch_size is 'auto', but with elastic_determinism, the result depends on the samples "
+                "that are computed together. Set grain_size."
+            )
+        if self.grain_size is None:
+            self.grain_size = size or max(1, self.global_batch_size // _DEFAULT_GRAINS)
+        elif size is not None and size % self.grain_size:
+            raise UserError(
+                f"micro_batch_size is {size}, but grain_size is {self.grain_size}. micro_batch_size must be "
+                "a multiple of grain_size."
+            )
 
     def _check_loss_guard(self) -> None:
         if self.on_bad_loss not in ("stop", "skip", "rollback", None):

@@ -11,6 +11,7 @@ from hpctrain.checkpoint.store import LoadedCheckpoint
 from hpctrain.errors import UserError
 from hpctrain.text import pluralize
 from hpctrain.training.data.step_source import StepSource
+from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.module import Module
 from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.optim.optimizer_setup import (
@@ -38,6 +39,7 @@ class TrainingState:
         remarks: parts of a loaded checkpoint that could not be restored, as sentences.
         scaler: float16 loss scaler; None for other precisions.
         callbacks: the user's callbacks, or None.
+        determinism: state of `elastic_determinism`; None without it.
         algorithm: algorithm that synchronizes the replicas; None without replicas.
         loss_guard: record of the losses, and of the excluded steps.
         validated_step: the step of `validation`, or 0.
@@ -53,6 +55,7 @@ class TrainingState:
         self.scaler: Stateful | None = None
         self.callbacks: Stateful | None = None
         self.algorithm: Stateful | None = None
+        self.determinism: ElasticDeterminism | None = None
         self.step = self.epoch = 0
         self.finished = False
         self.micro_batches: tuple[int, int] | None = None
@@ -72,6 +75,7 @@ class TrainingState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
             "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
+            "determinism": None if self.determinism is None else self.determinism.state_dict(),
             "loss_guard": self.loss_guard.state_dict(),
             "user": own,
             "plan": self.source.identity(),
@@ -120,15 +124,26 @@ class TrainingState:
             self.callbacks.load_state_dict(tree.get("callbacks", {}))
         if self.algorithm is not None:
             self.algorithm.load_state_dict(tree.get("algorithm", {}))
+        remarks = self._load_determinism(tree.get("determinism"))
         self.loss_guard.load_state_dict(tree.get("loss_guard", {}))
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
         if tree["plan"] is not None:
             self.remarks = self.source.load_state_dict(tree["position"])
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
-        self.remarks = [*ignored, *self.remarks]
+        self.remarks = [*ignored, *remarks, *self.remarks]
         self.step, self.validated_step = loaded.step, tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
+
+    def _load_determinism(self, state: dict[str, Any] | None) -> list[str]:
+        if self.determinism is None:
+            return []
+        if state is None:
+            return [
+                "the checkpoint was saved without elastic_determinism, so the result depends on the ranks of "
+                "the steps before"
+            ]
+        return self.determinism.load_state_dict(state)
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -18,8 +19,11 @@ class MetricAccumulator:
     """Sums over the micro-batches of a rank, as contribution to the means over the global batch."""
 
     def __init__(self) -> None:
-        # Plain numbers on the CPU, because reading them is cheaper than adding tensors.
+        # Plain numbers on the CPU, because reading them is cheaper than adding tensors. With grains, tensors
+        # of shape [grains of all ranks].
         self.values: dict[str, torch.Tensor | float] = {}
+        #: Numbers of each value.
+        self.width = 1
 
     def add(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
         """Add means over samples that are `share` of the global batch.
@@ -57,6 +61,15 @@ class MetricAccumulator:
         self.values |= other.values
         if losses:
             self.values["loss"] = sum(losses[1:], losses[0])
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum, rounded once, so that it does not depend on the order of the values."""
+    terms = list(values)
+    try:
+        return math.fsum(terms)
+    except (ValueError, OverflowError):  # infinities of both signs, or an overflow
+        return sum(terms)
 
 
 def _double(scalar: torch.Tensor) -> torch.Tensor | float:

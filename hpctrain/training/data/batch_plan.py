@@ -17,14 +17,19 @@ class DataRank:
 
     rank: int
     world_size: int
+    grain_size: int | None = None
+    """Number of consecutive samples that form a micro-batch; None if micro-batches may have any size."""
 
     def part(self, count: int) -> tuple[int, int]:
         """Return this rank's half-open range of a batch of `count` samples."""
-        return split_range(count, self.rank, self.world_size)
+        unit = self.grain_size or 1
+        low, high = split_range(-(-count // unit), self.rank, self.world_size)
+        return min(low * unit, count), min(high * unit, count)
 
     def largest(self, count: int) -> int:
         """Return the largest number of samples that a rank receives from a batch of `count`."""
-        return -(-count // self.world_size)
+        unit = self.grain_size or 1
+        return min(count, -(-count // (unit * self.world_size)) * unit)
 
 
 class RankBatch(NamedTuple):
@@ -45,13 +50,20 @@ class RankBatch(NamedTuple):
 
     Shape [n]; for a stream [n, 2], pairs of shard and sample number in the shard.
     """
+    start: int = 0
+    """Position of the first sample of this rank in the global batch."""
 
-    def parts(self, micro_batch_size: int | None) -> list[tuple[int, int]]:
+    def parts(self, micro_batch_size: int | None, grain_size: int | None = None) -> list[tuple[int, int]]:
         """Return this rank's micro-batches as half-open, possibly empty ranges; the same number on all ranks.
 
         Args:
             micro_batch_size: maximum samples per micro-batch; None for a single micro-batch.
+            grain_size: samples of each micro-batch, in place of `micro_batch_size`.
         """
+        if grain_size is not None:
+            num_samples = len(self.indices)
+            starts = range(0, self.largest, grain_size)
+            return [(min(i, num_samples), min(i + grain_size, num_samples)) for i in starts]
         if micro_batch_size is None:
             return [(0, len(self.indices))]
         count = -(-self.largest // micro_batch_size)
@@ -115,7 +127,7 @@ class BatchPlan:
         size = min(self.global_batch_size, self.order.num_samples - start)
         low, high = data_rank.part(size)
         indices = self.order.indices(epoch, start + low, start + high)
-        return RankBatch(step, epoch, batch, size, data_rank.largest(size), indices)
+        return RankBatch(step, epoch, batch, size, data_rank.largest(size), indices, low)
 
 
 def split_range(count: int, part: int, num_parts: int) -> tuple[int, int]:

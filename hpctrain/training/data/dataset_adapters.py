@@ -40,6 +40,7 @@ def make_step_source(
     parts, unpacked = unpack_dataloader(dataset, loading, name)
     source: StepSource
     if is_stream(parts.dataset):
+        _check_divisible_stream(data_rank, name)
         if data_rank.world_size != context.ranks.world_size:
             raise UserError(
                 "train_dataset is a stream, which is divided among the ranks, but with this strategy, every "
@@ -60,6 +61,14 @@ def make_step_source(
             )
         source.remarks = [*source.remarks, remark]
     return source
+
+
+def _check_divisible_stream(data_rank: DataRank, name: str) -> None:
+    if data_rank.grain_size is not None:
+        raise UserError(
+            f"{name} is a stream, whose batches depend on the number of ranks, so elastic_determinism cannot "
+            "be used. Use a map-style data set, with __len__ and __getitem__."
+        )
 
 
 def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) -> None:
@@ -105,6 +114,8 @@ def make_validation_set(
         UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
     """
     parts, loading = unpack_dataloader(dataset, replace(loading, global_batch_size_is_set=False), name)
+    if is_stream(parts.dataset):
+        _check_divisible_stream(data_rank, name)
     make = _ValidationStream if is_stream(parts.dataset) else _ValidationMap
     data: ValidationSet = make(parts, loading, data_rank, name)
     _check_equal(context, data.identity(), name)
@@ -121,7 +132,7 @@ class _ValidationMap:
         self._drawn: DrawnEpoch | None = None
         if parts.sampler is not None:
             self._drawn = SamplerPlan(parts, batch_size, num_samples, loading.seed, name).draw(0)
-        self._batch_size = data_rank.largest(batch_size)
+        self._batch_size = data_rank.grain_size or data_rank.largest(batch_size)
         self._num_samples = num_samples - (num_samples % batch_size if parts.drop_last else 0)
 
     def identity(self) -> dict[str, Any]:
@@ -152,7 +163,7 @@ class _ValidationMap:
         # Batches stay whole, because their samples may belong together, except to limit their size.
         for number in range(*self._data_rank.part(len(self._drawn.ends))):
             batch = self._drawn.batch(number)
-            yield from torch.split(batch, self._data_rank.largest(len(batch)))
+            yield from torch.split(batch, self._data_rank.grain_size or self._data_rank.largest(len(batch)))
 
 
 class _ValidationStream:

@@ -130,7 +130,7 @@ class SamplerPlan:
         epoch, number = self._locate(step)
         batch = self.draw(epoch).batch(number)
         low, high = data_rank.part(len(batch))
-        return RankBatch(step, epoch, number, len(batch), data_rank.largest(len(batch)), batch[low:high])
+        return RankBatch(step, epoch, number, len(batch), data_rank.largest(len(batch)), batch[low:high], low)
 
     def draw(self, epoch: int) -> DrawnEpoch:
         """Return the order of an epoch."""

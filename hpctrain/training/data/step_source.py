@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -148,7 +148,7 @@ class MapStepSource:
                 if self._is_last(step - 1):
                     return
                 rank_batch = self._plan.rank_batch(step, self._data_rank)
-                parts = rank_batch.parts(self.micro_batch_size)
+                parts = rank_batch.parts(self.micro_batch_size, self._data_rank.grain_size)
                 coming.append((rank_batch, parts))
                 for low, high in parts:
                     indices = rank_batch.indices[low:high] if low < high else self._padding_sample(step)
@@ -201,8 +201,9 @@ class MapStepSource:
         return self._is_last(self._step)
 
     def _padding_sample(self, step: int) -> torch.Tensor:
-        """Return a sample of the batch, of shape [1], for a rank without samples in `step`."""
-        return self._plan.rank_batch(step, DataRank(0, self._data_rank.world_size)).indices[:1]
+        """Return a sample or grain of the batch, for a rank without samples in `step`."""
+        first = replace(self._data_rank, rank=0)
+        return self._plan.rank_batch(step, first).indices[: first.grain_size or 1]
 
     def _is_last(self, step: int) -> bool:
         """Return true if `step`, which was planned before, is not before the end of the training."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from hpctrain.errors import UserError
@@ -18,7 +19,9 @@ from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config
 from hpctrain.training.data.step_source import StepSource, StopCondition
+from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.lightning_module import find_lightning_run
+from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.lightning_step import LightningTrainStep
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
@@ -76,6 +79,7 @@ def build_training_loop(
     ranks = context.ranks
     strategy_class = strategy or find_strategy(settings.strategy, environ)
     data_rank = strategy_class.data_rank(ranks)
+    data_rank = replace(data_rank, grain_size=settings.grain_size)
     source, val_data = _make_data(settings, context, data_rank, train_dataset, val_dataset)
     settings = copy(settings)
     settings.global_batch_size = source.loading.global_batch_size
@@ -94,15 +98,23 @@ def build_training_loop(
     optimization = _configure_optimizers(placed, module)
     scaler = make_scaler(settings.precision, context.device)
     most = environ.get(MICRO_BATCH_VARIABLE)
-    train_step = (
-        TrainStep(placed, optimization, settings, scaler, int(most) if most else None)
-        if lightning is None
-        else LightningTrainStep(lightning, placed, optimization, settings, scaler)
-    )
+    determinism = ElasticDeterminism(context, settings.grain_size) if settings.grain_size else None
+    if lightning is not None:
+        if determinism is not None:
+            raise UserError(
+                f"elastic_determinism is True, but {type(module).__name__} is a LightningModule, whose hooks "
+                "run once per rank. Derive it from hpctrain.Module."
+            )
+        train_step: TrainStep = LightningTrainStep(lightning, placed, optimization, settings, scaler)
+    elif determinism is not None:
+        train_step = GrainTrainStep(determinism, placed, optimization, settings, scaler)
+    else:
+        train_step = TrainStep(placed, optimization, settings, scaler, int(most) if most else None)
     guard = LossGuard(settings, has_scaler=scaler is not None)
     state = TrainingState(module, optimization, source, guard)
     if lightning is not None:
         lightning.state = state
+    state.determinism = determinism
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
     parts = Components(
@@ -146,7 +158,7 @@ def _make_data(
     source = make_step_source(train, loading, data_rank, context, until)
     if val is None:
         return source, None
-    every_rank = DataRank(context.ranks.rank, context.ranks.world_size)
+    every_rank = DataRank(context.ranks.rank, context.ranks.world_size, settings.grain_size)
     return source, make_validation_set(val, loading, every_rank, context)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpctrain.errors import UserError
@@ -16,6 +15,7 @@ from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.training.base.metric_accumulator import exact_sum
 from hpctrain.training.base.precision import cast_batch, forward_context
 from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.batch_plan import DataRank
@@ -167,7 +167,7 @@ class _SampleMeans:
     def __init__(self, context: DistributedContext, origin: str) -> None:
         """Start without samples; `origin` names the method that returns the metrics."""
         self.origin, self._context = origin, context
-        self._sums: dict[str, torch.Tensor] = {}
+        self._terms: dict[str, list[torch.Tensor]] = {}
         self._count = 0
 
     def add(self, scalars: Mapping[str, torch.Tensor], num_samples: int) -> None:
@@ -176,32 +176,35 @@ class _SampleMeans:
         Raises:
             UserError: the names differ from earlier names.
         """
-        sums = self._sums
-        if sums and sums.keys() != scalars.keys():
+        terms = self._terms
+        if terms and terms.keys() != scalars.keys():
             raise UserError(
-                f"{self.origin} returned {sorted(scalars)} for a batch, but {sorted(sums)} for earlier "
+                f"{self.origin} returned {sorted(scalars)} for a batch, but {sorted(terms)} for earlier "
                 "batches. Return the same metrics for every batch."
             )
         for name, mean in scalars.items():
-            sums[name] = sums.get(name, 0.0) + mean.to(self._context.device).double() * num_samples
+            terms.setdefault(name, []).append(mean.double() * num_samples)
         self._count += num_samples
 
     def over_ranks(self) -> dict[str, float]:
         """Return the means over all ranks' samples. All ranks must call this.
 
+        The sums are rounded once, so they do not depend on the assignment of batches to ranks.
+
         Raises:
             UserError: the ranks have different names, or there was no sample.
         """
         names = self._agreed_names()
-        zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
-        total = torch.stack([zero + self._count, *(self._sums.get(name, zero) for name in names)])
-        if self._context.is_distributed:
-            dist.all_reduce(total)
-        return dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
+        own = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
+        gathered = self._context.all_gather((self._count, own), "the metrics of the batches")
+        count = sum(count for count, _ in gathered)
+        return {
+            name: exact_sum(chain(*(terms.get(name, ()) for _, terms in gathered))) / count for name in names
+        }
 
     def _agreed_names(self) -> list[str]:
         # A rank without samples does not have the names.
-        own = list(self._sums) if self._count else None
+        own = list(self._terms) if self._count else None
         gathered = [
             (rank, names) for rank, names in enumerate(self._context.all_gather(own)) if names is not None
         ]

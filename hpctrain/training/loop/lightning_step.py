@@ -110,7 +110,7 @@ class LightningTrainStep(TrainStep):
         (micro_batch,) = micro_batches
         num_samples = self._run.num_samples = micro_batch.num_samples
         part = num_samples / step.rank_batch.batch_size
-        self._weight, self._losses = part * self._world_size, []
+        self._weight, self._losses = part * self._num_parts, []
         self._stepped.clear()
         self._strategy.sync_buffers()  # as DDP does before each forward pass
         batch = cast_batch(to_device(micro_batch.batch, self._context.device), self._settings.precision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,8 @@ class OptimizerStep:
         self._optimization, self._strategy, self._scaler = optimization, strategy, scaler
         self._clip_norm, self._clip_value = settings.gradient_clip_norm, settings.gradient_clip_value
         self._lr_scaler = LrScaler.from_settings(settings)
+        #: Function that returns the norm of the gradients of parameters, equal on all ranks.
+        self.gradient_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = strategy.gradient_norm
 
     def complete_gradients(
         self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None = None
@@ -92,7 +94,7 @@ class OptimizerStep:
             _multiply(gradients, per_token)
         norm = None
         if self._clip_norm is not None:
-            norm = self._strategy.gradient_norm(parameters)
+            norm = self.gradient_norm(parameters)
             _multiply(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if self._clip_value is not None and gradients:
             torch._foreach_clamp_min_(gradients, -self._clip_value)

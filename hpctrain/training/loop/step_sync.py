@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
-from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
+from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator, exact_sum
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.observe.step_timer import TimingSample
 
@@ -133,7 +134,7 @@ class StepSync:
     def own_loss(self, step: int) -> float:
         """Return this rank's part of the loss of a step that was just read."""
         return next(
-            (float(each.sums.values.get("loss", 0.0)) for each in self._sent if each.step == step), 0.0
+            (_total(each.sums.values.get("loss", 0.0)) for each in self._sent if each.step == step), 0.0
         )
 
     def send(self, requests: StepFlags, unfinished: MetricAccumulator | None = None) -> None:
@@ -148,7 +149,7 @@ class StepSync:
         names_differ = any(each.sums.values.keys() != names for each in self._sent)
         values = self._values()
         if names_differ:
-            values = [0.0 for _ in range(len(names) * len(self._sent))]
+            values = [torch.zeros(len(names) * each.sums.width, dtype=torch.float64) for each in self._sent]
         self._checks_loss = unfinished is not None
         if unfinished is not None:
             values += [unfinished.values.get(name, 0.0) for name in ("loss", TOKENS_FIELD)]
@@ -175,7 +176,11 @@ class StepSync:
         results, rest = [], iter(values)
         for own in self._sent:
             # The names are the first argument, so that zip does not consume an extra value of `rest`.
-            scalars = dict(zip(sorted(own.sums.values), rest, strict=False))
+            names, width = sorted(own.sums.values), own.sums.width
+            if width == 1:
+                scalars = dict(zip(names, rest, strict=False))
+            else:
+                scalars = {name: exact_sum(islice(rest, width)) for name in names}
             if scalars.get(TOKENS_FIELD):
                 scalars["loss"] /= scalars[TOKENS_FIELD]
             results.append(StepResult(own.step, own.epoch, scalars, own.ended))
@@ -207,17 +212,23 @@ class _RecordedStep(NamedTuple):
     ended: TimingSample | None
 
 
+def _total(value: torch.Tensor | float) -> float:
+    return float(value.sum()) if isinstance(value, torch.Tensor) else value
+
+
 def _send(
     context: DistributedContext, flags: list[float], scalars: list[torch.Tensor | float]
 ) -> Callable[[], list[float]]:
     """Start the sum over all ranks; return a function that waits for the result."""
     device = context.device
     if device.type == "cpu":
-        return start_sum(context, [*flags, *map(float, scalars)])
+        for scalar in scalars:
+            flags += scalar.reshape(-1).tolist() if isinstance(scalar, torch.Tensor) else [scalar]
+        return start_sum(context, flags)
     values = [torch.as_tensor(scalar, dtype=torch.float64) for scalar in scalars]
     host = torch.tensor(flags, dtype=torch.float64)
     own = torch.cat(
-        [host.to(device, non_blocking=True), *(v.reshape(1).to(device, non_blocking=True) for v in values)]
+        [host.to(device, non_blocking=True), *(v.reshape(-1).to(device, non_blocking=True) for v in values)]
     )
     gathered, pending = _exchange(context, own, None) if context.is_distributed else (own[None], None)
     # The copy to the host uses its own stream. On the compute stream it would wait for the next step, which

@@ -75,12 +75,15 @@ class TrainStep:
         # A pipeline runs the backward passes within the training step.
         self._runs_backward = strategy.splits_batches and strategy.context.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
-        self._world_size = strategy.data_rank(self._context.ranks).world_size
         self._forward_context = forward_context(settings.precision, self._context.device)
         self._converts_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
-        self._tokens = _Tokens(self._context, self._world_size)
+        self._average_over(strategy.data_rank(self._context.ranks).world_size)
         #: Set if the updates of steps with a bad loss are to be skipped.
         self.loss_check: StepExchange | None = None
+
+    def _average_over(self, num_parts: int) -> None:
+        """Expect that the strategy averages gradients over this number of parts of the batch."""
+        self._num_parts, self._tokens = num_parts, _Tokens(self._context, num_parts)
 
     def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
         """Train one step.
@@ -245,7 +248,7 @@ class TrainStep:
         scalars = self._scalars(output)
         part = num_samples / rank_batch.batch_size
         # The strategy averages over the ranks that share the batch; the mean over the batch is needed.
-        weight: float | torch.Tensor = part * self._world_size
+        weight: float | torch.Tensor = part * self._num_parts
         if TOKENS_FIELD in scalars:
             weight = self._tokens.add(
                 scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], rank_batch, last

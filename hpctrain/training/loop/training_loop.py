@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import NoReturn
 
 from hpctrain.errors import BadLoss
@@ -80,7 +80,9 @@ class TrainingLoop:
         """
         parts, settings = self._parts, self._parts.settings
         rng.seed_all(rng.derive_seed(settings.seed, "rank", parts.context.ranks.rank))
+        determinism = self.state.determinism
         with (
+            nullcontext() if determinism is None else determinism.deterministic_algorithms(),
             parts.progress,
             self._loggers,
             self._checkpoints,

@@ -13,6 +13,7 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.algorithms import Algorithm
 from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.determinism.gradient_sum import SummedParameter
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
 
@@ -42,6 +43,8 @@ class Strategy:
         optimizer_idx: index of the step's optimizer as a 1-tuple; empty if optimizers do not alternate.
         single_process: True if one process computes on all devices.
         splits_batches: True if the strategy splits a rank's samples into micro-batches itself.
+        gathers_samples: True if `training_step_end` receives the samples of several ranks.
+        sums_exactly: True if the gradients can be summed independently of the number of ranks.
         remarks: remarks for the user at the start, as sentences without a period.
     """
 
@@ -52,6 +55,8 @@ class Strategy:
     spawns: ClassVar[bool] = False
     single_process: ClassVar[bool] = False
     splits_batches: ClassVar[bool] = False
+    gathers_samples: ClassVar[bool] = False
+    sums_exactly: ClassVar[bool] = False
     remarks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
@@ -95,6 +100,11 @@ class Strategy:
     def gradient_parts(self) -> list[int]:
         """Return the sizes of the gradient buckets in bytes; empty if unknown."""
         return []
+
+    def summed_parameters(self) -> list[SummedParameter]:
+        """Return the trainable parameters whose gradients are to be summed exactly."""
+        named = self.module.named_parameters()
+        return [SummedParameter(name, p, p) for name, p in named if p.requires_grad]
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         """Run the module's training step, with gradient synchronisation.

@@ -34,6 +34,7 @@ class DataParallelBase(Strategy):
     """
 
     has_buckets = True
+    sums_exactly = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Broadcast rank 0's parameters and buffers. All ranks must call this."""
@@ -42,14 +43,14 @@ class DataParallelBase(Strategy):
         # A single rank needs no wrapper.
         self._forward: nn.Module | None = None
         self._forwards: list[nn.Module] = []
-        if context.is_distributed and is_manual(module):
-            broadcast_tensors(module.parameters())
+        if context.is_distributed and (is_manual(module) or settings.elastic_determinism):
+            broadcast_tensors([*module.parameters(), *module.buffers()])
         elif context.is_distributed and not takes_optimizer_idx(module):
             self._forward = self._averaging()
 
     def gradient_parts(self) -> list[int]:
         """Return the sizes of DDP's buckets, which are filled in reverse order of the parameters."""
-        if not self.context.is_distributed:
+        if not self.context.is_distributed or self.settings.elastic_determinism:
             return []
         limit = (self.settings.bucket_cap_mb or 25) * 2**20
         parts: list[int] = []

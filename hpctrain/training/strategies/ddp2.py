@@ -22,6 +22,8 @@ class DDP2(DataParallelBase):
     over the nodes' batches.
     """
 
+    gathers_samples = True
+
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Find the ranks of this node, and broadcast rank 0's parameters. All ranks must call this."""
         self._node = NodeGather(context) if context.is_distributed else None

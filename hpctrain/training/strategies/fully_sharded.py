@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain import messages
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import FSDP_ATTRIBUTES, fsdp_states
+from hpctrain.training.determinism.gradient_sum import SummedParameter
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
@@ -41,6 +43,7 @@ class FullyShardedBase(Strategy):
     """
 
     in_lockstep = True
+    sums_exactly = True
     supports_toggling = False
     reshard_after_forward: ClassVar[bool | None]
     """True if a block is resharded after its forward pass; None excludes parameters outside of blocks."""
@@ -83,9 +86,21 @@ class FullyShardedBase(Strategy):
             )
         broadcast_buffers(self.module)
 
+    def summed_parameters(self) -> list[SummedParameter]:
+        """Return the sharded parameters, with the complete parameters that a pass computes with."""
+        pairs = super().summed_parameters()
+        if not self.context.is_distributed:
+            return pairs
+        for part in self._shard_modules():
+            part.unshard()
+        complete = dict(self.module.named_parameters())
+        for part in self._shard_modules():
+            part.reshard()
+        return [replace(each, computed=complete[each.name]) for each in pairs]
+
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         self._is_pending = True
-        if self.context.is_distributed:
+        if self.context.is_distributed and not self.settings.elastic_determinism:
             broadcast_buffers(self.module)
         with _explained():
             output: tuple[Any, float] = self._root(super().training_step, batch, batch_idx, num_samples)
@@ -121,7 +136,8 @@ class FullyShardedBase(Strategy):
         if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False
-        self._average_scalar_gradients()
+        if not self.settings.elastic_determinism:
+            self._average_scalar_gradients()
         self._parts.assign_gradients()
 
     def _average_scalar_gradients(self) -> None:

@@ -1,0 +1,69 @@
+"""Norm of gradients that does not depend on their sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.determinism.fixed_point import scale
+
+_BITS = 62
+
+
+def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) -> torch.Tensor:
+    """Return the Euclidean norm of all gradients together, with the same bits for any sharding.
+
+    The squares of a tensor are summed as pairs of integers: multiples of a unit, and the remainders as
+    multiples of a smaller unit. For n elements, the error of the sum of squares is below n^3 · 2^-122 times
+    the largest square. All ranks must call this.
+
+    Args:
+        parameters: parameters of the optimizers, complete or sharded; the same order on all ranks.
+        context: the ranks.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    sharded = torch.tensor([_is_sharded(each) for each in gradients], device=context.device)
+    peaks = torch.stack([_peak(part, context.device) for part in parts]) if parts else torch.zeros(0)
+    if context.is_distributed and parts:
+        dist.all_reduce(peaks.nan_to_num_(nan=math.inf), op=dist.ReduceOp.MAX)
+    largest = peaks.tolist()
+    if not all(map(math.isfinite, largest)):
+        return torch.tensor(math.nan, device=context.device)
+    sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=context.device)
+    units = []
+    for number, (whole, part, peak) in enumerate(zip(gradients, parts, largest, strict=True)):
+        bits = _BITS - (whole.numel() - 1).bit_length() if whole.numel() else _BITS
+        exponent = bits // 2 - math.frexp(peak)[1]
+        units.append((exponent, bits - 1))
+        if peak and part.numel():
+            squares = scale(part, exponent).double().square_()
+            multiples = squares.floor()
+            sums[number, 0] = multiples.to(torch.int64).sum()
+            sums[number, 1] = squares.sub_(multiples).mul_(2.0 ** (bits - 1)).to(torch.int64).sum()
+    if context.is_distributed and bool(sharded.any()):
+        rows = sums * sharded[:, None]
+        dist.all_reduce(rows)
+        sums = torch.where(sharded[:, None], rows, sums)
+    terms = [
+        math.ldexp(total, shift)
+        for (high, low), (exponent, bits) in zip(sums.tolist(), units, strict=True)
+        for total, shift in ((high, -2 * exponent), (low, -2 * exponent - bits))
+    ]
+    return torch.tensor(math.sqrt(math.fsum(terms)), dtype=torch.float32, device=context.device)
+
+
+def _peak(part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not part.numel():
+        return torch.zeros((), device=device)
+    low, high = torch.aminmax(part)
+    return torch.maximum(high, -low).to(device, torch.float32)
+
+
+def _is_sharded(gradient: torch.Tensor) -> bool:
+    return isinstance(gradient, DTensor) and any(isinstance(each, Shard) for each in gradient.placements)

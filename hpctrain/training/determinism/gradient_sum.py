@@ -1,0 +1,334 @@
+"""Sum of the gradients of all grains of a step, over all ranks, as integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpctrain.errors import UserError
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.determinism.fixed_point import largest_term, shared_exponent, to_floats, to_integers
+
+#: Default size of a bucket in megabytes of float32 gradients, as for DDP.
+_BUCKET_MB = 25.0
+
+
+@dataclass(frozen=True)
+class SummedParameter:
+    """A parameter and the tensor that has its gradient in the backward pass.
+
+    Both are the same object, except for sharded parameters, whose computations use gathered copies.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    computed: nn.Parameter
+
+
+class GradientSum:
+    """Sums gradients and changes of buffers. All ranks must call each method.
+
+    The gradients of each backward pass are removed from the parameters, converted to integers and added. The
+    last pass sends the sums in buckets, while the pass continues. Sharded parameters are reduced in every
+    pass, so that each rank stores only its own rows.
+
+    The shared exponent of a tensor is based on its largest element in the previous step. If an element is
+    too large for it, `finish` returns False, and the step must be repeated, with an exponent based on the
+    step itself. So exponents depend on the training only, and not on the ranks.
+
+    Attributes:
+        exponents: the exponents by name; part of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        context: DistributedContext,
+        parameters: Sequence[SummedParameter],
+        module: nn.Module,
+        bucket_cap_mb: float | None,
+        exponents: dict[str, int],
+    ) -> None:
+        self._context, self._module = context, module
+        self._tensors = [_Summed(each.name, each.parameter, each.computed) for each in parameters]
+        for name, buffer in module.named_buffers():
+            if buffer.is_floating_point() or buffer.dtype in (torch.int64, torch.int32):
+                self._tensors.append(_Summed(f"buffer {name}", buffer, None))
+        self.exponents = exponents
+        self._buckets = _make_buckets(self._tensors, context, bucket_cap_mb or _BUCKET_MB)
+        self._peaks = torch.zeros(len(self._tensors), device=context.device)
+        for number, each in enumerate(self._tensors):
+            if each.computed is not None:
+                each.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
+        self._num_terms, self._counts, self._is_last = 1, True, True
+        #: Values of the buffers at the beginning of the step.
+        self._before: dict[str, torch.Tensor] = {}
+
+    def begin(self, num_grains: int) -> None:
+        """Begin a step, or repeat it.
+
+        Args:
+            num_grains: number of grains of all ranks in the step.
+        """
+        self._num_terms = num_grains
+        self._peaks.zero_()
+        self._before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        for bucket in self._buckets:
+            bucket.begin()
+
+    @contextmanager
+    def grain(self, *, counts: bool, is_last: bool) -> Iterator[None]:
+        """Add the gradients of the backward pass in this block.
+
+        Args:
+            counts: False for a pass without own samples, which only matches the passes of other ranks.
+            is_last: True for the last pass of the step on this rank; all ranks have the same number.
+        """
+        self._counts, self._is_last = counts, is_last
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.begin_pass()
+        yield
+        self._add_buffers()
+        for bucket in self._buckets:
+            bucket.waiting = 0
+        self._send_ready()
+
+    def finish(self) -> bool:
+        """Set the gradients and buffers to the sum; return False if the step must be repeated instead."""
+        for bucket in self._buckets:
+            bucket.wait()
+        # The maximum of a number and NaN depends on the order.
+        peaks = self._peaks.nan_to_num_(nan=math.inf)
+        if self._context.is_distributed:
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        by_tensor = dict(zip(self._tensors, peaks.tolist(), strict=True))
+        too_large = {
+            each: peak
+            for each, peak in by_tensor.items()
+            if math.isfinite(peak) and peak >= largest_term(self._exponent(each), self._num_terms) and peak
+        }
+        for each, peak in too_large.items():
+            if each.is_count:
+                raise UserError(
+                    f"{each.name} changed by {peak:g} in one step, which is too much for an exact sum."
+                )
+            self.exponents[each.name] = shared_exponent(peak, self._num_terms)
+        if too_large:
+            return False
+        for bucket in self._buckets:
+            for each, total in bucket.totals():
+                self._assign(each, total, by_tensor[each])
+        for each, peak in by_tensor.items():
+            if peak and math.isfinite(peak) and not each.is_count:
+                self.exponents[each.name] = shared_exponent(peak, self._num_terms)
+        return True
+
+    def _exponent(self, each: _Summed) -> int | None:
+        return 0 if each.is_count else self.exponents.get(each.name)
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        def add(computed: torch.Tensor) -> None:
+            gradient, computed.grad = computed.grad, None
+            if gradient is not None and self._counts:
+                self._add(number, gradient)
+            bucket = self._tensors[number].bucket
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._send_ready()
+
+        return add
+
+    def _add(self, number: int, term: torch.Tensor) -> None:
+        each = self._tensors[number]
+        if not term.numel():
+            return
+        low, high = torch.aminmax(term)
+        self._peaks[number] = torch.maximum(self._peaks[number], torch.maximum(high, -low))
+        if (exponent := self._exponent(each)) is not None:
+            each.bucket.add(
+                each, to_integers(term, exponent) if exponent or not each.is_count else term.long()
+            )
+
+    def _add_buffers(self) -> None:
+        """Add the changes of the buffers in a pass, and undo them."""
+        numbers = {each.name: number for number, each in enumerate(self._tensors)}
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                before, number = self._before.get(name), numbers.get(f"buffer {name}")
+                if before is None or before.shape != buffer.shape:
+                    raise UserError(
+                        f"The training step added the buffer {name} or changed its shape, so the buffer has "
+                        "no mean over the grains of a step. Register all buffers in __init__, or set "
+                        "elastic_determinism=False."
+                    )
+                if buffer.is_cpu and torch.equal(buffer, before):
+                    continue
+                if number is None:
+                    if buffer.is_cpu:
+                        raise UserError(
+                            f"The training step changed the buffer {name} of type {buffer.dtype}, which has "
+                            "no mean over the grains of a step. Use a floating-point or integer buffer, or "
+                            "set elastic_determinism=False."
+                        )
+                    continue
+                if self._counts:
+                    # Infinite elements that did not change have no difference.
+                    change = torch.where(buffer == before, torch.zeros_like(buffer), buffer - before)
+                    self._add(number, change)
+                buffer.copy_(before)
+
+    def _send_ready(self) -> None:
+        """Send full buckets in their order, which is the same on all ranks."""
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+            self._buckets[self._next].send(is_last=self._is_last)
+            self._next += 1
+
+    def _assign(self, each: _Summed, total: torch.Tensor, peak: float) -> None:
+        exponent = self._exponent(each)
+        with torch.no_grad():
+            if each.computed is None:
+                self._assign_buffer(each, total, peak, exponent)
+            elif math.isinf(peak):
+                each.set_gradient(torch.full_like(total, math.nan, dtype=each.dtype))
+            elif exponent is not None:
+                each.set_gradient(to_floats(total, exponent, each.dtype))
+
+    def _assign_buffer(self, each: _Summed, total: torch.Tensor, peak: float, exponent: int | None) -> None:
+        name = each.name.removeprefix("buffer ")
+        buffer, before = self._module.get_buffer(name), self._before[name]
+        if peak == 0.0:
+            return
+        if each.is_count:
+            buffer.copy_(before + torch.div(total, self._num_terms, rounding_mode="floor").to(before.dtype))
+        elif math.isinf(peak) or exponent is None:
+            buffer.fill_(math.nan)
+        else:
+            mean = to_floats(total, exponent, torch.float64) / self._num_terms
+            buffer.copy_(before + mean.to(before.dtype))
+
+
+class _Summed:
+    """A tensor to sum: a gradient, or the changes of a buffer."""
+
+    def __init__(self, name: str, target: torch.Tensor, computed: nn.Parameter | None) -> None:
+        self.name, self.target, self.computed = name, target, computed
+        self.dtype, self.bucket = target.dtype, _NO_BUCKET
+        self.is_count = not target.is_floating_point()
+        self.offset = 0
+        self.is_sharded = isinstance(target, DTensor)
+        local = target.to_local() if isinstance(target, DTensor) else target
+        self.local_shape = local.shape
+        self.numel = target.numel()
+
+    def room(self, world_size: int) -> int:
+        """Return the elements of the tensor in a bucket: those of the rank with the most rows, if sharded."""
+        if not self.is_sharded:
+            return self.numel
+        rows = self.target.shape[0]
+        return -(-rows // world_size) * (self.numel // max(rows, 1))
+
+    def set_gradient(self, gradient: torch.Tensor) -> None:
+        target = self.target
+        if isinstance(target, DTensor):
+            gradient = DTensor.from_local(
+                gradient,
+                target.device_mesh,
+                target.placements,
+                run_check=False,
+                shape=target.shape,
+                stride=target.stride(),
+            )
+        target.grad = gradient
+
+
+class _Bucket:
+    """Integers that are sent together; with sharded parameters, one row for each rank."""
+
+    def __init__(self, tensors: list[_Summed], context: DistributedContext, *, is_sharded: bool) -> None:
+        self._tensors, self._context, self._is_sharded = tensors, context, is_sharded
+        self._world_size = context.ranks.world_size if is_sharded else 1
+        length = 0
+        for each in tensors:
+            each.bucket, each.offset = self, length
+            length += each.room(self._world_size)
+        self._length = length
+        self.num_hooks = sum(each.computed is not None for each in tensors)
+        #: Gradients that are missing in the current pass.
+        self.waiting = 0
+        self._terms = torch.zeros((self._world_size, length), dtype=torch.int64, device=context.device)
+        self._totals = self._terms[0] if not is_sharded else self._terms.new_zeros(length)
+        self._pending: list[tuple[Any, torch.Tensor | None]] = []
+
+    def begin(self) -> None:
+        self._terms.zero_()
+        self._totals.zero_()
+
+    def begin_pass(self) -> None:
+        self.wait()
+        self.waiting = max(self.num_hooks, 1)
+        if self._is_sharded:
+            self._terms.zero_()
+
+    def add(self, each: _Summed, integers: torch.Tensor) -> None:
+        length = each.room(self._world_size)
+        flat = integers.reshape(-1)
+        if not self._is_sharded:
+            self._terms[0, each.offset : each.offset + length] += flat
+            return
+        for row, part in enumerate(torch.split(flat, length) if length else ()):
+            self._terms[row, each.offset : each.offset + len(part)] = part
+
+    def send(self, *, is_last: bool) -> None:
+        if not self._context.is_distributed:
+            if self._is_sharded:
+                self._totals += self._terms[0]
+        elif self._is_sharded:
+            own = torch.empty_like(self._totals)
+            work = dist.reduce_scatter_tensor(own, self._terms.view(-1), async_op=True)
+            self._pending.append((work, own))
+        elif is_last:
+            self._pending.append((dist.all_reduce(self._totals, async_op=True), None))
+
+    def wait(self) -> None:
+        for work, own in self._pending:
+            work.wait()
+            if own is not None:
+                self._totals += own
+        self._pending = []
+
+    def totals(self) -> Iterator[tuple[_Summed, torch.Tensor]]:
+        """Yield each tensor with its sum, in the shape of this rank's part."""
+        for each in self._tensors:
+            size = math.prod(each.local_shape)
+            yield each, self._totals[each.offset : each.offset + size].view(each.local_shape)
+
+
+_NO_BUCKET: Any = None
+
+
+def _make_buckets(tensors: Sequence[_Summed], context: DistributedContext, cap_mb: float) -> list[_Bucket]:
+    """Group the tensors in reverse order, in which backward passes produce gradients; buffers come last."""
+    limit = int(cap_mb * 2**20) // 4
+    buckets: list[_Bucket] = []
+    group: list[_Summed] = []
+    parameters = [each for each in tensors if each.computed is not None]
+    buffers = [each for each in tensors if each.computed is None]
+    for each in [*reversed(parameters), *buffers]:
+        differs = bool(group) and (
+            group[0].is_sharded != each.is_sharded or (group[0].computed is None) != (each.computed is None)
+        )
+        if group and (differs or sum(other.numel for other in group) + each.numel > limit):
+            buckets.append(_Bucket(group, context, is_sharded=group[0].is_sharded))
+            group = []
+        group.append(each)
+    if group:
+        buckets.append(_Bucket(group, context, is_sharded=group[0].is_sharded))
+    return buckets

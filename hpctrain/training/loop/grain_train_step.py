@@ -1,0 +1,134 @@
+"""Optimizer steps whose result does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hpctrain.errors import UserError
+from hpctrain.training.base import rng
+from hpctrain.training.base.metric_accumulator import MetricAccumulator
+from hpctrain.training.base.tensor_tree import map_tensors
+from hpctrain.training.data.step_source import MicroBatch, StepData
+from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
+from hpctrain.training.determinism.exact_norm import exact_norm
+from hpctrain.training.determinism.gradient_sum import GradientSum
+from hpctrain.training.loop.train_step import TrainStep
+from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.strategies import Strategy
+from hpctrain.training.trainer_config import TrainerConfig
+
+#: Alignment of tensors in bytes: some kernels depend on it.
+_ALIGNMENT = 64
+
+
+class GrainTrainStep(TrainStep):
+    """Steps in which every grain of samples is computed by itself.
+
+    The random numbers of a grain depend on the seed, the step and the number of the grain. Gradients, changes
+    of buffers and metrics are then summed independently of the order and the grouping of the grains.
+    """
+
+    def __init__(
+        self,
+        determinism: ElasticDeterminism,
+        strategy: Strategy,
+        optimization: OptimizerSetup,
+        settings: TrainerConfig,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        """Set up the sum of the gradients. All ranks must call this.
+
+        Raises:
+            UserError: the result of this training would depend on the number of ranks.
+        """
+        super().__init__(strategy, optimization, settings, scaler)
+        _check(strategy, settings)
+        assert settings.grain_size is not None
+        self._grain_size, self._seed = settings.grain_size, settings.seed
+        self._average_over(1)
+        context = strategy.context
+        self._gradients = GradientSum(
+            context, strategy.summed_parameters(), self._module, settings.bucket_cap_mb, determinism.exponents
+        )
+        self._optimizer_step.gradient_norm = lambda parameters: exact_norm(parameters, context)
+
+    def _accumulate(
+        self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
+    ) -> torch.Tensor | None:
+        rank_batch, own = step.rank_batch, [self._aligned(each) for each in micro_batches]
+        num_grains = -(-rank_batch.batch_size // self._grain_size)
+        first = rank_batch.start // self._grain_size
+        while True:
+            self._gradients.begin(num_grains)
+            sums.values, sums.width = {}, num_grains
+            for number, grain in enumerate(own, first):
+                is_last = number == first + len(own) - 1
+                rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
+                scalars = MetricAccumulator()
+                # A rank without samples repeats a grain of another rank, and the result is not used.
+                with self._gradients.grain(counts=grain.num_samples > 0, is_last=is_last):
+                    self._forward_backward(rank_batch, grain, scalars, is_last)
+                _insert(sums, scalars, number if grain.num_samples else None)
+            factor = self._tokens.factor(rank_batch)
+            if self._gradients.finish():
+                return factor
+
+    def _can_split_batches(self) -> bool:
+        return False
+
+    def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
+        if norm is not None:
+            values = torch.zeros(sums.width, dtype=torch.float64, device=norm.device)
+            if self._context.ranks.rank == 0:
+                values[0] = norm.detach().double()
+            sums.values.setdefault("grad_norm", values)
+
+    def _aligned(self, grain: MicroBatch) -> MicroBatch:
+        """Copy tensors at other addresses than multiples of 64 bytes."""
+
+        def align(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT else tensor
+
+        return grain._replace(batch=map_tensors(grain.batch, align))
+
+
+def _insert(sums: MetricAccumulator, scalars: MetricAccumulator, number: int | None) -> None:
+    """Insert the values of a grain at its place among the grains of all ranks; None for zeros."""
+    for name, value in scalars.values.items():
+        if name not in sums.values:
+            device = value.device if isinstance(value, torch.Tensor) else None
+            sums.values[name] = torch.zeros(sums.width, dtype=torch.float64, device=device)
+        values = sums.values[name]
+        assert isinstance(values, torch.Tensor)
+        if number is not None:
+            values[number] = value
+
+
+def _check(strategy: Strategy, settings: TrainerConfig) -> None:
+    """Check that the result cannot depend on the number of ranks.
+
+    Raises:
+        UserError: it would depend on it, or the combination is not supported.
+    """
+    module = strategy.module
+    reason = None
+    if not strategy.sums_exactly:
+        reason = f"strategy is {settings.strategy!r}. Use 'ddp', 'zero1', 'zero2', 'zero3' or 'fsdp'"
+    elif settings.algorithm != "allreduce":
+        reason = f"algorithm is {settings.algorithm!r}, whose result depends on the ranks. Remove it"
+    elif settings.compile is not False:
+        reason = f"compile is {settings.compile!r}, and compiled code may differ between ranks. Remove it"
+    elif settings.on_bad_loss == "skip":
+        reason = "on_bad_loss is 'skip'. Use 'stop' or 'rollback'"
+    elif takes_optimizer_idx(module):
+        reason = "training_step accepts optimizer_idx. Return one loss for all optimizers"
+    elif strategy.gathers_samples and type(module).training_step_end is not Module.training_step_end:
+        reason = (
+            f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end receives the "
+            "samples of all ranks of a node. Use 'ddp'"
+        )
+    if reason:
+        raise UserError(f"elastic_determinism is True, but {reason}.")
