@@ -221,7 +221,12 @@ class FailureAnalyzer:
         assert end is not None
         cause = f"the job step did not start: srun exited with code {end.returncode}: {end.stderr_tail}"
         return self._record(
-            result.attempt, EndKind.NOT_STARTED, cause, rank=-1, host=None, log=str(self.run.slurm_log)
+            result.attempt,
+            EndKind.NOT_STARTED,
+            cause.rstrip(": "),
+            rank=-1,
+            host=None,
+            log=str(self.run.slurm_log),
         )
 
     def _record(
