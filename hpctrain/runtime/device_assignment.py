@@ -96,8 +96,8 @@ def _publish_placement(placement: RankPlacement, store: Store) -> None:
     if there["pid"] != mine["pid"] or there["host"] != mine["host"]:
         raise HpctrainError(
             f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
-            f"claim rank {placement.rank}. Start one process per rank. Run `hpctrain env` to show the rank "
-            "of each process."
+            f"claim rank {placement.rank}. Start one process per rank. To see the rank of each process, run "
+            "`hpctrain env` with the same launcher."
         )
 
 
@@ -124,8 +124,8 @@ def _gather_placements(world_size: int, store: Store) -> list[RankPlacement]:
     except DistError as error:
         missing = format_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
         raise RendezvousError(
-            f"{missing} of {world_size} did not join within {time.monotonic() - begun:.0f} s of rank 0. "
-            "Check the logs of the missing ranks."
+            f"The world size is {world_size}, but {missing} did not join within "
+            f"{time.monotonic() - begun:.0f} s of rank 0. Check the logs of the missing ranks."
         ) from error
     return [_parse_placement(text) for text in store.multi_get(keys)]
 

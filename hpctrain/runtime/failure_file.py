@@ -98,7 +98,7 @@ def write_failure(
         make_folder(path.parent)
         write_atomic(path, json.dumps(record, indent=1) + "\n")
     except OSError as problem:
-        print(f"hpctrain: {path} cannot be written: {problem}", file=sys.stderr)
+        print(f"hpctrain: cannot write {path}: {problem}", file=sys.stderr)
     return cause
 
 

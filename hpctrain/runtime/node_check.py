@@ -58,15 +58,15 @@ def main(environ: Mapping[str, str]) -> None:
     ]
     if trouble:
         _publish_result(environ, "bad")
-    for look in (_check_matrix_product, _check_all_reduce):
+    for what, check in (("matrix product", _check_matrix_product), ("all-reduce", _check_all_reduce)):
         if not trouble:
             try:
-                trouble += look(environ, ranks, mine)
+                trouble += check(environ, ranks, mine)
             except Unauthenticated as error:
                 # The cause is another program on the network, not the node.
                 print(f"hpctrain: the node check was interrupted: {error}", flush=True)
             except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
-                trouble.append(f"{look.__name__.strip('_').replace('_', ' ')}: {error}")
+                trouble.append(f"the {what} failed: {error}")
             if trouble:
                 _publish_result(environ, "bad")
     seconds = time.monotonic() - begun
@@ -130,7 +130,8 @@ def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool =
     """Return the problems of a GPU. A shared GPU may already be in use by a peer."""
     trouble = []
     if (errors := (gpu.ecc_errors or 0) - errors_before) > 0:
-        trouble.append(f"GPU {index}: {pluralize(errors, 'uncorrected memory error')} since the job started")
+        new = pluralize(errors, "uncorrected memory error")
+        trouble.append(f"GPU {index}: {new} since the first node check of this job")
     if not shared and (gpu.processes or (gpu.memory or 0) > _IN_USE_BYTES):
         trouble.append(f"GPU {index} is in use (processes: {gpu.processes}, memory: {gpu.memory} bytes)")
     return trouble
@@ -167,7 +168,7 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
     if "bad" in said:
         return []
     if len(set(said)) > 1:
-        return ["this node has no GPU, but other nodes have GPUs"] if said[rank].endswith("cpu") else []
+        return ["this node has no usable GPU, but other nodes do"] if said[rank].endswith("cpu") else []
     device = torch.device("cuda", mine[0]) if said[rank].endswith("cuda") else torch.device("cpu")
     # NCCL does not support two ranks on one GPU.
     with_nccl = device.type == "cuda" and gpu_sharing_reason(environ) is None

@@ -27,7 +27,7 @@ class NodeSampler:
             )
         except OSError as error:
             # Training does not depend on telemetry.
-            print(f"hpctrain: cannot sample the resource use of this node: {error}", file=sys.stderr)
+            print(f"hpctrain: cannot measure the resource usage of this node: {error}", file=sys.stderr)
 
     def stop(self) -> None:
         """Wait until the process has written its last line, and end it."""

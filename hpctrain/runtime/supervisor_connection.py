@@ -165,7 +165,7 @@ def start_heartbeat(
             time.sleep(_PAUSE_S)
         print(
             f"hpctrain: no connection to the supervisor: {str(problem) or type(problem).__name__}. "
-            "Training continues without it.",
+            "Training continues without this connection.",
             file=sys.stderr,
         )
 

@@ -246,7 +246,7 @@ def _redirect_output(log: Path, printed: bytes) -> None:
     except OSError as error:
         make_stdio_lossy()
         print(
-            f"hpctrain: cannot open {log}: {error.strerror}. The output of this rank is in the launcher's "
+            f"hpctrain: cannot open {log}: {error.strerror}. The output of this rank goes to the launcher's "
             "log instead."
         )
         return

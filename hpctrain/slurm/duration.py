@@ -30,13 +30,13 @@ def parse_duration(text: str) -> float | None:
         return None
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise SpecError(f"{text!r} is not a duration. Write it as {_FORMS}, or 'unlimited'.")
+        raise SpecError(f"{text!r} is not a valid duration. Use {_FORMS}, or 'unlimited'.")
     clock = [int(part) for part in match["clock"].split(":")]
     weights = _WEIGHTS[match["days"] is not None, len(clock)]
     days = int(match["days"] or 0)
     seconds = 86400 * days + sum(part * weight for part, weight in zip(clock, weights, strict=True))
     if seconds == 0:
-        raise SpecError(f"The duration {text!r} is zero. Use a longer duration, as {_FORMS}, or 'unlimited'.")
+        raise SpecError(f"The duration {text!r} is zero. Use a longer duration or 'unlimited'.")
     return float(seconds)
 
 

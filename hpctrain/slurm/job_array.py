@@ -13,7 +13,7 @@ MAX_TASKS = 10_000
 _MAX_INDEX = 4_000_000
 
 _PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
-_FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 to run at most 4 concurrent tasks"
+_FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 (at most 4 concurrent tasks)"
 
 
 class JobArray(NamedTuple):
@@ -52,7 +52,8 @@ def _indices(part: str, text: str) -> range:
         raise SpecError(f"--array {text!r} is invalid: {part!r} is neither a number nor a range. {_FORM}.")
     first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
     if last < first or step < 1:
-        raise SpecError(f"--array {text!r} is invalid: the range {part!r} is empty. {_FORM}.")
+        problem = "is empty" if step else "has a step of 0"
+        raise SpecError(f"--array {text!r} is invalid: the range {part!r} {problem}. {_FORM}.")
     if last > _MAX_INDEX:
         raise SpecError(
             f"--array {text!r} contains task {last}, but Slurm's highest task number is {_MAX_INDEX}."

@@ -150,7 +150,7 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
             raise
         return JobTable(())
     if not answer.strip():
-        raise SchedulerError("scontrol printed nothing")
+        raise SchedulerError("scontrol returned no output")
     return JobTable(_parse_records(answer))
 
 

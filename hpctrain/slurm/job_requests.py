@@ -91,8 +91,8 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
         if left:
             time.sleep(0.2)
     if left:
-        others = " The other jobs have received the signal." if len(left) < len(job_ids) else ""
+        others = " The other jobs received the signal." if len(left) < len(job_ids) else ""
         raise SchedulerError(
-            f"No rank of job {', '.join(sorted(left))} is running: the ranks are being started, or have "
+            f"No rank of job {', '.join(sorted(left))} is running. The ranks may be starting, or may have "
             f"just exited. Try again in a few seconds.{others}"
         )

@@ -28,7 +28,7 @@ def parse_site(answers: SiteAnswers, profile: Site) -> tuple[Site, list[str]]:
     """Return the site according to Slurm, completed by the profile; with a note on each failed query."""
     nodes, config, partitions = (answer if isinstance(answer, str) else "" for answer in answers)
     gaps = [
-        f"Cannot read {what} ({answer})"
+        f"Cannot query {what} ({answer})"
         for what, answer in zip(
             ("the nodes", "Slurm's configuration", "the partitions"), answers, strict=True
         )

@@ -49,16 +49,17 @@ def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None
     if not outside and spec.array is None:
         return
     is_going = (record := read_run_record(run)).job_id is not None and record.finished is None
-    going = f" The run may still be active, as job {record.job_id}." if is_going else ""
+    going = f" The run may still be active as job {record.job_id}." if is_going else ""
     if outside:
         raise NotInJob(
-            f"{script} is a Slurm job script, but this process is not in a Slurm job (SLURM_JOB_ID and "
-            f"SLURM_JOB_NODELIST are not both set).{going} To start the run manually: sbatch {script}"
+            f"{script} is a Slurm job script, but this process is not in a Slurm job (SLURM_JOB_ID or "
+            f"SLURM_JOB_NODELIST is not set).{going} To start the run manually, submit the script: "
+            f"sbatch {script}"
         )
     raise NotInJob(
-        f"{script} is the script of job array {spec.array}, but this job is not a task of the array "
+        f"{script} is the script of a job array ({spec.array}), but this job is not a task of the array "
         f"(SLURM_ARRAY_TASK_ID is {environ.get('SLURM_ARRAY_TASK_ID', 'not set')}).{going} To start the run "
-        f"manually: sbatch {script}"
+        f"manually, submit the script: sbatch {script}"
     )
 
 
@@ -85,7 +86,7 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
     """
     state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
-    log.info("job %s: %s; %s", job_control.job_id, decision.value, state)
+    log.info("job %s: %s (%s)", job_control.job_id, decision.value, state)
     match decision:
         case OwnershipDecision.SUPERSEDED:
             return Exit(0)
@@ -129,7 +130,7 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
         ) from None
     except OSError as error:
         # A full disk must not prevent training.
-        log.warning("cannot acquire the lease on the run folder; continuing without it: %s", error)
+        log.warning("cannot acquire the lease on the run folder (%s); continuing without it", error)
 
 
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
@@ -228,10 +229,10 @@ def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
     except SchedulerError as error:
         raise RunActive(
             f"Cannot determine whether job {record.job_id} of the run in {str(run.path)!r} is still active: "
-            f"{error}. Start the script again when Slurm responds."
+            f"{error}. Submit the script again when Slurm responds."
         ) from error
     raise RunActive(
-        f"The run in {str(run.path)!r} is still active, as job {record.job_id}. Wait for the run to "
+        f"The run in {str(run.path)!r} is still active as job {record.job_id}. Wait for the run to "
         "end, or cancel it."
     )
 
@@ -255,7 +256,7 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
         return True
     raise NotInJob(
         f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this job "
-        "is also cancelled. Submit the script again to continue the run."
+        "exits. To continue the run, submit the script again."
     )
 
 

@@ -150,8 +150,8 @@ class BufferedStorage(RunStorage):
         while not _is_there(self._run.spec):
             if time.monotonic() > deadline:
                 raise HpctrainError(
-                    f"The run folder {str(self._run)!r}, or {self._run.spec.name} in it, no longer exists. "
-                    "The file system may be unavailable. Restore the folder, then submit the run again."
+                    f"The run folder {str(self._run)!r} or its {self._run.spec.name} no longer exists, or "
+                    "the file system is unavailable. Restore the folder, then submit the run again."
                 )
             time.sleep(min(_RETRY_INTERVAL_S, _VANISHED_LIMIT_S))
 

@@ -53,18 +53,20 @@ def drain_local_tier(
     launcher.hosts = hosts
     try:
         end = run_auxiliary_step(
-            run, launcher, command, attempt, limit_s=limit_s, what=f"the drain of {base}"
+            run, launcher, command, attempt, limit_s=limit_s, what=f"the cleanup of {base}"
         )
     except OSError as error:
-        log.warning("cannot drain %s; its files remain on the nodes: %s", base, error)
+        log.warning("cannot empty the fast folder %s, so its files remain on the nodes: %s", base, error)
         return
     finally:
         launcher.hosts = all_hosts
     if end is not None and end.returncode == 0:
-        log.info("drained %s on all nodes in %.1f s", base, time.monotonic() - begun)
+        log.info("emptied the fast folder %s on the nodes in %.1f s", base, time.monotonic() - begun)
     elif end is not None:
         log.warning(
-            "files in %s may remain on the nodes: %s", base, end.stderr_tail or f"exit code {end.returncode}"
+            "the fast folder %s may still contain files on the nodes: %s",
+            base,
+            end.stderr_tail or f"exit code {end.returncode}",
         )
 
 

@@ -20,6 +20,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.acquire_run import record_manual_submission, register_job
+from hpctrain.supervisor.launch.job_step import TaskExit
 from hpctrain.supervisor.launch.local import gpu_variables, visible_gpus
 from hpctrain.supervisor.run_end import finish_run
 
@@ -129,11 +130,8 @@ class LocalArray:
             if task.cancel_request.exists():
                 finish_run(task, "CANCELLED")
             else:
-                finish_run(
-                    task,
-                    "FAILED",
-                    f"the supervisor of this task exited with code {code} without reporting a cause",
-                )
+                end = TaskExit.from_returncode(index, code)
+                finish_run(task, "FAILED", f"the supervisor of this task {end} without reporting a cause")
         log.info("task %d: %s", index, self._state(index))
 
     def _state(self, index: int) -> str | None:

@@ -63,7 +63,8 @@ class NodeCheckRunner:
             what="the node check",
         )
         found = self._read(attempt)
-        words = "stop requested" if found.stopped else describe_nodes(found.bad_nodes) or "all nodes passed"
+        bad = describe_nodes(found.bad_nodes) or "no faulty node identified"
+        words = "stop requested" if found.stopped else bad
         log.info("node check took %.1f s: %s", time.monotonic() - begun, words)
         if end is not None and not any(self.run.node_check_results(attempt)):
             # If no process could start, no single node is to blame.

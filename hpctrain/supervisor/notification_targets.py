@@ -186,9 +186,8 @@ def run_notification_command(
             _kill(process)
             raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
     if process.returncode:
-        raise OSError(
-            f"the command exited with code {process.returncode}: {errors.decode(errors='replace')[-300:]}"
-        )
+        output = errors.decode(errors="replace")[-300:].rstrip()
+        raise OSError(f"the command exited with code {process.returncode}" + (output and f": {output}"))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -90,7 +90,7 @@ class Notifier:
         except OSError as error:
             if self._last_error != str(error):
                 self._last_error = str(error)
-                log.warning("cannot read the run's events, so no notifications are sent: %s", error)
+                log.warning("cannot read the run's events, so notifications are delayed: %s", error)
         else:
             self._last_error = None
 
@@ -107,13 +107,13 @@ class Notifier:
             if (occasion := notification_kind(event)) is not None:
                 self._send(occasion, event)
         if (seconds := self._stall.find_stall(now, logged_by)) is not None:
-            self._send("stall", {"cause": f"no step was logged for {seconds:.0f} s"})
+            self._send("stall", {"cause": f"no step has been logged for {seconds:.0f} s"})
 
     def _check_disk(self) -> None:
         """Report a full disk once. The run cannot record an event for this."""
         if not self._disk_reported and (full := full_disk(self._run)) is not None:
             self._disk_reported = True
-            self._send("stall", {"cause": f"{full}: the run cannot save until space is freed"})
+            self._send("stall", {"cause": f"{full}; the run cannot save until space is freed"})
 
     def _newest_attempt(self) -> object:
         """Return the attempt that logged the last step."""
@@ -142,9 +142,9 @@ def notification_message(run: RunDir, occasion: str, event: Mapping[str, Any]) -
     """Return the message; chat services show either `text` or `content`."""
     cause = str(event.get("cause") or "")[:_MAX_CAUSE]
     if occasion == "finish":
-        words = f"Run {run.run_id} has ended: {event.get('state')}"
+        words = f"Run {run.run_id} has ended ({event.get('state')})"
     else:
-        words = f"Run {run.run_id} {'has stalled' if occasion == 'stall' else 'had a failure'}"
+        words = f"Run {run.run_id} has stalled" if occasion == "stall" else f"Failure in run {run.run_id}"
     text = f"{words}: {cause}" if cause else f"{words}."
     known = {name: event[name] for name in ("state", "attempt", "rank", "host", "log") if name in event}
     about = {"run_id": run.run_id, "folder": str(run.path), "time": event.get("time", time.time())}

@@ -96,7 +96,7 @@ class Requeuer:
                 if method is ContinuationMethod.REQUEUE:
                     return self._requeue(changes)
                 assert self.job_control.successors is not None
-                log.info("job %s continues the run", self.job_control.successors.submit(attempt, changes))
+                log.info("job %s will continue the run", self.job_control.successors.submit(attempt, changes))
                 return Exit(EXIT_CONTINUE)
             except SchedulerError as error:
                 if self.intent() is JobIntent.YIELD:
@@ -133,7 +133,7 @@ class Requeuer:
                 return
             except SchedulerError as error:
                 log.warning(
-                    "the batch script was killed, and the run cannot be continued in this way: %s", error
+                    "the batch script was killed, and the attempt to continue the run failed: %s", error
                 )
 
     def intent(self, signals: Iterable[Signals] = ()) -> JobIntent:
@@ -146,7 +146,7 @@ class Requeuer:
             try:
                 disposition = self.job_control.disposition()
             except SchedulerError as error:
-                log.warning("cannot query the state of this job, so assuming that it continues: %s", error)
+                log.warning("cannot query the state of this job; assuming that it continues: %s", error)
         return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
     def _can_requeue(self) -> bool:
@@ -154,7 +154,7 @@ class Requeuer:
             return self.job_control.can_requeue()
         except SchedulerError as error:
             log.warning(
-                "cannot determine whether Slurm can requeue this job, so assuming that it can: %s", error
+                "cannot determine whether Slurm can requeue this job; assuming that it can: %s", error
             )
             return True
 

@@ -280,7 +280,7 @@ class Simulation:
         self._down[host] = self._now
         repaired = SimulatedRun(host, 0, 0, 0, 0.0, None)
         self._at(self._now + self._config.repair_days * DAY_S, repaired, "repaired")
-        return {host: "does not respond"}
+        return {host: "slurmd is not responding"}
 
     def _act(self, run: SimulatedRun, decision: Decision, cause: str | None, lost: dict[str, str]) -> None:
         match decision.action:

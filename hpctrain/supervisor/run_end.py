@@ -35,7 +35,8 @@ def finish_run(
     more = {"note": note} if note else {}
     attempt = max(run.attempts(), default=0)
     run.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause, **more)
-    log.info("run %s%s", state, "".join(f": {words}" for words in (cause, note) if words))
+    words = "; ".join(filter(None, [cause, note]))
+    log.info("run %s%s", state, words and f": {words}")
     return Exit(exit_code)
 
 
@@ -50,8 +51,8 @@ def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
     if spec.torchrun is not None:  # With agents, the ranks use the store of an agent.
         return None
     return (
-        f"none of the {result.world_size} ranks created a process group, so each rank trained alone. "
-        "If they were meant to train together, initialize torch.distributed in the script."
+        f"No rank created a process group, so each of the {result.world_size} ranks ran alone. If the ranks "
+        "are meant to train together, initialize torch.distributed in the script."
     )
 
 

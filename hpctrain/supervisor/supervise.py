@@ -89,7 +89,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         next_step = acquire_run(self._run, self._spec, self._job_control, deaths)
         if isinstance(next_step, Exit):
-            log.info("the run is already complete; nothing to do")
+            log.info("nothing to do; this job exits")
             return next_step.code
         self._nodes.drop_excluded()
         if deaths and isinstance(next_step := self._take_over(), Exit):
@@ -206,7 +206,7 @@ class Supervisor:
         if isinstance(moved, RequeueRefused):
             if cause := ended.diagnosis.end.cause:
                 return finish_run(self._run, "FAILED", cause, moved.cause)
-            return finish_run(self._run, "FAILED", f"the checkpoint is saved, but {moved.cause}")
+            return finish_run(self._run, "FAILED", f"the ranks have stopped, but {moved.cause}")
         return moved
 
     def on_watchdog_death(self, _number: int, _frame: FrameType | None) -> None:

@@ -85,8 +85,8 @@ def test_failed_query_is_one_finding(hpctrain, slurm, broken_torch, tmp_path):
     lines = [(finding["topic"], finding["value"], finding["standing"]) for finding in findings]
     reason = "(scontrol failed: error: Access denied)"
     assert lines[:2] == [
-        ("Slurm", f"Cannot read Slurm's configuration {reason}", "note"),
-        ("Slurm", f"Cannot read the partitions {reason}", "note"),
+        ("Slurm", f"Cannot query Slurm's configuration {reason}", "note"),
+        ("Slurm", f"Cannot query the partitions {reason}", "note"),
     ]
     assert ("Jobs", "accepted", "ok") in lines
 

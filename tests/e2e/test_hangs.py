@@ -42,7 +42,7 @@ def test_rank_in_endless_loop_is_reported_with_its_line(tmp_path):
 @pytest.mark.long
 def test_unresponsive_rank_prints_its_stack(tmp_path):
     run, failure = hang(tmp_path, {}, LOCAL, "frozen")
-    assert "rank 1 on local-1 does not respond" in failure["cause"]
+    assert "rank 1 on local-1 is not responding" in failure["cause"]
     assert "in never_return" in run.dir.rank_log(0, 1).read_text()
 
 
@@ -59,5 +59,5 @@ def reference(slurm, tmp_path_factory) -> Run:
 def test_hang_on_slurm_is_detected_and_the_run_restarted(slurm, reference, tmp_path, mode):
     run, failure = hang(tmp_path, slurm.env, NODES, mode)
     assert_undisturbed(run, reference)
-    state = "does not respond" if mode in ("frozen", "stopped") else "is in never_return"
+    state = "is not responding" if mode in ("frozen", "stopped") else "is in never_return"
     assert f"rank 1 on {failure['host']} {state}" in failure["cause"]

@@ -48,7 +48,7 @@ def check_drain_after_failure(env, shape: list[str], folder: Path) -> None:
     listed, _ = list_checkpoints(run.dir, verify=True)
     assert listed[-1].step >= max(saved)
     assert [one.problems for one in listed] == [()] * len(listed)
-    assert f"drained {tier} on all nodes" in run.dir.supervisor_log.read_text()
+    assert f"emptied the fast folder {tier} on the nodes" in run.dir.supervisor_log.read_text()
     assert_no_process_left(run.path)
 
 

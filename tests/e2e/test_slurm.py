@@ -49,7 +49,7 @@ def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, four_ranks_
     job_id = reference.events("submitted")[0]["job_id"]
     run_command(["scontrol", "requeue", job_id], slurm.env)
     run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
-    message = "the run is already complete; nothing to do"
+    message = "nothing to do; this job exits"
     wait_for(lambda: message in reference.dir.supervisor_log.read_text(), 60, "the second start of the job")
     assert reference.dir.attempts() == [0]
     assert reference.status()["state"] == "COMPLETED"

@@ -190,7 +190,7 @@ def test_array_is_parsed(text, indices, throttle):
         ("0-", "'0-' is neither a number nor a range"),
         ("-3", "'-3' is neither a number nor a range"),
         ("3-1", "'3-1' is empty"),
-        ("0-4:0", "'0-4:0' is empty"),
+        ("0-4:0", "'0-4:0' has a step of 0"),
         ("0-3%", "'' after % is not a positive number"),
         ("0-3%0", "'0' after % is not a positive number"),
         ("0-3%x", "'x' after % is not a positive number"),

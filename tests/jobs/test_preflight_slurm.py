@@ -292,8 +292,8 @@ def test_failed_query_skips_its_checks_with_fake_scontrol(strict_cluster, submis
     submitted = submission(env={"PATH": f"{folder}:{os.environ['PATH']}"})
     reason = "(scontrol failed: Access denied). Checks that require this information are skipped."
     assert submitted.notes == (
-        f"Cannot read Slurm's configuration {reason}",
-        f"Cannot read the partitions {reason}",
+        f"Cannot query Slurm's configuration {reason}",
+        f"Cannot query the partitions {reason}",
     )
 
 

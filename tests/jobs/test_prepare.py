@@ -43,7 +43,7 @@ def test_max_failures_can_be_set(prepared):
         ({"stop_before_limit": 0}, "--stop-before-limit is 0"),
         ({"max_failures": 0}, "--max-failures is 0"),
         ({"time": "1", "stop_before_limit": 60}, "60 s .*--time.* 60 s"),
-        ({"time": "soon"}, "'soon' is not a duration"),
+        ({"time": "soon"}, "'soon' is not a valid duration"),
         ({"partition": ""}, "partition .* is empty"),
         ({"sbatch": {"partition": "b"}}, "Use --partition"),
         ({"mem": 1, "mem_per_cpu": "2"}, "--mem 1 and --mem-per-cpu 2"),

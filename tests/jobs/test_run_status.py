@@ -111,7 +111,7 @@ def test_pending_reason_may_contain_any_character(fake_slurm):
     reason = "ReqNodeNotAvail, UnavailableNodes:n1,n2 | (burst buffer: 'a' failed)  "
     fake_slurm.answer("squeue", "CLUSTER: north\n" + queued("17", "PENDING", 0, reason))
     (view,) = query(fake_slurm, "17")
-    assert view.words == f"{reason}: a requested node is down or reserved"
+    assert view.words == f"{reason}: a requested node is unavailable: in use, reserved or down"
 
 
 def test_parts_of_a_job_are_merged_or_distinguished(fake_slurm):
@@ -121,7 +121,7 @@ def test_parts_of_a_job_are_merged_or_distinguished(fake_slurm):
     merged, first, second, by_number, het = query(fake_slurm, "17", "17_1", "17_2", "18", "30")
     assert merged == JobStateView(
         RUNNING,
-        "2 parts: 1 RUNNING, 1 PENDING; Priority: other jobs have higher priority",
+        "2 parts: 1 RUNNING, 1 PENDING; Priority: jobs with a higher priority are waiting",
         job_state="RUNNING",
     )
     assert first == by_number == JobStateView(RUNNING, job_state="RUNNING")
@@ -182,7 +182,7 @@ def test_empty_queue_does_not_prove_an_end(fake_slurm):
 def test_empty_output_of_all_commands_does_not_prove_an_end(fake_slurm):
     fake_slurm.controller(stderr="", code=0)
     (view,) = query(fake_slurm, "17", submitted=0.0)
-    assert view == JobStateView(UNKNOWN, "squeue does not list the job, and scontrol printed nothing")
+    assert view == JobStateView(UNKNOWN, "squeue does not list the job, and scontrol returned no output")
 
 
 def test_outdated_accounting_does_not_end_a_requeued_run(fake_slurm):

@@ -292,7 +292,7 @@ def test_array_of_20_with_four_at_a_time(cluster, tmp_path):
     assert array_status.tasks == {"FAILED": 1, "COMPLETED": 19}
     assert array_status.state is RunState.FAILED
     assert array_status.cause == "r/task-7: Slurm reports FAILED before any rank started"
-    assert "JobArrayTaskLimit: the array already runs its maximum number of tasks" in messages
+    assert "JobArrayTaskLimit: the array is already running its maximum number of tasks" in messages
 
 
 def test_preemption_affects_one_array_task_only(cluster, tmp_path):

@@ -120,9 +120,9 @@ def test_missing_slurm_output_is_replaced_by_the_profile(tmp_path):
     site, gaps = discover_site({"PATH": str(tmp_path)}, profile)
     assert site == profile
     assert gaps == [
-        "Cannot read the nodes (sinfo not found on PATH)",
-        "Cannot read Slurm's configuration (scontrol not found on PATH)",
-        "Cannot read the partitions (scontrol not found on PATH)",
+        "Cannot query the nodes (sinfo not found on PATH)",
+        "Cannot query Slurm's configuration (scontrol not found on PATH)",
+        "Cannot query the partitions (scontrol not found on PATH)",
     ]
 
 

@@ -45,7 +45,9 @@ def test_memory_errors_count_from_the_first_check_of_the_job(tmp_path):
     assert previous_memory_errors(run, "n1", 0, "7/0", old) == [5, 0]
     new = [GpuReading(ecc_errors=7), GpuReading(ecc_errors=None)]
     assert previous_memory_errors(run, "n1", 0, "7/0", new) == [5, 0]
-    assert check_gpu(0, new[0], 5) == ["GPU 0: 2 uncorrected memory errors since the job started"]
+    assert check_gpu(0, new[0], 5) == [
+        "GPU 0: 2 uncorrected memory errors since the first node check of this job"
+    ]
     assert check_gpu(0, old[0], 5) == []
     assert previous_memory_errors(run, "n1", 0, "7/1", new) == [7, 0], "a job that was requeued begins anew"
 

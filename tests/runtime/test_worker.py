@@ -123,9 +123,9 @@ UNUSED = "This script does not use hpctrain's Trainer, so hpctrain has not saved
         (
             signal.SIGTERM,
             "run.checkpoints.mkdir(); (run.checkpoints / 'my.pt').touch()",
-            "The script's last checkpoint is {checkpoints}/my.pt, ",
+            "The script's last checkpoint is {checkpoints}/my.pt (",
         ),
-        (signal.SIGTERM, "", f"{UNUSED}{{checkpoints}} contains no checkpoint written by the script: "),
+        (signal.SIGTERM, "", f"{UNUSED}{{checkpoints}} contains no checkpoint written by the script, so "),
         (
             signal.SIGTERM,
             "import sys; sys.modules['hpctrain.training'] = sys",

@@ -105,7 +105,7 @@ def test_manual_job_restarts_an_ended_run(run, spec, state, after_s):
 @pytest.mark.parametrize("array", [None, "0-1"])
 def test_slurm_script_must_run_in_a_job(run, spec, array):
     spec = replace(spec, array=array)
-    with pytest.raises(NotInJob, match=r"not in a Slurm job .* may still be active, as job 7\. .* sbatch "):
+    with pytest.raises(NotInJob, match=r"not in a Slurm job .* may still be active as job 7\. .* sbatch "):
         check_in_job(run, spec, {})
     job_variables = {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "n1"}
     if array is None:

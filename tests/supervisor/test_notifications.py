@@ -99,8 +99,8 @@ def test_failure_stall_and_end_reach_webhook_and_command(hook, tmp_path):
     assert [message["occasion"] for message in hook.got] == ["failure", "stall", "finish"]
     assert "bad 'data' $(touch executed)" in failure["text"]
     assert failure["rank"] == 0
-    assert "no step was logged for" in stall["text"]
-    assert finish["text"] == finish["content"] == "Run run has ended: COMPLETED."
+    assert "no step has been logged for" in stall["text"]
+    assert finish["text"] == finish["content"] == "Run run has ended (COMPLETED)."
     assert finish["folder"] == str(run.path)
     assert not list(tmp_path.rglob("executed"))
     assert (run.path / "here").exists()
@@ -294,5 +294,5 @@ def test_full_disk_is_reported_once_without_an_event(tmp_path):
     (message,) = [json.loads(line) for line in output.read_text().splitlines() if line]
     assert (message["occasion"], message["cause"]) == (
         "stall",
-        f"disk full at {run.path}: the run cannot save until space is freed",
+        f"disk full at {run.path}; the run cannot save until space is freed",
     )

@@ -92,7 +92,7 @@ def test_invalid_address_does_not_make_a_node_lost(address):
 
 @pytest.mark.parametrize("state", ["DOWN", "DOWN*", "IDLE+POWERED_DOWN"])
 def test_down_node_is_lost(state):
-    assert node_trouble(NodeRecord("n2", "127.0.0.1", 1, state)) == f"Slurm reports {state}"
+    assert node_trouble(NodeRecord("n2", "127.0.0.1", 1, state)) == f"Slurm reports the state {state}"
 
 
 def test_draining_node_with_responsive_slurmd_is_not_lost():
@@ -105,7 +105,7 @@ def test_draining_node_with_responsive_slurmd_is_not_lost():
 def test_node_without_slurmd_is_lost():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert "does not respond (ConnectionRefusedError)" in str(
+    assert "is not responding (ConnectionRefusedError)" in str(
         node_trouble(NodeRecord("n1", "127.0.0.1", port, "ALLOCATED"))
     )
 

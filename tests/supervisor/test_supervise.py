@@ -225,7 +225,7 @@ def test_script_that_rewrites_the_same_files_and_crashes_is_ended(run):
 
 def test_ranks_without_a_process_group_are_noted(run):
     assert supervise(run, [DONE]) == 0
-    assert "none of the 2 ranks created a process group, so each rank trained alone" in finished(run)["note"]
+    assert "No rank created a process group, so each of the 2 ranks ran alone" in finished(run)["note"]
 
 
 def test_ranks_of_a_torchrun_store_are_not_noted(run):
@@ -311,7 +311,7 @@ def test_stop_requeues_and_completes(run):
 def test_refused_requeue_fails_with_the_schedulers_message(run):
     assert supervise(run, [STOPPED], FakeJob(refuses=True), resume_mode="requeue") == 4
     assert (
-        "the checkpoint is saved, but the requeue failed: scontrol says: Requeue is disabled"
+        "the ranks have stopped, but the requeue failed: scontrol says: Requeue is disabled"
         in finished(run)["cause"]
     )
 
@@ -435,7 +435,7 @@ def test_supervisor_log_has_no_python_values(run, caplog):
     assert "attempt 0: starting 2 ranks on n[1-2]" in text
     assert "attempt 0 ended (killed): restart the ranks on n[1-2]" in text
     assert "attempt 1 ended (not-started): requeue the job" in text
-    assert "attempt 2 ended (done): complete the run" in text
+    assert "attempt 2 ended (done): mark the run as completed" in text
     assert not re.search(r"\w\(\w+=|<\w+|\[['\"]|\{['\"]|\('", text)
 
 

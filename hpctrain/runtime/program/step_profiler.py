@@ -41,7 +41,7 @@ class _Request:
             path = self.run.profile_result(self.number, self.rank)
             write_atomic(path, json.dumps({"rank": self.rank, **result}, indent=1) + "\n", durable=False)
         except OSError as error:
-            _print(f"the result of the profile cannot be written: {error}")
+            _print(f"cannot write the result of the profile: {error}")
 
     def write_error(self, error: object) -> None:
         _print(f"the requested profile failed: {error}")
@@ -69,7 +69,7 @@ class StepProfiler:
         request = _Request(run, message["number"], rank, message["steps"])
         if not self.counts_steps:
             request.write_error(
-                "HPCTRAIN_STEP_HOOK=0 disables the counting of steps, which profiling requires. Remove this "
+                "profiling must count optimizer steps, but HPCTRAIN_STEP_HOOK=0 disables this; remove the "
                 "variable from the environment of the run"
             )
         elif self.is_active:

@@ -54,9 +54,9 @@ def _lost(run: RunDir | None) -> str:
         return unused
     if (found := newest_file(run.checkpoints)) is None:
         return (
-            f"{unused} {run.checkpoints} contains no checkpoint written by the script: work that the script "
-            "has not saved elsewhere is lost."
+            f"{unused} {run.checkpoints} contains no checkpoint written by the script, so work that the "
+            "script has not saved elsewhere is lost."
         )
     path, saved = found
     age = format_duration(max(0.0, time.time() - saved))
-    return f"{unused} The script's last checkpoint is {path}, {age} old. Later work is lost."
+    return f"{unused} The script's last checkpoint is {path} ({age} old). Work since then is lost."

@@ -69,7 +69,7 @@ def capture_stop_signals() -> Iterator[StopFlag]:
         flag.record(number, None)
     if threading.current_thread() is not threading.main_thread():
         print(
-            "hpctrain: training does not run in the main thread, so it receives no stop signals.",
+            "hpctrain: training is not running in the main thread, so it cannot receive stop signals.",
             file=sys.stderr,
         )
         yield flag
@@ -167,7 +167,10 @@ def _force_exit_after_timeout() -> None:
     time.sleep(EXIT_TIMEOUT_S)
     if not is_exiting():
         return  # Signals are captured now, and that code received this signal.
-    message = f"hpctrain: still running {EXIT_TIMEOUT_S:.0f} s after a stop signal; exiting. Current stack:\n"
+    message = (
+        f"hpctrain: still running {EXIT_TIMEOUT_S:.0f} s after a stop signal; exiting. "
+        "Current stacks of all threads:\n"
+    )
     os.write(2, message.encode())
     faulthandler.dump_traceback(all_threads=True)
     os._exit(EXIT_CONTINUE)

@@ -118,7 +118,7 @@ class FailureAnalyzer:
                     record = read_json(path)
                 except (OSError, ValueError):  # The file was written to a full disk.
                     record = {}
-                what = record.get("what", "the training")
+                what = record.get("what", "training")
                 found[rank] = describe_unfinished(what, trained, record.get("last_step"))
             with suppress(OSError):
                 path.unlink()
@@ -168,7 +168,7 @@ class FailureAnalyzer:
         cause = str(first)
         if kind is EndKind.DISK_FULL:
             command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
-            cause = f"{cause.rstrip('.')}. Free disk space, then resume the run: {command}"
+            cause = f"{cause.rstrip('.')}. Free up disk space, then resume the run: {command}"
         size = first.micro_batch_size if kind is EndKind.GPU_OOM else None
         end = self._record(
             attempt,
@@ -221,7 +221,12 @@ class FailureAnalyzer:
         assert end is not None
         cause = f"the job step did not start: srun exited with code {end.returncode}: {end.stderr_tail}"
         return self._record(
-            result.attempt, EndKind.NOT_STARTED, cause, rank=-1, host=None, log=str(self.run.slurm_log)
+            result.attempt,
+            EndKind.NOT_STARTED,
+            cause.rstrip(": "),
+            rank=-1,
+            host=None,
+            log=str(self.run.slurm_log),
         )
 
     def _record(
@@ -243,7 +248,7 @@ class FailureAnalyzer:
 
 
 def _log_failure(attempt: int, kind: EndKind, cause: str, path: str | None) -> None:
-    log.error("attempt %d failed (%s): %s (log: %s)", attempt, kind, cause, path)
+    log.error("attempt %d failed (%s): %s%s", attempt, kind, cause, f" (log: {path})" if path else "")
 
 
 def describe_nodes(reasons: Mapping[str, str]) -> str:

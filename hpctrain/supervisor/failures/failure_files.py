@@ -140,7 +140,7 @@ def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFa
     """Describe a rank, or the first rank of an agent, that exited without a failure file."""
     message = crash.message
     if task.out_of_memory:
-        message = "out of memory: the job exceeded its memory limit on this node (--mem)"
+        message = "out of memory: the job exceeded its memory limit on this node (see --mem)"
     kind, error = ("signal", task.signal.name) if task.signal else ("exit", f"exit code {task.code}")
     return RankFailure(
         rank, host, kind, error, message, str(crash.log), None, time.time(), out_of_memory=task.out_of_memory

@@ -144,7 +144,7 @@ def start_soon(environ: Mapping[str, str]) -> None:
         update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
     except SchedulerError as error:
         print(
-            f"hpctrain: cannot avoid Slurm's two-minute delay before the next start: {error}",
+            f"hpctrain: cannot shorten Slurm's two-minute delay before the next start: {error}",
             file=sys.stderr,
             flush=True,
         )
@@ -154,7 +154,7 @@ def _leave(claimed_by: LeaseHolder) -> None:
     """Exit immediately, which ends the job: another job now trains in the folder."""
     words = (
         f"Job {claimed_by.job_id} has taken over the run because this job was unresponsive for too long. "
-        "This job exits."
+        "This job is exiting."
     )
     log.critical(words)
     print(f"Error: {words}", file=sys.stderr, flush=True)

@@ -140,11 +140,11 @@ class SlurmNodes:
 def node_trouble(node: NodeRecord) -> str | None:
     """Return the reason why no process can run on a node; None without a known problem."""
     if _DOWN.search(node.state):
-        return f"Slurm reports {node.state}"
+        return f"Slurm reports the state {node.state}"
     try:
         socket.create_connection((node.address, node.port), timeout=_ANSWER_S).close()
     except (ConnectionRefusedError, ConnectionResetError, TimeoutError) as error:
-        return f"slurmd does not respond ({type(error).__name__})"
+        return f"slurmd is not responding ({type(error).__name__})"
     except ValueError:
         return None  # An invalid address is not a fault of the node.
     except OSError as error:

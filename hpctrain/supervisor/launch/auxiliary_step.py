@@ -56,7 +56,7 @@ def run_auxiliary_step(
                 try:
                     event = events.get(timeout=max(0.0, deadline - time.monotonic()))
                 except queue.Empty:
-                    log.warning("timed out waiting for %s after %.0f s", what, limit_s)
+                    log.warning("timed out after %.0f s waiting for %s", limit_s, what)
                     return None
                 if isinstance(event, StepEnded):
                     return event

@@ -77,8 +77,8 @@ def containerize(
     if program is None:
         raise SpecError(
             f"Neither {' nor '.join(APPTAINER_PROGRAMS)} is on the PATH of the job ({path}), so "
-            f"{container.image!r} (--container-image) cannot be used. Load a module that provides "
-            "apptainer or singularity (--module)."
+            f"the job cannot run the container image {container.image!r} (--container-image). Load a module "
+            "that provides apptainer or singularity (--module)."
         )
     words = [program, "exec", *(["--nv"] if spec.gpus_per_node else [])]
     for mount in _mounts(spec):

@@ -58,7 +58,8 @@ class SrunLauncher:
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if "SLURM_JOB_NODELIST" not in environ:
             raise SpecError(
-                "SLURM_JOB_NODELIST is not set, so this is not a Slurm job. Submit the job: sbatch job.sbatch"
+                "SLURM_JOB_NODELIST is not set, so this process is not in a Slurm job. Submit the script: "
+                "sbatch job.sbatch"
             )
         granted = expand_hostlist(environ["SLURM_JOB_NODELIST"])
         self.hosts, self.spares = granted[: spec.nodes], granted[spec.nodes :]
@@ -156,9 +157,7 @@ class SrunStep:
         try:
             self.signal(signal.SIGKILL)
         except SchedulerError as error:
-            print(
-                f"hpctrain: cannot kill the ranks through Slurm, so killing srun instead: {error}", flush=True
-            )
+            print(f"hpctrain: cannot kill the ranks through Slurm; killing srun instead: {error}", flush=True)
             self._srun.terminate()
 
     def _kill_until_gone(self) -> None:

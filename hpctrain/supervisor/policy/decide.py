@@ -95,16 +95,16 @@ class Action(Enum):
 #: Advice if the next attempt would have the same memory.
 _MEMORY_ADVICE = {
     EndKind.OOM: (
-        "another attempt would have the same memory: hpctrain cannot request more of it for this job. Submit "
-        "with a larger --mem, to nodes with more memory, or with fewer data workers or ranks per node"
+        "hpctrain cannot request more memory for this job, so another attempt would also run out; submit "
+        "with fewer data workers or ranks per node, with a larger --mem, or to nodes with more memory"
     ),
     EndKind.GPU_OOM: (
-        "another attempt would need the same GPU memory: hpctrain cannot split the micro-batches of this run "
-        "further. Use smaller batches (Trainer(micro_batch_size=…)), recompute=True, a sharded strategy, or "
-        "GPUs with more memory"
+        "hpctrain cannot reduce the GPU memory that this run needs, so another attempt would also run out; "
+        "use smaller batches, GPUs with more memory or, with the Trainer, a smaller micro_batch_size, "
+        "recompute=True or a sharded strategy"
     ),
 }
-_ENDS_RUN = frozenset({Action.COMPLETE, Action.CANCEL, Action.FAIL})
+_ENDS_RUN = {Action.COMPLETE: "completed", Action.CANCEL: "cancelled", Action.FAIL: "failed"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class Decision:
     """Reason to end the run, in addition to the cause of the attempt's end."""
 
     def __str__(self) -> str:
-        parts = [f"{self.action.value} the {'run' if self.action in _ENDS_RUN else 'job'}"]
+        state = _ENDS_RUN.get(self.action)
+        parts = [f"mark the run as {state}" if state else f"{self.action.value} the job"]
         if self.action is Action.LEAVE:
             parts = ["leave the job to the scheduler"]
         if self.action in (Action.RESTART, Action.SHRINK, Action.REPLACE):
@@ -222,7 +223,7 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
                 "--stop-before-limit if there was not enough time for the last save"
             )
         return (
-            f"{pluralize(count, 'consecutive stop')} ({kind}), each soon after the start and without a new "
+            f"{count + 1} consecutive attempts were stopped ({kind}) soon after their start, without a new "
             f"checkpoint (limit: --restart-policy {kind}.retries)"
         )
     if kind is EndKind.OUT_OF_TIME and rule.retries == 0:
@@ -245,6 +246,6 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
             if failures > 1
             else ""
         )
-    if crashes >= CRASHES_PER_FAILURE * (most + 1):
-        return f"{pluralize(crashes, 'failure')} without a checkpoint that records its step (limit: {name})"
+    if crashes >= (limit := CRASHES_PER_FAILURE * (most + 1)):
+        return f"{crashes} failures without a checkpoint whose step is known (limit: {limit}, from {name})"
     return None

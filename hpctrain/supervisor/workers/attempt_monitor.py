@@ -100,7 +100,7 @@ class AttemptMonitor:
             case LauncherStuck():
                 if not self._killed:
                     log.warning(
-                        "all %ss have exited, but the job step has not ended: killing the launcher",
+                        "all %ss have exited, but the launcher has not: killing the launcher",
                         self.process_name,
                     )
                     self._kill(step)
@@ -114,7 +114,7 @@ class AttemptMonitor:
                     return
                 cancels = [got for got in self.signals if got in self.job_control.cancel_signals]
                 if len(cancels) > 1 and number in cancels:
-                    log.info("received a second stop request: ending the job step")
+                    log.info("received a second cancel request: ending the job step")
                     self._kill(step)
                     return
                 self._signal_ranks(step, forward)

@@ -209,8 +209,8 @@ class HeartbeatServer:
         try:
             for line in lines:
                 self._handle_line(rank_connection, bytes(line))
-            if len(rest) > (_MAX_MESSAGE if rank_connection.is_proven else _UNPROVEN_BYTES):
-                raise Unauthenticated(f"received a line of more than {len(rest)} bytes")
+            if len(rest) > (limit := _MAX_MESSAGE if rank_connection.is_proven else _UNPROVEN_BYTES):
+                raise Unauthenticated(f"received a line of more than {limit} bytes")
         except Unauthenticated as error:
             self._refuse(rank_connection, str(error))
         except Exception:
@@ -247,7 +247,9 @@ class HeartbeatServer:
             address, port = rank_connection.peer
             owner = connection_owner(port, self._port) or "an unknown user"
             more = (
-                "; further refused connections are not reported" if self._num_refused == _MAX_REPORTS else ""
+                "; further refused connections will not be reported"
+                if self._num_refused == _MAX_REPORTS
+                else ""
             )
             log.warning("a connection from %s (%s) was refused: %s%s", address, owner, why, more)
         self._drop(rank_connection)

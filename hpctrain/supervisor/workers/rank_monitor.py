@@ -232,12 +232,12 @@ class RankMonitor:
             }
 
         log.warning(
-            "rank %d on %s takes %.1f times as long per step as the other ranks (slow part: %s)%s",
+            "rank %d on %s %s %.1f times as long per step as most ranks (slow part: %s)",
             straggler.rank,
             host,
+            "still takes" if lasting else "takes",
             straggler.ratio,
             straggler.part,
-            "; this persists" if lasting else "",
         )
         self._run.log_event(
             "straggler",
@@ -263,18 +263,18 @@ def describe_hang(
     text = f"hung: no rank made progress for {hang.seconds:.0f} s (limit {hang.limit_s:.0f} s)"
     if not missing:
         places = ", ".join(sorted({one.place for one in snapshots.values()})) or "not reported"
-        return f"{text}; the rank that the others wait for is unknown; positions: {places}"
+        return f"{text}; the rank that the others are waiting for is unknown; positions: {places}"
     first = missing[0]
     where = f"rank {first} on {host_of(first)}"
     if first in silent:
-        text += f"; {where} does not respond"
+        text += f"; {where} is not responding"
     else:
         one = snapshots[first]
         text += f"; {where} is in {one.place}, phase {one.phase}, after {pluralize(one.step, 'step')}"
     if len(missing) > 1:
-        text += f", like {format_ranks(missing[1:])}"
-    others = [one for rank, one in snapshots.items() if rank not in missing]
+        text += f" (also affected: {format_ranks(missing[1:])})"
+    others = [one.place for rank, one in snapshots.items() if rank not in missing]
     if others:
-        most = max((one.place for one in others), key=[one.place for one in others].count)
-        text += f", with {len(others)} of {len(snapshots) + len(silent)} ranks waiting in {most}"
+        most = max(others, key=others.count)
+        text += f", with {others.count(most)} of {len(snapshots) + len(silent)} ranks waiting in {most}"
     return text

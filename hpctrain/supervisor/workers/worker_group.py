@@ -150,7 +150,7 @@ class WorkerGroup:
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("the profile request cannot be read: %r", error)
+                log.warning("cannot read the profile request: %r", error)
                 with suppress(OSError):
                     self._run.profile_request.unlink()
 
@@ -183,8 +183,8 @@ class WorkerGroup:
         self._standby_started = True
         if changed := monitor.changed:
             log.info(
-                "no standby workers: the script sets environment variables that imports may read (%s); set "
-                "them with --env instead",
+                "not starting standby workers: the script sets environment variables that imports may read "
+                "(%s); set them with --env instead",
                 ", ".join(changed),
             )
             return
