@@ -117,7 +117,7 @@ def _contradiction(one: RankPlacement, other: RankPlacement) -> HpctrainError:
         f"{one} has local rank {one.local_rank} on node {one.node_rank}, and {other} has local rank "
         f"{other.local_rank} on node {other.node_rank}. Run `hpctrain env` on each host to show the "
         "variables that set these values. Set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset "
-        "variables left from another job."
+        "variables left over from another job."
     )
 
 

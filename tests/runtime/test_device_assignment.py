@@ -110,7 +110,7 @@ def test_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
     environs = [*gpus("ab"), *gpus("cd", "cd", "cd", SLURMD_NODENAME="n2")]
     errors = assign_all(all_ranks, environs)
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "rank 1 on n2: there are 3 ranks on this node (slurm), but only 2 GPUs are visible" in str(
+    assert "rank 1 on n2: There are 3 ranks on this node (slurm), but only 2 GPUs are visible" in str(
         errors[0]
     )
 
