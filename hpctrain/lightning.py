@@ -117,7 +117,7 @@ class RunCheckpoint(lightning.Callback):
                     f"hpctrain: the training loader has a {type(loader.sampler).__name__} and a "
                     f"{type(loader.batch_sampler).__name__}, whose positions cannot be restored. If a run is "
                     "interrupted during an epoch, its samples differ from those of an undisturbed run. Use "
-                    "an hpctrain.StatefulBatchSampler.",
+                    "hpctrain.StatefulBatchSampler.",
                     flush=True,
                 )
             return loader

@@ -253,8 +253,8 @@ def _encode(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(torch.as_tensor(value.copy()))
         return {"array" if kind.__name__ == "ndarray" else "number": len(tensors) - 1}
     raise TypeError(
-        f"it contains an object of type {kind.__module__}.{kind.__qualname__}. Use tensors, arrays, numbers, "
-        "strings, lists, tuples and dicts"
+        f"it contains an object of type {kind.__module__}.{kind.__qualname__}. Use only tensors, arrays, "
+        "numbers, strings, lists, tuples and dicts"
     )
 
 

@@ -194,10 +194,10 @@ def test_straggler_is_shown():
     history.after(0, "straggler", **STRAGGLER)
     text = text_of(snapshot_of(history))
     assert (
-        "slow   rank 3 on n7: 1.4 times as long as other ranks (computing: 210 ms per step, other ranks"
+        "slow   rank 3 on n7 takes 1.4 times as long as other ranks (computing: 210 ms per step, other ranks"
         in text
     )
-    assert "straggler  rank 3 on n7, 1.4 times" in text
+    assert "straggler  rank 3 on n7 takes 1.4 times" in text
     assert snapshot_of(history.after(1, "started").steps(21, 30, every=1)).slowest is None
 
 

@@ -72,7 +72,7 @@ def _tensors(weights: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _count(weights: dict[str, Any]) -> str:
     numbers = sum(tensor.numel() for _, tensor in _tensors(weights))
-    return f"{len(weights)} tensors, {numbers:,} parameters"
+    return f"{len(weights)} tensors, {numbers:,} values"
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:

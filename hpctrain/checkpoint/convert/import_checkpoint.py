@@ -110,7 +110,8 @@ def _class(name: str) -> Any:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"{name!r} (--allow) cannot be imported: {error}. Give an importable class, as MODULE.CLASS."
+            f"{name!r} (--allow) cannot be imported: {error}. Use the full name of an importable class: "
+            "MODULE.CLASS."
         ) from error
 
 

@@ -94,7 +94,7 @@ class Manifest:
             if record["format"] != _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {record['format']!r}, but this version of hpctrain reads format "
-                    f"{_FORMAT}. Resume with the version that wrote the checkpoint."
+                    f"{_FORMAT}. Use the version that wrote the checkpoint."
                 )
             files = tuple(FileEntry(**entry) for entry in record["files"])
             step, world_size, written_at = record["step"], record["world_size"], record["time"]

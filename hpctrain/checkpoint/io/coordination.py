@@ -141,7 +141,7 @@ class RankCoordinator:
         except (RuntimeError, ValueError, dist.DistError, Unauthenticated) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._lost_reason = (
-                f"the ranks lost their connection during a checkpoint operation with a limit of "
+                f"the ranks lost their connection during a checkpoint operation with a time limit of "
                 f"{self._limit_s:g} s ({waiting_for}): {cause}. Saving is impossible until the ranks are "
                 "restarted."
             )

@@ -95,7 +95,7 @@ class TopView:
             if kind == "started":
                 self._attempt, self._slowest = record_attempt(event), None
             if kind == "straggler":
-                self._slowest = ": ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
+                self._slowest = " takes ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
             if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
                 self._counts[kind] += 1
         for record in metrics:
@@ -281,7 +281,7 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
     """Yield the details of an event, the most important first."""
     kind = event.get("kind")
     if kind == "straggler":
-        yield from filter(None, [describe_rank(event), describe_slowness(event)])
+        yield " takes ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
         return
     if kind == "seen":
         yield f"Slurm: job {event.get('job_id')} {event.get('job_state')}"
