@@ -139,8 +139,7 @@ class Saver:
                 raise
             except CheckpointError as error:
                 notes.append(
-                    f"{error}. The checkpoint was written directly to {self._target.directory.folder} "
-                    "instead."
+                    f"{error}. The checkpoint was written to {self._target.directory.folder} instead."
                 )
             else:
                 self.local_tier.schedule_copy(
