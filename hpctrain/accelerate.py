@@ -20,8 +20,7 @@ try:
     from accelerate.data_loader import SeedableRandomSampler, get_sampler
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.accelerate requires Accelerate: {error}. Install Accelerate with pip install "
-        "'hpctrain[accelerate]'."
+        f"hpctrain.accelerate requires Accelerate: {error}. Run pip install 'hpctrain[accelerate]'."
     ) from error
 
 __all__ = ["AcceleratorCheckpointer"]
@@ -50,8 +49,8 @@ class AcceleratorCheckpointer:
         ranks = detect(os.environ)
         if accelerator.num_processes != ranks.world_size:
             raise UserError(
-                f"The Accelerator uses {accelerator.num_processes} of the {ranks.world_size} ranks "
-                "of the job. If the nodes have no GPUs, use Accelerator(cpu=True)."
+                f"The Accelerator uses only {accelerator.num_processes} of the job's {ranks.world_size} "
+                "ranks. If the nodes have no GPUs, use Accelerator(cpu=True)."
             )
         self._accelerator = accelerator
         self._checkpoints = ForeignCheckpoints("accelerate", keep_last=keep_last, every_n_steps=every_n_steps)

@@ -74,11 +74,9 @@ class BufferedLineWriter:
             if not said:
                 self._report(
                     f"hpctrain: cannot write {self._path}: {error.strerror}. The run continues. Lines are "
-                    "buffered and will be written later."
+                    "kept in memory until the file can be written."
                 )
         else:
             if self.last_error is not None:
                 self.last_error = None
-                self._report(
-                    f"hpctrain: {self._path} is writable again; all buffered lines have been written."
-                )
+                self._report(f"hpctrain: {self._path} is writable again. All lines have been written.")

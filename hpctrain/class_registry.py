@@ -58,7 +58,9 @@ class Registry(Generic[T]):
         """
         origin = origin or self.setting
         if not isinstance(name, str):
-            raise UserError(f"{origin} is {name!r}; it must be a name, such as {next(iter(self.ours))!r}.")
+            raise UserError(
+                f"{origin} is {name!r}; it must be a name, for example {next(iter(self.ours))!r}."
+            )
         if name in self.registered:
             return self.registered[name]
         others = {point.name: point for point in entry_points(group=self.group)} if self.group else {}

@@ -75,7 +75,7 @@ def describe_unfinished(what: str, step: int | None, last_step: int | None) -> s
     """
     of = "" if last_step is None else f" of {last_step}"
     where = f"after step {step}{of}" if step else f"before step 1{of}"
-    return f"the script exited with code 0 before {what} finished, {where}"
+    return f"the script exited with code 0 before {what} finished ({where})"
 
 
 def file_size(path: Path) -> int:

@@ -16,8 +16,7 @@ try:
     import transformers
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.huggingface requires Transformers: {error}. Install Transformers with pip install "
-        "'hpctrain[huggingface]'."
+        f"hpctrain.huggingface requires Transformers: {error}. Run pip install 'hpctrain[huggingface]'."
     ) from error
 
 __all__ = ["RunCallback", "prepare"]
@@ -43,7 +42,7 @@ def prepare(trainer: T) -> T:
     ranks = detect(os.environ)
     if trainer.args.world_size != ranks.world_size:
         raise UserError(
-            f"The Trainer uses {trainer.args.world_size} of the {ranks.world_size} ranks of the job. "
+            f"The Trainer uses only {trainer.args.world_size} of the job's {ranks.world_size} ranks. "
             "If the nodes have no GPUs, use TrainingArguments(use_cpu=True)."
         )
     checkpoints = ForeignCheckpoints("checkpoint", marker=_MARKER)

@@ -33,8 +33,7 @@ try:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.lightning requires Lightning: {error}. Install Lightning with pip install "
-        "'hpctrain[lightning]'."
+        f"hpctrain.lightning requires Lightning: {error}. Run pip install 'hpctrain[lightning]'."
     ) from error
 
 __all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]
@@ -116,9 +115,9 @@ class RunCheckpoint(lightning.Callback):
             if trainer.is_global_zero:
                 print(
                     f"hpctrain: the training loader has a {type(loader.sampler).__name__} and a "
-                    f"{type(loader.batch_sampler).__name__}, whose position cannot be restored. If a run is "
+                    f"{type(loader.batch_sampler).__name__}, whose positions cannot be restored. If a run is "
                     "interrupted during an epoch, its samples differ from those of an undisturbed run. Use "
-                    "an hpctrain.StatefulBatchSampler.",
+                    "hpctrain.StatefulBatchSampler.",
                     flush=True,
                 )
             return loader

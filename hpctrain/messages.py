@@ -204,7 +204,7 @@ def _pack(value: Any, what: str) -> _Packed:
     if len(text) > MAX_MESSAGE_BYTES:
         problem = (
             f"{what} has {len(text)} bytes on one rank, but the limit is {MAX_MESSAGE_BYTES}. "
-            "Return tensors instead of long lists."
+            "Use tensors instead of long lists."
         )
         return _Packed(json.dumps({"error": problem}).encode("ascii"), [])
     return _Packed(text, tensors)
@@ -253,8 +253,8 @@ def _encode(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(torch.as_tensor(value.copy()))
         return {"array" if kind.__name__ == "ndarray" else "number": len(tensors) - 1}
     raise TypeError(
-        f"it contains a {kind.__module__}.{kind.__qualname__}. Use tensors, arrays, numbers, strings, "
-        "lists, tuples and dicts"
+        f"it contains an object of type {kind.__module__}.{kind.__qualname__}. Use only tensors, arrays, "
+        "numbers, strings, lists, tuples and dicts"
     )
 
 

@@ -480,8 +480,8 @@ class RunDir:
         for path in (self.events, self.metrics):
             if path.exists() and not path.is_file():
                 raise UserError(
-                    f"{path} is not a regular file, so the run cannot be recorded. Move it elsewhere, then "
-                    "start the run again."
+                    f"{path} is not a regular file, so hpctrain cannot record the run. Move or delete "
+                    f"{path.name}, then start the run again."
                 )
 
     def read_events(self) -> Iterator[dict[str, Any]]:

@@ -124,9 +124,9 @@ def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 (pickling runs code of the value)
-        name, culprit, told = _find_unpicklable(parts) or ("it", value, error)
+        name, culprit, told = _find_unpicklable(parts) or ("the value", value, error)
         raise UserError(
-            f"{whose}(): {name} is a {_type_name(culprit)}, which cannot be pickled: {told}. "
+            f"{whose}(): {name} has type {_type_name(culprit)}, which cannot be pickled: {told}. "
             "Pass or return plain data instead, or create the object inside the function."
         ) from None
     return data

@@ -58,7 +58,7 @@ def format_share(part: float | None) -> str:
     if part is None:
         return NOTHING
     percent = 100 * part
-    return "< 0.1 %" if 0 < percent < 0.05 else f"{percent:.1f} %"
+    return "< 0.1%" if 0 < percent < 0.05 else f"{percent:.1f}%"
 
 
 def format_size(num_bytes: float | None) -> str:

@@ -55,13 +55,17 @@ def local_function():
 @pytest.mark.parametrize(
     ("args", "kwargs", "culprit"),
     [
-        ([1, LOCK], {}, "argument 1 is a _thread.lock"),
-        ([], {"b": {"x": [0, LOCK]}}, "argument b['x'][1] is a _thread.lock"),
-        ([Config("c", LOCK)], {}, "argument 0.lock is a _thread.lock"),
-        ([SimpleNamespace(deep=Config("c", {"k": LOCK}))], {}, "argument 0.deep.lock['k'] is a _thread.lock"),
-        ([Slotted((LOCK,))], {}, "argument 0.inner[0] is a _thread.lock"),
-        ([], {"b": (i for i in ())}, "argument b is a generator"),
-        ([functools.partial(add, b=LOCK)], {}, "argument 0.keywords['b'] is a _thread.lock"),
+        ([1, LOCK], {}, "argument 1 has type _thread.lock"),
+        ([], {"b": {"x": [0, LOCK]}}, "argument b['x'][1] has type _thread.lock"),
+        ([Config("c", LOCK)], {}, "argument 0.lock has type _thread.lock"),
+        (
+            [SimpleNamespace(deep=Config("c", {"k": LOCK}))],
+            {},
+            "argument 0.deep.lock['k'] has type _thread.lock",
+        ),
+        ([Slotted((LOCK,))], {}, "argument 0.inner[0] has type _thread.lock"),
+        ([], {"b": (i for i in ())}, "argument b has type generator"),
+        ([functools.partial(add, b=LOCK)], {}, "argument 0.keywords['b'] has type _thread.lock"),
     ],
 )
 def test_unpicklable_argument_is_reported_with_its_path(args, kwargs, culprit):
@@ -73,9 +77,9 @@ def test_unpicklable_argument_is_reported_with_its_path(args, kwargs, culprit):
 @pytest.mark.parametrize(
     ("function", "culprit"),
     [
-        (local_function(), "inner(): the variable lock in the function is a _thread.lock"),
-        (Trainer().fit, "fit(): the object bound to the function.lock is a _thread.lock"),
-        (functools.partial(add, LOCK), "add(): the function.args[0] is a _thread.lock"),
+        (local_function(), "inner(): the variable lock in the function has type _thread.lock"),
+        (Trainer().fit, "fit(): the object bound to the function.lock has type _thread.lock"),
+        (functools.partial(add, LOCK), "add(): the function.args[0] has type _thread.lock"),
     ],
 )
 def test_unpicklable_part_of_the_function_is_reported(function, culprit):
@@ -96,7 +100,7 @@ def test_object_with_its_own_pickling_error_is_reported():
         def __reduce__(self):
             raise RuntimeError("not me")
 
-    with pytest.raises(UserError, match=r"result\[0\] is a .*Stubborn, which cannot be pickled: not me"):
+    with pytest.raises(UserError, match=r"result\[0\] has type .*Stubborn, which cannot be pickled: not me"):
         dumps([Stubborn()], "f", [("result", [Stubborn()])])
 
 

@@ -138,7 +138,9 @@ class Saver:
             except (PeerLost, SaveAborted):
                 raise
             except CheckpointError as error:
-                notes.append(f"{error}; writing directly to {self._target.directory.folder}.")
+                notes.append(
+                    f"{error}. The checkpoint was written to {self._target.directory.folder} instead."
+                )
             else:
                 self.local_tier.schedule_copy(
                     save.step, may_skip=self._retention.may_skip(save.step, save.score)

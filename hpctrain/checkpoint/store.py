@@ -261,7 +261,7 @@ class CheckpointStore:
         staged, problem = None, None
         try:
             if self._saver.hung_writer:
-                raise CheckpointError("the disk is still blocked by an earlier save")
+                raise CheckpointError("an earlier save is still waiting for the disk")
             staged = self._stager.stage(state, rank_state)
             self.state_bytes = staged.staged_file.num_bytes
         except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
@@ -348,7 +348,8 @@ def _set_aside(target: CommitTarget, directory: CheckpointDir, step: int, proble
             return None
         return directory.quarantine(step).name
 
-    name = target.coordinator.run_on_all(rename, f"{problem} It cannot be set aside")
+    name = target.coordinator.run_on_all(rename, f"{problem} The checkpoint cannot be renamed")
     names = target.coordinator.all_gather(name, "setting a checkpoint aside")
     aside = next(filter(None, names), None)
-    return f"{problem} It was set aside as {aside}." if aside else f"{problem} It has since been deleted."
+    outcome = f"renamed to {aside}" if aside else "deleted in the meantime"
+    return f"{problem} The checkpoint was {outcome}."

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import EnvironmentMismatch
+from hpctrain.text import pluralize
 
 ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
 #: The first of these that is set counts.
@@ -70,9 +71,10 @@ def check_amd_variables(environ: Mapping[str, str]) -> None:
     name, text = next(iter(given.items()))
     if any(entry.strip().isdecimal() and int(entry) >= count for entry in text.split(",")):
         raise EnvironmentMismatch(
-            f"{ROCR_VARIABLE}={rocr} leaves GPUs with the numbers 0 to {count - 1}, but {name}={text} "
-            f"selects other numbers, so possibly no GPU remains visible. Unset {name}. If Slurm "
-            "sets both, the site should set AutoDetect=rsmi or Flags=amd_gpu_env in gres.conf."
+            f"{ROCR_VARIABLE}={rocr} makes {pluralize(count, 'GPU')} visible, numbered from 0, but "
+            f"{name}={text} selects a number above {count - 1}. Possibly no GPU remains visible. Unset "
+            f"{name}. If Slurm sets both variables, ask the administrator to set AutoDetect=rsmi or "
+            "Flags=amd_gpu_env in gres.conf."
         )
 
 

@@ -113,7 +113,7 @@ def _check_port(found: Ranks) -> None:
     if found.world_size > 1 and found.master_port == 0:
         raise EnvironmentMismatch(
             f"The master port is 0 ({found.sources['master_port']}) and the world size is {found.world_size} "
-            f"({found.sources['world_size']}): the kernel would choose a port that the other ranks cannot "
+            f"({found.sources['world_size']}). The kernel would choose a port that the other ranks cannot "
             "determine. Set another port, or unset the variable to let the ranks agree on a port."
         )
 
@@ -128,7 +128,7 @@ def _check_generic_variables(found: Ranks, environ: Mapping[str, str]) -> None:
         value = getattr(found, field)
         if environ.get(variable) and read_int(environ, variable) != value:
             raise EnvironmentMismatch(
-                f"{variable} is {environ[variable]}, but {field.replace('_', ' ')} is {value} "
+                f"{variable} is {environ[variable]}, but the {field.replace('_', ' ')} is {value} "
                 f"({found.sources[field]}). {_override_hint(variable, found, environ)}"
             )
 
@@ -138,7 +138,7 @@ def _override_hint(variable: str, found: Ranks, environ: Mapping[str, str]) -> s
         return (
             "An unknown launcher appears to have started this process. Configure the launcher to set "
             f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does, or set "
-            f"{ENVIRONMENT_VARIABLE}=local for a single process."
+            f"{ENVIRONMENT_VARIABLE}=local to run a single process."
         )
     others = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
     return override_hint(found.environment, *others)
@@ -168,6 +168,6 @@ def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) ->
                 f"{found.environment} started rank {found.rank} of {found.world_size} on this host only "
                 f"({found.sources['rank']}, {found.sources['world_size']}), inside process {outer.rank} of "
                 f"{outer.world_size} of {outer.environment} ({outer.sources['rank']}, "
-                f"{outer.sources['world_size']}). Start {found.environment} once for all hosts. "
+                f"{outer.sources['world_size']}). Start {found.environment} so that it includes all hosts. "
                 f"{override_hint(found.environment, outer.environment)}"
             )

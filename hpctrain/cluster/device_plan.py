@@ -93,7 +93,7 @@ def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
     switch = environ.get(SHARE_VARIABLE, "")
     if switch not in ("", "0", "1"):
         raise EnvironmentMismatch(
-            f"{SHARE_VARIABLE} is {switch!r}, but must be 1 (ranks may share GPUs) or 0."
+            f"{SHARE_VARIABLE} is {switch!r}, but it must be 0, or 1 to let ranks share a GPU."
         )
     if switch:
         return f"{SHARE_VARIABLE}=1" if switch == "1" else None
@@ -164,8 +164,8 @@ def _too_many_ranks(ranks: Ranks, environ: Mapping[str, str], num_visible: int) 
     gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
     source = ranks.sources.get("local_world_size", ranks.environment)
     return EnvironmentMismatch(
-        f"there are {ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible on "
-        f"this node{_list(environ)}. Request {ranks.local_world_size} GPUs per node "
+        f"There are {ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible to "
+        f"this rank{_list(environ)}. Request {ranks.local_world_size} GPUs per node "
         f"(--gpus-per-node={ranks.local_world_size}), start fewer ranks, or set {SHARE_VARIABLE}=1 to let "
         "ranks share a GPU."
     )

@@ -43,8 +43,8 @@ def read_port(environ: Mapping[str, str], name: str) -> int:
     port = read_int(environ, name)
     if not 0 <= port <= _LAST_PORT:
         raise EnvironmentMismatch(
-            f"{name} is {port}, but ports are 1 to {_LAST_PORT}. Set another port, or unset the variable to "
-            "let the ranks agree on a port."
+            f"{name} is {port}, but a port is between 1 and {_LAST_PORT}. Set another port, or unset the "
+            "variable to let the ranks agree on a port."
         )
     return port
 
@@ -67,12 +67,13 @@ def _read(environ: Mapping[str, str], name: str) -> str:
     if text := environ.get(name):
         return text
     raise EnvironmentMismatch(
-        f"{name} is not set, although other variables of the same launcher are set. Start with srun, "
-        f"torchrun or mpirun, or set {ENVIRONMENT_VARIABLE}=local for a single process."
+        f"{name} is not set, although other variables of the same launcher are set. Start the script with "
+        f"srun, torchrun or mpirun, or set {ENVIRONMENT_VARIABLE}=local to run a single process."
     )
 
 
 def override_hint(*environments: str) -> str:
     """Return the last sentence of a message about contradictory variables: the way to resolve them."""
     choices = join_or(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
-    return f"Unset leftover variables of other launchers, or select the right launcher: {choices}."
+    purpose = "run a single process" if environments == ("local",) else "select the launcher"
+    return f"Unset variables left over from another launcher, or set {choices} to {purpose}."

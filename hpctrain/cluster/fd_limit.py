@@ -24,7 +24,7 @@ def raise_fd_limit(number: int) -> None:
     if hard != resource.RLIM_INFINITY and hard <= number:
         raise HpctrainError(
             f"This process requires {number} connections, one to each other rank, but may open only {hard} "
-            "files (`ulimit -H -n`). Raise the limit on the nodes (LimitNOFILE of the slurmd service, or "
+            "files (`ulimit -H -n`). Increase the limit on the nodes (LimitNOFILE of the slurmd service, or "
             "limits.conf(5)), or start fewer ranks."
         )
     wanted = number + _SPARE_FILES

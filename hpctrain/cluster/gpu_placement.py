@@ -65,7 +65,7 @@ def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
                 (placements[0], placement) if placement.index is None else (placement, placements[0])
             )
             raise HpctrainError(
-                f"{having} sees {len(having.gpus)} GPUs, but {lacking} sees none. Exclude {lacking.host} "
+                f"GPUs are visible to {having}, but not to {lacking}. Exclude {lacking.host} "
                 "(--exclude), or use CPUs on all hosts (set CUDA_VISIBLE_DEVICES to an empty string)."
             )
 
@@ -114,10 +114,10 @@ def _reassign(placement: RankPlacement, owners: dict[str, RankPlacement], asked:
 
 def _contradiction(one: RankPlacement, other: RankPlacement) -> HpctrainError:
     return HpctrainError(
-        f"{one} has local rank {one.local_rank} on node {one.node_rank}, and {other} has local rank "
-        f"{other.local_rank} on node {other.node_rank}. Run `hpctrain env` on each host to show the "
-        "variables that set these values. Set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset "
-        "variables left from another job."
+        f"Two ranks contradict each other: {one} has local rank {one.local_rank} on node {one.node_rank}, "
+        f"and {other} has local rank {other.local_rank} on node {other.node_rank}. Run `hpctrain env` on "
+        "each host to show the variables that set these values. Set NODE_RANK, LOCAL_RANK and "
+        "LOCAL_WORLD_SIZE, or unset variables left over from another job."
     )
 
 
@@ -126,7 +126,7 @@ def _collision(
 ) -> HpctrainError:
     on_host = sum(placement.host == other.host for placement in placements)
     return HpctrainError(
-        f"{one} and {other} would both use GPU {other.gpu}. Request one GPU per rank "
+        f"Two ranks would use GPU {other.gpu}: {one} and {other}. Request one GPU per rank "
         f"(--gpus-per-node={on_host}), start fewer ranks, make all GPUs visible to each rank (srun "
         f"--gpu-bind=none), or set {SHARE_VARIABLE}=1 to let ranks share a GPU."
     )

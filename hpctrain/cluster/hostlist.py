@@ -53,7 +53,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """
     if not isinstance(hostlist, str):
         raise UserError(
-            f"A node list must be a string such as 'n[01-03,7]', but this is {hostlist!r}, of type "
+            f"A node list must be a string, for example 'n[01-03,7]', but this is {hostlist!r}, of type "
             f"{type(hostlist).__name__}. If the list is from an environment variable, check that the "
             "variable is set."
         )
@@ -80,8 +80,7 @@ def compress_hostlist(names: Iterable[str]) -> str:
     for name in names:
         if not _NAME.fullmatch(name):
             raise UserError(
-                f"{name!r} is not a valid name in a node list: a name consists of letters, digits, '.', '_' "
-                "and '-'."
+                f"{name!r} is not a valid name in a node list. Use only letters, digits, '.', '_' and '-'."
             )
     once = _fold(_split_trailing_number(name) for name in names)
     return ",".join(_fold(_split_before_bracket(item) for item in once))
@@ -253,13 +252,14 @@ def _range_error(hostlist: str) -> UserError:
             if first > last:
                 return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} is in descending order")
     quoted, _ = _quote(hostlist)
-    return UserError(f"node list {quoted} expands to more than {_MAX_NAMES:,} names. Check its ranges.")
+    return UserError(f"The node list {quoted} expands to more than {_MAX_NAMES:,} names. Check its ranges.")
 
 
 def _malformed(hostlist: str, place: int, problem: str) -> UserError:
     quoted, column = _quote(hostlist, place)
     return UserError(
-        f"node list is malformed at character {place + 1}: {problem}. A valid list is n[01-03,7],gpu1.\n"
+        f"The node list is malformed at character {place + 1}: {problem}. Example of a valid list: "
+        f"n[01-03,7],gpu1.\n"
         f"    {quoted}\n    {' ' * column}^"
     )
 

@@ -129,8 +129,8 @@ def unknown_nodes_error(
     """
     return EnvironmentMismatch(
         f"{launcher} started {environ[names.world_size]} ranks ({names.world_size}), "
-        f"{environ[names.local_world_size]} of them on this node ({names.local_world_size}), but its "
-        f"variables do not determine the number of this node or the host of rank 0. {how}"
+        f"{environ[names.local_world_size]} of them on this node ({names.local_world_size}), but the "
+        f"variables that it sets do not fully determine the rank of this node and the host of rank 0. {how}"
     )
 
 

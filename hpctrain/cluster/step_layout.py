@@ -76,25 +76,25 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
     for name in (HOSTS, TASKS):
         if not environ.get(name):
             raise EnvironmentMismatch(
-                f"{name} is not set, although SLURM_STEP_ID={environ.get('SLURM_STEP_ID')} is: variables "
-                f"that srun sets are missing. Start with srun, or set {ENVIRONMENT_VARIABLE}=local for a "
-                "single process."
+                f"{name} is not set, although SLURM_STEP_ID={environ.get('SLURM_STEP_ID')} is. A "
+                "container may have removed variables that srun sets. Pass on all SLURM_* variables, or set "
+                f"{ENVIRONMENT_VARIABLE}=local to run a single process."
             )
     hosts, counts = read_hosts(environ, HOSTS), parse_tasks_per_node(environ[TASKS], TASKS)
     num_tasks, node_rank = read_int(environ, NUM_TASKS), read_int(environ, "SLURM_NODEID")
     if sum(counts) != num_tasks:
         raise EnvironmentMismatch(
-            f"world size is {num_tasks} ({NUM_TASKS}), but there are {sum(counts)} tasks on {len(counts)} "
-            f"nodes ({TASKS}={environ[TASKS]}). {override_hint('local')}"
+            f"The world size is {num_tasks} ({NUM_TASKS}), but there are {sum(counts)} tasks on "
+            f"{len(counts)} nodes ({TASKS}={environ[TASKS]}). {override_hint('local')}"
         )
     if len(hosts) != len(counts):
         raise EnvironmentMismatch(
-            f"there are {len(hosts)} nodes ({HOSTS}={environ[HOSTS]}), but task counts for {len(counts)} "
-            f"({TASKS}={environ[TASKS]}). {override_hint('local')}"
+            f"The step has {len(hosts)} nodes ({HOSTS}={environ[HOSTS]}), but there are task counts for "
+            f"{len(counts)} ({TASKS}={environ[TASKS]}). {override_hint('local')}"
         )
     if not 0 <= node_rank < len(hosts):
         raise EnvironmentMismatch(
-            f"node rank is {node_rank} (SLURM_NODEID), but there are {len(hosts)} nodes "
+            f"The node rank is {node_rank} (SLURM_NODEID), but there are {len(hosts)} nodes "
             f"({HOSTS}={environ[HOSTS]}). "
             f"{override_hint('local')}"
         )
@@ -119,7 +119,8 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
         match = _TASKS_PER_NODE.fullmatch(piece.strip())
         if match is None:
             raise EnvironmentMismatch(
-                f"{variable} is {text!r}, but {piece!r} is not in Slurm's notation, such as 4(x2),3."
+                f"{variable} is {text!r}, but {piece!r} is not a task count. Example of a valid value: "
+                "4(x2),3."
             )
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts

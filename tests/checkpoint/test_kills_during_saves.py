@@ -152,7 +152,7 @@ def test_disk_that_hangs_fails_saves_and_recovers(server, tmp_path, call):
         hung = outcomes(before)[:2]
         command = (
             "the disk has not accepted any data for 0.3 s",
-            "the disk is still blocked by an earlier save",
+            "an earlier save is still waiting for the disk",
         )
         assert all(any(some in outcome for some in command) for outcome in hung), hung
         wait_for(lambda: outcomes(-1) == ["saved"], 30, "a checkpoint once the disk goes on")

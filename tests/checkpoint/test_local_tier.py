@@ -270,7 +270,7 @@ def test_save_goes_directly_to_shared_folder_when_tier_is_full(tmp_path, tier):
     outcomes = {(saved.step, saved.path.parent.name): saved for saved in store.collect_outcomes()}
     assert (1, "checkpoints") in outcomes
     direct = outcomes[2, "checkpoints"]
-    assert "no space for" in direct.notes[0]
+    assert "has no space for" in direct.notes[0]
     assert "directly" in direct.notes[0]
     assert steps(tmp_path / "run" / "checkpoints") == [1, 2]
 

@@ -94,7 +94,7 @@ def test_failed_deletion_is_noted_and_folder_is_hidden(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("hpctrain.checkpoint.io.checkpoint_dir.shutil.rmtree", refuse)
         saved = store.save(2, {"x": torch.zeros(2)}, {})
-    assert "cannot be deleted: Permission denied" in saved.notes[0]
+    assert "could not be deleted: Permission denied" in saved.notes[0]
     assert steps(tmp_path) == [2]
     store.save(3, {"x": torch.zeros(2)}, {})
     assert names(tmp_path) == ["step-00000003"]

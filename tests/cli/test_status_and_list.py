@@ -96,17 +96,17 @@ def test_run_without_reported_steps_is_shown_as_such(hpctrain, tmp_path):
     """The script of the fixture prints a line and does not use hpctrain."""
     assert hpctrain("submit", "--backend", "local", "--run-dir", "runs/plain", "train.py").returncode == 0
     result = hpctrain("wait", "plain")
-    message = "unknown: this script reports no steps"
+    message = "unknown: the script reports no steps"
     assert f"run          plain: COMPLETED, step {message}\n" in result.stdout
     assert f"step        {message}\n" in hpctrain("status", "plain").stdout
     status = json.loads(hpctrain("status", "plain", "--json").stdout)
     assert (status["step"], status["reports_steps"]) == (None, False)
     assert "  not reported  " in hpctrain("list").stdout
     assert f"step   {message}" in hpctrain("top", "plain").stdout
-    assert "this script reports no steps" in hpctrain("report", "plain", "--format", "md").stdout
+    assert "the script reports no steps" in hpctrain("report", "plain", "--format", "md").stdout
     pages = RunPages(tmp_path / "runs")
     assert '<td class="n">not reported</td>' in pages.page(None)
-    assert "this script reports no steps" in pages.page("plain")
+    assert "the script reports no steps" in pages.page("plain")
 
 
 def test_list_prints_a_header_only_on_a_terminal(hpctrain, tmp_path):

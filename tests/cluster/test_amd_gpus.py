@@ -74,7 +74,7 @@ def test_variables_select_fake_amd_gpus_like_rocm(environ, numbers, amd_machine)
         ),
         (
             {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"},
-            "ROCR_VISIBLE_DEVICES=2,3 leaves GPUs with the numbers 0 to 1, but CUDA_VISIBLE_DEVICES=2,3 ",
+            "ROCR_VISIBLE_DEVICES=2,3 makes 2 GPUs visible, numbered from 0, but CUDA_VISIBLE_DEVICES=2,3 ",
         ),
         ({"HIP_VISIBLE_DEVICES": "0, 1", "CUDA_VISIBLE_DEVICES": "0,1"}, None),
         ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, None),

@@ -167,7 +167,7 @@ def test_batch_script_submitted_from_a_step_is_not_a_rank_of_it():
     job = variables("srun-in-sbatch")
     assert (job["ENVIRONMENT"], detect(job).rank) == ("BATCH", 0)
     del job["SLURM_UMASK"]
-    assert "SLURM_STEP_* are inherited" in refusal(job)
+    assert "inherited the variables SLURM_STEP_*" in refusal(job)
     assert detect({**job, ENVIRONMENT_VARIABLE: "slurm"}).rank == 0
     assert detect({**job, ENVIRONMENT_VARIABLE: "local"}).world_size == 1
     # Started by hpctrain without srun, in a batch script.
@@ -217,7 +217,7 @@ def test_batch_script_with_world_size_but_without_srun_is_refused():
     text = refusal(
         {**variables("batch-script"), "WORLD_SIZE": "8", "MASTER_ADDR": "rec-1", "MASTER_PORT": "29500"}
     )
-    assert "WORLD_SIZE is 8, but world size is 1" in text
+    assert "WORLD_SIZE is 8, but the world size is 1" in text
 
 
 def test_rank_0_of_1_needs_no_address():
@@ -283,7 +283,7 @@ def test_separate_torchrun_in_each_task_is_refused_with_full_host_name():
 )
 def test_rank_of_unknown_launcher_is_refused(variable):
     text = refusal({variable: "3"})
-    assert f"{variable} is 3, but rank is 0" in text
+    assert f"{variable} is 3, but the rank is 0" in text
     assert "Configure the launcher to set RANK, WORLD_SIZE, LOCAL_RANK" in text
     assert "HPCTRAIN_ENVIRONMENT=torchrun" not in text
     assert detect({variable: "3", **TORCHRUN}).rank == 3
@@ -369,7 +369,7 @@ def test_contradictory_slurm_variables_are_refused_with_both_values(change, part
         ("openmpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, ["OMPI_COMM_WORLD_LOCAL_SIZE is not set"]),
         ("openmpi-three-hosts", {"OMPI_MCA_orte_num_nodes": "9"}, ["num_nodes 9", "OMPI_MCA_orte_num_nodes"]),
         ("mpich", {"MPI_LOCALRANKID": "3"}, ["local_rank 3", "MPI_LOCALRANKID", "local_world_size 3"]),
-        ("mpich", {"PMI_SIZE": "2"}, ["do not determine the number of this node"]),
+        ("mpich", {"PMI_SIZE": "2"}, ["do not fully determine the rank of this node"]),
         ("horovodrun", {"HOROVOD_LOCAL_RANK": "x"}, ["HOROVOD_LOCAL_RANK", "'x'"]),
         ("submitit-local", {"SUBMITIT_LOCAL_GLOBALID": "5"}, ["rank 5", "SUBMITIT_LOCAL_GLOBALID"]),
     ],
@@ -388,7 +388,7 @@ def test_contradictory_variables_of_other_launchers_are_refused(name, change, pa
         ({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, ["num_nodes 1", "world_size 4", "local_world_size 2"]),
         ({"LOCAL_WORLD_SIZE": "0"}, ["local_rank 1", "local_world_size 0"]),
         ({"MASTER_PORT": "http"}, ["MASTER_PORT", "'http'"]),
-        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "1 to 65535", "unset the variable"]),
+        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "between 1 and 65535", "unset the variable"]),
         ({"MASTER_PORT": "-3"}, ["MASTER_PORT is -3"]),
         ({"MASTER_PORT": "0"}, ["port is 0 (MASTER_PORT)", "world size is 4 (WORLD_SIZE)"]),
     ],
@@ -447,7 +447,7 @@ def test_step_without_job_id_is_refused_on_every_rank(rank):
     environ = {**STEP, "SLURM_PROCID": rank}
     del environ["SLURM_JOB_ID"]
     text = refusal(environ)
-    assert f"rank is {rank} (SLURM_PROCID), but there is no job (SLURM_JOB_ID)" in text
+    assert f"rank is {rank} (SLURM_PROCID), but SLURM_JOB_ID is not set" in text
     assert "HPCTRAIN_ENVIRONMENT=local" in text
 
 
@@ -464,7 +464,7 @@ def test_separate_torchrun_is_refused_even_if_its_ranks_match_the_tasks():
     for rank in ("0", "1"):
         rank_variables = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "RANK": rank, "LOCAL_RANK": rank}
         environ = {**STEP, **MARKED, **tasks, **agent, **rank_variables, "MASTER_ADDR": "localhost"}
-        assert "Start torchrun once for all hosts" in refusal(environ)
+        assert "Start torchrun so that it includes all hosts" in refusal(environ)
 
 
 def test_forced_environment_is_case_checked_and_lists_missing_variables():

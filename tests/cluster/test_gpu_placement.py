@@ -51,7 +51,7 @@ def test_two_ranks_on_one_gpu_are_reported_with_remedies():
     with pytest.raises(HpctrainError) as caught:
         assign_gpus(on_node, may_share=False)
     message = str(caught.value)
-    assert "rank 1 on n7 and rank 2 on n7 would both use GPU b" in message
+    assert "Two ranks would use GPU b: rank 1 on n7 and rank 2 on n7" in message
     assert "--gpus-per-node=3" in message
     assert "HPCTRAIN_SHARE_GPUS=1" in message
 
@@ -99,7 +99,7 @@ def test_impossible_placement_is_refused_with_both_ranks(second, message):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_single_host_without_gpus_is_reported(order):
     both = [RankPlacement(0, 0, 0, "n1", ("a", "b"), 0), RankPlacement(1, 1, 0, "n2")]
-    with pytest.raises(HpctrainError, match="rank 0 on n1 sees 2 GPUs, but rank 1 on n2 sees none"):
+    with pytest.raises(HpctrainError, match="GPUs are visible to rank 0 on n1, but not to rank 1 on n2"):
         check_unique_placement([both[i] for i in order])
 
 

@@ -93,7 +93,7 @@ def test_tasks_bound_to_alternating_gpu_pairs_take_distinct_gpus(fake_driver):
 def test_two_ranks_on_one_gpu_are_reported_on_all_ranks(fake_driver):
     errors = assign_all([ranks(i, 3) for i in range(3)], gpus("a", "b", "a"))
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "rank 0 on n1 and rank 2 on n1 would both use GPU a" in str(errors[0])
+    assert "Two ranks would use GPU a: rank 0 on n1 and rank 2 on n1" in str(errors[0])
 
 
 @pytest.mark.parametrize("variables", [{"HPCTRAIN_SHARE_GPUS": "1"}, {"SLURM_NTASKS_PER_TRES": "2"}])
@@ -110,7 +110,7 @@ def test_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
     environs = [*gpus("ab"), *gpus("cd", "cd", "cd", SLURMD_NODENAME="n2")]
     errors = assign_all(all_ranks, environs)
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "rank 1 on n2: there are 3 ranks on this node (slurm), but only 2 GPUs are visible" in str(
+    assert "rank 1 on n2: There are 3 ranks on this node (slurm), but only 2 GPUs are visible" in str(
         errors[0]
     )
 
@@ -171,7 +171,7 @@ def test_both_processes_with_one_placement_receive_the_error(tmp_path):
     for process in both:
         _, stderr = process.communicate(timeout=100)
         assert process.returncode == 1
-        assert "HpctrainError: rank 0 on n1 has local rank 0 on node 0, and rank 1 on n1" in stderr
+        assert "HpctrainError: Two ranks contradict each other: rank 0 on n1 has local rank 0" in stderr
 
 
 @pytest.mark.gpu

@@ -766,7 +766,7 @@ def test_unfinished_training_fails_the_run(run):
     assert supervise(run, [end_unfinished(run, DONE, (0, 1))]) == 4
     assert failure_of(run)["class"] == "unfinished"
     cause = finished(run)["cause"]
-    assert cause.startswith("rank 0 on n1: the script exited with code 0 before Trainer.fit() finished, ")
+    assert cause.startswith("rank 0 on n1: the script exited with code 0 before Trainer.fit() finished (")
     assert "before step 1 of 10: To end training early" in cause
     assert run.unfinished_files(0) == []
 

@@ -69,8 +69,8 @@ def test_waiting_for_data_with_idle_cpus_advises_more_workers(run_waiting_for_da
     (advice,) = advice_in_all_reports(run_waiting_for_data)
     assert advice.what == "Set Trainer(num_workers=8) instead of 2."
     assert advice.evidence == (
-        "The ranks spent 40.0 % of their step time waiting for data; the GPUs were idle 40 % of the time; "
-        "the CPU utilization of the nodes was 12 %; each rank has 16 CPUs."
+        "The ranks spent 40.0% of their step time waiting for data; the GPUs were idle 40% of the time; "
+        "the CPU utilization of the nodes was 12%; each rank has 16 CPUs."
     )
 
 
@@ -126,7 +126,7 @@ def test_small_gradient_buckets_with_waiting_ranks_give_advice(run_waiting_for_r
     (advice,) = advice_in_all_reports(run_waiting_for_ranks)
     assert advice.what == "Send gradients in larger buckets: Trainer(bucket_cap_mb=25) instead of 1."
     assert advice.evidence == (
-        "The ranks spent 30.0 % of their step time waiting for each other; 105 MB of gradients were sent in "
+        "The ranks spent 30.0% of their step time waiting for each other; 105 MB of gradients were sent in "
         "100 buckets of 1.05 MB."
     )
 
@@ -153,7 +153,7 @@ def test_node_with_lower_clocks_gives_advice(tmp_path):
     (advice,) = advice_in_all_reports(run)
     assert advice.what == "n1 is slow and delays all other nodes. Exclude it with --exclude n1."
     assert "1230 MHz, those of other nodes at 1600 MHz (1.3 times as fast)" in advice.evidence
-    assert "lowered: temperature (100.0 % of the time)" in advice.evidence
+    assert "lowered: temperature (100.0% of the time)" in advice.evidence
 
 
 def test_clocks_of_idle_gpus_are_ignored(tmp_path):

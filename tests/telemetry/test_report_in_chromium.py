@@ -160,7 +160,7 @@ def test_logarithmic_scale_and_heat_map(clean_browser, page):
     clean_browser.mouse("mouseMoved", box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.75)
     assert "n1 · GPU 1" in clean_browser.evaluate("document.getElementById('heat-words').textContent")
     # A cell is one of 255 values.
-    assert "9.84 %" in clean_browser.evaluate("document.getElementById('heat-words').textContent")
+    assert "9.84%" in clean_browser.evaluate("document.getElementById('heat-words').textContent")
 
 
 def test_hostile_texts_are_not_executed(clean_browser, tmp_path):

@@ -264,7 +264,7 @@ def test_run_without_metrics_is_reported(tmp_path):
     run = write_run(tmp_path / "run", started_run(60).after(100, "finished", state="COMPLETED"))
     page = render_run_page(facts_of(run))
     assert page_data(page)["charts"] == []
-    assert "Lost work and productive time are unknown: this script reports no steps." in page
+    assert "Lost work and productive time are unknown: the script reports no steps." in page
 
 
 def test_figures_from_steps_are_unknown_without_steps(tmp_path):
@@ -272,7 +272,7 @@ def test_figures_from_steps_are_unknown_without_steps(tmp_path):
     history.after(1, "requeue", by="requeue").after(60, "started", nodes=2)
     run = write_run(tmp_path / "run", history.after(30, "finished", state="COMPLETED"))
     facts = facts_of(run)
-    reason = "this script reports no steps"
+    reason = "the script reports no steps"
     assert key_figures(facts)[0] == ("Steps", "unknown", reason)
     assert {("Productive", "unknown", reason), ("Lost work", "unknown", reason)} <= set(key_figures(facts))
     text, page = markdown_report(facts), render_run_page(facts)
@@ -293,7 +293,7 @@ def test_figures_from_steps_are_unknown_without_steps(tmp_path):
 def test_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
     run = write_run(tmp_path / "run", started_run(60))
     assert facts_of(run, "RUNNING").reports_steps is None
-    assert "unknown: no steps reported." in " ".join(summarize(facts_of(run, "RUNNING")))
+    assert "unknown: no steps have been reported." in " ".join(summarize(facts_of(run, "RUNNING")))
     assert facts_of(run, "FAILED").reports_steps is None
     run.environment.write_text('{"torch": "2"}\n')
     assert facts_of(run, "FAILED").reports_steps is True
@@ -338,7 +338,7 @@ def test_cancelled_and_resubmitted_run_had_interruptions(tmp_path):
         write_run(tmp_path / "run", history.steps(11, 20, every=1).after(1, "finished", state="COMPLETED"))
     )
     text = " ".join(summarize(facts))
-    assert "with 3 attempts. The run was cancelled and resubmitted 2 times." in text
+    assert "and 3 attempts. The run was cancelled and resubmitted 2 times." in text
     for view in (text, markdown_report(facts), render_run_page(facts)):
         assert "There were no interruptions" not in view
 

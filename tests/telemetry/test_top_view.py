@@ -35,7 +35,7 @@ def test_time_left_uses_the_speed_of_the_last_minute():
 def test_non_finite_loss_is_shown():
     history = started_run(0).steps(1, 9, every=1).steps(10, 12, every=1, loss=math.nan)
     snapshot = snapshot_of(history)
-    assert "loss   NaN since step 10; before that 0.11111" in text_of(snapshot)
+    assert "loss   NaN or infinite since step 10; last finite loss 0.11111" in text_of(snapshot)
     assert snapshot_of(history.steps(13, 13, every=1)).no_number_since is None
 
 
@@ -77,7 +77,7 @@ def test_failures_and_stops_are_counted_without_failed_saves():
 def test_waiting_for_data_is_shown():
     history = started_run(0).steps(1, 20, every=1, spent={"all": 1.0, "data": 0.25})
     assert snapshot_of(history).waiting_for_data == pytest.approx(0.25)
-    assert "data wait  25.0 %" in text_of(snapshot_of(history))
+    assert "data wait  25.0%" in text_of(snapshot_of(history))
 
 
 def test_gpus_are_shown_as_bars_per_node():
@@ -87,8 +87,8 @@ def test_gpus_are_shown_as_bars_per_node():
         {"host": "n3"},
     ]
     text = text_of(snapshot_of(started_run(0).steps(1, 2, every=1), lines=lines))
-    assert "n1  █▁    50 %  3 GiB" in text
-    assert "n2       – %" in text
+    assert "n1  █▁    50%  3 GiB" in text
+    assert "n2       –%" in text
     assert "n3" not in text
 
 
@@ -180,8 +180,8 @@ def test_run_without_steps_is_shown():
     live = TopView()
     live.add_records(started_run(0).events, [])
     for reports, message in (
-        (False, "unknown: this script reports no steps"),
-        (None, "unknown: no steps reported"),
+        (False, "unknown: the script reports no steps"),
+        (None, "unknown: no steps have been reported"),
         (True, "none so far"),
     ):
         snapshot = live.snapshot("lit", "COMPLETED", "", [], reports_steps=reports)
@@ -194,10 +194,10 @@ def test_straggler_is_shown():
     history.after(0, "straggler", **STRAGGLER)
     text = text_of(snapshot_of(history))
     assert (
-        "slow   rank 3 on n7: 1.4 times as long as other ranks (computing: 210 ms per step, other ranks"
+        "slow   rank 3 on n7 takes 1.4 times as long as other ranks (computing: 210 ms per step, other ranks"
         in text
     )
-    assert "straggler  rank 3 on n7, 1.4 times" in text
+    assert "straggler  rank 3 on n7 takes 1.4 times" in text
     assert snapshot_of(history.after(1, "started").steps(21, 30, every=1)).slowest is None
 
 

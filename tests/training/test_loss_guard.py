@@ -159,8 +159,8 @@ def test_none_continues_and_the_checkpoints_are_marked(tmp_path, capfd):
     resumed = fit(tmp_path, max_steps=14, keep_last=2)
     out = capfd.readouterr().out
     assert (
-        "step-00000012 contains NaN or infinite values in parameters or optimizer states. It was set aside"
-        in out
+        "step-00000012 contains NaN or infinite values in parameters or optimizer states. The checkpoint was "
+        "renamed to" in out
     )
     assert "resumed after step 4" in out
     assert resumed.trained[0] == 5

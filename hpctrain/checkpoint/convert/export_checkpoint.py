@@ -36,14 +36,14 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
     """
     suffix = file.suffix.lower()
     if suffix not in (*_SAFETENSORS, *_TORCH):
-        raise UserError(f"{file} ends in {suffix!r}; use a file name that ends in .safetensors or .pt.")
+        raise UserError(f"The extension of {file} must be .safetensors, .pt or .pth.")
     if everything and suffix not in _TORCH:
-        raise UserError(f"{file} can store only tensors, but --all includes other state; use a .pt file.")
+        raise UserError(f"{file} can store only tensors, but --all also exports other state. Use a .pt file.")
     loaded = load_on_cpu(checkpoint)
     step, state = loaded.step, loaded.state
     if everything:
         _write(file, lambda path: torch.save({"step": step, **state}, path))
-        return [f"Wrote {file}: the full training state (step {step})"]
+        return [f"Wrote {file}: all saved state except the random state (step {step})"]
     weights = state["module"]
     if suffix in _TORCH:
         _write(file, lambda path: torch.save(weights, path))
@@ -53,7 +53,7 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
     omitted = sorted(set(weights) - set(tensors))
     return [
         f"Wrote {file}: {_count(tensors)} (step {step})",
-        *(f"{name} is not a tensor and was omitted; a .pt file can store it" for name in omitted),
+        *(f"omitted {name}, which is not a tensor; a .pt file would include it" for name in omitted),
     ]
 
 
@@ -72,13 +72,13 @@ def _tensors(weights: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _count(weights: dict[str, Any]) -> str:
     numbers = sum(tensor.numel() for _, tensor in _tensors(weights))
-    return f"{len(weights)} tensors, {numbers:,} parameters"
+    return f"{len(weights)} tensors, {numbers:,} values"
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
     """Create a temporary file with `write`, sync it to disk and rename it to `file`."""
     if not file.absolute().parent.is_dir():
-        raise UserError(f"{file} cannot be written: the folder {file.parent} does not exist.")
+        raise UserError(f"{file} cannot be written, because the folder {file.parent} does not exist.")
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hpctrain.errors import UserError
+from hpctrain.text import join_or
 
 #: Common names of each part in a dict.
 _WEIGHTS = ("state_dict", "model", "module", "model_state_dict", "net", "weights")
@@ -64,15 +65,17 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
         UserError: the content has no weights.
     """
     if not isinstance(content, Mapping):
-        raise UserError(f"{origin} contains a {type(content).__name__}; expected a dict with a state_dict.")
+        raise UserError(
+            f"{origin} contains an object of type {type(content).__name__}, not a dict with a state_dict."
+        )
     if _is_state_dict(content):
         weights, remarks = _unwrapped(content)
         return ExternalState("a state_dict", weights, remarks=remarks)
     name = next((name for name in _WEIGHTS if _is_state_dict(content.get(name))), None)
     if name is None:
         raise UserError(
-            f"{origin} contains {', '.join(map(repr, content)) or 'nothing'}, but no state_dict. The file "
-            f"must be a state_dict, or contain a state_dict as {', '.join(map(repr, _WEIGHTS))}."
+            f"{origin} contains no state_dict (keys: {', '.join(map(repr, content)) or 'none'}). The file "
+            f"must be a state_dict, or contain a state_dict under the key {join_or(map(repr, _WEIGHTS))}."
         )
     version = content.get("pytorch-lightning_version")
     weights, remarks = _unwrapped(content[name])

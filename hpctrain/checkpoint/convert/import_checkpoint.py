@@ -52,8 +52,9 @@ def import_checkpoint(
     newest = max((one.step for one in list_checkpoints(run)[0]), default=-1)
     if newest >= step:
         raise UserError(
-            f"{run.checkpoints} already has a checkpoint of step {newest}, but {file} would become step "
-            f"{step}. Runs resume from the newest checkpoint. Use a higher --step or another run folder."
+            f"{run.checkpoints} already contains a checkpoint of step {newest}, but {file} would be imported "
+            f"as step {step}. A run resumes from its newest checkpoint. Use a higher --step or another run "
+            "folder."
         )
     make_folder(run.path)
     store = CheckpointStore(run.checkpoints)
@@ -81,13 +82,13 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
         except Exception as error:
             if others := _other_classes(file):
                 raise UserError(
-                    f"{file} contains objects of {', '.join(others)}; loading these objects would run code "
-                    "from the file. If you trust the file, use "
+                    f"{file} refers to {', '.join(others)}, so loading the file could run code from it. If "
+                    "you trust the file, use "
                     f"{' '.join(f'--allow {name}' for name in others)}. Otherwise, in the program that "
                     "wrote the file, save only the weights: "
                     "torch.save({'state_dict': model.state_dict()}, FILE)."
                 ) from error
-            raise UserError(f"{file} was not written by torch.save: {_first_line(error)}.") from error
+            raise UserError(f"{file} cannot be read as a torch.save file: {_first_line(error)}.") from error
 
 
 def _other_classes(file: Path) -> list[str]:
@@ -109,7 +110,8 @@ def _class(name: str) -> Any:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"{name!r} (--allow) cannot be imported: {error}. Use the form MODULE.CLASS."
+            f"{name!r} (--allow) cannot be imported: {error}. Use the full name of an importable class: "
+            "MODULE.CLASS."
         ) from error
 
 
@@ -130,7 +132,7 @@ def _import_notes(external: ExternalState) -> Iterator[str]:
     yield from external.remarks
     yield (
         "not imported: the position in the data and the random state. The run uses its own sample "
-        "order, starting after the same number of steps."
+        "order, starting after the imported number of steps."
     )
 
 

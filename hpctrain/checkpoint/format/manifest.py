@@ -44,10 +44,10 @@ class FileEntry:
         except OSError as error:
             raise _unreadable(path, error) from error
         if found.bytes != self.bytes:
-            raise CorruptCheckpoint(f"{path} has {found.bytes} bytes; the manifest lists {self.bytes}.")
+            raise CorruptCheckpoint(f"{path} has {found.bytes} bytes, but the manifest lists {self.bytes}.")
         if found != self:
             raise CorruptCheckpoint(
-                f"{path} has checksum {found.xxh3_128}; the manifest lists {self.xxh3_128}."
+                f"{path} has checksum {found.xxh3_128}, but the manifest lists {self.xxh3_128}."
             )
 
 
@@ -94,7 +94,7 @@ class Manifest:
             if record["format"] != _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {record['format']!r}, but this version of hpctrain reads format "
-                    f"{_FORMAT}. Resume with the version that wrote the checkpoint."
+                    f"{_FORMAT}. Use the version that wrote the checkpoint."
                 )
             files = tuple(FileEntry(**entry) for entry in record["files"])
             step, world_size, written_at = record["step"], record["world_size"], record["time"]
@@ -121,7 +121,7 @@ class Manifest:
             raise _unreadable(path, error) from error
         manifest = cls.decode(content, path)
         if checkpoint_folder_name(manifest.step) != folder.name:
-            raise CorruptCheckpoint(f"{folder} contains the manifest of a different step, {manifest.step}.")
+            raise CorruptCheckpoint(f"{folder} contains the manifest of step {manifest.step}.")
         return manifest
 
     def shares(self, num_ranks: int) -> list[list[FileEntry]]:
@@ -180,6 +180,6 @@ def _tail(body: bytes) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be read: {error.strerror}. Nothing was changed. "
-        "Check the file system, then start the run again."
+        f"{path} cannot be read: {error.strerror}. No checkpoint was changed. "
+        "Check the file system, then try again."
     )

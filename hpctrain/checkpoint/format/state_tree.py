@@ -54,8 +54,8 @@ def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         parts = [_split(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
     raise CheckpointError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store. "
-        "Use only tensors, numbers, strings, lists, tuples and dicts in state_dict()."
+        f"{path} has type {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
+        "store. Save only tensors, numbers, strings, None, and lists, tuples and dicts of these."
     )
 
 

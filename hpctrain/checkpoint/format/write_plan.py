@@ -130,8 +130,8 @@ def _local_part_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], i
         return
     if not all(isinstance(placement, (Replicate, Shard)) for placement in tensor.placements):
         raise CheckpointError(
-            f"{key} is a DTensor with placements {tensor.placements}; only Shard and Replicate can be "
-            "stored. Call redistribute() first."
+            f"{key} is a DTensor with placements {tensor.placements}, but a checkpoint can store only "
+            "Shard and Replicate placements. Call redistribute() first."
         )
     alike = tuple(
         slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
@@ -146,8 +146,8 @@ def _local_part_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], i
 def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise CheckpointError(
-            f"{key} is a tensor of layout {tensor.layout} and type {tensor.dtype} on {tensor.device}, "
-            "which a checkpoint cannot store. Use a dense tensor."
+            f"Cannot store {key} in a checkpoint: it has layout {tensor.layout} and dtype {tensor.dtype}, on "
+            f"device {tensor.device}. Only dense, unquantized tensors with data can be stored."
         )
     return tensor.detach()
 

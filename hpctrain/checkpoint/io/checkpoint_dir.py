@@ -155,7 +155,8 @@ class CheckpointDir:
                 if size != entry.bytes:
                     raise CorruptCheckpoint(f"{entry.name} has {size} bytes, not {entry.bytes}")
         except (OSError, CheckpointError) as error:
-            return [f"No old checkpoint was deleted, because the new checkpoint may be damaged: {error}"]
+            reason = str(error).rstrip(".")
+            return [f"No old checkpoint was deleted, because the new one may be damaged: {reason}."]
         manifests: dict[int, Manifest] = {}
         for step in list_checkpoint_steps(self.folder):
             with suppress(CheckpointError):
@@ -173,7 +174,7 @@ class CheckpointDir:
                     continue  # deleted by another process
                 except OSError as error:
                     path = self.folder / checkpoint_folder_name(step)
-                    notes.append(f"{path} is no longer needed, but cannot be deleted: {error.strerror}.")
+                    notes.append(f"{path} is no longer needed, but could not be deleted: {error.strerror}.")
         return notes
 
     def add_score(self, step: int, score: float) -> None:

@@ -161,4 +161,4 @@ def _difference(of_main: tuple[int, Any], own: tuple[int, Any]) -> str | None:
         return None
     if of_main[0] != own[0]:
         return f"this rank is saving step {own[0]}, but rank 0 is saving step {of_main[0]}"
-    return "names, types or shapes of this rank's tensors differ from those of rank 0"
+    return "the names, types or shapes of this rank's tensors differ from those of rank 0"

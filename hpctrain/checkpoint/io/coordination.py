@@ -141,9 +141,9 @@ class RankCoordinator:
         except (RuntimeError, ValueError, dist.DistError, Unauthenticated) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._lost_reason = (
-                f"the ranks lost their connection during a checkpoint operation ({waiting_for}; limit "
-                f"{self._limit_s:g} s): "
-                f"{cause}. Saving is impossible until the ranks are restarted."
+                f"the ranks lost their connection during a checkpoint operation with a time limit of "
+                f"{self._limit_s:g} s ({waiting_for}): {cause}. Saving is impossible until the ranks are "
+                "restarted."
             )
             raise PeerLost(self._lost_reason) from error
 

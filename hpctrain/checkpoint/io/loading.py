@@ -116,8 +116,8 @@ def check_files(
 
     check_on_all(coordinator, look_again)
     raise CheckpointError(
-        f"{broken} Rank 0 can read the complete checkpoint, so nothing was changed. Check the file system "
-        "on the node of the other rank, then start the run again."
+        f"{broken} Rank 0 can read the complete checkpoint, so the problem is on another node. No checkpoint "
+        "was changed. Check the file system on the other nodes, then start the run again."
     )
 
 

@@ -130,7 +130,7 @@ class LocalTier:
             CheckpointError: on all ranks: the save does not fit.
         """
         self._drop_superseded(keep_newest=True)
-        self.target.coordinator.run_on_all(lambda: self._check_room(num_bytes), "nothing was written")
+        self.target.coordinator.run_on_all(lambda: self._check_room(num_bytes), "the local tier was not used")
 
     def _check_room(self, num_bytes: int) -> None:
         folder = self.target.directory.folder
@@ -144,8 +144,8 @@ class LocalTier:
         needed = num_bytes * self._num_members
         if used + needed > limit or needed > disk.free:
             raise CheckpointError(
-                f"no space for {needed} bytes in the local tier {folder}: {used} of {limit} bytes are in use "
-                f"and {disk.free} bytes are free on its disk"
+                f"{folder} has no space for {needed} bytes: {used} of {limit} bytes are in use, and the disk "
+                f"has {disk.free} bytes free"
             )
 
     def schedule_copy(self, step: int, *, may_skip: bool) -> None:
@@ -180,9 +180,7 @@ class LocalTier:
             )
         except OSError as error:
             reason = describe_exception(error)
-            return [
-                f"{directory.folder} was kept, because it is unknown which checkpoints were copied: {reason}."
-            ]
+            return [f"{directory.folder} was kept, because its copies could not be checked: {reason}."]
         if newest > in_shared:
             return [f"Step {newest} exists only in {directory.folder}; it could not be copied to {shared}."]
         if self.target.is_leader:
@@ -268,4 +266,4 @@ def _make_run_folder(folder: Path) -> None:
         remedy = f"Set the sticky bit on {folder.parent} (chmod +t)"
     else:
         return
-    raise CheckpointError(f"{folder} {problem}. {remedy}, or choose another folder (local_checkpoints)")
+    raise CheckpointError(f"{folder} {problem}. {remedy}, or set local_checkpoints to another folder")

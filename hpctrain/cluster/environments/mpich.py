@@ -47,7 +47,7 @@ def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
             "mpiexec",
             _NAMES,
             environ,
-            "Start with srun, or pass the missing variables: mpiexec -hosts HOST0,HOST1 -genv "
+            "Start the script with srun, or pass the missing variables: mpiexec -hosts HOST0,HOST1 -genv "
             "MASTER_ADDR HOST0 "
             "-genv GROUP_WORLD_SIZE 2 -n N -env NODE_RANK 0 PROGRAM : -n N -env NODE_RANK 1 PROGRAM.",
         )

@@ -47,7 +47,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     world_size = read_int(environ, _NAMES.world_size)
     if environ.get(_NUM_PROCESSES) and read_int(environ, _NUM_PROCESSES) != world_size:
         raise EnvironmentMismatch(
-            f"world size is {world_size} ({_NAMES.world_size}), but the number of processes is "
+            f"The world size is {world_size} ({_NAMES.world_size}), but the number of processes is "
             f"{environ[_NUM_PROCESSES]} ({_NUM_PROCESSES}). {override_hint('slurm', 'local')}"
         )
     job = first_set(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
@@ -73,7 +73,7 @@ def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
             _NAMES,
             environ,
             "Start mpirun on one of the nodes, with ranks on all nodes and rank 0 on the first. "
-            "Alternatively, start with srun, or pass the missing variables to each node: "
+            "Alternatively, start the script with srun, or pass the missing variables to each node: "
             "mpirun -n N -x MASTER_ADDR=HOST0 -x GROUP_WORLD_SIZE=2 -x NODE_RANK=0 PROGRAM : "
             "-n N -x … -x NODE_RANK=1 PROGRAM.",
         )

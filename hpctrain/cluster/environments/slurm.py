@@ -37,11 +37,11 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     if not _in_step(environ):
         lost_job = environ.get("SLURM_STEP_ID") and not environ.get("SLURM_JOB_ID")
         if rank or lost_job:
-            missing = "job (SLURM_JOB_ID)" if lost_job else "job step (SLURM_JOB_ID, SLURM_STEP_ID)"
+            missing = "SLURM_JOB_ID" if lost_job else "the job step (SLURM_JOB_ID, SLURM_STEP_ID)"
             raise EnvironmentMismatch(
-                f"rank is {rank} (SLURM_PROCID), but there is no {missing}: variables that srun sets are "
-                "missing, perhaps because a container removed them. Pass on all SLURM_* variables, or set "
-                f"{ENVIRONMENT_VARIABLE}=local for a single process."
+                f"The rank is {rank} (SLURM_PROCID), but {missing} is not set. A container may have removed "
+                "variables that srun sets. Pass on all SLURM_* variables, or set "
+                f"{ENVIRONMENT_VARIABLE}=local to run a single process."
             )
         return None
     layout = read_layout(environ)
@@ -107,11 +107,11 @@ def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
         and environ.get("SLURM_JOB_NAME") in _SHELLS
     ):
         raise EnvironmentMismatch(
-            f"there are {layout.num_tasks} tasks ({NUM_TASKS}), but this is the terminal of an interactive "
-            f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME): the shells of the other tasks "
-            "have exited. Use --ntasks=1 for the terminal, start the ranks with another srun, or set "
-            f"{ENVIRONMENT_VARIABLE}=local for a single process or {ENVIRONMENT_VARIABLE}=slurm for one of "
-            f"{layout.num_tasks} ranks."
+            f"There are {layout.num_tasks} tasks ({NUM_TASKS}), but this process runs in an interactive "
+            f"{environ['SLURM_JOB_NAME']} (SLURM_PTY_PORT, SLURM_JOB_NAME), and the shells of the other "
+            "tasks have exited. Start the interactive shell with --ntasks=1, or start the ranks with another "
+            f"srun. To run a single process anyway, set {ENVIRONMENT_VARIABLE}=local. To run one of "
+            f"{layout.num_tasks} ranks, set {ENVIRONMENT_VARIABLE}=slurm."
         )
 
 
@@ -129,10 +129,11 @@ def _refuse_batch_script(layout: StepLayout, environ: Mapping[str, str]) -> None
         and "SLURM_UMASK" not in environ
     ):
         raise EnvironmentMismatch(
-            f"there are {layout.num_tasks} tasks ({NUM_TASKS}), but this is a batch script "
-            "(ENVIRONMENT=BATCH, without SLURM_UMASK): SLURM_STEP_* are inherited from the step that "
-            f"submitted the script. Start the ranks with srun, or set {ENVIRONMENT_VARIABLE}=local for a "
-            f"single process or {ENVIRONMENT_VARIABLE}=slurm for one of {layout.num_tasks} ranks."
+            f"There are {layout.num_tasks} tasks ({NUM_TASKS}), but this process runs in a batch script "
+            "(ENVIRONMENT=BATCH, without SLURM_UMASK), which inherited the variables SLURM_STEP_* from the "
+            "step that submitted it. Start the ranks with srun. To run a single process instead, set "
+            f"{ENVIRONMENT_VARIABLE}=local. To run one of {layout.num_tasks} ranks, set "
+            f"{ENVIRONMENT_VARIABLE}=slurm."
         )
 
 
@@ -144,12 +145,12 @@ def _check_tasks_here(rank: int, layout: StepLayout, environ: Mapping[str, str])
     tasks = text.split(",")
     if str(rank) not in tasks:
         raise EnvironmentMismatch(
-            f"rank {rank} (SLURM_PROCID) is not among the tasks of this node (SLURM_GTIDS={text}). "
+            f"Rank {rank} (SLURM_PROCID) is not among the tasks of this node (SLURM_GTIDS={text}). "
             f"{override_hint('local')}"
         )
     if len(tasks) != layout.num_tasks_here:
         raise EnvironmentMismatch(
-            f"{layout.node} has {layout.num_tasks_here} tasks according to {TASKS}={environ[TASKS]} and "
+            f"Node {layout.node} has {layout.num_tasks_here} tasks according to {TASKS}={environ[TASKS]} and "
             f"{HOSTS}={environ[HOSTS]}, but {len(tasks)} according to SLURM_GTIDS={text}. "
             f"{override_hint('local')}"
         )

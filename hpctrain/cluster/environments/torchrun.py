@@ -42,7 +42,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
     if missing:
         raise EnvironmentMismatch(
             f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are set, but not "
-            f"{', '.join(missing)}. Start with torchrun, or unset RANK and WORLD_SIZE for a single process."
+            f"{', '.join(missing)}. Start the script with torchrun. To run a single process, unset RANK and "
+            "WORLD_SIZE."
         )
     nodes_variable = first_set(environ, "GROUP_WORLD_SIZE")
     return Ranks(

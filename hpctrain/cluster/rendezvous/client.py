@@ -89,7 +89,7 @@ class RendezvousClient:
         """
         server = self._find(remind_at, remind)
         if server is None:
-            raise RendezvousError(f"rank 0 not found: {self.attempts_summary()}")
+            raise RendezvousError(f"rank 0 was not found: {self.attempts_summary()}")
         with contextlib.closing(server.connection):
             words = server.receive(self._deadline - time.monotonic() + _RESULT_GRACE_S)
             own_address = normalize_address(str(server.connection.getsockname()[0]))

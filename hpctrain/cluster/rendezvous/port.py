@@ -72,8 +72,8 @@ def bind_port(candidates: Iterable[int]) -> ReservedPort:
         except OSError as error:
             tried.append(f"{number} ({error.strerror})")
     raise RendezvousError(
-        f"cannot bind any of the ports {', '.join(tried)}. "
-        "Find their users with `ss --tcp --all --processes`, or set MASTER_PORT to a free port on every rank."
+        f"cannot bind any of the ports {', '.join(tried)}. To find the programs that use them, run "
+        "`ss --tcp --all --processes`. Alternatively, set MASTER_PORT to a free port on every rank."
     )
 
 

@@ -14,8 +14,8 @@ RESERVED_FIELDS = frozenset({"step", "epoch", "time", "attempt", "spent", "last_
 NOT_CURVES = RESERVED_FIELDS | {"model_flops", "peak_flops"}
 
 #: Placeholder for a figure derived from steps, for runs without reported steps.
-NO_STEPS = "this script reports no steps"
-NO_STEPS_YET = "no steps reported"
+NO_STEPS = "the script reports no steps"
+NO_STEPS_YET = "no steps have been reported"
 
 
 def reports_steps(run: RunDir, *, has_steps: bool, completed: bool) -> bool | None:

@@ -12,7 +12,7 @@ from hpctrain.telemetry.accounting.time_spans import TimeCategory, TimeSpan
 from hpctrain.telemetry.accounting.timeline_events import microseconds, read_timeline_events
 
 NO_STEPS_NOTE = (
-    "Without reported steps, all time between the start and the end of the ranks counts as training, and "
+    "No steps are reported, so all time between the start and the end of the ranks counts as training, and "
     "lost work is unknown."
 )
 #: Categories that are known without reported steps.

@@ -12,6 +12,7 @@
     if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(4);
     return String(+value.toPrecision(7));
   };
+  const withUnit = (unit) => unit === "%" ? unit : " " + unit;
   const elapsed = (seconds) => {
     if (seconds == null) return "–";
     const s = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
@@ -111,7 +112,7 @@
           spanGaps: chart.join === true,
           points: { show: series.x.length < 60, size: 4, fill: color("raised") },
           value: (plot, v, _, at) => v == null && at != null && notFinite[index].get(plot.data[0][at])
-            || number(v) + (series.unit && v != null ? " " + series.unit : ""),
+            || number(v) + (series.unit && v != null ? withUnit(series.unit) : ""),
         })),
       ],
       plugins: [marks(chart.marks || [])],
@@ -148,7 +149,7 @@
       const row = Math.floor((event.clientY - box.top) / box.height * rows.length);
       const cell = cells[row * columns + column], map = maps[shown];
       if (cell === undefined) return;
-      const value = cell === 255 ? "not measured" : number(+(cell / 254 * map.most).toPrecision(3)) + " " + map.unit;
+      const value = cell === 255 ? "not measured" : number(+(cell / 254 * map.most).toPrecision(3)) + withUnit(map.unit);
       words.textContent = rows[row] + ", " + elapsed((column + 0.5) / columns * drawn.seconds) + " after submission: " + value;
     };
     canvas.addEventListener("mousemove", say);

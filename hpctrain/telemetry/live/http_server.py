@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         except _Refused as refused:
             self._send(refused.status, str(refused))
         except ValueError:
-            self._send(HTTPStatus.BAD_REQUEST, "Invalid address.")
+            self._send(HTTPStatus.BAD_REQUEST, "Invalid URL.")
         except LookupError:
             self._send(HTTPStatus.NOT_FOUND, "This run no longer exists.")
         except OSError as error:
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
             cookie = None
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not (self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))):
-            raise _Refused(HTTPStatus.FORBIDDEN, "Open the address printed by hpctrain serve.")
+            raise _Refused(HTTPStatus.FORBIDDEN, "Open the URL printed by hpctrain serve.")
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())

@@ -95,7 +95,7 @@ class TopView:
             if kind == "started":
                 self._attempt, self._slowest = record_attempt(event), None
             if kind == "straggler":
-                self._slowest = ": ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
+                self._slowest = " takes ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
             if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
                 self._counts[kind] += 1
         for record in metrics:
@@ -225,7 +225,9 @@ def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
     yield f"step   {words}" + (f"  {_bar(step / last, min(room, 40))}" if last and room >= 8 else "") + left
     value = format_number(snapshot.loss)
     if snapshot.no_number_since is not None:
-        value = f"NaN since step {format_count(snapshot.no_number_since)}; before that {value}"
+        value = (
+            f"NaN or infinite since step {format_count(snapshot.no_number_since)}; last finite loss {value}"
+        )
     yield f"loss   {value}  {_spark(snapshot.losses, min(60, width - len(value) - 9))}"
     if snapshot.steps_per_s is not None:
         yield f"speed  {format_number(snapshot.steps_per_s)} steps/s"
@@ -242,13 +244,13 @@ def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, most: int) -> Iterator[
     for node, name in zip(nodes[:most], names, strict=False):
         known = [value for value in node.util if value is not None]
         blocks = "".join(" " if value is None else _block(value / 100) for value in node.util)
-        mean = f"{sum(known) / len(known):3.0f} %" if known else "  – %"
+        mean = f"{sum(known) / len(known):3.0f}%" if known else "  –%"
         memory = [value for value in node.memory_bytes if value is not None]
         used = f"  {format_memory(sum(memory))}" if memory else ""
         line = f"gpus   {set_cell_size(name, widest)}  {blocks}  {mean}{used}"
         yield line if cell_len(line) <= width else f"{set_cell_size(name, width - 7)} {mean}"
     if len(nodes) > most:
-        yield f"gpus   {len(nodes) - most} more nodes"
+        yield f"gpus   {pluralize(len(nodes) - most, 'more node')}"
 
 
 def _short(hosts: Sequence[str]) -> list[str]:
@@ -279,7 +281,7 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
     """Yield the details of an event, the most important first."""
     kind = event.get("kind")
     if kind == "straggler":
-        yield from filter(None, [describe_rank(event), describe_slowness(event)])
+        yield " takes ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
         return
     if kind == "seen":
         yield f"Slurm: job {event.get('job_id')} {event.get('job_state')}"
@@ -292,14 +294,14 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
     if is_finite(number := event.get("count")) and number > 1:
         yield f"latest of {number}"
     if kind == "signal":
-        yield "saved" if event.get("saved") is True else "no new checkpoint"
+        yield "saved" if event.get("saved") is True else "no new checkpoint saved"
     if kind == "requeue":
         yield str(event.get("class") or "interrupted")
         if is_finite(seconds := event.get("seconds")):
             yield f"after {format_duration(max(0.0, seconds))}"
     if is_finite(nodes := event.get("nodes")):
         before = event.get("nodes_before")
-        yield f"{before} nodes to {nodes}" if is_finite(before) else pluralize(int(nodes), "node")
+        yield f"from {before} to {nodes} nodes" if is_finite(before) else pluralize(int(nodes), "node")
     if isinstance(hosts := event.get("hosts"), list) and event.get("kind") == "excluded":
         yield ", ".join(map(str, hosts))
     for name in ("fault", "signal", "state", "cause", "reason", "by", "job_id"):

@@ -124,9 +124,9 @@ class LoggerDispatcher:
         if not self._error_reported:
             self._error_reported = True
             self._report(
-                f"hpctrain: the logger {self._logger.name!r} does not accept metrics: "
-                f"{type(error).__name__}: {error}. Training continues; the metrics are kept in "
-                f"{self._metrics} and will be sent when the logger works again."
+                f"hpctrain: the logger {self._logger.name!r} failed: "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Training continues. The metrics are "
+                f"stored in {self._metrics}, and will be sent when the logger works again."
             )
 
 

@@ -42,10 +42,14 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
             )
     for kind, package in _PACKAGES.items():
         if any(isinstance(logger, LOGGERS.find(kind)) for logger in loggers) and find_spec(package) is None:
-            ended = " Neptune's hosted service has ended." * (kind == "neptune")
+            only_offline = (
+                " Neptune's hosted service has shut down; this logger works only with NEPTUNE_MODE=offline."
+                if kind == "neptune"
+                else ""
+            )
             raise UserError(
                 f"The logger {kind!r} needs the package {package.replace('_', '-')}, which is not installed. "
-                f"Install it: pip install 'hpctrain[{kind}]'.{ended}"
+                f"Run pip install 'hpctrain[{kind}]'.{only_offline}"
             )
     return loggers
 
@@ -53,11 +57,11 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
 def _checked(logger: object) -> Logger:
     if not isinstance(logger, Logger):
         raise UserError(
-            f"{logger!r} is not a logger: it needs a name and the methods start, log, rewind and finish."
+            f"{logger!r} is not a logger. A logger has a name and the methods start, log, rewind and finish."
         )
     if not _NAME.fullmatch(logger.name):
         raise UserError(
-            f"The logger name {logger.name!r} must be a valid file name: use only letters, digits, '.', "
-            "'_' and '-'."
+            f"{logger.name!r} is not a valid logger name. Start with a letter or digit, and use only "
+            "letters, digits, '.', '_' and '-'."
         )
     return logger

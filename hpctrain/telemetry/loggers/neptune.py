@@ -31,8 +31,8 @@ class Neptune:
         from neptune_scale import Run
 
         print(
-            "hpctrain: Neptune's hosted service has ended. Choose another logger for new runs. With "
-            "NEPTUNE_MODE=offline, this logger still writes files.",
+            "hpctrain: Neptune's hosted service has shut down; this logger works only with "
+            "NEPTUNE_MODE=offline. Choose another logger for new runs.",
             file=sys.stderr,
             flush=True,
         )

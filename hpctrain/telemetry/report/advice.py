@@ -84,10 +84,10 @@ def _data(run_data: RunData) -> Iterator[Advice]:
         return
     evidence = [f"the ranks spent {format_share(part)} of their step time waiting for data"]
     if (util := run_data.devices.mean("gpu_util")) is not None:
-        evidence.append(f"the GPUs were idle {100 - util:.0f} % of the time")
+        evidence.append(f"the GPUs were idle {100 - util:.0f}% of the time")
     cpu = run_data.devices.mean("cpu")
     if cpu is not None:
-        evidence.append(f"the CPU utilization of the nodes was {cpu:.0f} %")
+        evidence.append(f"the CPU utilization of the nodes was {cpu:.0f}%")
     workers, cpus = _setting(run_data, "num_workers"), run_data.environment.get("cpus_per_rank")
     if not isinstance(workers, int) or not isinstance(cpus, int):
         what = "Load data faster: use more workers, or do less work per sample."

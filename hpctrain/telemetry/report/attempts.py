@@ -11,7 +11,7 @@ from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.accounting.timeline_events import microseconds
 
 VANISHED_CAUSE = "the job was killed; cause unknown"
-CANCELLED = "cancelled; the job ended before its supervisor could record it"
+CANCELLED = "cancelled; the job ended before its supervisor recorded the cancellation"
 
 
 @dataclass

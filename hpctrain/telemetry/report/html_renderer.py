@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain._version import __version__
-from hpctrain.text import format_time
+from hpctrain.text import format_time, pluralize
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _MAX_DIFF_LINES = 3000
@@ -75,7 +75,7 @@ def _diff_lines(diff: str) -> Iterator[tuple[str, str]]:
     for line in lines[:_MAX_DIFF_LINES]:
         yield kinds.get(line[:1], ""), line or " "
     if len(lines) > _MAX_DIFF_LINES:
-        yield "at", f"… {len(lines) - _MAX_DIFF_LINES} more lines"
+        yield "at", f"… {pluralize(len(lines) - _MAX_DIFF_LINES, 'more line')}"
 
 
 @cache

@@ -44,10 +44,10 @@ def markdown_report(run_data: RunData) -> str:
             )
             for one in run_data.attempts
         ]
-        parts += ["## Timeline", _table(("attempt", "when", "ended", "then", "cost"), rows)]
+        parts += ["## Timeline", _table(("attempt", "started", "end", "follow-up", "cost"), rows)]
     if advice := advise(run_data):
         told = [(one.what, one.evidence) for one in advice]
-        parts += ["## Recommendations", _table(("recommendation", "why"), told)]
+        parts += ["## Recommendations", _table(("recommendation", "evidence"), told)]
     if run_data.resubmit_command:
         # The fence must be longer than any run of backticks inside.
         longest = max(map(len, re.findall(r"`*", "\n".join(run_data.resubmit_command))))
@@ -75,7 +75,7 @@ def _ledger(run_data: RunData) -> str:
         else (row["name"], "–", "–", "not measured; included in training")
         for row in time_breakdown_rows(run_data.breakdown)
     ]
-    return _table(("", "share", "time", ""), [*rows, ("total", "100 %", _wall(run_data), "")])
+    return _table(("", "share", "time", ""), [*rows, ("total", "100%", _wall(run_data), "")])
 
 
 def _wall(run_data: RunData) -> str:

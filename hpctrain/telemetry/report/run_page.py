@@ -192,7 +192,7 @@ def _rate(run_data: RunData, charts: list[dict[str, Any]]) -> dict[str, Any] | N
     charts.append({"id": "rate", "axis": "time", "height": 220, "series": shown, "marks": marks})
     return {
         "id": "rate",
-        "title": "Steps per second, by time since submission",
+        "title": "Steps per second by time since submission",
         "note": f"median {format_number(run_data.steps_per_s)}",
     }
 
@@ -247,7 +247,8 @@ def _node(node: NodeSeries) -> dict[str, Any]:
     if node.ecc_errors:
         troubles.append(pluralize(node.ecc_errors, "memory error"))
     troubles += [
-        f"clock lowered by {reason}: {format_share(part)}" for reason, part in node.throttled.items()
+        f"clock lowered by {reason} for {format_share(part)} of the time"
+        for reason, part in node.throttled.items()
     ]
     return {
         "host": node.host,
@@ -320,5 +321,5 @@ def _checkpoint(checkpoint: CheckpointRecord) -> dict[str, Any]:
 
 def _checkpoint_words(checkpoints: Sequence[CheckpointRecord]) -> str:
     kept = len({one.step for one in checkpoints if one.kept})
-    shown = " The last twelve checkpoints are shown." if len(checkpoints) > 12 else ""
+    shown = " Only the last twelve are shown." if len(checkpoints) > 12 else ""
     return f"{pluralize(len(checkpoints), 'checkpoint')} written, {kept} still on disk.{shown}"

@@ -18,7 +18,7 @@ def describe_rank(event: Mapping[str, Any]) -> str:
 
 
 def describe_slowness(event: Mapping[str, Any]) -> str:
-    """Return the ratio and the times of a straggler; empty if unknown.
+    """Return the ratio and the times of a straggler, as the object of "takes"; empty if unknown.
 
     Example: `1.4 times as long as other ranks (computing: 210 ms per step, other ranks 150 ms)`.
     """

@@ -44,11 +44,11 @@ def summarize(run_data: RunData) -> list[str]:
     attempts = pluralize(len(run_data.attempts), "attempt")
     if run_data.breakdown.knows_lost_work:
         steps = pluralize(run_data.step or 0, "step")
-        sentences = [f"{steps} {'so far ' if run_data.is_going else ''}in {wall}, with {attempts}."]
+        sentences = [f"{steps} {'so far ' if run_data.is_going else ''}in {wall} and {attempts}."]
     else:
         why = why_unknown(run_data.reports_steps)
         sentences = [
-            f"{wall} {'so far' if run_data.is_going else 'in all'}, with {attempts}.",
+            f"{wall} {'so far' if run_data.is_going else 'in total'}, with {attempts}.",
             f"Lost work and productive time are unknown: {why}.",
         ]
     if run_data.cause:
@@ -64,7 +64,7 @@ def summarize(run_data: RunData) -> list[str]:
     elif len(run_data.attempts) == 1 and not run_data.is_going:
         sentences.append("There were no interruptions.")
     if (ettr := run_data.goodput.ettr) is not None and run_data.step is not None:
-        sentences.append(f"{format_share(ettr)} of the wall-clock time was productive (ETTR).")
+        sentences.append(f"{format_share(ettr)} of the time, not counting idle time, was productive (ETTR).")
     return sentences
 
 
@@ -77,10 +77,10 @@ def _interruption_cost(run_data: RunData, interruptions: Sequence[Attempt]) -> s
     )
     lost, away, cost = (format_duration(us / 1e6) for us in (lost_us, away_us, lost_us + away_us))
     if not run_data.breakdown.knows_lost_work:
-        return f"Interruptions: {told}. Their cost is {away} of downtime."
+        return f"Interruptions: {told}. They cost {away} of downtime."
     again = pluralize(run_data.breakdown.lost_steps, "step")
     return (
-        f"Interruptions: {told}. Their cost is {cost}: {lost} of lost work ({again} repeated) and {away} of "
+        f"Interruptions: {told}. They cost {cost}: {lost} of lost work ({again} repeated) and {away} of "
         "downtime."
     )
 
@@ -116,7 +116,11 @@ def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
     if (since := run_data.curves.no_number_since("loss")) is not None:
         at = f"since step {since}{f'; {at}' if at else ''}"
     steps = ("Steps", describe_step(run_data.step, run_data.reports_steps), _rate(run_data))
-    productive = ("Productive", format_share(run_data.goodput.ettr), "ETTR: fraction of the wall-clock time")
+    productive = (
+        "Productive",
+        format_share(run_data.goodput.ettr),
+        "ETTR: fraction of the time, not counting idle time",
+    )
     lost = (
         "Lost work",
         format_duration(run_data.breakdown.totals_us[TimeCategory.LOST] / 1e6),
