@@ -186,7 +186,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     grain_size: int | None = None
     """Samples of a batch that are computed together with `elastic_determinism`.
 
-    The result depends on it. None uses `micro_batch_size` or, if that is not set, 1/24 of the global batch size.
+    The result depends on it. None uses `micro_batch_size` if that is set, otherwise 1/24 of
+    `global_batch_size`.
     """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""

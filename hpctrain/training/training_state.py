@@ -139,10 +139,10 @@ class TrainingState:
         if self.determinism is None:
             return []
         if state is None:
-            return [
-                "the checkpoint was saved without elastic_determinism, so the result depends on the ranks of "
-                "the steps before"
-            ]
+            remark = (
+                "the checkpoint was saved without elastic_determinism, so the result depends on the ranks "
+            )
+            return [remark + "of the steps before"]
         return self.determinism.load_state_dict(state)
 
 

@@ -30,9 +30,7 @@ class Noisy(Dataset):
 
 
 class Net(hpctrain.Module):
-    """Dropout, batch norm, an embedding with rare rows, a scalar parameter, and one that is sometimes "
-    "unused.
-    """
+    """Dropout, batch norm, an embedding, a scalar parameter, and one that only some steps use."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 """Fixed-point numbers with a shared exponent, whose sums do not depend on order or grouping.
 
-A tensor x with |x| < 2^e becomes the int64 tensor trunc(x · 2^s) with s = 62 - e - headroom - log2(terms). The
-sum of all terms then cannot overflow, and integer addition is associative. The error of a term is below 2^-s,
+A tensor x with |x| < 2^e becomes the int64 tensor trunc(x · 2^s) with s = 62 - e - headroom - log2(terms).
+The sum of all terms cannot overflow, and integer addition is associative. The error of a term is below 2^-s,
 which is 2^-52 · 2^e with 10 bits of headroom for one term, and 2^-42 · 2^e for 1,024 terms. A sum of float32
 numbers has errors of 2^-24 · 2^e. See Demmel and Nguyen, "Parallel Reproducible Summation", IEEE Transactions
 on Computers 64 (7), 2015, which splits floats on a shared grid in the same way.
