@@ -78,7 +78,7 @@ class Registry(Generic[T]):
             ours: type[T] = getattr(import_module(f"{package}.{module}"), attribute)
             return ours
         if name in self.refused:
-            raise UserError(f"{origin} is {name!r}: {self.refused[name]}")
+            raise UserError(f"{origin} is {name!r}. {self.refused[name]}")
         known = [*self.ours, *others, *self.registered]
         hint = suggest(name, known, otherwise="")
         raise UserError(f"{origin} is {name!r}; choose from {', '.join(map(repr, known))}. {hint}".rstrip())

@@ -88,7 +88,8 @@ class EarlyStopping(Callback):
         if type(patience) is not int or patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
             raise UserError(
                 f"EarlyStopping has patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}; "
-                "patience must be at least 1, mode 'min' or 'max', and min_delta at least 0."
+                "patience must be an integer of at least 1, mode must be 'min' or 'max', and min_delta "
+                "must be at least 0."
             )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best: float | None = None
@@ -122,7 +123,9 @@ class EarlyStopping(Callback):
     def missing_metric_error(self, given: Set[str]) -> UserError:
         """Return the error for a validation without the monitored metric."""
         names = ", ".join(sorted(given))
-        return UserError(f"EarlyStopping monitors {self.metric!r}, but validation returned only: {names}.")
+        return UserError(
+            f"EarlyStopping monitors {self.metric!r}, but validation returned only these metrics: {names}."
+        )
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value):
@@ -165,8 +168,9 @@ class CallbackList:
         for each in self._callbacks:
             if isinstance(each, EarlyStopping) and not (validates or _wants_steps(each)):
                 raise UserError(
-                    f"EarlyStopping monitors {each.metric!r}, but there is no validation: fit() received no "
-                    "validation set, or validate_every is None. Provide both, or remove EarlyStopping."
+                    f"EarlyStopping monitors {each.metric!r}, but this run has no validation. Define "
+                    "validation_step, pass a validation set and set validate_every, or remove "
+                    "EarlyStopping."
                 )
 
     def check_names(self, given: Set[str], accepted: Set[str]) -> None:

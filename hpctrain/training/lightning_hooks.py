@@ -85,16 +85,18 @@ def check_hooks(thing: Any, stage: str) -> None:
     if stage != "predict":
         known = {each for each in known if not each.startswith("on_predict_")}
     if refused := sorted(each for each in {*known, *_REMOVED} if overrides(thing, each)):
+        hooks = "these hooks" if len(refused) > 1 else "this hook"
         remedies = [
             f"Instead of {each}, use {_REPLACEMENTS[each]}." for each in refused if each in _REPLACEMENTS
         ]
         raise UserError(
             f"{name} overrides {', '.join(refused)}, which hpctrain.Trainer does not call. "
-            f"{' '.join(remedies) or 'Remove it, or use hpctrain.lightning.Trainer.'}"
+            f"{' '.join(remedies) or f'Remove {hooks}, or use hpctrain.lightning.Trainer.'}"
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         parameters = inspect.signature(getattr(thing, step, check_hooks)).parameters
         if refused := [each for each in _PARAMETERS if each in parameters]:
             raise UserError(
-                f"{name}.{step} has the parameter {refused[0]}, which hpctrain does not pass. Remove it."
+                f"{name}.{step} has the parameter {refused[0]}, which hpctrain does not pass. Remove the "
+                "parameter."
             )

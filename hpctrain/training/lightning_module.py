@@ -33,10 +33,10 @@ class _Provided:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        remedy = "docs/frameworks.md lists what is supported"
+        remedy = "See docs/frameworks.md for the supported attributes"
         if name in ("logger", "loggers"):
-            remedy = "Log metrics with self.log, and choose trackers with Trainer(loggers=…)"
-        raise UserError(f"The module uses {self._path}.{name}, which hpctrain does not provide. {remedy}.")
+            remedy = "Log metrics with self.log, and select loggers with Trainer(loggers=…)"
+        raise UserError(f"hpctrain does not provide {self._path}.{name}. {remedy}.")
 
 
 class TrainerProxy(_Provided):
@@ -161,10 +161,15 @@ class LightningRun:
         several = list(given.values()) if isinstance(given, Mapping) else given
         if isinstance(several, (list, tuple)) and all(hasattr(each, "dataset") for each in several):
             if len(several) > 1:
-                raise UserError(f"{method}() returned {len(several)} DataLoaders. Return one DataLoader.")
+                raise UserError(
+                    f"The {name} data has {len(several)} DataLoaders. Pass one DataLoader, or return "
+                    f"one from {method}()."
+                )
             given = several[0] if several else None
         if type(given).__name__ == "CombinedLoader":
-            raise UserError(f"{method}() returned a CombinedLoader. Return one DataLoader.")
+            raise UserError(
+                f"The {name} data is a CombinedLoader. Pass one DataLoader, or return one from {method}()."
+            )
         self.validates = self.validates and (name != "val" or given is not None)
         self._batch_sizes.add(getattr(given, "batch_size", None))
         return given
@@ -195,19 +200,20 @@ class LightningRun:
             problem = "has rank_zero_only=True, but hpctrain always logs the mean over all ranks"
         elif self.num_samples and size not in (None, self.num_samples, *self._batch_sizes):
             problem = (
-                f"has batch_size={size}, but the mean is weighted by the {self.num_samples} samples of the "
-                "batch. Log a mean over samples, without batch_size"
+                f"has batch_size={size}, but the mean is weighted by the {self.num_samples} samples of "
+                "the batch. Log a mean over the samples, and remove batch_size"
             )
         elif isinstance(value, nn.Module):
             paths = [path for path, part in self._module.named_modules() if part is value]
             self._metrics.update((name, path) for path in paths[:1])
             value = value._forward_cache
             if not paths:
-                problem = "received a metric that is not an attribute of the module. Assign it in __init__"
+                problem = "received a metric that is not an attribute of the module. Set it in __init__"
             elif not self.proxy.training:
                 return  # computed at the end
             elif value is None:
-                problem = f"needs the metric's value for this step. Call self.{paths[0]}(…), not its update()"
+                call = f"self.{paths[0]}"
+                problem = f"needs the metric's value for this step. Call {call}(…), not {call}.update(…)"
         if problem or self._logged is None:
             raise UserError(f"{type(self._module).__name__}.log({name!r}, …) {problem}.")
         self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
@@ -234,7 +240,10 @@ class LightningRun:
         name, hook = type(self._module).__name__, f"on_{kind.removesuffix('ing')}_batch"
         with self.logging() as logged:
             if getattr(own, f"{hook}_start")(batch, batch_idx) == -1:
-                raise UserError(f"{name}.{hook}_start returned -1. To end training, set trainer.should_stop.")
+                raise UserError(
+                    f"{name}.{hook}_start returned -1, which hpctrain does not support. To end training, "
+                    "set self.trainer.should_stop = True."
+                )
             self._is_in_step = True
             try:
                 kinds = [each.kind for each in signature(step).parameters.values()]
@@ -335,8 +344,8 @@ class LightningSteps:
         optimizers, schedules = _unpack_optimizers(own.configure_optimizers())
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             raise UserError(
-                f"{name}.configure_optimizers returned {optimizers!r} as optimizers. Return at least one "
-                "torch optimizer."
+                f"{name}.configure_optimizers returned {optimizers!r} as optimizers. Return one or more "
+                "instances of torch.optim.Optimizer."
             )
         run.proxy.optimizers = run.proxy.strategy._lightning_optimizers = optimizers
         run.proxy.lr_scheduler_configs = [SimpleNamespace(**each) for each in schedules]
@@ -344,8 +353,9 @@ class LightningSteps:
             return optimizers, [each["scheduler"] for each in schedules]
         if len(optimizers) > 1:
             raise UserError(
-                f"{name}.configure_optimizers returned {len(optimizers)} optimizers. Several optimizers need "
-                "manual optimization, as in Lightning: set self.automatic_optimization = False."
+                f"{name}.configure_optimizers returned {len(optimizers)} optimizers. As in Lightning, "
+                "several optimizers require manual optimization. Set self.automatic_optimization = "
+                "False."
             )
         run.schedules = [LightningSchedule(self, run, **each) for each in schedules]
         return optimizers, run.schedules
@@ -383,8 +393,9 @@ class LightningSchedule:
         if interval not in ("epoch", "step") or (needs_metric and misses_metric):
             raise UserError(
                 f"{type(module).__name__}.configure_optimizers returned a {type(scheduler).__name__} with "
-                f"interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau needs a monitor, "
-                "interval='epoch' and validation data; other schedulers need interval='epoch' or 'step'."
+                f"interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau requires monitor, "
+                "interval='epoch' and validation data. Other schedulers require interval='epoch' or "
+                "'step'."
             )
 
     def step(self) -> None:
@@ -407,7 +418,10 @@ class LightningSchedule:
         value = metrics.get(self._monitor, metrics.get(f"val_{self._monitor}"))
         if value is None:
             names = ", ".join(sorted(metrics))
-            raise UserError(f"A scheduler monitors {self._monitor!r}, but validation returned only: {names}.")
+            raise UserError(
+                f"A scheduler monitors {self._monitor!r}, but validation returned only these metrics: "
+                f"{names}."
+            )
         self._module.lr_scheduler_step(self._scheduler, value)
 
 
@@ -457,7 +471,7 @@ def lightning_run(
     if lightning_base(module) is None:
         raise UserError(
             f"A datamodule requires a LightningModule, but the module is a {type(module).__name__}. Pass "
-            "data sets."
+            "data sets instead."
         )
     hosts = [module] if datamodule is None else [datamodule, module]
     for host in hosts:
@@ -517,10 +531,10 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
         }
     for setting in wrong:
         if wrong[setting]:
-            kind = f"{type(module).__name__}{', which optimizes manually' * manual}"
+            kind = f"{type(module).__name__}{', which uses manual optimization' * manual}"
             raise UserError(
                 f"{setting}={getattr(trainer, setting)!r} is not supported for the LightningModule {kind}. "
-                "Remove it, or use an hpctrain.Module."
+                "Remove this setting, or use an hpctrain.Module."
             )
 
 

@@ -31,7 +31,9 @@ class Module(nn.Module):
             batch: this rank's share of the global batch, collated, on this rank's device.
             batch_idx: number of the global batch in its epoch, from 0.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no training_step(self, batch, batch_idx).")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define training_step(self, batch, batch_idx)."
+        )
 
     def training_step_end(self, outputs: Any) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """Convert the result of `training_step` to the loss, or to a mapping with it; unchanged by default.
@@ -48,11 +50,13 @@ class Module(nn.Module):
 
         Each sample of the validation set is processed once, by one rank; means are weighted by sample counts.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no validation_step(self, batch, batch_idx).")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define validation_step(self, batch, batch_idx)."
+        )
 
     def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
         """Return means for `Trainer.test`, as in `validation_step`; a scalar is logged as `test_loss`."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_step(self, batch, batch_idx).")
+        raise NotImplementedError(f"{type(self).__name__} does not define test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002
         """Return the output for `Trainer.predict`; the module's output by default."""
@@ -65,7 +69,7 @@ class Module(nn.Module):
         a separate pass if `training_step` accepts `optimizer_idx`. With schedules, return ([optimizers],
         [schedulers]). A scheduler advances with every optimizer step.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers(self).")
+        raise NotImplementedError(f"{type(self).__name__} does not define configure_optimizers(self).")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add values to the empty dict `checkpoint` that the module's `state_dict` lacks.
@@ -99,12 +103,12 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
             tensor = torch.as_tensor(value)
         except (RuntimeError, TypeError, ValueError):
             raise UserError(
-                f"{origin} returned {value!r} as {name!r}. Return a number or a one-element tensor."
+                f"{origin}: {name!r} is {value!r}; it must be a number or a tensor with one element."
             ) from None
         if tensor.numel() != 1:
             raise UserError(
-                f"{origin} returned {name!r} with shape {tuple(tensor.shape)}. "
-                "Return a scalar: the mean over the batch."
+                f"{origin}: {name!r} has shape {tuple(tensor.shape)}; it must be a scalar, the mean over "
+                "the batch."
             )
         scalars[name] = tensor.reshape(())
     return scalars

@@ -43,48 +43,49 @@ ALIASES = {
 
 _SUBMIT = "is set when the run is submitted, with `hpctrain submit --nodes N --gpus-per-node G`"
 _BATCH = (
-    "is not a setting: set global_batch_size, the number of samples per optimizer step across all ranks "
+    "is not a setting. Set global_batch_size, the number of samples per optimizer step across all ranks "
     "(batch size per rank × ranks × accumulation steps). To limit the samples per forward pass, set "
     "micro_batch_size"
 )
 _RANKS = "is set by the launcher. Without a launcher, set devices"
-_DATA = "is not a Trainer setting: pass the data sets to fit()"
+_DATA = "is not a Trainer setting. Pass the data sets to fit()"
 #: Values of Lightning's settings that change nothing.
 _NO_EFFECT = {"accelerator": ("auto",), "callbacks": (None,), "logger": (True, False, None)}
 #: Callbacks of Lightning, and what replaces them.
 _CALLBACKS = {
     "EarlyStopping": "hpctrain.EarlyStopping",
-    "GradientAccumulationScheduler": "global_batch_size, which is constant",
-    "LearningRateMonitor": "self.log() in training_step",
+    "GradientAccumulationScheduler": "global_batch_size, which remains constant",
+    "LearningRateMonitor": "the metrics of training_step, to which you can add the learning rate",
     "ModelCheckpoint": "the Trainer settings checkpoint_every, keep_last, keep_best and monitor",
-    "RichProgressBar": "the built-in progress line, which is shown in a terminal",
-    "TQDMProgressBar": "the built-in progress line, which is shown in a terminal",
+    "RichProgressBar": "the built-in progress line, which appears in terminals",
+    "TQDMProgressBar": "the built-in progress line, which appears in terminals",
     "Timer": "`hpctrain submit --time`",
 }
 _RESUME = (
-    "is not needed: a run resumes from its newest checkpoint. "
+    "is not needed. A run resumes from its newest checkpoint. "
     "To start from another checkpoint, use `hpctrain checkpoints import`"
 )
 _CPU = (
-    "is not a setting: hpctrain uses the visible GPUs. To train on CPUs, set CUDA_VISIBLE_DEVICES to an "
+    "is not a setting. hpctrain uses the visible GPUs. To train on CPUs, set CUDA_VISIBLE_DEVICES to an "
     "empty string"
 )
-_DEVICE_KINDS = "is not supported: hpctrain trains only on GPUs and CPUs"
-_MICRO = "is not a setting: use micro_batch_size='auto'"
-_PROGRESS = "is not a setting: the progress line is shown only in a terminal"
-_METHODS = "is not a setting: call fit(), validate(), test() or predict()"
-_OPTIMIZER = "is not a Trainer setting: choose the optimizer and its options in configure_optimizers"
-_SCHEDULER = "is not a Trainer setting: choose the scheduler and its options in configure_optimizers"
+_DEVICE_KINDS = "is not supported. hpctrain trains only on GPUs and CPUs"
+_MICRO = "is not a setting. Use micro_batch_size='auto'"
+_PROGRESS = "is not a setting. hpctrain shows its progress line only in terminals"
+_RELOAD = "is not supported. hpctrain uses the data that was passed to fit() in every epoch"
+_METHODS = "is not a setting. Call fit(), validate(), test() or predict()"
+_OPTIMIZER = "is not a Trainer setting. Choose the optimizer and its options in configure_optimizers"
+_SCHEDULER = "is not a Trainer setting. Choose the scheduler and its options in configure_optimizers"
 _LOADER = (
-    "is not a setting: hpctrain starts the data workers itself. To tune them, set num_workers and "
+    "is not a setting. hpctrain starts the data workers itself. To tune them, set num_workers and "
     "prefetch_factor"
 )
-_BACKEND = "is chosen automatically: NCCL on GPUs, gloo on CPUs"
+_BACKEND = "is chosen automatically: NCCL on GPUs, Gloo on CPUs"
 _RECOMPUTE = (
-    "is not a setting: use recompute with the names of submodules, for example recompute=['blocks.*']"
+    "is not a setting. Use recompute with the names of submodules, for example recompute=['blocks.*']"
 )
 _VALIDATE = "is called validate_every in hpctrain. Set it to a number of steps or to 'epoch'"
-_PRECISION = "is not a setting: use precision='16-mixed' or precision='bf16-mixed'"
+_PRECISION = "is not a setting. Use precision='16-mixed' or precision='bf16-mixed'"
 
 #: Names with a different meaning or type, and their replacements.
 EXPLAINED = {
@@ -97,88 +98,88 @@ EXPLAINED = {
     "amp_backend": _PRECISION,
     "amp_level": _PRECISION,
     "auto_find_batch_size": _MICRO,
-    "auto_lr_find": "is not supported: set the learning rate in configure_optimizers",
+    "auto_lr_find": "is not supported. Set the learning rate in configure_optimizers",
     "auto_scale_batch_size": _MICRO,
-    "auto_select_gpus": "is not a setting: use devices='auto'",
-    "automatic_optimization": "is not a Trainer setting: set it in the __init__ of a LightningModule",
-    "barebones": "is not a setting: to reduce the overhead, remove loggers and callbacks",
+    "auto_select_gpus": "is not a setting. Use devices='auto'",
+    "automatic_optimization": "is not a Trainer setting. Set it in the __init__ of a LightningModule",
+    "barebones": "is not a setting. To reduce the overhead, remove loggers and callbacks",
     "batch_size": _BATCH,
-    "benchmark": "is not a setting: set torch.backends.cudnn.benchmark instead",
+    "benchmark": "is not a setting. Set torch.backends.cudnn.benchmark instead",
     "bf16": _PRECISION,
     "bf16_full_eval": _PRECISION,
     "check_val_every_n_epoch": _VALIDATE,
-    "checkpoint_callback": "is not a setting: to save only at the end, set checkpoint_every=None",
+    "checkpoint_callback": "is not a setting. To save only at the end, set checkpoint_every=None",
     "ckpt_path": _RESUME,
     "data_collator": "is called collate_fn in hpctrain",
-    "data_seed": "is not a separate setting: seed also determines the order of the data",
-    "dataloader_drop_last": "is not a setting: every sample is used in each epoch",
+    "data_seed": "is not a separate setting. seed also determines the order of the data",
+    "dataloader_drop_last": "is not a Trainer setting. Pass a DataLoader with drop_last=True to fit()",
     "dataloader_persistent_workers": _LOADER,
-    "dataloader_pin_memory": _LOADER,
-    "datamodule": "is not a Trainer setting: pass it to fit()",
+    "dataloader_pin_memory": "is not needed. hpctrain pins memory if it trains on a GPU",
+    "datamodule": "is not a Trainer setting. Pass it to fit()",
     "ddp_backend": _BACKEND,
     "ddp_timeout": "is set when the run is submitted, with `hpctrain submit --hang-timeout`",
-    "deepspeed": "is not supported: use strategy='fsdp'",
-    "detect_anomaly": "is not a setting: call torch.autograd.set_detect_anomaly(True)",
-    "deterministic": "is not a setting: call torch.use_deterministic_algorithms(True)",
+    "deepspeed": "is not supported. Use strategy='fsdp'",
+    "detect_anomaly": "is not a setting. Call torch.autograd.set_detect_anomaly(True)",
+    "deterministic": "is not a setting. Call torch.use_deterministic_algorithms(True)",
     "disable_tqdm": _PROGRESS,
-    "distributed_backend": "is called strategy in hpctrain; for example, strategy='ddp'",
+    "distributed_backend": "is called strategy in hpctrain. For example, set strategy='ddp'",
     "do_eval": _METHODS,
     "do_predict": _METHODS,
     "do_train": _METHODS,
-    "early_stop_callback": "is not a setting: use callbacks=[EarlyStopping(…)]",
-    "enable_autolog_hparams": "is not a setting: settings are recorded in the run folder",
-    "enable_checkpointing": "is not a setting: to save only at the end, set checkpoint_every=None",
-    "enable_model_summary": "is not supported: use print(module)",
+    "early_stop_callback": "is not a setting. Use callbacks=[hpctrain.EarlyStopping(…)]",
+    "enable_autolog_hparams": "is not needed. hpctrain records the settings in the run folder",
+    "enable_checkpointing": "is not a setting. To save only at the end, set checkpoint_every=None",
+    "enable_model_summary": "is not supported. Use print(module)",
     "enable_progress_bar": _PROGRESS,
-    "eval_accumulation_steps": "is not needed: metrics are averaged during validation",
+    "eval_accumulation_steps": "is not needed. Metrics are averaged during validation",
     "eval_dataset": _DATA,
     "eval_delay": "is not supported. For longer intervals, set validate_every to a number of steps",
-    "eval_on_start": "is called sanity_val_batches in hpctrain. Set it to a number of batches",
+    "eval_on_start": "is not a setting. To validate some batches before training, set sanity_val_batches",
     "eval_strategy": _VALIDATE,
     "evaluation_strategy": _VALIDATE,
-    "fast_dev_run": "is not a setting: use max_steps=1",
-    "flush_logs_every_n_steps": "is not needed: metrics are written at each logged step",
+    "fast_dev_run": "is not a setting. Use max_steps=1",
+    "flush_logs_every_n_steps": "is not needed. Metrics are written at each logged step",
     "fp16": _PRECISION,
     "fp16_full_eval": _PRECISION,
     "fp16_opt_level": _PRECISION,
-    "fsdp": "is not a setting: use strategy='fsdp'",
-    "fsdp_config": "is not a setting: use strategy='fsdp'",
-    "full_determinism": "is not a setting: call torch.use_deterministic_algorithms(True)",
+    "fsdp": "is not a setting. Use strategy='fsdp'",
+    "fsdp_config": "is not a setting. Use strategy='fsdp'",
+    "full_determinism": "is not a setting. Call torch.use_deterministic_algorithms(True)",
     "gpus": f"{_SUBMIT}. Without a launcher, set devices",
     "gradient_accumulation_steps": _BATCH,
     "gradient_checkpointing": _RECOMPUTE,
     "gradient_checkpointing_kwargs": _RECOMPUTE,
-    "gradient_clip_algorithm": "is not a setting: set either gradient_clip_norm or gradient_clip_value",
-    "greater_is_better": "is not a setting: use mode='max' or mode='min'",
-    "group_by_length": "is not a setting: use a DataLoader with an hpctrain.LengthGroupedBatchSampler",
+    "gradient_clip_algorithm": "is not a setting. Set either gradient_clip_norm or gradient_clip_value",
+    "greater_is_better": "is not a setting. Use mode='max' or mode='min'",
+    "group_by_length": "is not a setting. Pass a DataLoader with an hpctrain.LengthGroupedBatchSampler",
     "hpus": _DEVICE_KINDS,
-    "ignore_data_skip": _RESUME,
-    "inference_mode": "is not a setting: gradients are always disabled during validation",
+    "ignore_data_skip": "is not a setting. A resumed run continues at the exact sample",
+    "inference_mode": "is not a setting. Gradients are always disabled during validation",
     "ipus": _DEVICE_KINDS,
-    "label_smoothing_factor": "is not a Trainer setting: apply it to the loss in training_step",
+    "label_smoothing_factor": "is not a Trainer setting. Apply it to the loss in training_step",
     "learning_rate": _OPTIMIZER,
-    "limit_predict_batches": "is not a setting: pass a torch.utils.data.Subset to predict()",
-    "limit_test_batches": "is not a setting: pass a torch.utils.data.Subset to test()",
-    "limit_train_batches": "is not a setting: pass a torch.utils.data.Subset to fit(), or use max_steps",
-    "limit_val_batches": "is not a setting: pass a torch.utils.data.Subset to fit()",
-    "load_best_model_at_end": "is not a setting: use `hpctrain checkpoints export --best`",
+    "limit_predict_batches": "is not a setting. Pass a torch.utils.data.Subset to predict()",
+    "limit_test_batches": "is not a setting. Pass a torch.utils.data.Subset to test()",
+    "limit_train_batches": "is not a setting. Pass a torch.utils.data.Subset to fit(), or use max_steps",
+    "limit_val_batches": "is not a setting. Pass a torch.utils.data.Subset to fit() as val_dataset",
+    "load_best_model_at_end": "is not a setting. Use `hpctrain checkpoints export --best`",
     "local_rank": _RANKS,
-    "log_gpu_memory": "is not needed: GPU use is measured and shown by `hpctrain report`",
-    "log_level": "is not a setting: use the logging module",
-    "logging_dir": "is not a setting: logs are in the run folder (run_dir)",
-    "logging_first_step": "is not a setting: set log_every to a number of steps",
-    "logging_strategy": "is not a setting: set log_every to a number of steps",
+    "log_gpu_memory": "is not needed. hpctrain measures GPU use, and `hpctrain report` shows it",
+    "log_level": "is not a setting. Use Python's logging module",
+    "logging_dir": "is not a setting. hpctrain writes logs to the run folder (run_dir)",
+    "logging_first_step": "is not a setting. Set log_every to a number of steps",
+    "logging_strategy": "is not a setting. Set log_every to a number of steps",
     "lr": _OPTIMIZER,
     "lr_scheduler_kwargs": _SCHEDULER,
     "lr_scheduler_type": _SCHEDULER,
-    "max_time": "is the time limit of the job. Set it with `hpctrain submit --time`",
-    "min_epochs": "is not a setting: only a callback such as EarlyStopping ends training early",
-    "min_steps": "is not a setting: only a callback such as EarlyStopping ends training early",
-    "model": "is not a Trainer setting: pass it to fit()",
-    "model_registry": "is not supported: use `hpctrain checkpoints export`",
-    "move_metrics_to_cpu": "is not needed: metrics are stored as numbers, not as tensors",
-    "multiple_trainloader_mode": "is not supported: pass a single training data set to fit()",
-    "neftune_noise_alpha": "is not supported: add the noise in training_step",
+    "max_time": "is set when the run is submitted, with `hpctrain submit --time`",
+    "min_epochs": "is not a setting. Training ends early only if a callback such as EarlyStopping ends it",
+    "min_steps": "is not a setting. Training ends early only if a callback such as EarlyStopping ends it",
+    "model": "is not a Trainer setting. Pass it to fit()",
+    "model_registry": "is not supported. Write the weights to a file with `hpctrain checkpoints export`",
+    "move_metrics_to_cpu": "is not needed. hpctrain stores metrics as numbers, not as tensors",
+    "multiple_trainloader_mode": "is not supported. Pass a single training data set to fit()",
+    "neftune_noise_alpha": "is not supported. Add the noise in training_step",
     "nnodes": _SUBMIT,
     "no_cuda": _CPU,
     "nproc_per_node": _SUBMIT,
@@ -186,48 +187,48 @@ EXPLAINED = {
     "num_processes": _SUBMIT,
     "optim": _OPTIMIZER,
     "optim_args": _OPTIMIZER,
-    "overfit_batches": "is not a setting: pass a torch.utils.data.Subset to fit()",
-    "overwrite_output_dir": _RESUME,
+    "overfit_batches": "is not a setting. Pass a torch.utils.data.Subset to fit()",
+    "overwrite_output_dir": "is not a setting. To start over, use a new run folder (run_dir)",
     "per_device_eval_batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
-    "plugins": "is not a setting: the launcher is detected automatically (see `hpctrain env`)",
-    "prepare_data_per_node": _DATA,
+    "plugins": "is not a setting. hpctrain detects the launcher automatically (see `hpctrain env`)",
+    "prepare_data_per_node": "is not a Trainer setting. Set it in the LightningModule or LightningDataModule",
     "process_position": _PROGRESS,
-    "profiler": "is not a setting: use torch.profiler. `hpctrain report` shows a time breakdown",
+    "profiler": "is not a setting. Use torch.profiler, or the time breakdown in `hpctrain report`",
     "progress_bar_refresh_rate": _PROGRESS,
-    "push_to_hub": "is not supported: use `hpctrain checkpoints export`",
-    "reload_dataloaders_every_epoch": _DATA,
-    "reload_dataloaders_every_n_epochs": _DATA,
-    "remove_unused_columns": "is not a setting: choose the columns in the data set or in collate_fn",
-    "replace_sampler_ddp": "is not a setting: hpctrain divides the data set among the ranks itself",
+    "push_to_hub": "is not supported. Write the weights to a file with `hpctrain checkpoints export`",
+    "reload_dataloaders_every_epoch": _RELOAD,
+    "reload_dataloaders_every_n_epochs": _RELOAD,
+    "remove_unused_columns": "is not a setting. Choose the columns in the data set or in collate_fn",
+    "replace_sampler_ddp": "is not a setting. hpctrain divides the data set among the ranks itself",
     "resume_from_checkpoint": _RESUME,
     "run_name": "is set when the run is submitted, with `hpctrain submit --name`",
-    "save_on_each_node": "is not a setting: to save to a folder on each node first, set local_checkpoints",
-    "save_only_model": "is not a setting: use `hpctrain checkpoints export`",
-    "save_safetensors": "is not a setting: use `hpctrain checkpoints export`",
+    "save_on_each_node": "is not a setting. To save to a folder on each node first, set local_checkpoints",
+    "save_only_model": "is not a setting. `hpctrain checkpoints export` writes only the weights to a file",
+    "save_safetensors": "is not a setting. Use `hpctrain checkpoints export RUN FILE.safetensors`",
     "save_strategy": "is called checkpoint_every in hpctrain. Set it to a number of steps or to 'auto'",
-    "stochastic_weight_avg": "is not supported: use torch.optim.swa_utils in the module",
-    "sync_batchnorm": "is not a setting: call torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module",
-    "terminate_on_nan": "is not a setting: use on_bad_loss='stop', which is the default",
-    "tf32": "is not a setting: call torch.set_float32_matmul_precision('high')",
-    "torch_compile_backend": "is an argument of torch.compile: set compile={'backend': …}",
-    "torch_compile_mode": "is an argument of torch.compile: set compile={'mode': …}",
+    "stochastic_weight_avg": "is not supported. Use torch.optim.swa_utils in the module",
+    "sync_batchnorm": "is not a setting. Call torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module",
+    "terminate_on_nan": "is not a setting. Use on_bad_loss='stop', which is the default",
+    "tf32": "is not a setting. Call torch.set_float32_matmul_precision('high')",
+    "torch_compile_backend": "is not a setting. Set an argument of torch.compile: compile={'backend': …}",
+    "torch_compile_mode": "is not a setting. Set an argument of torch.compile: compile={'mode': …}",
     "tpu_cores": _DEVICE_KINDS,
-    "track_grad_norm": "is not a setting: grad_norm is logged if gradient_clip_norm is set",
+    "track_grad_norm": "is not a setting. grad_norm is logged if gradient_clip_norm is set",
     "train_batch_size": _BATCH,
     "train_dataloader": _DATA,
     "train_dataloaders": _DATA,
     "train_dataset": _DATA,
-    "truncated_bptt_steps": "is not supported: training_step must compute the complete loss",
+    "truncated_bptt_steps": "is not supported. training_step must compute the complete loss",
     "use_amp": _PRECISION,
     "use_cpu": _CPU,
-    "use_distributed_sampler": "is not a setting: hpctrain divides the data set among the ranks itself",
+    "use_distributed_sampler": "is not a setting. hpctrain divides the data set among the ranks itself",
     "val_check_interval": _VALIDATE,
     "val_dataloaders": _DATA,
-    "warmup_ratio": "is not a setting: set warmup_steps to a number of steps",
+    "warmup_ratio": "is not a setting. Set warmup_steps to a number of steps",
     "weight_decay": _OPTIMIZER,
-    "weights_save_path": "is not a setting: checkpoints are in the run folder (run_dir)",
-    "weights_summary": "is not supported: use print(module)",
+    "weights_save_path": "is not a setting. hpctrain saves checkpoints to the run folder (run_dir)",
+    "weights_summary": "is not supported. Use print(module)",
 }
 
 
@@ -264,7 +265,7 @@ def canonical_arguments(
                 remedy = (
                     _RESUME
                     if method == "fit"
-                    else "is not supported: the current weights of the module are used"
+                    else "is not supported. hpctrain uses the current weights of the module"
                 )
                 raise UserError(f"{method}(ckpt_path={value!r}): ckpt_path {remedy}.")
         elif argument not in result:

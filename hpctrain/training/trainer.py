@@ -102,7 +102,7 @@ class Trainer(TrainerConfig):
         if not hasattr(module, "configure_optimizers"):
             raise UserError(
                 f"fit() received a {type(module).__name__}, which has no configure_optimizers. Pass an "
-                "hpctrain.Module, whose training_step returns the loss of a batch."
+                "hpctrain.Module or a LightningModule."
             )
         self.ending = None
         devices = self._own_devices()
@@ -215,8 +215,8 @@ class Trainer(TrainerConfig):
         if has_launcher(self.ranks):
             if self.devices is not None and self.is_main:
                 print(
-                    f"hpctrain: devices={self.devices!r} is ignored: the launcher ({self.ranks.environment}) "
-                    "assigns a device to each rank"
+                    f"hpctrain: devices={self.devices!r} has no effect, because the launcher "
+                    f"({self.ranks.environment}) assigns a device to each rank"
                 )
             return []
         default = "auto" if self._strategy.spawns or self._strategy.single_process else None
@@ -256,8 +256,9 @@ class Trainer(TrainerConfig):
             return None
         if own in _TRAINED:
             raise UserError(
-                f"fit() was already called in this process, and {own} ({RUN_DIR_VARIABLE}) contains "
-                "its checkpoints. Set a separate folder for one of the trainers with Trainer(run_dir=…)."
+                f"fit() was already called in this process, and its checkpoints are in {own} "
+                f"({RUN_DIR_VARIABLE}). Set a separate folder for one of the trainers with "
+                "Trainer(run_dir=…)."
             )
         _TRAINED.add(own)
         return RunDir(Path(own).absolute())

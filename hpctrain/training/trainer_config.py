@@ -222,7 +222,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             if value is None and name != "global_batch_size":
                 continue
             if type(value) is not int or value < 1:
-                raise UserError(f"{name} is {value!r}; it must be an integer of at least 1.")
+                other = " or 'auto'" if name == "micro_batch_size" else ""
+                raise UserError(f"{name} is {value!r}; it must be an integer of at least 1{other}.")
         for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb", "dataloader_timeout_s"):
             value = getattr(self, name)
             if value is None and name != "dataloader_timeout_s":
@@ -240,7 +241,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if self.recompute and self.compile is not False:
             raise UserError(
                 f"recompute is {self.recompute!r} and compile is {self.compile!r}, but torch.compile "
-                "chooses the recomputation in the backward pass itself. Set only one of them."
+                "itself decides which activations to recompute. Set only one of them."
             )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed!r}; it must be an integer that fits in 64 bits.")
@@ -311,7 +312,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if self.on_bad_loss == "rollback" and self.local_checkpoints is not None:
             raise UserError(
                 f"on_bad_loss is 'rollback' and local_checkpoints is {self.local_checkpoints!r}, but a "
-                "rollback cannot load checkpoints from the local tier. Set only one of them."
+                "rollback cannot load local checkpoints. Set only one of them."
             )
 
     @property
@@ -341,7 +342,7 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], of: Callable[..., 
     for argument in arguments:
         if argument not in known:
             raise UserError(
-                f"{name} has {argument!r}, which torch.{of.__name__} does not accept. Choose from "
+                f"{name} contains {argument!r}, which torch.{of.__name__} does not accept. Choose from "
                 f"{', '.join(known)}."
             )
 

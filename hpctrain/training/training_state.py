@@ -115,8 +115,9 @@ class TrainingState:
             _load_each("scheduler", self.schedulers, tree["schedulers"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
-                f"{loaded.path} does not fit {type(self.module).__name__} and its optimizers: {error} "
-                "Restore the previous model, or start a new run in a new folder."
+                f"{loaded.path} does not fit {type(self.module).__name__} and its optimizers: "
+                f"{str(error).rstrip('.')}. Restore the previous module and optimizers, or start a new "
+                "run in a new folder."
             ) from error
         if self.scaler is not None and tree["scaler"] is not None:
             self.scaler.load_state_dict(tree["scaler"])
@@ -158,7 +159,7 @@ def _load_each(what: str, things: Sequence[Stateful], states: Sequence[dict[str,
         return
     if len(things) != len(states):
         raise ValueError(
-            f"the checkpoint has {pluralize(len(states), what)}, but the script has {len(things)}."
+            f"the checkpoint has {pluralize(len(states), what)}, but the script has {len(things)}"
         )
     for thing, state in zip(things, states, strict=True):
         if isinstance(thing, torch.optim.Optimizer):

@@ -68,7 +68,7 @@ def test_micro_batches_are_halved_until_they_fit_with_the_same_result(tmp_path):
     assert [event["micro_batch_size"] for event in run.events("failure")] == [4, 2]
     assert {event["class"] for event in run.events("failure")} == {"gpu-oom"}
     log = run.dir.rank_log(2, 0).read_text()
-    assert "micro-batches have at most 2 samples, because an earlier attempt ran out of GPU memory" in log
+    assert "Micro-batches are limited to 2 samples, because an earlier attempt ran out of GPU memory" in log
     assert reference.wait() == 0
     assert len(run.losses()) == 6
     assert run.losses() == pytest.approx(reference.losses(), rel=1e-5)

@@ -90,7 +90,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 
 def test_other_objects_are_refused(tmp_path):
     Checkpointer(run_dir=tmp_path, counter=Counter()).save(1)
-    with pytest.raises(UserError, match="contains counter, but the script passes other to Checkpointer"):
+    with pytest.raises(UserError, match="contains counter, but Checkpointer received other"):
         Checkpointer(run_dir=tmp_path, other=Counter()).load()
     with pytest.raises(UserError, match=r"received data=list\(…\), which lacks state_dict"):
         Checkpointer(run_dir=tmp_path, data=[])
@@ -113,8 +113,8 @@ def save_states_of_each_rank(folder) -> str:
 
 def test_states_that_differ_between_ranks_are_refused(tmp_path):
     first, second = run_on_ranks(save_states_of_each_rank, tmp_path)
-    assert first.startswith("counter.state_dict() of rank 1 differs from that of rank 0")
-    assert second.startswith("counter.state_dict() of rank 0 differs from that of rank 1")
+    assert first.startswith("counter.state_dict() differs between rank 1 and rank 0")
+    assert second.startswith("counter.state_dict() differs between rank 0 and rank 1")
     assert not RunDir(tmp_path).checkpoints.exists()
 
 

@@ -119,7 +119,7 @@ def test_inaccessible_folder_is_not_reported_as_missing(tmp_path, capsys):
 
     fit(tmp_path, 20, Line(at={3: replace_by_link} | dict.fromkeys(range(5, 20), restore_after_failure)))
     out = capsys.readouterr().out
-    assert "has vanished" not in out
+    assert "no longer exist" not in out
     assert "step 4 was not written" in out
     assert steps(tmp_path)[-1] == 20
 

@@ -116,8 +116,8 @@ def test_collate_function_gets_samples():
         ([], "train_dataset is empty"),
         (torch.empty(0, 3), "train_dataset is empty"),
         (Subset(PerSample(), []), "train_dataset is empty"),
-        ((X, Y[:4]), "tensors of different lengths: [10, 4]"),
-        ({"x": X, "name": "x"}, "is a dict, so all its values must be tensors"),
+        ((X, Y[:4]), "train_dataset have different lengths: [10, 4]"),
+        ({"x": X, "name": "x"}, "is a dict, so each of its values must be a tensor"),
         (7, "train_dataset is a int, which has no length"),
     ],
 )

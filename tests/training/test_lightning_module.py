@@ -744,13 +744,13 @@ class EpochEnd(Refused):
 @pytest.mark.parametrize(
     ("module", "data", "settings", "message"),
     [
-        (TwoOptimizers, loader(), {}, "2 optimizers. Several optimizers need manual optimization"),
+        (TwoOptimizers, loader(), {}, "several optimizers require manual optimization"),
         (OptimizerIdx, loader(), {}, "training_step has the parameter optimizer_idx"),
         (NoOptimizer, loader(), {}, r"returned \[None\] as optimizers"),
         (NoMonitor, loader(), {}, "ReduceLROnPlateau with interval='epoch' and monitor=None"),
-        (NoValidation, loader(), {}, "monitor='val_loss'.* needs .* validation data"),
-        (SeveralLoaders, loader(), {}, r"val_dataloader\(\) returned 2 DataLoaders"),
-        (NamedLoaders, None, {}, r"train_dataloader\(\) returned 2 DataLoaders"),
+        (NoValidation, loader(), {}, "monitor='val_loss'.* requires .* validation data"),
+        (SeveralLoaders, loader(), {}, "val data has 2 DataLoaders"),
+        (NamedLoaders, None, {}, "train data has 2 DataLoaders"),
         (Refused, None, {}, "received no training data"),
         (
             Refused,
@@ -760,9 +760,14 @@ class EpochEnd(Refused):
         ),
         (Refused, loader(), {"micro_batch_size": "auto"}, "micro_batch_size='auto' is not supported"),
         (EpochEnd, DataLoader(Stream()), {}, "has on_train_epoch_end .* a stream"),
-        (Manual, loader(), {"gradient_clip_val": 1.0}, "gradient_clip_norm=1.0 is not .* optimizes manually"),
-        (Manual, loader(), {"on_bad_loss": "skip"}, "on_bad_loss='skip' is not .* optimizes manually"),
-        (Manual, loader(), {"micro_batch_size": 2}, "micro_batch_size=2 is not .* optimizes manually"),
+        (
+            Manual,
+            loader(),
+            {"gradient_clip_val": 1.0},
+            "gradient_clip_norm=1.0 is not .* manual optimization",
+        ),
+        (Manual, loader(), {"on_bad_loss": "skip"}, "on_bad_loss='skip' is not .* manual optimization"),
+        (Manual, loader(), {"micro_batch_size": 2}, "micro_batch_size=2 is not .* manual optimization"),
     ],
 )
 def test_unsupported_modules_are_refused_before_the_first_step(module, data, settings, message):
@@ -810,8 +815,8 @@ class Accumulates(Manual):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (UsesLogger, r"uses self.trainer.logger, .* choose trackers with Trainer\(loggers=…\)"),
-        (UsesProfiler, "uses self.trainer.profiler, which hpctrain does not provide"),
+        (UsesLogger, r"does not provide self.trainer.logger.* select loggers with Trainer\(loggers=…\)"),
+        (UsesProfiler, "hpctrain does not provide self.trainer.profiler"),
         (LogsSum, r"log\('count', …\) has reduce_fx='sum'"),
         (LogsOnOneRank, "has rank_zero_only=True"),
         (LogsAtTheEnd, "called in a hook that cannot log metrics"),
@@ -829,7 +834,7 @@ def test_arguments_of_lightnings_fit():
     module = Line()
     hpctrain.Trainer(max_epochs=1).fit(model=module, train_dataloaders=loader(), ckpt_path="last")
     for arguments, message in (
-        ({"ckpt_path": "a.ckpt"}, "ckpt_path is not needed: a run resumes"),
+        ({"ckpt_path": "a.ckpt"}, "ckpt_path is not needed. A run resumes"),
         ({"train_dataset": DATA, "train_dataloaders": loader()}, "both train_dataset and train_dataloaders"),
         ({"train_loader": loader()}, "fit() has no argument 'train_loader'. Did you mean 'train_dataset'"),
     ):

@@ -60,7 +60,7 @@ def test_dataset_error_names_sample_and_epoch(num_workers):
         list(batches(Numbers(fail), num_workers))
     error_text = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "no such picture" in error_text
-    assert "raised while train_dataset was fetching sample 7 in epoch 3" in error_text
+    assert "raised while fetching sample 7 of train_dataset in epoch 3" in error_text
     if num_workers:
         assert "in fail" in error_text  # the traceback of the worker
 
@@ -68,7 +68,7 @@ def test_dataset_error_names_sample_and_epoch(num_workers):
 @pytest.mark.slow
 def test_dead_worker_is_reported_with_its_sample():
     start = time.monotonic()
-    message = r"data worker 1 \(pid \d+\) was killed by SIGKILL at sample 7 of train_dataset, epoch 3.*memory"
+    message = r"Data worker 1 \(pid \d+\) was killed by SIGKILL at sample 7 of train_dataset, epoch 3.*memory"
     with pytest.raises(hpctrain.HpctrainError, match=message):
         list(batches(Numbers(kill_self)))
     assert time.monotonic() - start < 20

@@ -106,7 +106,7 @@ def test_out_of_memory_error_has_a_hint():
     free, _ = torch.cuda.mem_get_info()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Wide(free // 10), torch.rand(64, 4))
-    assert "micro_batch_size='auto' finds the largest size that fits" in "".join(caught.value.__notes__)
+    assert "or 'auto' for the largest size that fits" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.gpu

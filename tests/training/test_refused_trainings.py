@@ -20,7 +20,7 @@ from hpctrain.training.data.step_source import StopCondition
 @pytest.mark.parametrize(("data", "settings"), [((), {}), ((samples(),), {"validate_every": None})])
 def test_early_stopping_without_validation_is_refused(data, settings):
     trainer = hpctrain.Trainer(max_steps=1, callbacks=hpctrain.EarlyStopping("val_f1"), **settings)
-    with pytest.raises(hpctrain.UserError, match="monitors 'val_f1', but there is no validation"):
+    with pytest.raises(hpctrain.UserError, match="monitors 'val_f1', but this run has no validation"):
         trainer.fit(Regression(), samples(), *data)
 
 
@@ -31,7 +31,9 @@ def test_unknown_metric_is_reported_with_available_ones(tmp_path):
 
     stopping = hpctrain.EarlyStopping("val_los")
     trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, callbacks=stopping)
-    with pytest.raises(hpctrain.UserError, match=r"'val_los', but validation returned only: val_loss\.$"):
+    with pytest.raises(
+        hpctrain.UserError, match=r"'val_los', but validation returned only these metrics: val_loss\.$"
+    ):
         trainer.fit(Model(), samples(), samples())
 
 
@@ -44,7 +46,7 @@ def test_missing_metric_is_reported_before_the_first_step(tmp_path, settings):
             return {"f1": super().training_step(batch, batch_idx).detach()}
 
     trainer = hpctrain.Trainer(max_steps=9, run_dir=tmp_path, **settings)
-    with pytest.raises(hpctrain.UserError, match="nope', but validation returned only: f1"):
+    with pytest.raises(hpctrain.UserError, match="nope', but validation returned only these metrics: f1"):
         trainer.fit(Model(), samples(), samples())
     assert not RunDir(tmp_path).metrics.exists()
 

@@ -515,11 +515,11 @@ class Endless(Sampler[int]):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OwnLoader(Numbers()), "a OwnLoader with its own __iter__"),
+        (lambda: OwnLoader(Numbers()), "a OwnLoader that overrides __iter__"),
         (lambda: DataLoader(Numbers(), batch_size=None), "batch_size=None"),
         (
             lambda: DataLoader(Stream(), 4, drop_last=True),
-            "drop_last=True, which is not supported for a stream",
+            "drop_last=True, which is not supported for streams",
         ),
         (lambda: loader(num_workers=1, multiprocessing_context="fork"), "multiprocessing_context"),
         (
@@ -532,7 +532,7 @@ class Endless(Sampler[int]):
         (lambda: loader(sampler=Counting()), "The Counting of train_dataset returned two different orders"),
         (lambda: loader(sampler=[1, SIZE]), f"indices from 1 to {SIZE}, but the data set has {SIZE} samples"),
         (lambda: loader(sampler=["a"]), "must return integers"),
-        (lambda: loader(sampler=SubsetRandomSampler([])), "returned no batch in epoch 0"),
+        (lambda: loader(sampler=SubsetRandomSampler([])), "returned too few samples for a batch in epoch 0"),
         (
             lambda: loader(batch_size=50, drop_last=True),
             "23 samples, but a batch has 50 and drop_last is True",

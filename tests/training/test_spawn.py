@@ -256,4 +256,4 @@ def test_dp_is_refused_with_several_ranks(tmp_path):
         ranks=2,
     )
     (result,) = torch.load(tmp_path / "out")
-    assert "strategy 'dp' runs in one process, but there are 2 ranks (torchrun)" in result["error"]
+    assert "Strategy 'dp' runs in one process, but there are 2 ranks (torchrun)" in result["error"]

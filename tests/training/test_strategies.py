@@ -282,7 +282,7 @@ def test_first_and_last_stage_draw_the_same_noise():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("mode", "message"), [("twice", "more than once"), ("penalty", r"uses net.0.weight outside of the Seq")]
+    ("mode", "message"), [("twice", "more than once"), ("penalty", r"uses net.0.weight outside the Seq")]
 )
 def test_steps_that_stages_cannot_share_are_refused(mode, message):
     with pytest.raises(AssertionError, match=message):
@@ -535,8 +535,9 @@ def test_devices_are_chosen(devices, num_gpus, busy, expected):
         ([1, 1], 4, [], "lists a device more than once"),
         ([4], 4, [], "the last visible GPU has index 3"),
         ([0], 0, [], "no GPU is visible"),
-        (3, 4, [0, 1], "only 2 of 4 visible GPUs are free"),
-        ("auto", 2, [0, 1], "all 2 visible GPUs are in use"),
+        (3, 4, [0, 1], "use 2 of the 4 visible GPUs"),
+        (3, 2, [], "the number of visible GPUs is 2"),
+        ("auto", 2, [0, 1], "other processes use all visible GPUs"),
     ],
 )
 def test_unavailable_devices_are_refused(devices, num_gpus, busy, message):
@@ -580,7 +581,7 @@ def train_with_five_devices() -> int:
     with redirect_stdout(output):
         trainer.fit(Blocks(), samples())
     if trainer.is_main:
-        assert output.getvalue().startswith("hpctrain: devices=5 is ignored")
+        assert output.getvalue().startswith("hpctrain: devices=5 has no effect")
     return trainer.ranks.world_size
 
 

@@ -48,7 +48,7 @@ REFUSED = {
     ("pipeline", '`micro_batch_size="auto"`'): "ranks wait for each other in every pass",
     ("horovod", "bf16-true"): "cannot send bfloat16",
     ("pipeline", "16-mixed"): "before the loss can be scaled",
-    ("pipeline", "a stream"): "every rank needs complete batches",
+    ("pipeline", "a stream"): "needs the complete batch on every rank",
     **{
         (strategy, "optimizers in turns"): "updates all parameters together"
         for strategy in ("zero2", "zero3", "horovod", "pipeline")

@@ -239,10 +239,10 @@ def test_invalid_settings_are_refused_at_once(settings, message):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Tiny(output=lambda w: w.expand(3)), "'loss' with shape (3,)"),
-        (Tiny(output=lambda w: {"los": w.sum()}), "must include 'loss'"),
-        (Tiny(output=lambda w: None), "training_step returned None as 'loss'"),
-        (Tiny(output=lambda w: {"loss": w.sum(), "names": ["a"]}), "returned ['a'] as 'names'"),
+        (Tiny(output=lambda w: w.expand(3)), "'loss' has shape (3,)"),
+        (Tiny(output=lambda w: {"los": w.sum()}), "without 'loss'"),
+        (Tiny(output=lambda w: None), "training_step: 'loss' is None"),
+        (Tiny(output=lambda w: {"loss": w.sum(), "names": ["a"]}), "'names' is ['a']"),
         (Tiny(output=lambda w: w.item()), "does not depend on trainable parameters"),
         (Tiny(output=lambda w: w.sum().detach()), "does not depend on trainable parameters"),
         (Tiny(optimizer="adam"), "configure_optimizers() returned 'adam'"),
@@ -305,7 +305,7 @@ def test_failed_save_is_reported_and_a_failed_final_save_is_an_error(tmp_path, c
 def test_second_training_does_not_use_the_first_ones_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
     fit(Tiny())
-    with pytest.raises(hpctrain.UserError, match=r"contains its checkpoints.*Trainer\(run_dir="):
+    with pytest.raises(hpctrain.UserError, match=r"its checkpoints are in .*Trainer\(run_dir="):
         fit(Tiny())
     assert fit(Tiny(), run_dir=tmp_path / "second").step == 2
 

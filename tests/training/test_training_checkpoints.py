@@ -128,7 +128,7 @@ def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
 @pytest.mark.parametrize(
     ("make_optimizers", "message"),
     [
-        (lambda m: [torch.optim.SGD(m.parameters(), 0.1)] * 2, "assigns layer.weight to optimizer 0"),
+        (lambda m: [torch.optim.SGD(m.parameters(), 0.1)] * 2, "assigns layer.weight to optimizers 0 and 1"),
         (lambda m: ([], []), "returned ([], [])"),
         (
             lambda m: {

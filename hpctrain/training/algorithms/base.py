@@ -54,13 +54,14 @@ class Algorithm:
         """
         if settings.on_bad_loss == "skip" and cls.keeps_gradients:
             raise UserError(
-                f"on_bad_loss 'skip' does not work with algorithm {settings.algorithm!r}, which keeps parts "
-                "of each gradient for later steps. Use 'rollback'."
+                f"on_bad_loss='skip' does not work with algorithm={settings.algorithm!r}, which keeps "
+                "parts of each gradient for later steps. Use on_bad_loss='rollback'."
             )
         if settings.precision == "16-mixed" and not cls.shares_gradients:
             raise UserError(
-                f"precision '16-mixed' does not work with algorithm {settings.algorithm!r}: ranks with "
-                "different gradients would skip different steps. Use 'bf16-mixed'."
+                f"precision='16-mixed' does not work with algorithm={settings.algorithm!r}: the gradients "
+                "of the ranks differ, so the ranks would skip different steps. Use "
+                "precision='bf16-mixed'."
             )
 
     def begin(self, module: nn.Module, context: DistributedContext) -> None:

@@ -48,13 +48,12 @@ class QAdam(Algorithm):
             if getattr(settings, name) is not None:
                 raise UserError(
                     f"{name} is {getattr(settings, name)!r}, but algorithm 'qadam' exchanges momenta, so "
-                    "there is no averaged gradient to clip. Remove the setting, or choose another "
-                    "algorithm."
+                    f"there is no averaged gradient to clip. Remove {name}, or choose another algorithm."
                 )
         if settings.precision == "16-mixed":
             raise UserError(
-                "precision '16-mixed' does not work with algorithm 'qadam': the momenta would include the "
-                "loss scale. Use 'bf16-mixed'."
+                "precision='16-mixed' does not work with algorithm='qadam': the momenta would include "
+                "the loss scale. Use precision='bf16-mixed'."
             )
 
     def attach(self, parallel: DistributedDataParallel) -> None:
@@ -67,8 +66,9 @@ class QAdam(Algorithm):
             plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             if not plain or any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
                 raise UserError(
-                    f"algorithm 'qadam' supports only Adam and AdamW without amsgrad or maximize, but "
-                    f"configure_optimizers() returned {type(optimizer).__name__}."
+                    "algorithm='qadam' supports only Adam and AdamW, without amsgrad and maximize, but "
+                    "configure_optimizers() returned "
+                    f"{type(optimizer).__name__}{' with one of these options enabled' * plain}."
                 )
             for group in optimizer.param_groups:
                 self._group |= dict.fromkeys(group["params"], (optimizer, group))

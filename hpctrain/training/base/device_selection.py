@@ -19,8 +19,8 @@ from hpctrain.telemetry.sampling.nvml import GpuReader
 Devices = int | str | Sequence[int]
 
 _FORMS = (
-    "a number of devices, -1 for all, a list of indices such as [1, 3] or '1,3', or 'auto' for all free "
-    "devices"
+    "a number of devices (at least 1), -1 for all devices, a list of device indices such as [1, 3] or "
+    "'1,3', or 'auto' for all free devices"
 )
 
 
@@ -76,20 +76,25 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
         if max(wanted) >= num_gpus:
             raise UserError(f"devices is {devices!r}, but the last visible GPU has index {num_gpus - 1}.")
         return list(wanted)
+    if wanted is not None and wanted > num_gpus:
+        raise UserError(
+            f"devices is {devices!r}, but the number of visible GPUs is {num_gpus}. Set a smaller number."
+        )
     free = [index for index in range(num_gpus) if index not in busy]
     if wanted is None:
         if not free:
             raise UserError(
-                f"devices is {devices!r}, but all {num_gpus} visible GPUs are in use. Wait for a free GPU, "
-                "or list the GPUs to share: devices=[0, …]."
+                f"devices is {devices!r}, but other processes use all visible GPUs ({num_gpus}). Wait for "
+                "a free GPU, or list the GPUs to share: devices=[0, …]."
             )
         return list(free)
     if wanted == -1:
         return list(range(num_gpus))
     if wanted > len(free):
         raise UserError(
-            f"devices is {devices!r}, but only {len(free)} of {num_gpus} visible GPUs are free; other "
-            "processes use the rest. Use fewer GPUs, wait, or list the GPUs to share: devices=[0, …]."
+            f"devices is {devices!r}, but other processes use {num_gpus - len(free)} of the {num_gpus} "
+            "visible GPUs. Set a smaller number, wait for free GPUs, or list the GPUs to share: "
+            "devices=[0, …]."
         )
     return list(free[:wanted])
 

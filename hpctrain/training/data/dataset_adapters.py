@@ -30,6 +30,7 @@ def make_step_source(
     data_rank: DataRank,
     context: DistributedContext,
     until: StopCondition,
+    strategy: str = "auto",
 ) -> StepSource:
     """Return the step source for a training set, map-style or stream. All ranks must call this.
 
@@ -43,8 +44,9 @@ def make_step_source(
         _check_divisible_stream(data_rank, name)
         if data_rank.world_size != context.ranks.world_size:
             raise UserError(
-                "train_dataset is a stream, which is divided among the ranks, but with this strategy, every "
-                "rank needs complete batches. Use a map-style data set, with __len__ and __getitem__."
+                "train_dataset is a stream, which hpctrain divides among the ranks, but "
+                f"strategy={strategy!r} needs the complete batch on every rank. Use a map-style data set, "
+                "with __len__ and __getitem__."
             )
         source = StreamStepSource(parts.dataset, unpacked, data_rank, context, until)
     else:
@@ -53,13 +55,13 @@ def make_step_source(
     _check_equal(context, {**source.identity(), **end}, name)
     if isinstance(dataset, DataLoader) and data_rank.world_size > 1 and not loading.global_batch_size_is_set:
         size, ranks = source.loading.global_batch_size, data_rank.world_size
-        remark = f"each batch of the DataLoader is divided among all {ranks} ranks"
+        remark = f"Each batch of the DataLoader is divided among all {ranks} ranks"
         if not parts.yields_batches:
             remark += (
-                f", so a step trains {size} samples in total. If batch_size={size} is meant for each rank, "
-                f"as in Lightning and DDP, set Trainer(global_batch_size={size * ranks})"
+                f", so a step trains on {size} samples in total. If batch_size={size} is meant for each "
+                f"rank, as in Lightning and DDP, set Trainer(global_batch_size={size * ranks})"
             )
-        source.remarks = [*source.remarks, remark]
+        source.remarks = [*source.remarks, f"{remark}."]
     return source
 
 
@@ -85,9 +87,9 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
                 {key: each.get(key) for key in sorted(differing)} for each in (first, other)
             )
             raise UserError(
-                f"{name} differs between ranks: {on_first} on rank 0, but {on_other} on rank {rank}. Check "
-                "that all nodes have the same copy of the data and the same settings, and that the "
-                "sampler, if any, returns the samples of all ranks."
+                f"{name} differs between ranks: {on_first} on rank 0, but {on_other} on rank {rank}. "
+                "Check that all nodes have the same data and the same settings. A custom sampler must "
+                "return the samples of all ranks, not only those of its own rank."
             )
 
 

@@ -54,7 +54,7 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
         except TypeError:
             raise UserError(
                 f"{name} is a {type(inner).__name__}, which has no length and is not an IterableDataset. "
-                "Define __len__, or derive it from IterableDataset."
+                "Define __len__, or subclass IterableDataset."
             ) from None
     if (num_samples if subset is None else len(subset)) < 1:
         raise UserError(f"{name} is empty.")
@@ -145,7 +145,7 @@ class _SampleFetcherBase:
 
     def _add_sample_note(self, error: Exception, what: str, epoch: int) -> None:
         when = describe_round(epoch)
-        error.add_note(f"hpctrain: raised while {self._name} was fetching {what} in {when}.")
+        error.add_note(f"hpctrain: raised while {what} of {self._name} in {when}.")
 
 
 class ItemsFetcher(_SampleFetcherBase):
@@ -158,7 +158,7 @@ class ItemsFetcher(_SampleFetcherBase):
                 self._seeds.enter_batch(epoch, inner)
                 return self._collate(self._dataset.__getitems__(inner))
         except Exception as error:
-            self._add_sample_note(error, f"samples {inner}", epoch)
+            self._add_sample_note(error, f"fetching or collating samples {inner}", epoch)
             raise
 
 
@@ -178,7 +178,7 @@ class SampleFetcher(_SampleFetcherBase):
                 return self._collate(samples)
         except Exception as error:
             failed = len(samples) < len(inner)
-            what = f"sample {inner[len(samples)]}" if failed else f"and collating samples {inner}"
+            what = f"fetching sample {inner[len(samples)]}" if failed else f"collating samples {inner}"
             self._add_sample_note(error, what, epoch)
             raise
 
@@ -205,11 +205,14 @@ def _columns(dataset: Any, name: str) -> list[Any] | None:
         parts = [dataset]
     if not parts or not all(_is_column(part) for part in parts):
         if isinstance(dataset, Mapping) and parts:
-            raise UserError(f"{name} is a dict, so all its values must be tensors or NumPy arrays.")
+            raise UserError(
+                f"{name} is a dict, so each of its values must be a tensor or a numeric NumPy array with "
+                "at least one dimension."
+            )
         return None
     lengths = [len(part) for part in parts]
     if len(set(lengths)) > 1:
-        raise UserError(f"{name} has tensors of different lengths: {lengths}.")
+        raise UserError(f"The tensors or arrays of {name} have different lengths: {lengths}.")
     return parts
 
 

@@ -60,15 +60,15 @@ class ShardedStream:
         """
         if iter(dataset) is dataset and not hasattr(dataset, "load_state_dict"):
             raise UserError(
-                f"{name} is a {type(dataset).__name__}, which can be read only once. "
-                "Use an IterableDataset, whose __iter__ starts over in each epoch."
+                f"{name} is a {type(dataset).__name__}, which can be read only once. Use an "
+                "IterableDataset whose __iter__ starts from the beginning in each epoch."
             )
         self._dataset, self.name = dataset, name
         offered = getattr(dataset, "num_shards", None)
         has_shards = callable(getattr(dataset, "shard", None))
         self.num_shards = offered if isinstance(offered, int) and has_shards else 1
         if self.num_shards < 1:
-            raise UserError(f"{name} has {self.num_shards} shards, but must have at least one.")
+            raise UserError(f"{name} has {self.num_shards} shards; it must have at least one.")
 
     def shard(self, index: int) -> Any:
         """Return a shard as an iterable, positioned at its beginning."""
@@ -95,7 +95,8 @@ class _ShardReader:
         if self._holder is None:
             raise UserError(
                 f"{self._name} was at sample {checkpoint.number} of shard {shard} when the checkpoint was "
-                "written, but no longer has load_state_dict. Restore that method, or start a new run."
+                "written, but it no longer has state_dict() and load_state_dict(). Restore these "
+                "methods, or start a new run in a new folder."
             )
         self._holder.load_state_dict(copy.deepcopy(checkpoint.state))
         if self._holder is dataset:
@@ -116,8 +117,8 @@ class _ShardReader:
                     ended = True
                 except Exception as error:
                     error.add_note(
-                        f"hpctrain: raised while {self._name} was reading sample {self._number} of shard "
-                        f"{shard} in epoch {epoch}."
+                        f"hpctrain: raised while reading sample {self._number} of shard {shard} of "
+                        f"{self._name} in epoch {epoch}."
                     )
                     raise
                 else:
@@ -199,8 +200,9 @@ def dump_checkpoints(checkpoints: list[ReaderCheckpoint | None], name: str) -> t
         load_checkpoints(dumped)
     except Exception as error:
         raise UserError(
-            f"the state_dict of {name} contains a value that a checkpoint cannot store: {error}. "
-            "Return only numbers, strings, tensors, and lists and dicts of them."
+            f"The state_dict() of {name} contains a value that a checkpoint cannot store. Return only "
+            "numbers, strings, tensors, None, and lists, tuples and dicts of these. Error of torch.load: "
+            f"{error}"
         ) from error
     return dumped
 

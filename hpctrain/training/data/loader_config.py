@@ -49,8 +49,8 @@ class LoaderConfig:
         if self.global_batch_size % batch_size:
             raise UserError(
                 f"global_batch_size is {self.global_batch_size}, but {name} is a DataLoader with "
-                f"batch_size={batch_size}. global_batch_size must be batch_size × ranks × accumulation "
-                "steps, and therefore a multiple of batch_size. To divide each batch of the DataLoader among "
+                f"batch_size={batch_size}. Set global_batch_size to a multiple of batch_size, such as "
+                "batch_size × ranks × accumulation steps. To divide each batch of the DataLoader among "
                 "the ranks instead, remove global_batch_size."
             )
         return self
@@ -64,8 +64,9 @@ class LoaderConfig:
         if self.global_batch_size_is_set and self.global_batch_size != batch_size:
             raise UserError(
                 f"global_batch_size is {self.global_batch_size}, but the largest batch of {name}'s batch "
-                f"sampler has {batch_size} samples. Each of its batches is divided among the ranks. Make "
-                "it return batches for all ranks together, and remove global_batch_size."
+                f"sampler has {batch_size} samples. The ranks divide each batch of the batch sampler "
+                "among themselves. Make the batch sampler return batches for all ranks together, and "
+                "remove global_batch_size."
             )
         return replace(self, global_batch_size=batch_size)
 

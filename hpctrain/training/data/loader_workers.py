@@ -113,9 +113,9 @@ class LoaderWorkers:
             if time.monotonic() >= deadline:
                 places = "; ".join(self._position(i) for i in range(len(self._processes)))
                 raise HpctrainError(
-                    f"no batch of {self._name} arrived from {len(self._processes)} data workers within "
-                    f"{self._timeout_s:g} s (dataloader_timeout_s). Positions of the data workers: "
-                    f"{places}. Check __getitem__ for a blocking call, or increase dataloader_timeout_s."
+                    f"No batch of {self._name} arrived within {self._timeout_s:g} s "
+                    f"(dataloader_timeout_s). Positions of the data workers: {places}. Check the data set "
+                    "for a blocking call, or increase dataloader_timeout_s."
                 )
 
     def close(self) -> None:
@@ -145,15 +145,15 @@ class LoaderWorkers:
     def _death_message(self, number: int) -> str:
         code = self._processes[number].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        hint = " The kernel kills processes when memory runs out." if code == -signal.SIGKILL else ""
+        hint = " A common cause is a lack of memory." if code == -signal.SIGKILL else ""
         return (
-            f"data worker {number} (pid {self._processes[number].pid}) {how} {self._position(number)}.{hint}"
+            f"Data worker {number} (pid {self._processes[number].pid}) {how} {self._position(number)}.{hint}"
         )
 
     def _position(self, number: int) -> str:
         epoch, index, second = self._progress_boards[number]
         if index < 0:
-            return f"before its first sample of {self._name}"
+            return f"before the first sample of {self._name}"
         if second >= 0:
             return f"at sample {second} of shard {index} of {self._name}, {describe_round(epoch)}"
         return f"at sample {index} of {self._name}, {describe_round(epoch)}"

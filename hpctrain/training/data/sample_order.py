@@ -59,7 +59,7 @@ class SampleOrder:
             IndexError: the positions are not in [0, num_samples].
         """
         if not 0 <= start <= stop <= self.num_samples:
-            raise IndexError(f"positions [{start}, {stop}) are outside of [0, {self.num_samples}].")
+            raise IndexError(f"positions [{start}, {stop}) are outside [0, {self.num_samples}).")
         first, last = start // _CHUNK, -(-stop // _CHUNK)
         if last - first == 1:
             return self._chunk(epoch, first)[start - first * _CHUNK : stop - first * _CHUNK]

@@ -156,7 +156,7 @@ def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None)
         import numpy
 
         return numpy.random.default_rng(seed)
-    raise UserError(f"sample_generator({kind!r}): choose from 'torch', 'numpy' and 'python'.")
+    raise UserError(f"sample_generator() received kind={kind!r}; choose from 'torch', 'numpy' and 'python'.")
 
 
 def _own_generators() -> tuple[torch.Tensor, Any, Any]:

@@ -81,9 +81,10 @@ class SamplerPlan:
         first = self.draw(0)
         if self._draw(0).digest != first.digest:
             raise UserError(
-                f"{self._what} returned two different orders for the same epoch and seed, so a resumed run "
-                "could not continue its order. Use the global random generators, or a generator that is an "
-                "attribute of the sampler. If the order depends on the epoch, define set_epoch(epoch)."
+                f"{self._what} returned two different orders for the same epoch and seed, so a resumed "
+                "run could not reproduce the order. In the sampler, use only the global random "
+                "generators or generators that are attributes of the sampler, because hpctrain seeds "
+                "these. If the order depends on the epoch, define set_epoch(epoch)."
             )
         self._identity = {"sampler": type(parts.sampler).__name__, "first_epoch": first.digest}
         self.max_batch_size = max(len(first.batch(i)) for i in range(len(first.ends)))
@@ -109,7 +110,8 @@ class SamplerPlan:
         if state["order"] is not None and self.draw(epoch).digest != state["order"]:
             raise UserError(
                 f"{self._what} returned a different order for epoch {epoch} than before the stop, so the "
-                "epoch cannot be continued. The order may depend only on the epoch and on random numbers."
+                "epoch cannot be continued. The order may depend only on the epoch and on random "
+                "numbers. Restore the previous sampler, or start a new run in a new folder."
             )
 
     def last_step(self, epochs: int) -> int | None:
@@ -163,12 +165,13 @@ class SamplerPlan:
             if len(indices) % self._batch_size and not self._parts.drop_last:
                 ends.append(len(indices))
         if not ends:
-            raise UserError(f"{self._what} returned no batch in epoch {epoch}.")
+            raise UserError(f"{self._what} returned too few samples for a batch in epoch {epoch}.")
         drawn = torch.frombuffer(indices, dtype=torch.int64)
         if not 0 <= int(drawn.min()) <= int(drawn.max()) < self._num_samples:
             raise UserError(
-                f"{self._what} returned indices from {int(drawn.min())} to {int(drawn.max())}, but the data "
-                f"set has {self._num_samples} samples."
+                f"{self._what} returned indices from {int(drawn.min())} to {int(drawn.max())}, but the "
+                f"data set has {self._num_samples} samples. Return indices from 0 to "
+                f"{self._num_samples - 1}."
             )
         digest = hashlib.blake2b(indices, digest_size=8)
         digest.update(ends)
@@ -187,13 +190,15 @@ class SamplerPlan:
                 indices.extend(map(index, islice(batch, _MAX_SAMPLES + 1 - before)))
                 if len(indices) > _MAX_SAMPLES:
                     raise UserError(
-                        f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. "
-                        "Shorten the epochs."
+                        f"{self._what} returned more than {_MAX_SAMPLES} samples in an epoch. Limit the "
+                        "number of samples per epoch."
                     )
                 if len(indices) > before:
                     ends.append(len(indices))
         except TypeError as error:
-            raise UserError(f"{self._what} must return integers: {error}.") from error
+            raise UserError(
+                f"{self._what} must return {'lists of ' * self._parts.yields_batches}integers: {error}."
+            ) from error
         return indices
 
 

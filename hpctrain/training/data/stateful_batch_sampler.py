@@ -62,7 +62,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
         if global_batch_size < self._data_rank.world_size:
             raise UserError(
                 f"global_batch_size is {global_batch_size}, but there are {self._data_rank.world_size} "
-                "ranks. It is the total for all ranks, so set it to at least the number of ranks."
+                "ranks. Set the number of samples for all ranks together, at least one per rank."
             )
         order = (SampleOrder if shuffle else SequentialOrder)(len(dataset), seed)
         self._plan = BatchPlan(order, global_batch_size, drop_last)
@@ -108,8 +108,9 @@ class StatefulBatchSampler(Sampler[list[int]]):
         saved = {name: value for name, value in state_dict.items() if name != "step"}
         if saved != self._identity:
             raise UserError(
-                f"The checkpoint was saved with the sample order of {saved}, but this script uses "
-                f"{self._identity}. Restore the old values, or start a new run in a new folder."
+                f"The checkpoint was saved with {saved}, but this script uses {self._identity}. The order "
+                "of samples depends on these values. Restore the old values, or start a new run in a new "
+                "folder."
             )
         self._start, self._batches = state_dict["step"], None
 

@@ -58,7 +58,7 @@ class StepSource(Protocol):
     loading: LoaderConfig
     """Data settings in use."""
     remarks: Sequence[str]
-    """Remarks shown to the user at the start, as sentences without a period."""
+    """Remarks shown to the user at the start, as sentences."""
 
     def identity(self) -> dict[str, Any]:
         """Return all values that determine the order of samples."""
@@ -121,7 +121,7 @@ class MapStepSource:
         elif batch_size > self._plan.max_batch_size:
             # Users relate learning rates and throughput to the batch size that they configured.
             remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples, "
-            self.remarks = [f"{remark}so every step uses all samples"]
+            self.remarks = [f"{remark}so every step uses all samples."]
         self.loading = loading
         self.last_step = until.steps or self._plan.last_step(until.epochs or 0)
         self._step = 0
@@ -224,7 +224,7 @@ def _make_plan(
     if contains_mixture(parts.dataset):
         raise UserError(
             f"{name} is a {type(parts.dataset).__name__} that contains a Mixture, whose weights would be "
-            "ignored. Pass a single Mixture, of subsets if necessary."
+            "ignored. Pass a single Mixture, which may contain subsets."
         )
     if isinstance(parts.dataset, Mixture):
         if parts.sampler is not None:

@@ -76,6 +76,6 @@ class StreamPlan:
             if batch is not None:
                 return batch
             if cursor.batch == 0:
-                raise UserError(f"train_dataset returned no samples in epoch {cursor.epoch}.")
+                raise UserError(f"train_dataset yielded no samples in epoch {cursor.epoch}.")
             cursor = StreamCursor(cursor.epoch + 1)
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.text import pluralize
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
 from hpctrain.training.data.interleaved_reader import (
     ReaderCheckpoint,
@@ -127,8 +128,9 @@ class StreamStepSource:
             self._plan.reset(StreamCursor(cursor.epoch))
             self._checkpoints = {}
             remark = (
-                "train_dataset lacks state_dict() or load_state_dict(), so its position is not restored: "
-                f"epoch {cursor.epoch} starts over and repeats {int(taken.sum())} samples."
+                "train_dataset had no state_dict() and load_state_dict() when the checkpoint was saved, "
+                f"so its position is not restored. Epoch {cursor.epoch} starts over and repeats "
+                f"{pluralize(int(taken.sum()), 'sample')}."
             )
             return [remark]
         self._plan.reset(cursor, lengths)

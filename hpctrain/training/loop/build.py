@@ -155,7 +155,7 @@ def _make_data(
     """Return the source of training steps and the validation set, if any. All ranks must call this."""
     loading = make_loader_config(settings, context)
     until = StopCondition(settings.max_steps, settings.max_epochs)
-    source = make_step_source(train, loading, data_rank, context, until)
+    source = make_step_source(train, loading, data_rank, context, until, settings.strategy)
     if val is None:
         return source, None
     every_rank = DataRank(context.ranks.rank, context.ranks.world_size, settings.grain_size)
@@ -170,8 +170,8 @@ def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
     """
     if settings.keep_best and not validates and settings.monitor.startswith("val_"):
         raise UserError(
-            f"keep_best={settings.keep_best} requires the validation metric monitor={settings.monitor!r}, "
-            "but fit() received no validation set. Pass a validation set, or set monitor to a metric that "
+            f"keep_best={settings.keep_best} selects checkpoints by monitor={settings.monitor!r}, but "
+            "this run has no validation set. Pass a validation set, or set monitor to a metric that "
             "training_step returns, such as 'loss'."
         )
 

@@ -179,8 +179,8 @@ class _SampleMeans:
         terms = self._terms
         if terms and terms.keys() != scalars.keys():
             raise UserError(
-                f"{self.origin} returned {sorted(scalars)} for a batch, but {sorted(terms)} for earlier "
-                "batches. Return the same metrics for every batch."
+                f"{self.origin} returned the metrics {sorted(scalars)} for a batch, but {sorted(terms)} "
+                "for earlier batches. Return the same metrics for every batch."
             )
         for name, mean in scalars.items():
             terms.setdefault(name, []).append(mean.double() * num_samples)
@@ -209,13 +209,13 @@ class _SampleMeans:
             (rank, names) for rank, names in enumerate(self._context.all_gather(own)) if names is not None
         ]
         if not gathered:
-            raise UserError(f"the data set for {self.origin} returned no samples on any rank.")
+            raise UserError(f"The data set for {self.origin} yielded no samples on any rank.")
         first, names = gathered[0]
         for rank, others in gathered:
             if set(others) != set(names):
                 raise UserError(
-                    f"{self.origin} returned {sorted(others)} on rank {rank}, but {sorted(names)} on rank "
-                    f"{first}. Return the same metrics on every rank."
+                    f"{self.origin} returned the metrics {sorted(others)} on rank {rank}, but "
+                    f"{sorted(names)} on rank {first}. Return the same metrics on every rank."
                 )
         return list(names)
 

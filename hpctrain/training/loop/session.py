@@ -70,7 +70,7 @@ def session(
     if options.get("on_bad_loss") in ("skip", "rollback"):
         raise UserError(
             f"on_bad_loss is {options['on_bad_loss']!r}, but a custom loop performs its own updates, so "
-            "session() can only stop. Use 'stop' or None."
+            "session() can only stop the run. Use 'stop' or None."
         )
     seed_all(seed)
     folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
@@ -186,7 +186,7 @@ class Session:
         names. If a name is logged twice, the last value is used.
         """
         if self._loop is None:
-            raise UserError("log() was called outside the loop over batches().")
+            raise UserError("log() was called before the loop over batches(). Call log() inside this loop.")
         self._loop.metrics.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -196,7 +196,8 @@ class Session:
     def _make_loop(self, dataset: Any, **length: Any) -> TrainingLoop:
         if not self._prepared.optimizers:
             raise UserError(
-                "batches() was called before prepare(model, optimizer), so there is nothing to train."
+                "batches() was called, but prepare() has received no optimizer, so nothing would be "
+                "trained. Call prepare(model, optimizer) first."
             )
         if self._loop is not None:
             raise UserError(
@@ -235,7 +236,7 @@ class Session:
     def _warn_of_early_exit(self, step: int) -> None:
         if self.is_main:
             print(
-                f"hpctrain: the loop over batches() ended early, in step {step}: work since the last "
+                f"hpctrain: The loop over batches() ended early, in step {step}. Work since the last "
                 "checkpoint is lost. To end training early, call end() and keep iterating until the loop "
                 "stops.",
                 flush=True,
@@ -258,7 +259,7 @@ class Session:
             self._prepared.schedulers.append(thing)
             return thing
         raise UserError(
-            f"prepare() received a {type(thing).__name__}; it accepts modules, optimizers and "
+            f"prepare() received a {type(thing).__name__}, but accepts only modules, optimizers and "
             "learning-rate schedulers."
         )
 

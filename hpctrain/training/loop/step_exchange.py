@@ -86,7 +86,7 @@ class StepExchange:
         cause = self._describe(step, cause, own_loss)
         if self._guard.exclude_step(step):
             self._parts.log.write_event("bad_loss", step=step, cause=cause, action="skip")
-            self._parts.progress.print_message(f"hpctrain: {cause}: the update of this step is skipped")
+            self._parts.progress.print_message(f"hpctrain: {cause}, so the update of this step is skipped")
         else:
             self._failed = BadStep(step, cause)
         return False

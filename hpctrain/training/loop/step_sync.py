@@ -199,7 +199,9 @@ class StepSync:
                         "Use the same metric names on every rank."
                     )
         if taken := sorted(set(own[-1]).intersection(RESERVED_FIELDS)):
-            raise UserError(f"A metric is named {taken[0]!r}, which is reserved in metrics.jsonl. Rename it.")
+            raise UserError(
+                f"A metric is named {taken[0]!r}, which is reserved in metrics.jsonl. Rename the metric."
+            )
         return own[-1]
 
 

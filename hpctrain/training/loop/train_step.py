@@ -70,7 +70,7 @@ class TrainStep:
         if self._optimizers_alternate and settings.on_bad_loss == "skip":
             raise UserError(
                 "on_bad_loss is 'skip', but training_step accepts optimizer_idx: the first optimizer "
-                "updates before the loss of the second is computed. Use 'stop' or 'rollback'."
+                "updates its parameters before the second loss is computed. Use 'stop' or 'rollback'."
             )
         # A pipeline runs the backward passes within the training step.
         self._runs_backward = strategy.splits_batches and strategy.context.is_distributed
@@ -194,7 +194,9 @@ class TrainStep:
         """
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
-            raise UserError(f"{self._origin} returned {sorted(scalars)}; it must include 'loss'.")
+            raise UserError(
+                f"{self._origin} returned {sorted(scalars)} without 'loss'. Return the loss under this name."
+            )
         if not (scalars["loss"].requires_grad or self._runs_backward):
             raise UserError(
                 f"{self._origin} returned a loss that does not depend on trainable parameters. Return the "

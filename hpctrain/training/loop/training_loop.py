@@ -147,24 +147,25 @@ class TrainingLoop:
         if guard.policy == "stop":
             reason = "on_bad_loss is 'stop'"
         elif not guard.exclude_step(bad.step):
-            reason = (
-                f"the losses of {MAX_CONSECUTIVE} consecutive steps were bad (on_bad_loss={guard.policy!r})"
-            )
+            reason = f"{MAX_CONSECUTIVE} consecutive steps were bad (on_bad_loss={guard.policy!r})"
         elif newest is None:
             reason = "there is no checkpoint to return to (on_bad_loss='rollback')"
         action = "stop" if reason else "rollback"
         parts.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
         if reason:
+            advice = (
+                " To skip the update of such a step, use on_bad_loss='skip'. To return to the last good "
+                "checkpoint and exclude the batch, use 'rollback'."
+            )
             error = BadLoss(
                 f"{bad.cause[0].upper()}{bad.cause[1:]}. The run stops, because {reason}. Last good "
-                f"checkpoint: {newest or 'none'}. Check the data of that step and the learning rate. To skip "
-                "the update of such a step, use on_bad_loss='skip'. To return to the last good checkpoint "
-                "and exclude the batch, use 'rollback'."
+                f"checkpoint: {newest or 'none'}. Check the data of that step and the learning rate."
+                f"{advice if guard.policy == 'stop' else ''}"
             )
             mark_non_retryable(error)
             raise error
         parts.progress.print_message(
-            f"hpctrain: {bad.cause}: returning to {newest} and excluding the batch of this step"
+            f"hpctrain: {bad.cause}, so training returns to {newest} and excludes the batch of this step"
         )
         self._exchange.discard()
         parts.source.close()
@@ -205,8 +206,8 @@ class TrainingLoop:
             parts.source.micro_batch_size = self._train_step.find_micro_batch_size(parts.source, state)
             if (most := self._train_step.max_micro_batch) is not None:
                 self._print_hint(
-                    f"micro-batches have at most {pluralize(most, 'sample')}, because an earlier attempt ran "
-                    "out of GPU memory; the gradients are the same up to rounding."
+                    f"Micro-batches are limited to {pluralize(most, 'sample')}, because an earlier "
+                    "attempt ran out of GPU memory. The gradients are the same up to rounding."
                 )
 
     def _save_and_exit(self) -> NoReturn:

@@ -77,6 +77,6 @@ class Validator:
         metric = settings.monitor
         if settings.keep_best and metric.startswith("val_") and metric not in accepted:
             raise UserError(
-                f"keep_best={settings.keep_best} requires monitor={metric!r}, but validation returned "
-                f"only: {', '.join(sorted(given))}."
+                f"keep_best={settings.keep_best} selects checkpoints by monitor={metric!r}, but "
+                f"validation returned only these metrics: {', '.join(sorted(given))}."
             )

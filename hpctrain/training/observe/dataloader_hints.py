@@ -26,8 +26,8 @@ def warn_too_many_workers(num_workers: int, cpus: int) -> str | None:
     if num_workers <= cpus:
         return None
     return (
-        f"num_workers is {num_workers}, but each rank has only {pluralize(cpus, 'CPU')}, which the workers "
-        f"share. Request more CPUs with --cpus-per-task, or set num_workers={cpus}."
+        f"num_workers is {num_workers}, but each rank has only {pluralize(cpus, 'CPU')}. Request more "
+        f"CPUs with --cpus-per-task, or set num_workers={cpus}."
     )
 
 
@@ -42,11 +42,12 @@ def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: 
     """
     if all_s < _SEEN_S or waited_s < _SHARE * all_s:
         return None
-    said = f"{waited_s / all_s:.0%} of the time was spent waiting for data with num_workers={num_workers}"
+    share = f"{waited_s / all_s:.0%}"
+    said = f"Training spent {share} of the time waiting for data with num_workers={num_workers}"
     more = min(max(2 * num_workers, 1), cpus)
     if more > num_workers:
-        return f"{said}. Each rank has {pluralize(cpus, 'CPU')}: try num_workers={more}."
+        return f"{said}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={more}."
     return (
         f"{said}, and each rank has only {pluralize(cpus, 'CPU')}. Request more CPUs with "
-        "--cpus-per-task, or make data loading cheaper."
+        "--cpus-per-task, or make data loading faster."
     )

@@ -45,8 +45,8 @@ class LoggerProcess:
         if loggers and run is None:
             names = ", ".join(logger.name for logger in loggers)
             print_message(
-                f"hpctrain: there is no run folder, so these loggers receive no metrics: {names}. "
-                "Set Trainer(run_dir=…)."
+                f"hpctrain: There is no run folder, so these loggers receive no metrics: {names}. Set "
+                "Trainer(run_dir=…)."
             )
         elif loggers and run is not None:
             parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
@@ -77,6 +77,6 @@ class LoggerProcess:
         )
         if not self._process.stop(_LIMITS_S[ending], ending):
             self._print_message(
-                f"hpctrain: the loggers did not finish within {_LIMITS_S[ending]:g} s and may lack the last "
-                "steps; metrics.jsonl contains all steps."
+                f"hpctrain: The loggers did not finish within {_LIMITS_S[ending]:g} s, so they may lack "
+                "the last steps. metrics.jsonl contains all steps."
             )

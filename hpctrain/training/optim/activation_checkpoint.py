@@ -70,15 +70,15 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
         found = [name for name in named if _matches(name, pattern)]
         if not found:
             raise UserError(
-                f"recompute contains {pattern!r}, but {type(module).__name__} has no such submodule. "
-                f"Available submodules: {', '.join(map(repr, list(named)[:20]))}."
+                f"recompute contains {pattern!r}, but no submodule of {type(module).__name__} matches. "
+                f"Its submodules include {', '.join(map(repr, list(named)[:20]))}."
             )
         chosen |= {name: named[name] for name in found}
     for name in chosen:
         outer = [other for other in chosen if name.startswith(f"{other}.")]
         if outer:
             raise UserError(
-                f"recompute matches {name!r} and {outer[0]!r}, which contains it. Choose only one of them."
+                f"recompute matches both {outer[0]!r} and its submodule {name!r}. Choose only one of them."
             )
     return chosen
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.text import pluralize
 from hpctrain.training.base import rng
 
 
@@ -64,8 +65,9 @@ def find_micro_batch_size(
         return share
     if context.is_distributed and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise UserError(
-            "micro_batch_size is 'auto', but ranks wait for each other in the SyncBatchNorm layers of the "
-            "module. The search could deadlock if a rank runs out of memory. Set a number."
+            "micro_batch_size is 'auto', but ranks wait for each other in the SyncBatchNorm layers of "
+            "the module. The search for a micro-batch size could deadlock if a rank runs out of memory. "
+            "Set a number."
         )
 
     def fits(count: int) -> bool:
@@ -127,10 +129,15 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
 
 def add_oom_hint(error: torch.OutOfMemoryError, setting: Any, num_samples: int) -> None:
     """Add advice for the user to `error`."""
+    if num_samples == 1:
+        remedy = "Use a smaller model or smaller inputs."
+    elif setting == "auto":
+        remedy = "Set a smaller micro_batch_size."
+    else:
+        remedy = "Set a smaller micro_batch_size, or 'auto' for the largest size that fits."
     error.add_note(
-        f"hpctrain: this rank processed {num_samples} samples at once (micro_batch_size={setting!r}). "
-        "A smaller micro_batch_size needs less memory and yields the same gradient; "
-        "micro_batch_size='auto' finds the largest size that fits."
+        f"hpctrain: This rank processed {pluralize(num_samples, 'sample')} at once "
+        f"(micro_batch_size={setting!r}). {remedy}"
     )
 
 

@@ -80,7 +80,8 @@ def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
         raise UserError(
             f"{type(module).__name__}.configure_optimizers() returned optimizers without any of the "
             f"{len(own)} trainable parameters of the module, so nothing would be trained. Create the "
-            "optimizers from self.parameters() in this method: layers replaced later have new parameters."
+            "optimizers in this method, from self.parameters(). Do not replace layers afterwards, "
+            "because new layers have new parameters."
         )
 
 
@@ -133,8 +134,8 @@ def _unwrapped(scheduler: Any, origin: str) -> Any:
     for key, only in _SCHEDULER_KEYS.items():
         if (value := scheduler.get(key, only)) != only:
             raise UserError(
-                f"{origin} returned a scheduler with {key}={value!r}. Schedulers advance once per optimizer "
-                f"step, on any number of ranks: set {key}={only!r} and count in steps."
+                f"{origin} returned a scheduler with {key}={value!r}. Schedulers advance once per "
+                f"optimizer step, on any number of ranks. Set {key}={only!r} and count in steps."
             )
     return scheduler["scheduler"]
 
@@ -146,8 +147,8 @@ def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Modul
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if seen.setdefault(id(parameter), i) != i:
                 raise UserError(
-                    f"{origin} assigns {names.get(id(parameter), 'a parameter')} to optimizer "
-                    f"{seen[id(parameter)]} and to optimizer {i}; both would update it. Assign it to a "
+                    f"{origin} assigns {names.get(id(parameter), 'a parameter')} to optimizers "
+                    f"{seen[id(parameter)]} and {i}, so both would update it. Assign each parameter to a "
                     "single optimizer."
                 )
 
@@ -168,9 +169,9 @@ def ignored_hyperparameters(
             for name, saved, asked in _differences(new, old):
                 which = f" of optimizer {number}" if len(optimizers) > 1 else ""
                 found[
-                    f"{name}{which} remains {saved!r}, the value in the checkpoint, although the script now "
-                    f"sets {asked!r}. To change it in a resumed run, set it in the on_fit_start() of a "
-                    "callback, which is called after the checkpoint is loaded."
+                    f"{name}{which} remains {saved!r}, the value in the checkpoint, although the script "
+                    f"now sets {asked!r}. To change the value in a resumed run, set it in a callback's "
+                    "on_fit_start(), which runs after the checkpoint is loaded."
                 ] = None
     return list(found)
 
@@ -185,8 +186,8 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     ours = {name for group in optimizer.param_groups for name in group}
     if (more := theirs - ours) and (less := ours - theirs):
         raise ValueError(
-            f"the optimizer in the checkpoint has the options {', '.join(sorted(more))}, but the optimizer "
-            f"of the script has {', '.join(sorted(less))} instead."
+            f"the optimizer in the checkpoint has the options {', '.join(sorted(more))}, but the "
+            f"optimizer of the script has {', '.join(sorted(less))} instead"
         )
 
 

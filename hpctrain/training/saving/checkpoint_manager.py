@@ -116,7 +116,7 @@ class CheckpointManager:
             )
             self._log.write_event("failure", cause=f"{cause}.")
             self._progress.print_message(
-                f"hpctrain: {cause}. Saves are skipped until this write has ended. Training continues."
+                f"hpctrain: {cause}. Until this write has ended, saves are skipped. Training continues."
             )
         return False
 
@@ -217,8 +217,7 @@ class CheckpointManager:
             os.stat(self.folder)
         except FileNotFoundError:
             cause = (
-                f"{self.folder} has vanished, together with its checkpoints. hpctrain will create the folder "
-                "again."
+                f"{self.folder} and its checkpoints no longer exist. The next save creates the folder again."
             )
             self._log.write_event("failure", cause=cause)
             self._progress.print_message(f"hpctrain: {cause}")
@@ -239,7 +238,8 @@ class CheckpointManager:
         if saved.finite is False:
             fields["finite"] = False
             self._progress.print_message(
-                f"hpctrain: {saved.path} contains NaN or infinite values in parameters or optimizer states."
+                f"hpctrain: {saved.path} contains NaN or infinite values in the parameters or the "
+                "optimizer state."
             )
         if saved.score is not None:
             fields |= {

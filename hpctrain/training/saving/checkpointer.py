@@ -62,7 +62,7 @@ class Checkpointer:
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise UserError(
                     f"Checkpointer received {name}={type(value).__name__}(…), which lacks state_dict() or "
-                    "load_state_dict(). Remove the object, or add both methods."
+                    "load_state_dict(). Remove the object, or add the missing methods."
                 )
         self._replicas = [each for each in objects.values() if isinstance(each, DistributedDataParallel)]
         self._objects = {
@@ -74,7 +74,9 @@ class Checkpointer:
         self._context = init_distributed(detect(os.environ), os.environ)
         self._store: CheckpointStore | None = None
         if self._run is None:
-            self._print("there is no run folder, so nothing is saved; pass run_dir, or use hpctrain submit")
+            self._print(
+                "There is no run folder, so nothing is saved. Pass run_dir, or use `hpctrain submit`."
+            )
             return
         self._run.check_records()
         self._log = RunWriter(self._run, self._context, os.environ, self._print)
@@ -178,8 +180,8 @@ class Checkpointer:
             for name, digest in digests.items():
                 if others[name] != digest:
                     raise CheckpointError(
-                        f"{name}.state_dict() of rank {rank} differs from that of rank "
-                        f"{self._context.ranks.rank}, but a checkpoint has one state for all ranks. To "
+                        f"{name}.state_dict() differs between rank {rank} and rank "
+                        f"{self._context.ranks.rank}, but a checkpoint stores one state for all ranks. To "
                         "save the position in the data, use a StatefulBatchSampler"
                     )
         self.wait()
@@ -199,8 +201,8 @@ class Checkpointer:
     def _restore(self, loaded: LoadedCheckpoint) -> None:
         if loaded.state.keys() != self._objects.keys():
             raise UserError(
-                f"{loaded.path} contains {', '.join(sorted(loaded.state))}, but the script passes "
-                f"{', '.join(sorted(self._objects))} to Checkpointer. Pass the same names, or start a new "
+                f"{loaded.path} contains {', '.join(sorted(loaded.state))}, but Checkpointer received "
+                f"{', '.join(sorted(self._objects))}. Pass objects with the same names, or start a new "
                 "run in a new folder."
             )
         for name, value in self._objects.items():
@@ -208,8 +210,8 @@ class Checkpointer:
                 value.load_state_dict(loaded.state[name])
             except (RuntimeError, ValueError, KeyError) as error:
                 raise UserError(
-                    f"{name} in {loaded.path} does not fit the script: {error} Restore the previous {name}, "
-                    "or start a new run in a new folder."
+                    f"{name} in {loaded.path} does not fit the script: {str(error).rstrip('.')}. Restore "
+                    f"the previous {name}, or start a new run in a new folder."
                 ) from error
         rng.resume_rng_state(loaded.rank_state, "rank", self._context.ranks.rank, "step", loaded.step)
 

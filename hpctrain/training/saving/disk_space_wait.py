@@ -61,15 +61,15 @@ class DiskSpaceWait:
         """Return the error for an unsuccessful wait."""
         waited = time.monotonic() - self._started_at
         return DiskFull(
-            f"{self._describe_space()}; not enough space was freed in {waited:.0f} s. Earlier checkpoints "
+            f"{self._describe_space()}. Not enough space was freed in {waited:.0f} s. Earlier checkpoints "
             "are intact. Free space on this disk, then resume the run"
         )
 
     def _describe_space(self) -> str:
         free = self._context.broadcast_from_main(_free_bytes(self._folder))
         return (
-            f"no space for the checkpoint of step {self._step} in {self._folder}: "
-            f"it needs {format_size(self._needed)}, but only {format_size(free)} is free"
+            f"The checkpoint of step {self._step} needs {format_size(self._needed)} in {self._folder}, "
+            f"but only {format_size(free)} is free"
         )
 
 

@@ -227,9 +227,9 @@ class TrainingCheckpoints:
             manager.async_save()
         elif write_s is not None:
             self._progress.print_message(
-                f"hpctrain: the process will be killed in {max(0.0, left_s):.0f} s ({signal_name}), but a "
-                f"save takes {write_s:.0f} s: the state after step {self._state.step} is not saved. "
-                "Earlier checkpoints are intact."
+                f"hpctrain: After {signal_name}, only {max(0.0, left_s):.0f} s remain before the process "
+                f"is killed, but a save takes {write_s:.0f} s. The state after step {self._state.step} is "
+                "not saved. Earlier checkpoints are intact."
             )
         finished = manager.wait(ends_at - time.monotonic())
         saved, disk_wait = manager.collect_finished(), None
@@ -242,7 +242,7 @@ class TrainingCheckpoints:
             saved += manager.collect_finished()
         if not finished:
             self._progress.print_message(
-                f"hpctrain: the save was aborted because it did not finish in time after {signal_name}. "
+                f"hpctrain: The save was aborted, because it did not finish in time after {signal_name}. "
                 "Earlier checkpoints are intact."
             )
             manager.abandon()
@@ -268,8 +268,8 @@ def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: 
         raise UserError(
             f"No checkpoint in {folder} is complete, so training would start over at step 0. "
             f"{' '.join(broken) or 'Set aside: ' + ', '.join(aside) + '.'} Restore the missing files and "
-            "remove '.broken-N' from the folder's name, or import a checkpoint (hpctrain checkpoints "
-            "import). To start over, delete those folders, or use another --run-dir."
+            "remove '.broken-N' from the folder names, or import a checkpoint (hpctrain checkpoints "
+            "import). To start over, delete the damaged checkpoints, or use another --run-dir."
         )
 
 
@@ -309,7 +309,7 @@ def _node_mtbf_s(environ: Mapping[str, str]) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise UserError(
-            f"{NODE_MTBF_VARIABLE} is {text!r}; it must be the mean time between failures of a node, in "
-            "seconds."
+            f"{NODE_MTBF_VARIABLE} is {text!r}; it must be a positive number of seconds, the mean time "
+            "between failures of a node."
         )
     return seconds

@@ -45,7 +45,7 @@ class Strategy:
         splits_batches: True if the strategy splits a rank's samples into micro-batches itself.
         gathers_samples: True if `training_step_end` receives the samples of several ranks.
         sums_exactly: True if the gradients can be summed independently of the number of ranks.
-        remarks: remarks for the user at the start, as sentences without a period.
+        remarks: remarks for the user at the start, as sentences.
     """
 
     in_lockstep: ClassVar[bool] = False
@@ -69,7 +69,7 @@ class Strategy:
             vars(kind).keys() & _SHARING for kind in type(self).__mro__[:-2]
         ):
             raise UserError(
-                f"strategy {settings.strategy!r} ({type(self).__name__}) overrides none of "
+                f"Strategy {settings.strategy!r} ({type(self).__name__}) overrides none of "
                 f"{', '.join(sorted(_SHARING))}, so each of the {context.ranks.world_size} ranks would "
                 "train alone. Override a method that synchronizes gradients, or subclass a built-in "
                 "strategy."
@@ -135,9 +135,8 @@ class Strategy:
         """
         if self.context.is_distributed and not self.supports_toggling:
             raise UserError(
-                f"training_step accepts optimizer_idx, but strategy {self.settings.strategy!r} updates all "
-                "parameters together, so optimizers cannot alternate. Use 'ddp' or 'zero1', or return one "
-                "loss for all optimizers."
+                f"training_step accepts optimizer_idx, but strategy {self.settings.strategy!r} updates "
+                "all parameters together. Use 'ddp' or 'zero1', or return one loss for all optimizers."
             )
         self._optimizer_parameters = parameters
 

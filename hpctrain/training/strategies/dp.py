@@ -31,7 +31,7 @@ class DP(Strategy):
     """
 
     single_process = True
-    remarks = ("strategy 'dp' copies the module to every device in every step; 'ddp' is faster",)
+    remarks = ("Strategy 'dp' copies the module to every device in every step; 'ddp' is faster.",)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Move the module to the first device.
@@ -41,7 +41,7 @@ class DP(Strategy):
         """
         if context.is_distributed:
             raise UserError(
-                f"strategy 'dp' runs in one process, but there are {context.ranks.world_size} ranks "
+                f"Strategy 'dp' runs in one process, but there are {context.ranks.world_size} ranks "
                 f"({context.ranks.environment}). Use 'ddp', which is also faster, or 'ddp2'."
             )
         super().__init__(module, context, settings)

@@ -55,8 +55,8 @@ class FullyShardedBase(Strategy):
         if settings.micro_batch_size == "auto":
             raise UserError(
                 f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
-                "each other in every forward pass. The search could deadlock if a rank runs out of memory. "
-                "Set a number."
+                "each other in every forward pass. The search for a micro-batch size could deadlock if a "
+                "rank runs out of memory. Set a number."
             )
 
     def place(self) -> None:
@@ -163,8 +163,9 @@ class FullyShardedBase(Strategy):
             return None
         if self.context.all_reduce_min(float(fits_unsharded(self.module, self.context.device))) < 1:
             return (
-                "the complete module does not fit into the memory of one device, so it remains sharded after "
-                "training. Use `hpctrain checkpoints export` to write the weights of a checkpoint to a file."
+                "The complete module does not fit into the memory of one device, so it remains sharded "
+                "after training. To write the weights of a checkpoint to a file, use `hpctrain "
+                "checkpoints export`."
             )
         unshard_module(self.module)
         return None
@@ -210,9 +211,9 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
-                "hpctrain: a sharded parameter was used directly. Blocks of a Sequential, ModuleList or "
-                "ModuleDict have their full parameters only during their own forward call: call the block "
-                "itself, not its submodules."
+                "hpctrain: A sharded parameter was used outside its block. Blocks of a Sequential, "
+                "ModuleList or ModuleDict have their full parameters only during their own forward call. "
+                "Call the block itself, not its submodules."
             )
         raise
 

@@ -39,14 +39,15 @@ class Horovod(Strategy):
     def check(cls, settings: TrainerConfig) -> None:
         if find_spec("horovod") is None:
             raise UserError(
-                f"strategy is {settings.strategy!r}, but Horovod is not installed. There are no prebuilt "
-                "packages for current versions of PyTorch: run scripts/install_horovod.sh in hpctrain's "
-                "source to build and install it. Strategy 'ddp' is equivalent and does not require Horovod."
+                f"strategy is {settings.strategy!r}, but Horovod is not installed. It has no prebuilt "
+                "packages for current versions of PyTorch. To build and install it, run "
+                "scripts/install_horovod.sh in a clone of hpctrain's repository. Strategy 'ddp' is "
+                "equivalent and does not require Horovod."
             )
         if settings.precision == "bf16-true":
             raise UserError(
-                "precision 'bf16-true' does not work with strategy 'horovod': Horovod cannot send bfloat16. "
-                "Use 'bf16-mixed', whose gradients are float32, or strategy 'ddp'."
+                "precision='bf16-true' does not work with strategy='horovod', because Horovod cannot "
+                "send bfloat16. Use 'bf16-mixed', whose gradients are float32, or strategy 'ddp'."
             )
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
@@ -136,8 +137,9 @@ def _import_horovod() -> Any:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
         raise UserError(
-            f"Horovod is installed, but cannot be loaded with PyTorch {torch.__version__}: {error}. "
-            "Run scripts/install_horovod.sh in hpctrain's source to build it for this version."
+            f"Horovod is installed, but cannot be loaded with PyTorch {torch.__version__}: {error}. To "
+            "rebuild Horovod for this version, run scripts/install_horovod.sh in a clone of hpctrain's "
+            "repository."
         ) from error
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpctrain import messages
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.text import pluralize
 from hpctrain.torch_compat import pytree
 
 
@@ -61,8 +62,10 @@ class NodeGather:
         scalar = [leaves[place].ndim == 0 for place in places]
         tensors = [leaves[place].reshape(1) if leaves[place].ndim == 0 else leaves[place] for place in places]
         held = max(1, num_samples)
-        shape = f"{structure}: " + ", ".join(
-            f"{tensor.dtype} {'one' if one else _rows(len(tensor), held)} × {list(tensor.shape[1:])}"
+        shape = f"{structure}: " + "; ".join(
+            f"{tensor.dtype} scalar"
+            if one
+            else f"{tensor.dtype}, {_rows(len(tensor), held)}, each of shape {list(tensor.shape[1:])}"
             for tensor, one in zip(tensors, scalar, strict=True)
         )
         counts = self._agree(num_samples, shape)
@@ -88,13 +91,15 @@ class NodeGather:
         if len({int(digest) for _, digest in gathered}) > 1 or "not a multiple" in shape:
             shapes = messages.gather(self._control, (num_samples, shape))
             lines = [
-                f"rank {rank}, {count} samples: {shape}"
+                f"rank {rank}, {pluralize(count, 'sample')}: {shape}"
                 for rank, (count, shape) in zip(self.members, shapes, strict=True)
             ]
             raise UserError(
-                "training_step returned outputs that cannot be concatenated into the batch of the node:\n"
+                "training_step returned outputs that cannot be concatenated across the ranks of the "
+                "node:\n"
                 + "\n".join(lines)
-                + "\nThe first dimension of each tensor must count samples; the other dimensions must match."
+                + "\nThe first dimension of each tensor must be a multiple of the number of samples. "
+                "Containers, data types and other dimensions must be the same on every rank."
             )
         return [int(count) for count, _ in gathered]
 
@@ -102,8 +107,8 @@ class NodeGather:
 def _rows(length: int, num_samples: int) -> str:
     """Describe the first dimension of a tensor in units of samples."""
     if length % num_samples:
-        return f"[{length}, not a multiple of {num_samples} samples]"
-    return f"[{length // num_samples} per sample]"
+        return f"{length} rows (not a multiple of {num_samples} samples)"
+    return f"{pluralize(length // num_samples, 'row')} per sample"
 
 
 class _Gather(torch.autograd.Function):

@@ -51,13 +51,14 @@ class Pipeline(Strategy):
     def check(cls, settings: TrainerConfig) -> None:
         if settings.precision == "16-mixed":
             raise UserError(
-                "precision '16-mixed' does not work with strategy 'pipeline': its schedule starts the "
-                "backward pass before the loss can be scaled. Use 'bf16-mixed'."
+                "precision='16-mixed' does not work with strategy='pipeline': the pipeline schedule "
+                "starts the backward pass before the loss can be scaled. Use 'bf16-mixed'."
             )
         if settings.micro_batch_size == "auto":
             raise UserError(
-                "micro_batch_size is 'auto', but with strategy 'pipeline' the ranks wait for each other in "
-                "every pass. The search could deadlock if a rank runs out of memory. Set a number."
+                "micro_batch_size is 'auto', but with strategy 'pipeline' the ranks wait for each other "
+                "in every pass. The search for a micro-batch size could deadlock if a rank runs out of "
+                "memory. Set a number."
             )
 
     @classmethod

@@ -75,7 +75,8 @@ class PipelineStages:
             return end.output
         raise UserError(
             f"{type(self._module).__name__}.training_step did not call the Sequential that strategy "
-            "'pipeline' splits into stages."
+            "'pipeline' splits into stages. Call this Sequential in training_step, or use another "
+            "strategy."
         )
 
     def finish_step(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
@@ -91,9 +92,10 @@ class PipelineStages:
             calls += 1
             if calls > 1:
                 raise UserError(
-                    f"{type(self._module).__name__}.training_step calls the Sequential that strategy "
-                    "'pipeline' splits into stages more than once, but the Sequential can run only once "
-                    "per micro-batch. Concatenate its inputs (torch.cat) and call it once, or use 'zero3'."
+                    f"{type(self._module).__name__}.training_step calls the Sequential more than once. "
+                    "Strategy 'pipeline' splits this Sequential into stages and can run it only once per "
+                    "micro-batch. Concatenate the inputs (torch.cat) and call it once, or use strategy "
+                    "'zero3'."
                 )
             return output
 
@@ -110,9 +112,9 @@ class PipelineStages:
         for name, parameter in self._module.named_parameters():
             if parameter in others and parameter.grad is not None:
                 raise UserError(
-                    f"{type(self._module).__name__}.training_step uses {name} outside of the Sequential "
-                    "that strategy 'pipeline' splits into stages (for example, in a penalty on all "
-                    "weights). Only the rank of that stage has this parameter. Use the optimizer's "
+                    f"{type(self._module).__name__}.training_step uses {name} outside the Sequential that "
+                    "strategy 'pipeline' splits into stages (for example, in a penalty on all weights). "
+                    "Only the rank of the parameter's stage can update it. Use the optimizer's "
                     "weight_decay instead, or strategy 'zero3'."
                 )
 
@@ -129,8 +131,8 @@ def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:
     rows = [part for part in module.modules() if isinstance(part, nn.Sequential) and len(part) >= num_stages]
     if not rows:
         raise UserError(
-            f"strategy 'pipeline' splits a torch.nn.Sequential into {num_stages} stages, one per rank, but "
-            f"no Sequential in {type(module).__name__} has that many blocks. Put the blocks into one "
+            f"Strategy 'pipeline' splits a torch.nn.Sequential into {num_stages} stages, one per rank, "
+            f"but no Sequential in {type(module).__name__} has that many blocks. Put the blocks into one "
             "Sequential, or start fewer ranks."
         )
     return max(rows, key=lambda row: sum(parameter.numel() for parameter in row.parameters()))

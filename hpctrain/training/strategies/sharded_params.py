@@ -153,10 +153,10 @@ def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Opt
         for parameter in _parameters(optimizer):
             if parameter not in own:
                 raise UserError(
-                    f"{type(module).__name__}.configure_optimizers() returned a {type(optimizer).__name__} "
-                    f"with a parameter of shape {tuple(parameter.shape)} that the module does not have. "
-                    "Parameters are sharded before this method is called: create the optimizer in this "
-                    "method, from self.parameters()."
+                    f"{type(module).__name__}.configure_optimizers() returned a "
+                    f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} that "
+                    "the module does not have. Parameters are sharded before this method is called, so "
+                    "create the optimizer in this method, from self.parameters()."
                 )
 
 
