@@ -112,7 +112,7 @@ def test_tests_named_in_the_documentation_exist():
 
 def test_documentation_has_the_same_table():
     text = (REPOSITORY / "docs" / "strategies.md").read_text()
-    lines = re.search(r"\n(\| with .*?)\n\n", text, re.DOTALL)[1].splitlines()
+    lines = re.search(r"\n(\| feature .*?)\n\n", text, re.DOTALL)[1].splitlines()
     columns = [cell.strip().strip("`") for cell in lines[0].split("|")[2:-1]]
     assert columns == STRATEGIES
     rows = {
