@@ -82,7 +82,7 @@ class EarlyStopping(Callback):
         """
         if not isinstance(metric, str) or not metric:
             raise UserError(
-                f"EarlyStopping has metric={metric!r}; it must be the name of a metric returned by "
+                f"EarlyStopping has metric={metric!r}; metric must be the name of a value returned by "
                 "validation_step."
             )
         if type(patience) is not int or patience < 1 or mode not in ("min", "max") or not min_delta >= 0:

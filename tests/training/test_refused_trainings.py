@@ -92,7 +92,7 @@ def test_checkpoint_of_another_optimizer_is_reported(tmp_path):
 
 @pytest.mark.parametrize("metric", ["", None])
 def test_early_stopping_needs_a_metric_name(metric):
-    with pytest.raises(hpctrain.UserError, match="must be the name of a metric"):
+    with pytest.raises(hpctrain.UserError, match="metric must be the name of a value"):
         hpctrain.EarlyStopping(metric)
 
 
