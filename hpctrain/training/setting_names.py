@@ -280,7 +280,7 @@ def canonical_arguments(
 def replacement_of_callback(callback: object) -> str:
     """Return a sentence about the replacement of a callback of another trainer."""
     name = type(callback).__name__
-    return f"Use {_CALLBACKS[name]}." if name in _CALLBACKS else "Derive it from hpctrain.Callback."
+    return f"Use {_CALLBACKS[name]}." if name in _CALLBACKS else "Subclass hpctrain.Callback."
 
 
 def canonical_settings(given: dict[str, object], known: Iterable[str]) -> dict[str, object]:

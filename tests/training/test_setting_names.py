@@ -41,7 +41,7 @@ def test_single_logger_needs_no_list() -> None:
     [
         ("ModelCheckpoint", "Use the Trainer settings checkpoint_every, keep_last, keep_best and monitor"),
         ("EarlyStopping", "Use hpctrain.EarlyStopping"),
-        ("MyCallback", "Derive it from hpctrain.Callback"),
+        ("MyCallback", "Subclass hpctrain.Callback"),
     ],
 )
 def test_callbacks_of_lightning_get_a_hint(name: str, replacement: str) -> None:

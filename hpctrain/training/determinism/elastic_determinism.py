@@ -79,8 +79,8 @@ class ElasticDeterminism:
         torch.set_num_threads(state["threads"])
         remarks = [
             f"{what} is {self._facts[name]}, but was {state[name]} when the checkpoint was saved, so the "
-            "result may differ from that of an undisturbed run"
-            for name, what in (("torch", "the version of torch"), ("device", "the device"))
+            "result may differ from that of an undisturbed run."
+            for name, what in (("torch", "The version of torch"), ("device", "The device"))
             if state[name] != self._facts[name]
         ]
         self._facts |= {name: state[name] for name in ("torch", "device")} if not remarks else {}

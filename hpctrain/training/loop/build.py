@@ -103,7 +103,7 @@ def build_training_loop(
         if determinism is not None:
             raise UserError(
                 f"elastic_determinism is True, but {type(module).__name__} is a LightningModule, whose hooks "
-                "run once per rank. Derive it from hpctrain.Module."
+                "run once per rank. Use an hpctrain.Module instead."
             )
         train_step: TrainStep = LightningTrainStep(lightning, placed, optimization, settings, scaler)
     elif determinism is not None:
