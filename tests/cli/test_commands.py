@@ -57,7 +57,7 @@ def test_help_lists_every_command(hpctrain):
         (["status", "x" * 300], "File name too long"),
         (["list", "--runs-dir", "x" * 300], "File name too long"),
         (["submit", "--dry-run", "--json", "train.py"], "Use only one of these options"),
-        (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "9999 ranks requested"),
+        (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "requests 9999 ranks"),
         (["logs", "nothing"], "no run 'nothing'"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
     ],

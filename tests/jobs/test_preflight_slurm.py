@@ -96,10 +96,10 @@ pytestmark = pytest.mark.slurm
             {"partition": "short", "time": None},
             r"without --time after 00:01:00 \(DefaultTime\), but the ranks stop and save 120 s",
         ),
-        ({"partition": "short", "nodes": 2}, r"2 nodes requested .* allows at most 1 per job \(MaxNodes\)"),
+        ({"partition": "short", "nodes": 2}, r"requests 2 nodes .* allows at most 1 per job \(MaxNodes\)"),
         (
             {"partition": "wide"},
-            r"1 node requested .*, but .* wide requires at least 2 per job \(MinNodes\)",
+            r"requests 1 node .*, but .* wide requires at least 2 per job \(MinNodes\)",
         ),
         (
             {"partition": "wide", "nodes": 2, "mem": "2G"},
@@ -279,7 +279,7 @@ def test_unavailable_nodes_are_noted(submission, strict_cluster):
         assert note.startswith(
             "The job requests 2 nodes, but according to sinfo, partition preemptible has only 1 suitable node"
         )
-        assert not submission(nodes=1).notes[0].startswith("1 node requested")
+        assert not submission(nodes=1).notes[0].startswith("The job requests 1 node")
     finally:
         run_command(["scontrol", "update", node, "State=RESUME"], strict_cluster.env)
 
