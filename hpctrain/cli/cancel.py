@@ -25,8 +25,8 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     elif before.state is RunState.PENDING:
         click.echo(f"Cancelled run {found.run_id} before it started.")
     else:
-        limit = "Slurm's KillWait" if before.backend == "slurm" else "a minute"
+        limit = "Slurm's KillWait time" if before.backend == "slurm" else "a minute"
         click.echo(
-            f"Cancelling run {found.run_id}: it will exit within {limit}, after saving a checkpoint if the "
-            "script supports that."
+            f"Cancelling run {found.run_id}: it will exit within {limit}. If the script can save "
+            "checkpoints, it saves one first."
         )

@@ -28,7 +28,7 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Mean time between faults. Each interval varies by up to 50 %.",
+    help="Mean time between faults. Each interval varies by up to 50%.",
 )
 @click.option("--seed", type=int, help="Random seed. The same seed repeats the same faults.")
 @click.option("--dry-run", is_flag=True, help="Print the faults without injecting them.")

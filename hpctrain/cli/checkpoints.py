@@ -28,7 +28,7 @@ class _ListByDefault(click.Group):
 
 @click.group("checkpoints", cls=_ListByDefault)
 def command() -> None:
-    """List the checkpoints of a run, export weights from one, or import a checkpoint file.
+    """List the checkpoints of a run, export weights from a checkpoint, or import a checkpoint file.
 
     \b
         hpctrain checkpoints RUN
@@ -36,7 +36,7 @@ def command() -> None:
         hpctrain checkpoints export RUN model.safetensors
         hpctrain checkpoints import RUN model.ckpt
 
-    If a run has the same name as a subcommand, pass the path of its folder: ./list.
+    If a run has the same name as a subcommand, pass the path of its folder, such as ./list.
     """  # noqa: D301
 
 
@@ -79,7 +79,7 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     metavar="N",
     help="Step of the checkpoint.  [default: the newest valid checkpoint]",
 )
-@click.option("--best", is_flag=True, help="Export the checkpoint with the best score.")
+@click.option("--best", is_flag=True, help="Use the checkpoint with the best score.")
 @click.option(
     "--all", "everything", is_flag=True, help="Include optimizers and all other state. Requires a .pt file."
 )
@@ -97,7 +97,7 @@ def export(
     if step is not None and best:
         raise click.UsageError("--step and --best both select a checkpoint. Use only one of these options.")
     if file.exists() and not force:
-        raise UserError(f"{file} exists. Use --force to replace it.")
+        raise UserError(f"{file} already exists. Use --force to overwrite it.")
     folder = _folder_of(run, runs_dir)
     found, _ = list_checkpoints(folder)
     chosen = _chosen(folder, found, step, best=best)

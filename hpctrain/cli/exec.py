@@ -37,7 +37,7 @@ _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
     default=RENDEZVOUS_TIMEOUT_S,
     show_default=True,
     metavar="S",
-    help="Seconds to wait until all ranks have joined.",
+    help="Maximum time to wait for all ranks to join, in seconds.",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="PROGRAM [ARGS]...")
 def command(program: tuple[str, ...], timeout: float) -> None:
@@ -95,7 +95,7 @@ def _hint(words: tuple[str, ...]) -> str:
     script = Path(words[0])
     if script.suffix != ".py" or not script.is_file():
         return ""
-    return f" Did you mean: {called_as()} exec -- python {shlex.join(words)}"
+    return f" Did you mean `{called_as()} exec -- python {shlex.join(words)}`?"
 
 
 def _forgotten_srun(ranks: Ranks, environ: Mapping[str, str]) -> str | None:

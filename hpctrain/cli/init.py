@@ -15,7 +15,10 @@ from hpctrain.jobs.options.config_template import config_template
 @click.command("init")
 @click.argument("file", default=PROJECT_FILE, type=click.Path(path_type=Path))
 def command(file: Path) -> None:
-    """Write FILE (hpctrain.yaml) with every option of submit, commented out. Never overwrites a file."""
+    """Write FILE (default: hpctrain.yaml) with every option of submit, commented out.
+
+    An existing file is never overwritten.
+    """
     try:
         with open(file, "x", encoding="utf-8") as new:
             new.write(config_template())

@@ -35,7 +35,7 @@ def command(
     """Print the logs of the ranks of RUN in chronological order, each line prefixed with its rank.
 
     Lines of one rank keep their order; lines of different ranks within the same second may not. --errors
-    shows the traceback of the rank that failed first (or the end of its log) and one line for each of the
+    shows the traceback of the rank that failed first (or the end of its log) and one line per error on
     other ranks. Add --rank to show another rank in full.
     """
     found = open_run(run, runs_dir)
@@ -123,4 +123,4 @@ def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
     from hpctrain.jobs.runs.error_report import job_log_tail
 
     if lines := job_log_tail(status.log):
-        echo_log("\n".join([f"end of log: {status.log}", *(f"  {line}" for line in lines)]), err=err)
+        echo_log("\n".join([f"last lines of {status.log}:", *(f"  {line}" for line in lines)]), err=err)

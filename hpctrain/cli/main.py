@@ -90,7 +90,7 @@ class _LazyGroup(click.Group):
             raise
         except OSError as error:
             where = f"{str(error.filename)!r}: " if error.filename else ""
-            click.echo(f"Error: {where}{error.strerror or error}. Fix this problem and try again.", err=True)
+            click.echo(f"Error: {where}{error.strerror or error}.", err=True)
             ctx.exit(HpctrainError.exit_code)
 
 

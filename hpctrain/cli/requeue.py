@@ -29,6 +29,6 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
         )
     else:
         click.echo(
-            f"Requeueing run {found.run_id}: it will continue in a new attempt, after saving a checkpoint if "
-            "the script supports that."
+            f"Requeueing run {found.run_id}: it will continue in a new attempt. If the script can save "
+            "checkpoints, it saves one first."
         )

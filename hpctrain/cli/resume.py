@@ -39,8 +39,8 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     spec = load_spec(found.spec)
     if found.function.exists():
         raise SpecError(
-            f"Run {found.run_id} calls a function that was submitted from Python. Resubmit the function "
-            "from Python, with the same run folder."
+            f"Run {found.run_id} calls a function that was submitted from Python. Submit the function "
+            "from Python again."
         )
     _check_state(opened.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
     # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.

@@ -86,7 +86,7 @@ def up(
         click.echo(f"  accounting   sacct and sacctmgr work; records are in {box.plan.accounting}")
     click.echo(f"  files, logs  {box.plan.folder}")
     selection = "" if name == "default" else f" --name {name}"
-    click.echo(f'\nUse it in this shell, or with `eval "$(hpctrain sandbox env{selection})"`:')
+    click.echo(f'\nTo use the sandbox, run `eval "$(hpctrain sandbox env{selection})"`, or:')
     click.echo(_exports(box))
     click.echo("\nTry this:")
     click.echo("  sinfo")
@@ -174,5 +174,5 @@ def _exports(box: sandbox.Sandbox) -> str:
 
 def _not_there(name: str) -> str:
     others = sandbox.list_names()
-    here = f" Running: {', '.join(others)}." if others else ""
+    here = f" Existing sandboxes: {', '.join(others)}." if others else ""
     return f"There is no sandbox {name!r}.{here} Use `hpctrain sandbox up` to start a sandbox."

@@ -88,7 +88,7 @@ def command(
     click.echo("ends     " + _counted(report.ends))
     click.echo("actions  " + _counted(report.actions))
     total = report.trained_s + report.lost_s
-    click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f} % of node time due to restarts")
+    click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f}% of node time due to restarts")
     most = pluralize(report.most_starts_without_progress, "consecutive attempt")
     click.echo(f"progress at most {most} without a new checkpoint")
     for reason, count in reasons.most_common(5):

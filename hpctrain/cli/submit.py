@@ -229,9 +229,7 @@ def command(
         _print_lines(submission.forecast)
         click.echo(submission.script, nl=False)
         if words := submission.preflight.refusal():
-            raise SchedulerError(
-                f"Slurm would reject this job: {words}. Correct the options named in this message."
-            )
+            raise SchedulerError(f"Slurm would reject this job: {words}. Change the options that cause this.")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 

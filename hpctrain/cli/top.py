@@ -25,7 +25,9 @@ _QUERY_INTERVAL_S = 10.0
 @click.command("top")
 @run_argument
 @click.option(
-    "--once", is_flag=True, help="Print the view once and exit. Default if the output is not a terminal."
+    "--once",
+    is_flag=True,
+    help="Print the view once and exit. This is the default if the output is not a terminal.",
 )
 @click.option(
     "--interval",

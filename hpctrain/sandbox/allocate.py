@@ -28,9 +28,9 @@ def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
         if blocks and len(free_run) == shape.num_ports:
             return SandboxLayout(folder, shape, free_run[0], min(blocks))
     raise SchedulerError(
-        f"The sandbox needs {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, "
-        f"but there are none. This machine already has {len(others)} sandboxes. Remove a sandbox that is no "
-        "longer needed (hpctrain sandbox down)."
+        f"Cannot find {shape.num_ports} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, or a "
+        f"free address block in 127.26.0.0/16. Existing sandboxes on this machine: {len(others)}. Remove "
+        "sandboxes that are no longer needed (hpctrain sandbox down)."
     )
 
 

@@ -100,7 +100,7 @@ class Daemon:
         except OSError:
             return f"; its log {self.log} cannot be read"
         fatal = [line for line in lines if "fatal:" in line.lower()]
-        return f"; end of the log {self.log}:\n  " + "\n  ".join((fatal or lines)[-3:])
+        return f"; last lines of {self.log}:\n  " + "\n  ".join((fatal or lines)[-3:])
 
 
 def daemons(plan: SandboxLayout) -> list[Daemon]:

@@ -55,20 +55,22 @@ class SandboxSize:
                 raise SpecError(f"The {what} is {value}, but must be between {low} and {high}.")
         if self.gpu_type and not _GPU_TYPE.fullmatch(self.gpu_type):
             raise SpecError(
-                f"{self.gpu_type!r} is not a valid GPU type. Use letters, digits and _, such as a100."
+                f"{self.gpu_type!r} is not a valid GPU type. Use letters, digits and _, starting with a "
+                "letter, "
+                "for example a100."
             )
         for line in self.settings:
             if not _SETTING.fullmatch(line):
                 raise SpecError(
-                    f"{line!r} is not a valid slurm.conf line for a sandbox. Use the form Key=Value, such "
-                    "as JobRequeue=0. Set nodes with the options of this command."
+                    f"{line!r} is not a valid slurm.conf line for a sandbox. Use the form Key=Value, as "
+                    "in JobRequeue=0. To configure nodes, use the other options of this command."
                 )
 
     def __str__(self) -> str:
         kind = f"{self.gpu_type} " if self.gpu_type else ""
         return (
             f"{pluralize(self.nodes, 'node')} × ({pluralize(self.cpus_per_node, 'CPU')},"
-            f" {pluralize(self.gpus_per_node, f'{kind}GPU')}), {self.preempt_grace_s} s grace"
+            f" {pluralize(self.gpus_per_node, f'{kind}GPU')}), {self.preempt_grace_s} s grace time"
             f"{', accounting' if self.accounting else ''}{''.join(f', {line}' for line in self.settings)}"
         )
 
@@ -194,8 +196,8 @@ def folder_of(name: str, root: Path = ROOT) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise SpecError(
-            f"{name!r} is not a valid sandbox name, because node names are derived from it. Use 1 to 15"
-            " lower-case letters, digits and hyphens; start with a letter and do not end with a hyphen."
+            f"{name!r} is not a valid sandbox name. Node names are derived from it, so use 1 to 15 lower-case"
+            " letters, digits and hyphens. Start with a letter, and do not end with a hyphen."
         )
     return root / name
 

@@ -24,7 +24,7 @@ def sandbox_lock(root: Path, limit_s: float = 180.0) -> Iterator[None]:
         if time.monotonic() > deadline:
             raise SchedulerError(
                 f"Another sandbox command has held the lock on {root} for {limit_s:.0f} s."
-                " Wait until this command has finished, then try again."
+                " Wait until it has finished, and try again."
             )
         time.sleep(0.05)
     try:

@@ -21,7 +21,7 @@ def kill_all(wanted: Callable[[ProcessInfo], bool], what: str, limit_s: float = 
             pids = ", ".join(str(victim.pid) for victim in victims)
             raise SchedulerError(
                 f"{what}: these processes are still running {limit_s:.0f} s after SIGKILL: {pids}. Inspect "
-                "them with ps"
+                "them with ps."
             )
         for victim in victims:
             victim.kill()

@@ -56,8 +56,8 @@ def check_requirements(
     uid = os.geteuid() if uid is None else uid
     if uid != 0:
         raise UserError(
-            f"A sandbox requires root, because it creates device files and adds its nodes to /etc/hosts, but "
-            f"this process runs as user {uid}. Try again with sudo."
+            f"A sandbox requires root, because it creates device files and adds its nodes to /etc/hosts. "
+            f"This process runs as user {uid}. Try again with sudo."
         )
 
 

@@ -30,19 +30,19 @@ def check_argument_lengths(spec: JobSpec) -> None:
         length, limit = len(json.dumps(words)), limit - _PLAN_BYTES
     if length > limit:
         raise SpecError(
-            f"The path and the arguments of the script are {length} bytes as JSON, but at most {limit} "
-            "can be passed to a rank. Put the arguments into a file and pass its path."
+            f"The program and its arguments are {length} bytes long as JSON, but at most {limit} bytes "
+            "can be passed to a rank. Write the arguments to a file, and pass its path instead."
         )
     longest = _MAX_WORD_BYTES - len(ENV_PREFIX)
     variables = {name: len(f"{name}={value}".encode()) for name, value in spec.env.items()}
     for name, length in variables.items():
         if length > longest:
             raise SpecError(
-                f"The variable {name} (--env) is {length} bytes, but at most {longest} can be passed "
-                "to a rank. Put the value into a file and pass its path."
+                f"The variable {name} (--env) is {length} bytes long, but at most {longest} bytes can be "
+                "passed to a rank. Write the value to a file, and pass its path instead."
             )
     if (total := sum(variables.values())) > _ALL_BYTES:
         raise SpecError(
-            f"The variables (--env) are {total} bytes in total, but at most {_ALL_BYTES} can be passed to a "
-            "rank. Put the values into files and pass their paths."
+            f"The variables (--env) have {total} bytes in total, but at most {_ALL_BYTES} bytes can be "
+            "passed to a rank. Write the values to files, and pass their paths instead."
         )

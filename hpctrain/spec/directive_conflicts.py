@@ -47,7 +47,8 @@ def _check_nodes(directives: Mapping[str, str], nodes: int) -> None:
     if len(wanted) > nodes:
         raise SpecError(
             f"{_as_option('nodelist', directives)} names {len(wanted)} nodes, and all of them are required, "
-            f"but --nodes is {nodes}. Use --nodes {len(wanted)}, or name fewer nodes."
+            f"but the job requests only {nodes} (--nodes plus --spare-nodes). Request more nodes, or name "
+            "fewer."
         )
 
 
@@ -61,7 +62,7 @@ def _hosts(key: str, directives: Mapping[str, str]) -> dict[str, None]:
     try:
         return dict.fromkeys(expand_hostlist(value))
     except UserError as error:
-        raise SpecError(f"--{key} is not a valid node list: {error}") from error
+        raise SpecError(f"Invalid --{key}: {error}") from error
 
 
 def _as_option(key: str, directives: Mapping[str, str]) -> str:

@@ -44,7 +44,7 @@ class NotifyConfig:
             raise SpecError(f"--notify-stall-after is {self.stall_s}, but must be at least 1.")
         for target in filter(is_address, self.targets):
             if fault := _fault(target):
-                raise SpecError(f"{strip_url_paths(target)!r} (--notify) is not a valid URL: {fault}.")
+                raise SpecError(f"The URL {strip_url_paths(target)!r} (--notify) cannot be used: {fault}.")
         for target in self.targets:
             if not is_address(target) and _NO_COMMAND.fullmatch(target):
                 raise SpecError(
@@ -56,14 +56,14 @@ class NotifyConfig:
 def _fault(address: str) -> str | None:
     """Return the reason why a URL cannot receive a POST; None if it is well formed."""
     if not address.isascii() or not address.isprintable() or " " in address:
-        return "it contains a character that is not allowed in a URL. Encode this character as %XX"
+        return "it contains a character that is not allowed in a URL. Encode the character as %XX"
     try:
         parts = urlsplit(address)
         parts.port  # noqa: B018 (raises if it is not a number)
     except ValueError:
         return "the host or port is invalid"
     if "@" in parts.netloc:
-        return "a user name or password in a URL is not sent. Use a command such as `curl` instead"
+        return "its user name or password would not be sent. Use a command such as `curl` instead"
     return None if parts.hostname else "it has no host"
 
 

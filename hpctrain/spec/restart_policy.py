@@ -89,7 +89,7 @@ DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
 }
 
 _FIELDS = tuple(entry.name for entry in fields(RestartRule))
-_FORM = f"Use KIND.FIELD=NUMBER, such as oom.retries=0; FIELD is one of {', '.join(_FIELDS)}."
+_FORM = f"Use KIND.FIELD=NUMBER, as in oom.retries=0. FIELD is one of {', '.join(_FIELDS)}."
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
     for key, text in texts.items():
         kind, _, field = key.partition(".")
         if not (text.isascii() and text.isdecimal()):
-            raise SpecError(f"--restart-policy {key} is {text!r}, but must be an integer. {_FORM}")
+            raise SpecError(
+                f"--restart-policy {key} is {text!r}, but must be an integer of at least 0. {_FORM}"
+            )
         known = str(_kind(kind))
         _check(kind, field, int(text))
         changes.setdefault(known, {})[field] = int(text)
@@ -144,8 +146,7 @@ def _kind(name: str) -> EndKind:
     if name in set(DEFAULT_RULES):
         return EndKind(name)
     raise SpecError(
-        f"Unknown kind of failure {name!r} (--restart-policy). Valid kinds: {', '.join(DEFAULT_RULES)}. "
-        f"{_FORM}"
+        f"Unknown kind {name!r} (--restart-policy). Valid kinds: {', '.join(DEFAULT_RULES)}. {_FORM}"
     )
 
 

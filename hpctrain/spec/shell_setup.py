@@ -81,8 +81,8 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
     conda = shutil.which(environ.get("CONDA_EXE") or "conda", path=environ.get("PATH"))
     if conda is None:
         raise SpecError(
-            f"conda not found for the environment {name!r} (--conda): it is not on PATH, and CONDA_EXE "
-            "is not set. Load its module (--module), or use the path of the environment."
+            f"conda not found for the environment {name!r} (--conda): neither PATH nor CONDA_EXE leads to "
+            "it. Load its module (--module), or use the path of the environment."
         )
     try:
         listed = subprocess.run(
@@ -98,7 +98,8 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
         return  # conda may still work on the nodes.
     if name not in known:
         raise SpecError(
-            f"{conda} has no environment {name!r} (--conda). Available: {', '.join(sorted(known))}."
+            f"{conda} has no environment {name!r} (--conda). Available environments: "
+            f"{', '.join(sorted(known))}."
         )
 
 

@@ -95,7 +95,7 @@ def _check_shape(spec: JobSpec) -> None:
         raise SpecError(
             f"The minimum number of nodes is {spec.min_nodes} and the maximum is {spec.nodes} "
             "(--nodes), but a range "
-            "requires 1 ≤ MIN ≤ MAX, such as 2:4."
+            "requires 1 ≤ MIN ≤ MAX, as in 2:4."
         )
     if spec.spare_nodes < 0:
         raise SpecError(f"--spare-nodes is {spec.spare_nodes}, but must be 0 or more.")
@@ -175,24 +175,25 @@ def _check_words(spec: JobSpec) -> None:
         if match := CONTROL_CHARACTER.search(word):
             raise SpecError(
                 f"The {what} {word!r} contains the control character {match[0]!r}, which is not allowed in a "
-                "batch script. Remove it."
+                "batch script. Remove this character."
             )
     for what, word in plain:
         if "\x00" in word:
             raise SpecError(
                 f"The {what} {word!r} contains a NUL character, which cannot be passed to a process. "
-                "Remove it."
+                "Remove this character."
             )
     for what, word in (*plain, *in_script):
         if not _is_utf8(word):
-            raise SpecError(f"The {what} {word!r} is not valid UTF-8, so it cannot be stored. Change it.")
+            mend = "Rename it." if what.startswith("path") else "Change it."
+            raise SpecError(f"The {what} {word!r} is not valid UTF-8, so it cannot be stored. {mend}")
 
 
 def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
     """Return the words for a line of the batch script, with descriptions."""
     return [
         ("job name", spec.name),
-        ("run folder", spec.run_dir),
+        ("path of the run folder", spec.run_dir),
         ("run id", spec.run_id),
         ("path of the interpreter", spec.python),
         *((f"value of --{key}", value) for key, value in spec.directives.items()),
@@ -210,8 +211,8 @@ def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
 def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
     """Return the words that are passed to a process without a shell, with descriptions."""
     return [
-        (spec.program, spec.script),
-        ("working folder", spec.workdir),
+        ("path of the script" if spec.program == "script" else spec.program, spec.script),
+        ("path of the working folder", spec.workdir),
         *(("argument", arg) for arg in spec.args),
         *(("line of --setup", line) for line in spec.shell.setup),
         *([("image", spec.container.image)] if spec.container else []),

@@ -161,7 +161,7 @@ def test_export_selects_by_step_or_score_and_never_overwrites(
     Path("a.pt").write_text("precious")
     refused = command("export", run, "a.pt")
     assert refused.exit_code == 2
-    assert "a.pt exists. Use --force" in refused.stderr
+    assert "a.pt already exists. Use --force" in refused.stderr
     assert Path("a.pt").read_text() == "precious"
     assert command("export", run, "a.pt", "--force", "--step", "4").exit_code == 0
     expected = load_on_cpu(RunDir(trained[0]).checkpoint(4)).state["module"]

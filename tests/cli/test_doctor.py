@@ -98,4 +98,4 @@ def test_unreachable_slurm_is_a_problem(hpctrain, broken_torch, tmp_path):
     result = hpctrain("doctor", "--json", env={**broken_torch, "SLURM_CONF": str(conf)})
     assert result.returncode == 1
     slurm = json.loads(result.stdout)["findings"][0]
-    assert (slurm["topic"], slurm["name"], slurm["standing"]) == ("Slurm", "silent", "problem")
+    assert (slurm["topic"], slurm["name"], slurm["standing"]) == ("Slurm", "no response", "problem")

@@ -80,12 +80,12 @@ def test_signal_handling_of_the_caller_is_restored():
         (
             "train.py",
             127,
-            "not found on PATH. Did you mean: hpctrain exec -- python train.py --lr 'a b'\n",
+            "not found on PATH. Did you mean `hpctrain exec -- python train.py --lr 'a b'`?\n",
         ),
         (
             "./train.py",
             126,
-            "Permission denied. Did you mean: hpctrain exec -- python ./train.py --lr 'a b'\n",
+            "Permission denied. Did you mean `hpctrain exec -- python ./train.py --lr 'a b'`?\n",
         ),
         ("/", 126, "Permission denied.\n"),
     ],
@@ -102,7 +102,7 @@ def test_script_without_shebang_is_not_run_by_sh(hpctrain, tmp_path):
     (tmp_path / "train.py").chmod(0o755)
     result = hpctrain("exec", "./train.py")
     assert result.returncode == 126
-    assert "Exec format error. Did you mean: hpctrain exec -- python ./train.py" in result.stderr
+    assert "Exec format error. Did you mean `hpctrain exec -- python ./train.py" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,13 @@ def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
     _, messages = profile(run, "--steps=100000", "--timeout=2", code=1)
     assert "after 2 s: waiting for rank 0 to complete 100" in messages
     _, messages = profile(run, "--ranks=1-2", code=2)
-    assert "There is no rank 2 (--ranks)" in messages
+    assert "has no rank 2 (--ranks)" in messages
     end(run)
     assert weights(run, 0) == weights(run, 1) == reference_weights(len(weights(run, 0)))
     assert "own profile True" in run.dir.rank_log(0, 1).read_text()
     assert "the program ended after" in json.loads(run.dir.profile_result(1, 0).read_text())["error"]
     _, messages = profile(run, code=2)
-    assert "is COMPLETED; only running runs can be profiled" in messages
+    assert "is COMPLETED. Only a run that is RUNNING can be profiled" in messages
 
 
 @pytest.mark.long

@@ -67,7 +67,7 @@ def test_throttle_beyond_the_machines_gpus_is_refused(prepared, monkeypatch):
     prepared(array="0-3%3", gpus_per_node=1)
     with pytest.raises(SpecError, match=r"1 × 1 × 4 = 4 GPUs .*--array.* has 3"):
         prepared(array="0-3%4", gpus_per_node=1)
-    with pytest.raises(SpecError, match=r"9000 ranks requested .*--array"):
+    with pytest.raises(SpecError, match=r"requests 9000 ranks .*--array"):
         prepared(array="0-9999%9000")
 
 

@@ -255,7 +255,7 @@ def test_image_name_is_converted_for_each_runtime(image, pyxis, apptainer):
     [
         ({"container_image": "x.img"}, "--container-image. not found"),
         ({"container_image": "./x"}, "--container-image. not found"),
-        ({"container_image": "ubuntu", "container_runtime": "pyxis"}, "pyxis is a plugin of Slurm"),
+        ({"container_image": "ubuntu", "container_runtime": "pyxis"}, "pyxis is a Slurm plugin"),
         ({"container_image": "ubuntu", "container_runtime": "docker"}, "must be auto, pyxis or apptainer"),
         ({"container_image": "ubuntu", "container_mounts": ["/a:b"]}, "The path 'b' .* is relative"),
         ({"container_image": "ubuntu", "container_mounts": ["/a:/b:rx"]}, "not of the form SRC:DST"),

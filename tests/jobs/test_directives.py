@@ -149,7 +149,7 @@ def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
         ({"mail_type": "x"}, "Did you mean 'mail-type'"),
         ({"hlod": "x"}, "Did you mean 'hold'"),
         ({"comment=x --uid": ""}, "no option"),
-        ({"hold": "no"}, "'no', but this flag of sbatch accepts no value"),
+        ({"hold": "no"}, "'no', but this sbatch flag accepts no value"),
     ],
 )
 def test_sbatch_option_with_its_own_option_is_refused(given, message):

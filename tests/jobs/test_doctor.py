@@ -368,7 +368,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
 @pytest.mark.parametrize(
     ("facts", "gpus_here", "gpus_of_site", "standing", "message"),
     [
-        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, uses 4 GPUs of this machine"),
+        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, can use 4 GPUs of this machine"),
         (_TORCH | {"usable": False}, 0, 8, "ok", "2.13, built for CUDA 13.0"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 0, "ok", "built for CPUs"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 8, "note", "built for CPUs"),

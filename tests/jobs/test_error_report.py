@@ -45,7 +45,7 @@ def test_cause_is_shown_in_full_and_its_consequences_in_short(run):
 def test_failure_without_traceback_shows_the_end_of_the_log(run):
     fail(run, 1, "SIGSEGV", "")
     lines = list(report_failure(run, {"attempt": 0, "rank": 1, "cause": "rank 1 on n0: SIGSEGV"}))
-    assert lines[1] == f"end of log: {run.rank_log(0, 1)}"
+    assert lines[1] == f"last lines of {run.rank_log(0, 1)}:"
     assert lines[2:] == [f"  line {number}" for number in range(11, 31)]
 
 
@@ -66,7 +66,7 @@ def test_step_that_did_not_start_shows_the_job_log(run):
     failure = {"attempt": 0, "rank": -1, "cause": "the step did not start", "log": str(run.slurm_log)}
     assert list(report_failure(run, failure)) == [
         "attempt 0: the step did not start",
-        f"end of log: {run.slurm_log}",
+        f"last lines of {run.slurm_log}:",
         "  srun: error: no such node",
     ]
 

@@ -86,7 +86,7 @@ pytestmark = pytest.mark.slurm
         ),
         (
             {"partition": "short", "time": "unlimited"},
-            r"No time limit was requested \(--time\), but partition short allows at most 00:30:00",
+            r"An unlimited time was requested \(--time\), but partition short allows at most 00:30:00",
         ),
         (
             {"partition": "short", "time": "60"},
@@ -96,10 +96,10 @@ pytestmark = pytest.mark.slurm
             {"partition": "short", "time": None},
             r"without --time after 00:01:00 \(DefaultTime\), but the ranks stop and save 120 s",
         ),
-        ({"partition": "short", "nodes": 2}, r"2 nodes requested .* allows at most 1 per job \(MaxNodes\)"),
+        ({"partition": "short", "nodes": 2}, r"requests 2 nodes .* allows at most 1 per job \(MaxNodes\)"),
         (
             {"partition": "wide"},
-            r"1 node requested .*, but .* wide requires at least 2 per job \(MinNodes\)",
+            r"requests 1 node .*, but .* wide requires at least 2 per job \(MinNodes\)",
         ),
         (
             {"partition": "wide", "nodes": 2, "mem": "2G"},
@@ -113,27 +113,27 @@ pytestmark = pytest.mark.slurm
             {"partition": "physics", "account": "art"},
             r"Account 'art' .* only allows physics \(AllowAccounts\)",
         ),
-        ({"partition": "physics", "qos": "slow"}, r"QOS 'slow' .* denies this value \(DenyQos\)"),
+        ({"partition": "physics", "qos": "slow"}, r"QOS 'slow' .* denies it \(DenyQos\)"),
         ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Use --reservation"),
         ({"partition": "drained"}, r"currently accepts no jobs \(State=DRAIN\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
         (
             {"nodes": 3},
-            r"3 nodes requested \(--nodes\), but .* partition preemptible has only 2 such nodes\.",
+            r"The job requests 3 nodes \(--nodes\), but .* partition preemptible has only 2 such nodes\.",
         ),
         ({"gpus_per_node": 3}, r"3 GPUs per node .*, no node of partition preemptible has more than 2"),
         ({"gpus_per_node": "h100:1"}, r"type 'h100' .* has no such GPUs\. Its GPU types are a100\."),
         (
             {"cpus_per_task": 9},
-            r"9 CPUs per node requested \(1 rank × --cpus-per-task 9\), .* more than 8",
+            r"requests 9 CPUs per node \(1 rank × --cpus-per-task 9\), .* more than 8",
         ),
         (
             {"gpus_per_node": 2, "cpus_per_task": 5},
-            r"10 CPUs per node requested \(2 ranks × --cpus-per-task 5",
+            r"requests 10 CPUs per node \(2 ranks × --cpus-per-task 5",
         ),
-        ({"mem": TOO_MUCH}, r"MiB of memory per node requested \(--mem\), .* no node"),
-        ({"mem_per_cpu": TOO_MUCH}, r"memory per node requested \(--mem-per-cpu\)"),
-        ({"constraint": "fst"}, r"Feature 'fst' .* no node of .* has it\. Did you mean 'fast'\?"),
+        ({"mem": TOO_MUCH}, r"MiB of memory per node \(--mem\), .* no node"),
+        ({"mem_per_cpu": TOO_MUCH}, r"memory per node \(--mem-per-cpu\)"),
+        ({"constraint": "fst"}, r"Feature 'fst' .* no node of .* has this feature\. Did you mean 'fast'\?"),
         ({"constraint": "fast&slow*2"}, r"Feature 'slow' was requested"),
         ({"constraint": "fast", "nodes": 2}, r"2 nodes with the features fast .* has only 1 such node"),
         (
@@ -152,7 +152,7 @@ def test_impossible_job_is_refused_with_a_remedy(submission, options, message):
 
 
 def test_excluded_nodes_reduce_the_available_ones(submission, strict_cluster):
-    with pytest.raises(SpecError, match=r"has only 2 such nodes, and --exclude excludes 1 of them"):
+    with pytest.raises(SpecError, match=r"has only 2 such nodes, of which --exclude excludes 1"):
         submission(nodes=2, exclude=strict_cluster.nodes[0])
     assert submission(nodes=1, exclude=strict_cluster.nodes[0]).forecast
 
@@ -222,7 +222,7 @@ def test_forecast_of_a_queued_job_has_a_later_start(submission, strict_cluster):
         wait_for(
             lambda: "RUNNING" in run_command(state, strict_cluster.env).stdout, 20, "the other job's start"
         )
-        assert re.match(r"Estimated start: (at \d\d:\d\d|on .* at .*), on", submission().forecast[0])
+        assert re.match(r"Estimated start: (\S+ )?\d\d:\d\d, on", submission().forecast[0])
     finally:
         run_command(["scancel", job], strict_cluster.env)
 
@@ -238,7 +238,7 @@ def test_requeue_rules_of_the_site_are_noted(submission):
     requeue, preempted = submission().notes
     assert "(JobRequeue=0)" in requeue
     assert "is cancelled immediately, not requeued (PreemptMode=CANCEL, GraceTime=0)" in preempted
-    assert "within 30 s (KillWait), and continues in a successor job" in preempted
+    assert "has 30 s to save (KillWait), and then continues in a successor job" in preempted
     assert submission(partition="urgent").notes == (requeue,)
     assert submission(resume_mode="successor").notes == (preempted,)
 
@@ -247,8 +247,8 @@ def test_requeue_rules_are_noted_without_successors(submission):
     requeue, preempted = submission(resume_mode="requeue").notes
     assert "only jobs with --requeue (JobRequeue=0). Runs use --requeue, " in requeue
     assert preempted.endswith(
-        "within 30 s (KillWait), and ends as FAILED. Submit the run again with the same --run-dir to "
-        "continue."
+        "has 30 s to save (KillWait), and then ends as FAILED. Submit the run again with the same "
+        "--run-dir to continue."
     )
 
 
@@ -277,9 +277,9 @@ def test_unavailable_nodes_are_noted(submission, strict_cluster):
     try:
         note = submission(nodes=2).notes[0]
         assert note.startswith(
-            "2 nodes requested, but according to sinfo, partition preemptible has only 1 suitable node"
+            "The job requests 2 nodes, but according to sinfo, partition preemptible has only 1 suitable node"
         )
-        assert not submission(nodes=1).notes[0].startswith("1 node requested")
+        assert not submission(nodes=1).notes[0].startswith("The job requests 1 node")
     finally:
         run_command(["scontrol", "update", node, "State=RESUME"], strict_cluster.env)
 
@@ -373,10 +373,10 @@ def request_of(make_spec):
         ({"gpus_per_node": 4, "nodes": 3}, "3 nodes with 4 GPUs each .* has only 2"),
         ({"gpus_per_node": 4, "gpu_type": "v100"}, "4 v100 GPUs per node .* more than 1"),
         ({"gpus_per_node": 1, "gpu_type": "v100", "nodes": 3}, "3 nodes with 1 v100 GPU each .* has only 2"),
-        ({"gpus_per_node": 3, "ntasks_per_node": 3, "cpus_per_task": 20}, "nodes? with 3 GPUs each, 60 CPUs"),
+        ({"gpus_per_node": 3, "ntasks_per_node": 3, "cpus_per_task": 20}, "nodes? with 3 GPUs, 60 CPUs each"),
         (
             {"gpus_per_node": 1, "directives": {"constraint": "ib&old"}},
-            "with 1 GPU each, the features ib&old",
+            "with 1 GPU each and the features ib&old",
         ),
     ],
 )
@@ -412,7 +412,7 @@ def test_restricted_partitions_are_refused_unless_root(request_of, monkeypatch):
     (root_only,) = partition_limits.limit_problems(request, closed[0], site)
     assert "is for root only (RootOnly)" in root_only.message
     (group,) = partition_limits.limit_problems(request, closed[1], site)
-    assert "is for members of nobodys (AllowGroups), but you are not in these groups" in group.message
+    assert "is only for the groups nobodys (AllowGroups), but you are in none of them" in group.message
 
 
 def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):

@@ -55,7 +55,7 @@ def test_max_failures_can_be_set(prepared):
         ({"template": "dpd"}, "Did you mean 'ddp'"),
         ({"template": "./mine"}, "mine. .--template. not found"),
         ({"nodez": 2}, "Did you mean 'nodes'"),
-        ({"run_dir": "/proc/run"}, "Cannot write the run folder"),
+        ({"run_dir": "/proc/run"}, "Cannot write to the run folder"),
         ({"run_dir": "train.py"}, "is a file"),
         ({"run_dir": "train.py/run"}, "is not a folder"),
         ({"run_dir": "x" * 300}, "Cannot access the run folder .*: File name too long"),
@@ -196,15 +196,17 @@ def test_option_with_effect_has_no_note(prepared, options):
         (
             {"time": "1"},
             [
-                "time limit of 60 s (--time, submit()), minus 20 s to save (--stop-before-limit, default: ",
-                " may leave only 40 s to start and train. The run fails after three attempts without a new ",
+                "may have only 40 s to start and train. The time limit is 60 s (--time, submit()), and ",
+                "the ranks stop and save 20 s before it (--stop-before-limit, default: 120, or a third",
+                "The run fails after three attempts without a new checkpoint.",
                 "Use --time 00:07:00 or more.",
             ],
         ),
         (
             {"time": "8", "stop_before_limit": 400},
             [
-                "minus 400 s to save (--stop-before-limit, submit()), may leave only 80 s",
+                "may have only 80 s",
+                "stop and save 400 s before it (--stop-before-limit, submit()).",
                 "Use --time 00:12:00 or more.",
             ],
         ),

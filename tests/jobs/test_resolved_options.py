@@ -245,7 +245,7 @@ def test_file_may_be_empty(files, text):
         ("env:\n  A: [1]\n", 2, "env.A is a list, but"),
         ("env:\n  A: {B: c}\n", 2, "env.A is a mapping, but"),
         ("restart:\n  oom:\n    retries: [1]\n", 3, "restart.oom.retries is a list, but"),
-        ("nodes: 1\nqos: a\nnodes: 2\n", 3, "duplicate key 'nodes', already given on line 1"),
+        ("nodes: 1\nqos: a\nnodes: 2\n", 3, "duplicate key 'nodes', already set on line 1"),
         ("[1]: 2\n", 1, "a key is a list or a mapping"),
         ("- a\n", 1, "the file must be a mapping"),
         ("profiles: {a: [b]}\n", 1, "the profile 'a' must be a mapping"),
@@ -309,7 +309,7 @@ def test_profile_without_any_profiles_is_reported(files):
     with pytest.raises(SpecError, match="There are no configuration files"):
         files.resolve(profile="fast")
     files.user.write_text("")
-    with pytest.raises(SpecError, match=r"defines a profile: .*config\.yaml"):
+    with pytest.raises(SpecError, match=r"\(.*config\.yaml\) define no profiles"):
         files.resolve(profile="fast")
 
 

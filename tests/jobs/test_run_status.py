@@ -398,7 +398,7 @@ def test_unknown_state_ends_the_wait_only_without_any_sign_of_the_run(run, fake_
     assert tracker.message_for(replace(unknown, unknown_s=99.0)) is None
     with pytest.raises(SchedulerError, match=r"run r after 100 s \(state: unknown for 5000 s"):
         tracker.message_for(unknown)
-    assert tracker.message_for(replace(known, state=RUNNING)) == "state available again: RUNNING"
+    assert tracker.message_for(replace(known, state=RUNNING)) == "the state is available again (RUNNING)"
     assert tracker.left_s == float("inf")
     now += 500
     assert "this does not affect the run" in tracker.message_for(unknown)

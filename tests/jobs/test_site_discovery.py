@@ -176,7 +176,7 @@ def test_later_files_extend_the_site(tmp_path):
         ("site:\n  habits:\n    memory_option: some", r"yaml:3: .* must be accepted, ignored or refused"),
         ("site: {slurm: {kill_wait_s: long}}", r"kill_wait_s is 'long', but must be a number"),
         ("site: {partitions: gpu}", r"site\.partitions is 'gpu', but must be a list"),
-        ("site: {partitions: [{default: true}]}", r"site\.partitions\[0\] has no key 'name'"),
+        ("site: {partitions: [{default: true}]}", r"the key 'name' is missing in site\.partitions\[0\]"),
         ("site: {partitions: [{name: a, nodes: 3}]}", r"unknown key 'nodes' in site\.partitions\[0\]"),
         ("site: [1]", r"site is a list, but must be a mapping"),
         ("sites: {}", r"unknown option 'sites'\. Did you mean 'site'\?"),

@@ -118,7 +118,7 @@ def test_held_run_can_be_cancelled(prepared, environ):
         ({"nodes": 5, "gpus_per_node": 2}, SpecError, "partition preemptible has only 4"),
         ({"gpus_per_node": 3, "partition": "urgent"}, SpecError, "partition urgent has more than 2"),
         ({"partition": "nowhere"}, SpecError, "Unknown partition 'nowhere'"),
-        ({"nodes": 9}, SpecError, "9 nodes requested .* partition preemptible has only 4"),
+        ({"nodes": 9}, SpecError, "requests 9 nodes .* partition preemptible has only 4"),
         ({"mem": "lots"}, SchedulerError, "mem"),
     ],
 )

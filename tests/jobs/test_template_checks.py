@@ -28,7 +28,7 @@ def prepare_template(prepared, tmp_path):
         ("{% block directives %}#SBATCH --signal=USR1@9\n{% endblock %}", "--signal"),
         (
             "{% block directives %}#SBATCH --wrap true\n{% endblock %}",
-            "hpctrain sets --wrap itself. Pass the script",
+            "a template cannot set --wrap. Pass the script",
         ),
         ("{% block setup %}{{ nothing }}{% endblock %}", r"'nothing' is undefined\.$"),
     ],

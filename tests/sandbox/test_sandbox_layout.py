@@ -30,7 +30,7 @@ def _layout(folder: Path, **shape: Any) -> SandboxLayout:
         ({"gpu_type": "a:100"}, "'a:100' is not a valid GPU type"),
         ({"settings": ("JobRequeue",)}, "'JobRequeue' is not a valid slurm.conf line"),
         ({"settings": ("A=b\nC=d",)}, "is not a valid slurm.conf line"),
-        ({"settings": ("NodeName=x CPUs=1",)}, "Set nodes with the options of this command"),
+        ({"settings": ("NodeName=x CPUs=1",)}, "use the other options of this command"),
     ],
 )
 def test_impossible_sizes_are_refused(fields: dict[str, Any], message: str) -> None:

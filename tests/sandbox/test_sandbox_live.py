@@ -175,7 +175,7 @@ def test_repeated_up_keeps_and_repairs_the_sandbox(name: str) -> None:
     box = sandbox.up(name, nodes=1, gpus_per_node=0)
     pids = box.daemons()
     assert sandbox.up(name, nodes=1, gpus_per_node=0).daemons() == pids
-    with pytest.raises(SpecError, match=re.escape("1 node × (8 CPUs, 0 GPUs), 30 s grace, but 2 nodes")):
+    with pytest.raises(SpecError, match=re.escape("1 node × (8 CPUs, 0 GPUs), 30 s grace time, but 2 nodes")):
         sandbox.up(name, nodes=2, gpus_per_node=0)
     for process in processes():
         if process.pid in (pids["slurmctld"], pids["munged"]):
@@ -229,7 +229,7 @@ def test_daemon_that_does_not_start_is_reported_with_its_log(
     broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={state}", "StateSaveLocation=/dev/null")
     monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
     with pytest.raises(
-        SchedulerError, match=r"slurmctld exited; end of the log .*slurmctld\.log:\n.*fatal: .*/dev/null"
+        SchedulerError, match=r"slurmctld exited; last lines of .*slurmctld\.log:\n.*fatal: .*/dev/null"
     ):
         sandbox.up(name, nodes=1, gpus_per_node=0, limit_s=20)
     assert _sandbox_processes(name) == []
@@ -298,7 +298,7 @@ def test_database_that_does_not_start_is_reported_with_its_log(
         daemons, "mariadbd_argv", lambda plan: ("mariadbd", "--no-defaults", "--datadir=/nowhere")
     )
     with pytest.raises(
-        SchedulerError, match=r"mariadbd exited; end of the log .*mariadbd\.log:\n(.*\n)*.*/nowhere"
+        SchedulerError, match=r"mariadbd exited; last lines of .*mariadbd\.log:\n(.*\n)*.*/nowhere"
     ):
         sandbox.up(name, nodes=1, gpus_per_node=0, accounting=True)
     assert _sandbox_processes(name) == []

@@ -46,8 +46,8 @@ class LocalBackend:
         if (asked := at_once * spec.world_size) > most:
             options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
-                f"{asked} ranks requested ({options}), but on this machine with {os.cpu_count()} CPUs, the "
-                f"local backend starts at most {most}. Request fewer, or submit to a cluster."
+                f"The job requests {asked} ranks ({options}), but on this machine with {os.cpu_count()} "
+                f"CPUs, the local backend starts at most {most}. Request fewer, or submit to a cluster."
             )
         notes = []
         if spec.array:
@@ -74,7 +74,7 @@ class LocalBackend:
         if (asked := math.prod(factors)) > here:
             options = "--nodes, --gpus-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
-                f"{' × '.join(map(str, factors))} = {pluralize(asked, 'GPU')} requested ({options}), "
+                f"The job requests {' × '.join(map(str, factors))} = {pluralize(asked, 'GPU')} ({options}), "
                 f"but this machine has {here}, which all simulated nodes share. Request fewer, or use CPU "
                 f"ranks with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
             )

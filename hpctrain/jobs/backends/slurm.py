@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult, SubmissionUnconfirmed
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.command import is_answer_lost, run_all
+from hpctrain.slurm.command import is_answer_lost, is_transient, run_all
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.slurm.job_requests import cancel_jobs, signal_ranks, submit_job, update_job
 from hpctrain.slurm.site_queries import SiteAnswers, query_site
@@ -61,7 +61,7 @@ class SlurmBackend:
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         if self._trouble is not None:
             warning = (
-                f"Warning: Slurm cannot be used on this machine ({self._trouble}), so these were not "
+                f"Warning: Slurm cannot be used on this machine ({self._trouble}), so the following were not "
                 "checked: the partition and its limits, its nodes and GPUs, and whether Slurm would accept "
                 "the job."
             )
@@ -82,10 +82,8 @@ class SlurmBackend:
                     f"--name={shlex.quote(spec.name)}`. If the job is queued, its run folder "
                     f"is {str(run.path)!r}. Otherwise, submit again with the same --run-dir."
                 ) from error
-            raise SchedulerError(
-                f"The job was not submitted: {error}. "
-                "Nothing is queued. Correct the options named in this message and submit again."
-            ) from error
+            mend = "Try again later." if is_transient(str(error)) else "Change the options that cause this."
+            raise SchedulerError(f"The job was not submitted: {error}. {mend}") from error
 
     def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
         from hpctrain.jobs.backends.slurm_status import query_jobs

@@ -61,7 +61,7 @@ def _lock(place: Path) -> str:
             return "two processes can hold the same lock"
     finally:
         os.close(lock)
-    return "a lock remains after its holder has exited" if is_locked(path) else ""
+    return "a lock remains after it is released" if is_locked(path) else ""
 
 
 def _rename(place: Path) -> str:
@@ -81,7 +81,7 @@ def _append(place: Path) -> str:
     for number in range(3):
         append_json_line(path, {"number": number})
     read = [record["number"] for record in read_json_lines(path)]
-    return "" if read == [0, 1, 2] else f"only {len(read)} of 3 appended lines were found"
+    return "" if read == [0, 1, 2] else "appended lines are lost or in the wrong order"
 
 
 def _clock_ahead_s(place: Path) -> float:

@@ -136,7 +136,7 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
     value = f"{facts['version']}, built for {build}"
     if facts["usable"]:
         return Finding(
-            _TOPIC, "torch", f"{value}, uses {pluralize(facts['num_gpus'], 'GPU')} of this machine"
+            _TOPIC, "torch", f"{value}, can use {pluralize(facts['num_gpus'], 'GPU')} of this machine"
         )
     if gpus_here:
         why = f": {facts['warning']}" if facts["warning"] else ""
@@ -153,7 +153,7 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
             "torch",
             value,
             "note",
-            "Ranks could not use the GPUs of this site. Install a torch build for CUDA.",
+            "Ranks could not use the GPUs of this site. Install a torch build with GPU support.",
         )
     return Finding(_TOPIC, "torch", value)
 
@@ -162,7 +162,7 @@ def _backends(facts: Mapping[str, Any]) -> Iterator[Finding]:
     if facts["nccl"]:
         yield Finding(_TOPIC, "NCCL", facts["nccl"])
     else:
-        yield Finding(_TOPIC, "NCCL", "not in this torch build; required by GPU ranks only")
+        yield Finding(_TOPIC, "NCCL", "not in this torch build; required only by ranks on GPUs")
     if facts["gloo"]:
         yield Finding(_TOPIC, "gloo", "available")
     else:
@@ -171,5 +171,5 @@ def _backends(facts: Mapping[str, Any]) -> Iterator[Finding]:
             "gloo",
             "not in this torch build",
             "problem",
-            "CPU ranks require gloo. Install another torch build.",
+            "Ranks on CPUs require gloo. Install another torch build.",
         )

@@ -135,7 +135,7 @@ def _without_slurm(trouble: str) -> Finding:
         return Finding("Slurm", "none", f"{trouble}; runs will use this machine")
     return Finding(
         "Slurm",
-        "silent",
+        "no response",
         trouble,
         "problem",
         "Slurm is set up on this machine but does not respond. Try again, or ask the administrator.",
@@ -158,7 +158,11 @@ def _guarded(look: Callable[[], list[Finding]], topic: str) -> list[Finding]:
     except HpctrainError as error:
         return [
             Finding(
-                topic, "check", f"failed: {error}", "problem", "Fix this problem and run the check again."
+                topic,
+                "check",
+                f"failed: {error}",
+                "problem",
+                "Check the file system, or use another --run-dir.",
             )
         ]
 

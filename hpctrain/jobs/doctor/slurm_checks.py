@@ -58,7 +58,8 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         "KillWait",
         f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its time limit",
         "note" if little else "ok",
-        "A cancelled run may not have enough time to save. Before a time limit, --stop-before-limit applies."
+        "A cancelled run may not have enough time to save. Before the time limit, --stop-before-limit "
+        "applies."
         if little
         else "",
     )
@@ -122,7 +123,9 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
 def partition_findings(site: Site) -> Iterator[Finding]:
     """Yield a finding for each partition."""
     if site.default_partition is None:
-        yield Finding("Partitions", "default", "none", "note", "Use --partition, or set it in hpctrain.yaml.")
+        yield Finding(
+            "Partitions", "default", "none", "note", "Use --partition, or set `partition` in hpctrain.yaml."
+        )
     for partition in site.partitions:
         standing = [*_trouble(partition, site)]
         yield Finding(

@@ -21,7 +21,7 @@ _HINTS = {
     "max_pickle_size_gb": "Remove it: hpctrain does not limit the size of a function and its arguments.",
     (
         "python"
-    ): "The ranks use the Python of this program. To use another, set venv, conda or container_image.",
+    ): "The ranks use the Python of this program. For another Python, set venv, conda or container_image.",
     "srun_args": "The supervisor chooses the srun options itself.",
     "teardown": "This callback would not run if the job were killed or requeued. Clean up in the function.",
     "use_srun": "The supervisor starts the ranks with srun. To use torchrun, set launcher to torchrun.",

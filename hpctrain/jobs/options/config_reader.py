@@ -156,8 +156,8 @@ class _Reader:
                 )
             if key in lines:
                 raise SpecError(
-                    f"{self._path}:{line}: duplicate key {key!r}, already given on line {lines[key]}. "
-                    "Remove one of them."
+                    f"{self._path}:{line}: duplicate key {key!r}, already set on line {lines[key]}. "
+                    "Remove one of the two."
                 )
             lines[key] = line
             yield key, line, value

@@ -14,8 +14,8 @@ _HEAD = """\
 # Default options of `hpctrain submit` in this project. The command line overrides them.
 # `hpctrain submit --explain SCRIPT` shows each value and its source.
 #
-# Remove the # before a line to set the option. A key without a value removes the value that the files of the
-# site (/etc/hpctrain/*.yaml) or the user (~/.config/hpctrain/config.yaml) set. They have the same format.
+# To set an option, remove the # before its line. A key without a value removes a value that is set in
+# /etc/hpctrain/*.yaml (for all users) or ~/.config/hpctrain/config.yaml. These files have the same format.
 """
 
 _PROFILES = """

@@ -24,7 +24,7 @@ _OURS = {
     "gpus-per-task": "Use --gpus-per-node: each rank has one GPU",
     "input": "Ranks have no standard input. Pass arguments to the script instead",
     "job-name": "Use --name",
-    "no-kill": "The supervisor handles lost nodes",
+    "no-kill": "The supervisor already handles lost nodes",
     "no-requeue": "Use --resume-mode successor to continue without requeues",
     "nodes": "Use --nodes",
     "ntasks": "Use --ntasks-per-node",
@@ -70,10 +70,10 @@ _FOREIGN_OPTIONS = {
     "module-name": "Use -m, as with python -m",
     "master-addr": "hpctrain chooses the rendezvous address",
     "master-port": "hpctrain chooses the rendezvous port",
-    "monitor-interval": "Use --hang-timeout",
+    "monitor-interval": "The supervisor detects crashes immediately. For hangs, use --hang-timeout",
     "node-rank": "hpctrain assigns the ranks",
     "num-gpus": "Use --gpus-per-node",
-    "num-processes": "Use --nodes and --gpus-per-node or --ntasks-per-node",
+    "num-processes": "Use --nodes with --gpus-per-node, or with --ntasks-per-node for a run on CPUs",
     "rdzv-id": "hpctrain chooses the rendezvous id",
     "standalone": "Use --backend local",
     "mlflow": "Choose trackers in the script: Trainer(loggers='mlflow')",
@@ -107,14 +107,14 @@ def check_extra_directives(given: Mapping[str, str]) -> dict[str, str]:
 
 def _checked(key: str, value: str) -> str:
     if key in _OURS:
-        raise SpecError(f"--sbatch {key} is set by hpctrain itself. {_OURS[key]}.")
+        raise SpecError(f"--sbatch cannot set {key}. {_OURS[key]}.")
     if key in (named := _named()):
         raise SpecError(f"Use --{key} instead of --sbatch {key}.")
     if key in _FLAGS.split():
         if value not in ("", "true", "yes"):
             raise SpecError(
-                f"--sbatch {key} is {value!r}, but this flag of sbatch accepts no value. "
-                f"Use --sbatch {key} without a value, or remove it."
+                f"--sbatch {key} is {value!r}, but this sbatch flag accepts no value. "
+                f"Use --sbatch {key} without a value, or remove the option."
             )
         return ""
     if key not in _WITH_VALUE.split():

@@ -101,9 +101,9 @@ class OptionType(NamedTuple):
         """Describe the accepted values, as in "must be …"."""
         names = [
             *(["true", "false"] if self.flag else []),
-            *self.choices,
             *(["an integer"] if self.number else []),
-            *(["text"] if self.text else []),
+            *self.choices,
+            *(["a string"] if self.text else []),
             *(["a mapping of names to strings"] if self.pairs else []),
             *(["a string, or a list of strings"] if self.many else []),
         ]

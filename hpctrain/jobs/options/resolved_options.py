@@ -159,7 +159,7 @@ def _from_files(
         known = {name: None for file in (*standing, *named) for name in file.profiles}
         if profile not in known:
             files = ", ".join(str(file.path) for file in (*standing, *named))
-            where = f"None of the configuration files defines a profile: {files}."
+            where = f"The configuration files ({files}) define no profiles."
             hint = (
                 suggest(profile, known) if known else where if files else "There are no configuration files."
             )

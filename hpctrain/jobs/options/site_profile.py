@@ -101,7 +101,7 @@ class _Reader:
                 raise self._unknown(node, key, name, list(hints))
         for entry in fields(kind):
             if entry.name not in entries and entry.default is entry.default_factory is MISSING:
-                raise SpecError(f"{self._place(node)}: {key} has no key {entry.name!r}. Add it.")
+                raise SpecError(f"{self._place(node)}: the key {entry.name!r} is missing in {key}. Add it.")
         return kind(**{name: self._value(hints[name], one, f"{key}.{name}") for name, one in entries.items()})
 
     def _scalar(self, hint: Any, node: Node, key: str) -> Any:
@@ -141,4 +141,4 @@ class _Reader:
         return f"{self._path}:{node.start_mark.line + 1}"
 
 
-_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

@@ -156,7 +156,9 @@ def _seconds(option: str, value: int | str | None, least: int) -> int | None:
     if not isinstance(value, int):
         return None
     if value < least:
-        raise SpecError(f"--{option} is {value} s, but must be at least {least} s. Use never to disable it.")
+        raise SpecError(
+            f"--{option} is {value} s, but must be at least {least} s. To disable it, use `--{option} never`."
+        )
     return value
 
 
@@ -188,7 +190,7 @@ def _nodes(value: int | str) -> tuple[int, int]:
             return least, most
         raise SpecError(
             f"--nodes {value}: the minimum is {least} and the maximum is {most}, but a range requires "
-            "1 ≤ MIN ≤ MAX, such as 2:4."
+            "1 ≤ MIN ≤ MAX, as in 2:4."
         )
     raise SpecError(
         f"--nodes {value!r} is neither a number nor a range. Use a number of nodes, such as 2, or a minimum "

@@ -51,7 +51,8 @@ class _Size(TypedDict, total=False):
             aliases=("--spares",),
             metavar="N",
             default=JobSpec.spare_nodes,
-            help="Number of spare nodes. A spare node replaces a failed node without queueing again.",
+            help="Number of spare nodes. When a node fails, a spare node replaces it, so that the job "
+            "does not have to queue again.",
         ),
     ]
     node_check: Annotated[
@@ -68,7 +69,8 @@ class _Size(TypedDict, total=False):
             aliases=("--grow-after",),
             metavar="SECONDS",
             default=JobSpec.scale_up_after_s,
-            help="Seconds after which a run on fewer than MAX nodes looks for more nodes. 0 disables this.",
+            help="Seconds after which a run on fewer than MAX nodes looks for more nodes. 0 disables the "
+            "search.",
         ),
     ]
     gpus_per_node: Annotated[
@@ -76,8 +78,7 @@ class _Size(TypedDict, total=False):
         OptionInfo(
             metavar="[TYPE:]G",
             default=JobSpec.gpus_per_node,
-            help="GPUs per node (one rank per GPU), optionally with a type, such as h100:8. 0 uses CPUs "
-            "only.",
+            help="GPUs per node (one rank per GPU), optionally with a type, as in h100:8. 0 uses only CPUs.",
         ),
     ]
     ntasks_per_node: Annotated[
@@ -98,7 +99,7 @@ class _Size(TypedDict, total=False):
             metavar="SIZE",
             example="64G",
             directive=True,
-            help="Memory per node, in MB or with suffix K, M, G or T. 0 requests all memory.",
+            help="Memory per node, in MB or with a suffix (K, M, G or T). 0 requests all memory.",
         ),
     ]
     mem_per_cpu: Annotated[
@@ -139,7 +140,7 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="PATH",
             default_words="<runs-dir>/<run id>",
-            help="Run folder. Pass the folder of a finished or failed run to resume it.",
+            help="Run folder. To resume a finished or failed run, pass its folder.",
             is_path=lambda _: True,
         ),
     ]
@@ -193,7 +194,7 @@ class _Run(TypedDict, total=False):
             aliases=("--restart",),
             metavar="KIND.FIELD=N",
             example="oom: {retries: 0}",
-            help="Override a limit of the restart policy, such as oom.retries=3.",
+            help="Override a limit of the restart policy, as in oom.retries=3.",
         ),
     ]
     standby_workers: Annotated[
@@ -227,14 +228,15 @@ class _Run(TypedDict, total=False):
         CpuBindingMode,
         OptionInfo(
             default=JobSpec.cpu_binding,
-            help="Bind each rank to the CPUs next to its GPU, unless Slurm binds the ranks. none leaves them "
-            "unbound.",
+            help="Bind each rank to the CPUs next to its GPU, unless Slurm binds the ranks. none disables "
+            "this binding.",
         ),
     ]
     independent_ranks: Annotated[
         bool,
         OptionInfo(
             default=JobSpec.independent_ranks,
+            default_words="no",
             help="Allow ranks that do not train together. Without this option, a run fails if its ranks "
             "train without a process group.",
         ),
@@ -340,7 +342,7 @@ class _Container(TypedDict, total=False):
             metavar="NAME,…",
             example="[HF_HOME]",
             help="Environment variables of the job that override those of the image. Variables set with "
-            "--env always do.",
+            "--env always override them.",
         ),
     ]
     container_python: Annotated[
@@ -434,7 +436,7 @@ class _Queue(TypedDict, total=False):
             metavar="KIND:RUN|JOB",
             example="afterok:digits-20261121-052813-cc6c",
             directive=True,
-            help="Dependency in sbatch's notation. A run's id or folder can be given instead of a job id.",
+            help="Dependency in sbatch notation. Instead of a job id, a run id or a run folder can be given.",
         ),
     ]
     nice: Annotated[
@@ -571,7 +573,7 @@ class _Sources(TypedDict, total=False):
     config: Annotated[
         str | os.PathLike[str],
         OptionInfo(
-            metavar="FILE", in_files=False, help="Additional configuration file. Overrides all others."
+            metavar="FILE", in_files=False, help="Additional configuration file. It overrides all others."
         ),
     ]
     profile: Annotated[

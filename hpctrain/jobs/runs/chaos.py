@@ -220,7 +220,7 @@ def check_disturbable(run: Run) -> RunStatus:
     status = run.status()
     if status.state is not RunState.RUNNING:
         raise SpecError(
-            f"Run {run.run_id} is {status.state}; faults can only be injected into a running run."
+            f"Run {run.run_id} is {status.state}. Faults can only be injected into a run that is RUNNING."
         )
     return status
 

@@ -82,7 +82,7 @@ def _details(record: dict[str, Any]) -> Iterator[str]:
 
 def _end_of(log: str) -> Iterator[str]:
     lines = read_last_lines(Path(log), _LAST_LINES)
-    yield f"{'end of ' if lines else ''}log: {log}"
+    yield f"last lines of {log}:" if lines else f"log: {log}"
     yield from (f"  {line}" for line in lines)
 
 

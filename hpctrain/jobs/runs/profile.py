@@ -42,17 +42,19 @@ class ProfileRequest:
         status = run.status()
         started = [event for event in run.dir.read_events() if event["kind"] == "started"]
         if status.state is not RunState.RUNNING or not started:
-            raise SpecError(f"Run {run.run_id} is {status.state}; only running runs can be profiled.")
+            raise SpecError(
+                f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be profiled."
+            )
         world_size = int(started[-1]["world_size"])
         if missing := [rank for rank in ranks if rank >= world_size]:
             raise SpecError(
-                f"There is no {format_ranks(missing)} (--ranks): run {run.run_id} has "
+                f"Run {run.run_id} has no {format_ranks(missing)} (--ranks). It has "
                 f"{pluralize(world_size, 'rank')}, numbered from 0."
             )
         if run.dir.profile_request.exists():
             raise SpecError(
-                f"Another profile of run {run.run_id} is pending: {run.dir.profile_request}. Wait for it, or "
-                "remove this file."
+                f"Another profile of run {run.run_id} is pending: {run.dir.profile_request}. Wait until it "
+                "is complete, or remove this file."
             )
         number = run.dir.new_profile()
         request = {"number": number, "ranks": list(ranks), "steps": num_steps}
@@ -106,11 +108,12 @@ class ProfileRequest:
     def _check_attempt(self) -> None:
         status = self.run.status()
         if (status.state.ended or status.attempt != self.attempt) and (missing := self._missing()):
-            end = f"is {status.state}" if status.state.ended else f"is now in attempt {status.attempt}"
+            end, mend = f"is {status.state}", ""
+            if not status.state.ended:
+                end, mend = f"is now in attempt {status.attempt}", " Request another profile."
             raise RunFailed(
                 f"Run {self.run.run_id} {end}, but {format_ranks(missing)} had not completed "
-                f"{pluralize(self.num_steps, 'step')} in attempt {self.attempt}. Request another "
-                "profile with fewer --steps."
+                f"{pluralize(self.num_steps, 'step')} in attempt {self.attempt}.{mend}"
             )
 
     def _missing(self) -> list[int]:

@@ -218,10 +218,10 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
             raise RunNotFound(
                 f"{str(folder)!r} contains checkpoints, but no run has been submitted with this folder. Use "
                 "`hpctrain submit --run-dir` to resume from the checkpoints, or `hpctrain checkpoints` to "
-                f"list those in {str(path)!r}."
+                f"list them in {str(path)!r}."
             )
     raise RunNotFound(
-        f"There is no run {run!r} in {str(runs_dir)!r}, and no run folder with that path. {hint}"
+        f"There is no run {run!r} in {str(runs_dir)!r}, and {run!r} is not the path of a run folder. {hint}"
     )
 
 

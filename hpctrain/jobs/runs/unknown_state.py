@@ -61,7 +61,7 @@ class UnknownStateTracker:
         now = time.monotonic()
         if status.state is not RunState.UNKNOWN:
             was_unknown, self._since = self._since is not None, None
-            return f"state available again: {status.state}" if was_unknown else None
+            return f"the state is available again ({status.state})" if was_unknown else None
         if self._since is None:
             self._since = self._next = now
         # A run that still writes is alive, even if the scheduler does not respond.
@@ -74,4 +74,4 @@ class UnknownStateTracker:
         if now < self._next:
             return None
         self._next = now + _INTERVAL_S
-        return f"state {describe_unknown(status)}; this does not affect the run"
+        return f"the state is {describe_unknown(status)}; this does not affect the run"

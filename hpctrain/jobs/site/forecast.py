@@ -129,9 +129,9 @@ def _when(time: str) -> str:
     try:
         start = datetime.fromisoformat(time)
     except ValueError:
-        return f"at {time}"
+        return time
     now = datetime.now()
     if (start - now).total_seconds() < _IMMEDIATE_S:
         return _NOW
     same_day = start.date() == now.date()
-    return f"at {start:%H:%M}" if same_day else f"on {start:%Y-%m-%d} at {start:%H:%M}"
+    return f"{start:%H:%M}" if same_day else f"{start:%Y-%m-%d %H:%M}"

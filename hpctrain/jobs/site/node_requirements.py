@@ -40,7 +40,7 @@ def _gpu_type(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
         hint = (
             f"Its GPU types are {', '.join(known)}."
             if known
-            else "Its GPUs have no types. Use a number without a type."
+            else "It defines no GPU types. Use a number without a type."
         )
         yield SiteProblem(
             f"GPU type {asked!r} was requested (--gpus-per-node), but according to sinfo, partition "
@@ -55,7 +55,7 @@ def _features(request: JobRequest, partition: Partition) -> Iterator[SiteProblem
             hint = suggest(word, known) if known else "Its nodes have no features. Remove the option."
             yield SiteProblem(
                 f"Feature {word!r} was requested ({request.origin('constraint')}), but according to sinfo, "
-                f"no node of partition {partition.name} has it. {hint}"
+                f"no node of partition {partition.name} has this feature. {hint}"
             )
 
 
@@ -101,10 +101,10 @@ def _capacity_problems(request: JobRequest, partition: Partition) -> Iterator[Si
     fitting = sum(group.num for group in partition.groups if _fits(request, group))
     excluded = len(set(_hosts(request.value("exclude"))) & _fitting_names(request, partition))
     if request.spec.least_granted > fitting - excluded:
-        less = f", and --exclude excludes {excluded} of them" if excluded else ""
+        less = f", of which --exclude excludes {excluded}" if excluded else ""
         such = f"only {pluralize(fitting, 'such node')}" if fitting else "no such nodes"
         yield SiteProblem(
-            f"{pluralize(request.spec.least_granted, 'node')}{_describe_demands(request)} requested "
+            f"The job requests {pluralize(request.spec.least_granted, 'node')}{_describe_demands(request)} "
             f"(--nodes), but according to sinfo, {where} has {such}{less}. Request fewer, or choose "
             "another --partition."
         )
@@ -116,21 +116,21 @@ def _demands(request: JobRequest) -> Iterator[tuple[int, Callable[[NodeGroup], i
     yield (
         spec.gpus_per_node,
         lambda group: _gpus(request, group),
-        f"{_gpu_words(request)} per node requested (--gpus-per-node)",
+        f"The job requests {_gpu_words(request)} per node (--gpus-per-node)",
         "Request fewer, or choose another --partition.",
     )
     cpus = f"{pluralize(spec.ntasks_per_node, 'rank')} × --cpus-per-task {spec.cpus_per_task or 1}"
     yield (
         request.cpus_per_node,
         lambda group: group.cpus,
-        f"{pluralize(request.cpus_per_node, 'CPU')} per node requested ({cpus})",
+        f"The job requests {pluralize(request.cpus_per_node, 'CPU')} per node ({cpus})",
         "Request fewer.",
     )
     origin = request.origin(request.memory_option or "mem")
     yield (
         request.memory_per_node_mib,
         lambda group: group.memory_mib,
-        f"{request.memory_per_node_mib} MiB of memory per node requested ({origin})",
+        f"The job requests {request.memory_per_node_mib} MiB of memory per node ({origin})",
         "Request less.",
     )
 
@@ -139,14 +139,15 @@ def _describe_demands(request: JobRequest) -> str:
     """Describe the demands on each node."""
     spec, demands = request.spec, []
     if spec.gpus_per_node:
-        demands.append(f"{_gpu_words(request)} each")
+        demands.append(_gpu_words(request))
     if request.cpus_per_node > max(1, spec.gpus_per_node):
-        demands.append(f"{pluralize(request.cpus_per_node, 'CPU')} each")
+        demands.append(pluralize(request.cpus_per_node, "CPU"))
     if request.memory_per_node_mib:
-        demands.append(f"{format_memory(request.memory_per_node_mib)} of memory each")
+        demands.append(f"{format_memory(request.memory_per_node_mib)} of memory")
+    each = [f"{', '.join(demands)} each"] if demands else []
     if constraint := request.value("constraint"):
-        demands.append(f"the features {constraint}")
-    return f" with {', '.join(demands)}" if demands else ""
+        each.append(f"the features {constraint}")
+    return f" with {' and '.join(each)}" if each else ""
 
 
 def _gpu_words(request: JobRequest) -> str:

@@ -41,11 +41,11 @@ def _time(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
             yield SiteProblem(
                 f"Partition {partition.name} ends a job without --time after {format_time_limit(given)} "
                 f"({option}), but the ranks stop and save {lead_s} s before the limit "
-                "(--stop-before-limit), so there is no time to train. Use a longer --time or a shorter "
+                "(--stop-before-limit), so there is no time to train. Set a longer --time, or a shorter "
                 "--stop-before-limit."
             )
     elif limit is not None and (asked is None or asked > limit):
-        what = "No time limit" if asked is None else f"A time limit of {format_time_limit(asked)}"
+        what = "An unlimited time" if asked is None else f"A time limit of {format_time_limit(asked)}"
         yield SiteProblem(
             f"{what} was requested ({request.origin('time')}), but partition {partition.name} allows at most "
             f"{format_time_limit(limit)} (MaxTime). Use --time {format_time_limit(limit)} or less: "
@@ -57,7 +57,7 @@ def _time(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
 def _size(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
     least, nodes, cpus = request.spec.least_granted, request.spec.most_granted, request.cpus_per_node
     number = pluralize(nodes, "node") if least == nodes else f"{least} to {nodes} nodes"
-    asked = f"{number} requested (--nodes)"
+    asked = f"The job requests {number} (--nodes)"
     # For a range of nodes, Slurm allocates what the partition allows.
     if partition.max_nodes is not None and least > partition.max_nodes:
         yield SiteProblem(
@@ -73,8 +73,9 @@ def _size(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
         )
     if partition.max_cpus_per_node is not None and cpus > partition.max_cpus_per_node:
         yield SiteProblem(
-            f"{pluralize(cpus, 'CPU')} per node requested (ranks per node × --cpus-per-task), but partition "
-            f"{partition.name} allows at most {partition.max_cpus_per_node} (MaxCPUsPerNode). Request fewer."
+            f"The job requests {pluralize(cpus, 'CPU')} per node (ranks per node × --cpus-per-task), but "
+            f"partition {partition.name} allows at most {partition.max_cpus_per_node} (MaxCPUsPerNode). "
+            "Request fewer."
         )
 
 
@@ -85,8 +86,8 @@ def _memory(request: JobRequest, partition: Partition, site: Site) -> Iterator[S
     asked = request.memory_per_node_mib
     if limit is not None and asked > limit and (option := request.memory_option):
         yield SiteProblem(
-            f"{format_memory(asked)} of memory per node requested ({request.origin(option)}), but partition "
-            f"{partition.name} allows at most {format_memory(limit)} (MaxMemPerNode). Request less."
+            f"The job requests {format_memory(asked)} of memory per node ({request.origin(option)}), but "
+            f"partition {partition.name} allows at most {format_memory(limit)} (MaxMemPerNode). Request less."
         )
 
 
@@ -101,11 +102,11 @@ def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProbl
         said = f"{name} {asked!r} was requested ({request.origin(key)}), but partition {partition.name}"
         if allowed is not None and asked not in allowed:
             yield SiteProblem(
-                f"{said} only allows {', '.join(allowed)} (Allow{setting}). Choose an allowed value."
+                f"{said} only allows {', '.join(allowed)} (Allow{setting}). Choose one of these."
             )
         # If there is an allow list, Slurm ignores the deny list.
         elif allowed is None and asked in denied:
-            yield SiteProblem(f"{said} denies this value (Deny{setting}). Choose another value.")
+            yield SiteProblem(f"{said} denies it (Deny{setting}). Choose another.")
     # Root is exempt.
     if os.geteuid() != 0:
         yield from _personal(partition)
@@ -123,8 +124,8 @@ def _personal(partition: Partition) -> Iterator[SiteProblem]:
     groups = partition.allow_groups
     if groups is not None and not _own_groups().intersection(groups):
         yield SiteProblem(
-            f"Partition {partition.name} is for members of {', '.join(groups)} (AllowGroups), but you are "
-            "not in these groups. Choose another --partition, or ask for membership."
+            f"Partition {partition.name} is only for the groups {', '.join(groups)} (AllowGroups), but you "
+            "are in none of them. Choose another --partition, or ask for membership."
         )
 
 

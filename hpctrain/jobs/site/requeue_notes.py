@@ -36,17 +36,17 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
         says = "This site does not requeue jobs (requeue: false in the site profile)"
         if chained:
             notes.append(
-                f"{says}: a run that is preempted or approaches its time limit saves, and {_SUCCESSOR_NOTE}."
+                f"{says}. A run that is preempted or approaches its time limit saves and {_SUCCESSOR_NOTE}."
             )
         else:
             notes.append(
-                f"{says}: a run that is preempted or approaches its time limit saves and exits. "
+                f"{says}. A run that is preempted or approaches its time limit saves and exits. "
                 f"{_RESUBMIT_HINT}"
             )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "auto":
         notes.append(
             "This site does not requeue jobs by default (JobRequeue=0). A run that is preempted or "
-            f"approaches its time limit saves, and {_SUCCESSOR_NOTE} (--resume-mode)."
+            f"approaches its time limit saves and {_SUCCESSOR_NOTE} (--resume-mode)."
         )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "requeue":
         notes.append(
@@ -62,7 +62,7 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
         end = f"{_SUCCESSOR_NOTE}." if chained else f"ends as FAILED. {_RESUBMIT_HINT}"
         notes.append(
             f"A preempted job in partition {partition.name} is cancelled immediately, not requeued "
-            f"(PreemptMode=CANCEL, GraceTime=0). The run saves if possible within {kill_wait_s:g} s "
-            f"(KillWait), and {end}"
+            f"(PreemptMode=CANCEL, GraceTime=0). The run has {kill_wait_s:g} s to save "
+            f"(KillWait), and then {end}"
         )
     return notes

@@ -59,7 +59,8 @@ def _general(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     if last is not None and size is not None and last >= size:
         yield SiteProblem(
             f"Task {last} was requested ({request.origin('array')}), but the highest task number at "
-            f"this site is {size - 1} (MaxArraySize). Submit several arrays."
+            f"this site is {size - 1} (MaxArraySize). Use smaller task numbers, for example in "
+            "several arrays."
         )
     yield from _habits(request, site)
 
@@ -70,8 +71,8 @@ def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     if option is not None and habits.memory_option == "refused":
         yield SiteProblem(
             f"Memory was requested ({request.origin(option)}), but this site rejects jobs with a memory "
-            "request (memory_option: refused in its profile). Remove the option: a job receives memory in "
-            "proportion to its GPUs or CPUs."
+            "request (memory_option: refused in its profile). Remove the option. The site chooses the "
+            "memory of a job."
         )
     refusals = {
         "memory request": (habits.needs_memory and option is None, "needs_memory", "--mem"),
@@ -153,9 +154,9 @@ def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
             f"Partition {partition.name} is down. The job will wait until the partition is up again."
         )
     elif partition.groups and (there := nodes_in_service(request, partition)) < request.spec.least_granted:
+        number = f"only {pluralize(there, 'suitable node')}" if there else "no suitable nodes"
         notes.append(
-            f"{pluralize(request.spec.least_granted, 'node')} requested, but according to sinfo, partition "
-            f"{partition.name} has only {pluralize(there, 'suitable node')} in service now. The job will "
-            "wait for more."
+            f"The job requests {pluralize(request.spec.least_granted, 'node')}, but according to sinfo, "
+            f"partition {partition.name} has {number} in service now. The job will wait for more."
         )
     return [*notes, *requeue_notes(partition, site, request.spec.resume_mode)]

@@ -62,19 +62,19 @@ class CodeSnapshot:
         for name, entry in entries.items():
             if not stat.S_ISREG(entry.st_mode) and not stat.S_ISLNK(entry.st_mode):
                 raise SpecError(
-                    f"Cannot copy {os.path.join(root, name)!r}: it is neither a file nor a link. "
-                    "Remove it, or submit without a copy of the code: --no-code-snapshot."
+                    f"Cannot copy {os.path.join(root, name)!r}: it is neither a regular file nor a symbolic "
+                    "link. Remove it, or submit without a copy of the code (--no-code-snapshot)."
                 )
         sizes = {name: entry.st_size for name, entry in entries.items()}
         snapshot = cls(repository, place, files, sum(sizes.values()))
         if (total := sum(max(size, _LEAST) for size in sizes.values())) > limit_mb * 1e6:
             largest = max(sizes, key=lambda name: sizes[name])
             raise SpecError(
-                f"The code in the git repository {str(repository.root)!r} is {format_size(total)} in "
+                f"The code in the git repository {str(repository.root)!r} has {format_size(total)} in "
                 f"{len(files)} files, but the maximum is {limit_mb} MB (--code-snapshot-limit). "
-                f"The largest file is {largest!r} with {format_size(sizes[largest])}. Make git ignore files "
-                "that are not code, raise --code-snapshot-limit, or submit without a copy: "
-                "--no-code-snapshot."
+                f"The largest file is {largest!r} ({format_size(sizes[largest])}). Make git ignore files "
+                "that are not code, raise --code-snapshot-limit, or submit without a copy of the code "
+                "(--no-code-snapshot)."
             )
         return snapshot
 
@@ -119,8 +119,8 @@ class CodeSnapshot:
                 if str(error.filename) != source:
                     raise
                 raise SpecError(
-                    f"Cannot copy {source!r} into the run folder: {error.strerror}. Fix this problem, make "
-                    "git ignore the file, or submit without a copy of the code: --no-code-snapshot."
+                    f"Cannot copy {source!r} into the run folder: {error.strerror}. Make the file "
+                    "readable, make git ignore it, or submit without a copy of the code (--no-code-snapshot)."
                 ) from error
 
     def _target_of(self, link: str) -> str:

@@ -51,7 +51,7 @@ def build_container(
     runtime = _find(image, backend, known, environ) if asked == "auto" else asked
     if runtime == "pyxis" and backend == "local":
         raise SpecError(
-            "pyxis is a plugin of Slurm and cannot be used with --backend local. Use --container-runtime "
+            "pyxis is a Slurm plugin, so it cannot be used with --backend local. Use --container-runtime "
             "apptainer, or remove --container-image."
         )
     return Container(

@@ -86,8 +86,8 @@ class GitCommand:
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 raise SpecError(
-                    f"git did not list the files of {str(self._folder)!r} within {_LIMIT_S:g} s. "
-                    "Try again, or submit without a copy of the code: --no-code-snapshot."
+                    f"git did not finish within {_LIMIT_S:g} s in {str(self._folder)!r}. "
+                    "Try again, or submit without a copy of the code (--no-code-snapshot)."
                 ) from None
         if process.returncode:
             words = err.strip().splitlines()

@@ -91,12 +91,12 @@ def check_time_left(job: PreparedSubmission) -> list[str]:
     if "stop_before_limit" in settings and settings["stop_before_limit"].source != DEFAULT_SOURCE:
         lead_s, origin = spec.stop_before_limit_s, str(settings["stop_before_limit"].source)
     better = format_time_limit(60 * math.ceil((_MIN_S + lead_s + early_s) / 60))
-    early = f" and {early_s:.0f} s because Slurm may signal early" if early_s else ""
+    early = f" Slurm may send the stop signal up to {early_s:.0f} s early." if early_s else ""
     sentence = (
-        f"Warning: the time limit of {spec.time_limit_s:g} s (--time, {settings['time'].source}), minus "
-        f"{spec.stop_before_limit_s} s to save (--stop-before-limit, {origin}){early}, may leave only "
-        f"{max(0.0, left_s):g} s to start and train. The run fails after three attempts without a new "
-        f"checkpoint. Use --time {better} or more."
+        f"Warning: the run may have only {max(0.0, left_s):g} s to start and train. The time limit is "
+        f"{spec.time_limit_s:g} s (--time, {settings['time'].source}), and the ranks stop and save "
+        f"{spec.stop_before_limit_s} s before it (--stop-before-limit, {origin}).{early} The run fails after "
+        f"three attempts without a new checkpoint. Use --time {better} or more."
     )
     return [sentence]
 
@@ -107,8 +107,7 @@ def _check_syntax(script: Path) -> None:
         compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     except SyntaxError as error:
         raise SpecError(
-            f"The script {str(script)!r} has a syntax error in line {error.lineno}: {error.msg}. "
-            "Fix it first."
+            f"The script {str(script)!r} has a syntax error on line {error.lineno}: {error.msg}."
         ) from None
     except (OSError, ValueError) as error:
         raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
@@ -133,7 +132,7 @@ def _check_module_or_command(spec: JobSpec, environ: Mapping[str, str]) -> None:
     elif spec.python == sys.executable and not _has_module(spec.script, [spec.workdir, *sys.path]):
         raise SpecError(
             f"Module {spec.script!r} (-m) not found: it is neither in {spec.workdir!r} nor in the "
-            f"environment of {spec.python!r}. Submit from the folder of its top-level package, or install it."
+            f"environment of {spec.python!r}. Submit from the parent folder of the package, or install it."
         )
 
 
@@ -163,7 +162,7 @@ def _check_script(script: Path) -> None:
         raise SpecError(f"The script {str(script)!r} is {kind}. Pass the path of a Python file.")
     if not os.access(script, os.R_OK):
         raise SpecError(
-            f"You do not have permission to read the script {str(script)!r}. Change its mode (chmod u+r)."
+            f"You do not have permission to read the script {str(script)!r}. Make it readable (chmod)."
         )
     if script.suffix == ".py":
         _check_syntax(script)
@@ -237,12 +236,12 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
     room = os.statvfs(nearest)
     if not (room.f_blocks or room.f_files):
         raise SpecError(
-            f"Cannot write the run folder {str(path)!r} (--run-dir): the file system of {str(nearest)!r} "
+            f"Cannot write to the run folder {str(path)!r} (--run-dir): the file system of {str(nearest)!r} "
             "cannot store files. Choose another folder."
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise SpecError(
-            f"Cannot write the run folder {str(path)!r} (--run-dir): you have no write permission in "
+            f"Cannot write to the run folder {str(path)!r} (--run-dir): you have no write permission in "
             f"{str(nearest)!r}. Choose another folder."
         )
 

@@ -65,13 +65,13 @@ def _render_template(spec: JobSpec, asked: str) -> str:
     except jinja2.TemplateSyntaxError as error:
         words = str(error.message).rstrip(".")
         raise SpecError(
-            f"Syntax error in line {error.lineno} of the template {error.filename}: {words}."
+            f"Syntax error on line {error.lineno} of the template {error.filename}: {words}."
         ) from error
     except jinja2.exceptions.SecurityError as error:
         words = str(error).rstrip(".")
         raise SpecError(
-            f"The template {asked!r} (--template) is blocked: {words}. Templates are rendered in a sandbox, "
-            "even by --dry-run. Put Python code into the script, and shell lines into --setup."
+            f"The template {asked!r} (--template) uses a blocked expression: {words}. Templates are rendered "
+            "in a sandbox. Put Python code into the script, and shell lines into --setup."
         ) from error
     except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
         words = str(error).rstrip(".")

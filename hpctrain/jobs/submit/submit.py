@@ -65,7 +65,7 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
             _record(spec, job_id)
     except OSError as error:
         raise SpecError(
-            f"Cannot write the run folder {str(folder.path)!r} (--run-dir): {error.strerror}. "
+            f"Cannot write to the run folder {str(folder.path)!r} (--run-dir): {error.strerror}. "
             "Choose another folder."
         ) from error
     return run

@@ -73,7 +73,7 @@ def check_rendered_script(text: str, lines: Sequence[str], template: str) -> Non
     if "hpctrain.supervisor" not in text:
         raise SpecError(
             f"The template {template!r} (--template) does not start the supervisor, so no rank would "
-            "run. Call super() in its block 'launch', or remove that block."
+            "run. Extend a built-in template. If you replace its block 'launch', call super() in that block."
         )
     given = dict(option for line in lines for option in _options(line))
     for line in text.splitlines():
@@ -88,8 +88,8 @@ def check_rendered_script(text: str, lines: Sequence[str], template: str) -> Non
                 )
             if name not in given and (hint := replacement_option(name)):
                 raise SpecError(
-                    f"The template {template!r} (--template) contains {line.strip()!r}, but hpctrain sets "
-                    f"--{name} itself. {hint}."
+                    f"The template {template!r} (--template) contains {line.strip()!r}, but a template "
+                    f"cannot set --{name}. {hint}."
                 )
 
 
