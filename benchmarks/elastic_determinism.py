@@ -1,0 +1,133 @@
+"""Time of a training step of `examples/gpt.py` with elastic determinism, relative to plain ddp.
+
+    python benchmarks/elastic_determinism.py [--rounds N] [--steps N] [--limit RATIO]
+
+Both variants run alternately in the same processes, on one and on two ranks, with the same micro-batches: one
+or four grains per rank and step. The time of a step is the median over all steps of a round, and the ratio is
+the median over the rounds. Exits with 1 if a ratio
+exceeds `--limit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import hpctrain
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
+#: Sizes of the model: width, depth and bytes of context. The larger one has 5 million parameters.
+SIZES = {"small": (128, 2, 64), "large": (256, 6, 64)}
+GRAIN_SIZE, WARM_UP = 16, 5
+
+
+def load_example():
+    spec = importlib.util.spec_from_file_location("gpt", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def times_of_steps(gpt, size: str, steps: int, num_grains: int, *, elastic: bool) -> list[float]:
+    width, depth, context = SIZES[size]
+    times: list[float] = []
+
+    class Timed(gpt.GPT):
+        def configure_optimizers(self):
+            optimizer, schedule = super().configure_optimizers()
+            optimizer.register_step_post_hook(lambda *_: times.append(time.perf_counter()))
+            return optimizer, schedule
+
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    options = {"elastic_determinism": True, "grain_size": GRAIN_SIZE} if elastic else {}
+    trainer = hpctrain.Trainer(
+        max_steps=steps + WARM_UP,
+        global_batch_size=GRAIN_SIZE * num_grains * world_size,
+        micro_batch_size=GRAIN_SIZE,
+        checkpoint_every=None,
+        strategy="ddp",
+        seed=1,
+        **options,
+    )
+    model = Timed(context, width, depth, 4, steps, 1e-3)
+    trainer.fit(model, gpt.Windows(gpt.standard_library(1_000_000), context))
+    return [after - before for before, after in itertools.pairwise(times)][WARM_UP:]
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the time of a step in milliseconds, and the ratios, by number of grains and size."""
+    torch.set_num_threads(1)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    gpt, results = load_example(), {}
+    for size, num_grains in itertools.product(SIZES, (1, 4)):
+        plain, ratios = [], []
+        for _ in range(args.rounds):
+            of_both = [
+                statistics.median(times_of_steps(gpt, size, args.steps, num_grains, elastic=elastic))
+                for elastic in (False, True)
+            ]
+            plain.append(of_both[0])
+            ratios.append(of_both[1] / of_both[0])
+        results[f"{size}, {num_grains} per step"] = {
+            "ms": statistics.median(plain) * 1e3,
+            "ratio": statistics.median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
+        }
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--limit", type=float)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        results = measure(args)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(results))
+        return
+    worst = 0.0
+    print("ranks  model, grains of a rank    ddp ms   ratio   range")
+    for world_size in (1, 2):
+        for name, row in run_ranks(world_size, args).items():
+            worst = max(worst, row["ratio"])
+            span = f"{row['lowest']:.3f} to {row['highest']:.3f}"
+            print(f"{world_size:5}  {name:24} {row['ms']:8.1f}  {row['ratio']:.3f}   {span}")
+    if args.limit is not None and worst > args.limit:
+        sys.exit(f"the ratio {worst:.3f} exceeds {args.limit}")
+
+
+def run_ranks(world_size: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    options = ["--rank", "--rounds", str(args.rounds), "--steps", str(args.steps)]
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 10000)}
+    ranks = []
+    for rank in range(world_size):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        env = {**common, **address, **{name: str(value) for name, value in own.items()}}
+        env = env if world_size > 1 else common
+        command = [sys.executable, __file__, *options]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    outputs = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit("a rank failed")
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
