@@ -140,10 +140,8 @@ class TrainingState:
         if self.determinism is None:
             return []
         if state is None:
-            remark = (
-                "the checkpoint was saved without elastic_determinism, so the result depends on the ranks "
-            )
-            return [remark + "of the steps before"]
+            remark = "The checkpoint was saved without elastic_determinism, so the result of its steps depends "
+            return [remark + "on the number of ranks."]
         return self.determinism.load_state_dict(state)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -82,13 +84,14 @@ def train(run_dir: str, max_steps: int, settings: dict[str, Any]) -> dict[str, t
     settings = {"global_batch_size": 100, "gradient_clip_norm": 0.5, "strategy": "ddp", "seed": 3} | settings
     settings = {"checkpoint_every": None, "grain_size": 8} | settings
     kill_at, kind = settings.pop("kill_at", None), settings.pop("net", Net)
+    data = settings.pop("data", Noisy)
     if kill_at is not None:
         settings["callbacks"] = [Kill(kill_at)]
     trainer = hpctrain.Trainer(
         max_steps=max_steps, run_dir=run_dir, elastic_determinism=True, validate_every=4, **settings
     )
     module = kind()
-    trainer.fit(module, Noisy(), Noisy())
+    trainer.fit(module, data(), data())
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -111,7 +114,9 @@ def results(run_dir: Path, plan: list[tuple[int, int]], **settings: Any) -> tupl
     metrics: dict[int, dict[str, str]] = {}
     for record in read_json_lines(RunDir(run_dir).metrics):
         values = {
-            name: repr(record[name]) for name in record if name in ("loss", "largest", "grad_norm", "val_loss")
+            name: repr(record[name])
+            for name in record
+            if name in ("loss", "largest", "grad_norm", "val_loss")
         }
         step = metrics.setdefault(record["step"], values)
         assert all(step[name] == values[name] for name in step.keys() & values.keys())
@@ -220,3 +225,83 @@ def test_features_do_not_change_a_bit(tmp_path, feature):
 )
 def test_settings_without_an_effect_do_not_change_a_bit(undisturbed, tmp_path, settings):
     assert_same(results(tmp_path / "run", [(2, 12)], **settings), undisturbed)
+
+
+class Alternating(Net):
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+class Growing(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        self.seen = torch.cat([self.seen, self.seen[:1]])
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+class NodeLoss(Net):
+    def training_step_end(self, outputs):
+        return outputs
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(Noisy())
+
+
+REFUSALS = [
+    ({"strategy": "pipeline"}, "strategy is 'pipeline'"),
+    ({"strategy": "dp"}, "strategy is 'dp'"),
+    ({"strategy": "ddp2", "net": NodeLoss}, "receives the samples of all ranks of a node"),
+    ({"algorithm": "fp16"}, "algorithm is 'fp16'"),
+    ({"compile": True}, "compile is True"),
+    ({"on_bad_loss": "skip"}, "on_bad_loss is 'skip'"),
+    ({"micro_batch_size": "auto"}, "Set grain_size"),
+    ({"micro_batch_size": 12}, "must be a multiple of grain_size"),
+    ({"net": Alternating}, "accepts optimizer_idx"),
+    ({"net": Growing}, "added the buffer seen or changed its shape"),
+    ({"data": Stream}, "is a stream"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
+def test_dependence_on_the_ranks_is_refused(tmp_path, settings, message):
+    with pytest.raises(hpctrain.UserError, match=re.escape(message)):
+        train(str(tmp_path / "run"), 2, settings)
+
+
+def test_grain_size_without_elastic_determinism_is_refused():
+    with pytest.raises(hpctrain.UserError, match="elastic_determinism is False"):
+        hpctrain.Trainer(max_steps=1, grain_size=4)
+
+
+def test_checkpoint_with_another_grain_size_is_refused(tmp_path):
+    train(str(tmp_path / "run"), 2, {})
+    with pytest.raises(hpctrain.UserError, match="grain_size=8, but this script uses 4"):
+        train(str(tmp_path / "run"), 4, {"grain_size": 4})
+
+
+def test_other_version_of_torch_is_reported_fake_version(tmp_path, monkeypatch, capsys):
+    train(str(tmp_path / "run"), 2, {})
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    train(str(tmp_path / "run"), 4, {})
+    out = capsys.readouterr().out
+    assert "The version of torch is 9.9, but was 2." in out, out
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_bad_gradient_reaches_the_loss_guard(tmp_path, value):
+    class Bad(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)["loss"]
+            if batch_idx == 1:
+                self.head.weight.register_hook(lambda gradient: gradient * value)
+            return loss
+
+    with pytest.raises(hpctrain.BadLoss):
+        train(str(tmp_path / "run"), 5, {"net": Bad})
+    steps = [record["step"] for record in read_json_lines(RunDir(tmp_path / "run").metrics)]
+    assert steps == [1, 2]

@@ -33,7 +33,8 @@ class ElasticDeterminism:
             "device": _describe(context.device),
         }
         self.exponents: dict[str, int] = {}
-        os.environ.setdefault(*_CUBLAS)
+        if context.device.type == "cuda":
+            os.environ.setdefault(*_CUBLAS)
 
     @contextmanager
     def deterministic_algorithms(self) -> Iterator[None]:
@@ -77,14 +78,12 @@ class ElasticDeterminism:
         self.exponents.update(state["exponents"])
         self._facts["threads"] = state["threads"]
         torch.set_num_threads(state["threads"])
-        remarks = [
+        return [
             f"{what} is {self._facts[name]}, but was {state[name]} when the checkpoint was saved, so the "
             "result may differ from that of an undisturbed run."
             for name, what in (("torch", "The version of torch"), ("device", "The device"))
             if state[name] != self._facts[name]
         ]
-        self._facts |= {name: state[name] for name in ("torch", "device")} if not remarks else {}
-        return remarks
 
 
 def _describe(device: torch.device) -> str:

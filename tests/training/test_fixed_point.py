@@ -1,0 +1,104 @@
+"""Sums of gradients as integers: exact, independent of order, and closer to the true sum than float32's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.cluster import detect
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.determinism.exact_norm import exact_norm
+from hpctrain.training.determinism.fixed_point import (
+    HEADROOM,
+    largest_term,
+    shared_exponent,
+    to_floats,
+    to_integers,
+)
+
+ALONE = DistributedContext(detect({}), torch.device("cpu"), None)
+
+
+def fixed_point_sum(terms: list[torch.Tensor], exponent: int) -> torch.Tensor:
+    total = sum(
+        (to_integers(term, exponent) for term in terms), torch.zeros(terms[0].shape, dtype=torch.int64)
+    )
+    return to_floats(total, exponent, torch.float32)
+
+
+@st.composite
+def gradients(draw):
+    """Gradients of several grains, from 1e-30 to 1e30, with zeros and outliers."""
+    size, num_terms = draw(st.integers(1, 40)), draw(st.integers(1, 200))
+    magnitude, spread = draw(st.floats(-30, 29)), draw(st.floats(0, 8))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    powers = magnitude - spread * torch.rand((num_terms, size), generator=generator, dtype=torch.float64)
+    terms = torch.randn((num_terms, size), generator=generator, dtype=torch.float64) * 10.0**powers
+    terms[torch.rand((num_terms, size), generator=generator) < 0.1] = 0.0
+    if draw(st.booleans()):
+        terms[0, 0] = 10.0 ** min(30.0, magnitude + draw(st.floats(0, 6)))
+    return list(terms.float())
+
+
+@given(gradients(), st.integers(0, HEADROOM), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_sum_is_independent_of_order_and_closer_than_that_of_float32(terms, growth, rng):
+    peak = max(float(term.abs().max()) for term in terms)
+    exponent = shared_exponent(math.ldexp(peak, -growth), len(terms)) if peak else 0
+    assert not peak or peak < largest_term(exponent, len(terms))
+    ours, shuffled = fixed_point_sum(terms, exponent), rng.sample(terms, len(terms))
+    assert torch.equal(ours, fixed_point_sum(shuffled, exponent))
+    true = torch.stack(terms).double().sum(0)
+    in_float32 = sum(terms[1:], terms[0])
+    distance = (ours.double() - true.float().double()).abs().max()
+    # The result itself is a float32 number.
+    assert distance <= max(
+        (in_float32.double() - true).abs().max(), torch.finfo(torch.float32).eps * true.abs().max()
+    )
+    bound = len(terms) * 2.0**-exponent if abs(exponent) < 1000 else 0.0
+    assert ((ours.double() - true).abs() <= bound + true.abs() * 2.0**-24 + 2.0**-149).all()
+
+
+@pytest.mark.parametrize("num_terms", [1, 2, 3, 1024, 1025])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_largest_terms_do_not_overflow(num_terms, sign):
+    exponent = shared_exponent(1.0, num_terms)
+    largest = math.nextafter(largest_term(exponent, num_terms), 0.0)
+    integers = to_integers(torch.tensor(sign * largest, dtype=torch.float64), exponent)
+    assert abs(int(integers)) * num_terms < 2**63
+    assert int(integers) * num_terms == int(integers * num_terms)
+    assert largest_term(None, 1) == 0.0
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e15])
+def test_norm_is_that_of_float64_for_any_division_into_rows(scale):
+    generator = torch.Generator().manual_seed(1)
+    whole = [
+        torch.randn((7, 5), generator=generator) * scale,
+        torch.randn(3, generator=generator) * scale / 1e4,
+    ]
+    parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in whole]
+    for parameter, gradient in zip(parameters, whole, strict=True):
+        parameter.grad = gradient
+    expected = torch.cat([each.double().flatten() for each in whole]).norm()
+    assert float(exact_norm(parameters, ALONE)) == pytest.approx(float(expected), rel=1e-7)
+    parameters[1].grad[0] = math.nan
+    assert math.isnan(exact_norm(parameters, ALONE))
+
+
+def test_norm_of_nothing_is_zero():
+    assert float(exact_norm([], ALONE)) == 0.0
+    empty = torch.nn.Parameter(torch.zeros((0, 3)))
+    empty.grad = torch.zeros((0, 3))
+    assert float(exact_norm([empty], ALONE)) == 0.0
+
+
+@pytest.mark.parametrize("exponent", [-200, -127, -1, 0, 62, 126, 127, 211])
+def test_integers_are_converted_back(exponent):
+    x = torch.tensor([math.ldexp(3.0, -exponent)], dtype=torch.float64)
+    assert torch.equal(to_integers(x, exponent), torch.tensor([3]))
+    assert torch.equal(to_floats(torch.tensor([3]), exponent, torch.float64), x)
