@@ -174,6 +174,8 @@ class TrainingLoop:
             self._checkpoints.resume()
         for remark in self.state.remarks:
             self._print_hint(remark)
+        if parts.replica_check is not None:
+            parts.replica_check.reset()
         parts.source.begin(self.state.step)
         self.state.finished = False
 
@@ -186,6 +188,8 @@ class TrainingLoop:
             self._print_hint(remark)
         parts.source.begin(state.step)
         state.finished = parts.source.finished
+        if parts.replica_check is not None:
+            parts.replica_check.reset()
         # Parts frozen in evaluation mode, such as a norm layer, remain unchanged.
         if not parts.module.training:
             parts.module.train()

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, UserError
+from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
 from hpctrain.rundir import NODE_MTBF_VARIABLE, checkpoint_folder_name
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base import rng
@@ -82,8 +82,8 @@ class TrainingCheckpoints:
     ) -> None:
         if self._manager is None:
             return
-        # All ranks raise `BadLoss` together.
-        if kind is None or issubclass(kind, BadLoss):
+        # All ranks raise these errors together.
+        if kind is None or issubclass(kind, (BadLoss, SilentCorruption)):
             self._manager.close()
         else:
             self._manager.abandon()
