@@ -8,6 +8,7 @@ them from their own samples.
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 from collections import Counter
@@ -233,7 +234,8 @@ class ReplicaCheck:
     def _find_difference(self) -> SilentCorruption:
         """Return the error for the hashes sent last. All ranks must call this."""
         rank, device = self._context.ranks.rank, self._context.device
-        own = Suspect(rank, socket.gethostname(), _name_device(device, rank))
+        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        own = Suspect(rank, host, _name_device(device, rank))
         hashes = [int(each.value) for each in self._sent]
         answers = self._context.all_gather([own.host, own.device, hashes])
         number = next(i for i in range(len(hashes)) if len({answer[2][i] for answer in answers}) > 1)

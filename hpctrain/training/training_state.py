@@ -135,7 +135,8 @@ class TrainingState:
             self.remarks = self.source.load_state_dict(tree["position"])
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
         self.remarks = [*ignored, *remarks, *self.remarks]
-        self.step, self.validated_step = loaded.step, tree["validated_step"]
+        self.step, self.verified_step = loaded.step, loaded.verified_step
+        self.validated_step = tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
 
     def _load_determinism(self, state: dict[str, Any] | None) -> list[str]:
