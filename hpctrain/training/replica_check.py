@@ -253,18 +253,24 @@ class ReplicaCheck:
         names = list(dict.fromkeys(names or [part.name for part in parts]))
         what = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
         places = "; ".join(f"rank {one.rank} ({one.device} on {one.host})" for one in suspects)
+        verified_step = self._state.verified_step or 0
         text = (
             f"After step {found.step}, {what} differed between the ranks. After step "
             f"{found.slice.verified_step}, it was still equal. "
         )
         if odd:
+            others = pluralize(len(answers) - len(odd), "rank")
             text += (
-                f"{places} differed from the other {pluralize(len(answers) - len(odd), 'rank')}. The "
-                "probable cause is a fault of this device or of its memory."
+                f"The other {others} agreed, but not {places}. The probable cause is a fault of this device "
+                "or of its memory. Resume without this node"
             )
         else:
-            text += f"There is no majority, so any of these devices may be faulty: {places}."
-        return SilentCorruption(text, suspects, self._state.verified_step or 0)
+            text += (
+                f"There is no majority, so any of these devices may be faulty: {places}. Check them, and "
+                "resume"
+            )
+        text += f" from the checkpoint of step {verified_step} or an earlier one."
+        return SilentCorruption(text, suspects, verified_step)
 
 
 def _find_odd(values: Sequence[int]) -> list[int]:

@@ -85,3 +85,39 @@ def test_persistent_fault_on_the_only_node_ends_the_run(tmp_path):
     (end,) = run.events("finished")
     assert "CPU of rank 1 on" in end["note"]
     assert "computed wrong results 2 times" in end["note"]
+
+
+@pytest.mark.long
+def test_spare_node_replaces_a_faulty_one(slurm, reference, tmp_path):
+    flip = json.dumps({"rank": 1, "seed": 5, "step": 9})
+    shape = ["--nodes", "3", "--gpus-per-node", "1", "--spare-nodes", "1"]
+    run = submit(
+        tmp_path / "run", slurm.env, shape, options=[f"--env={FLIP_BIT_VARIABLE}={flip}"], step_s=0.0
+    )
+    assert run.wait() == 0, run.describe()
+    faulty = run.events("started")[0]["hosts"][1]
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["host"]) == ("corruption", faulty)
+    (excluded,) = run.events("excluded")
+    assert (excluded["hosts"], excluded["reason"]) == ([faulty], f"{faulty}: 1 failure of kind corruption")
+    assert faulty not in run.events("replace")[0]["hosts"]
+    assert_undisturbed(run, reference)
+    assert_same_state(run, reference)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_flipped_bit_from_chaos_is_detected(tmp_path, reference):
+    run = submit(tmp_path / "run", {}, LOCAL, step_s=0.1)
+    run.wait_for_step(7)
+    arguments = ["--fault", "flip-bit", "--target", "optimizer", "--seed", "2"]
+    result = run.hpctrain("chaos", str(run.path), "--json", *arguments, timeout=60)
+    assert json.loads(result.stdout)["faults"] == 1
+    assert run.wait() == 0, run.describe()
+    (chaos,) = run.events("chaos")
+    (failure,) = run.events("failure")
+    assert (chaos["fault"], failure["class"]) == ("flip-bit", "corruption")
+    assert chaos["ranks"] == [failure["rank"]]
+    assert_undisturbed(run, reference)
+    assert_same_state(run, reference)
