@@ -20,10 +20,10 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.requested_flips import request_flip
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.runtime.requested_flips import request_flip
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals

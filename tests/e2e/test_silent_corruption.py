@@ -10,7 +10,7 @@ import torch
 from helpers.training_runs import Run, assert_undisturbed, submit
 
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.runtime.requested_flips import FLIP_BIT_VARIABLE
+from hpctrain.runtime.program.requested_flips import FLIP_BIT_VARIABLE
 
 LOCAL = ["--backend", "local", "--ntasks-per-node", "3", "--standby-workers", "never"]
 

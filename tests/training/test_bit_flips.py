@@ -17,7 +17,7 @@ import hpctrain
 from hpctrain.errors import BadLoss, SilentCorruption
 from hpctrain.records.bit_flip import BitFlip, FlipTarget
 from hpctrain.rundir import ATTEMPT_VARIABLE
-from hpctrain.runtime.requested_flips import FLIP_BIT_VARIABLE, requested_flips
+from hpctrain.runtime.program.requested_flips import FLIP_BIT_VARIABLE, requested_flips
 from hpctrain.training.loop.bit_flipper import BitFlipper
 
 STEPS, EVERY = 16, 4

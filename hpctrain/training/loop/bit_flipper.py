@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.records.bit_flip import BitFlip, FlipTarget
-from hpctrain.runtime.requested_flips import request_flip_of_environment, requested_flips
+from hpctrain.runtime.program.requested_flips import request_flip_of_environment, requested_flips
 
 #: Integers of the size of an element.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
