@@ -12,6 +12,7 @@
     ├── WaitTimeout               exit 1: the awaited event did not happen in time
     ├── RendezvousError           exit 1: the ranks of a job did not form a group
     ├── BadLoss                   exit 1: the loss of a step is not finite, or far above previous losses
+    ├── SilentCorruption          exit 1: the replicas of the state differ, so a device computed wrong results
     ├── Unauthenticated           exit 1: a peer did not prove that it belongs to the run
     └── CheckpointError           exit 1: a checkpoint could not be written or read
         ├── CorruptCheckpoint     a part of it is missing or changed
@@ -23,7 +24,8 @@ The command line converts an error to one line on stderr and `exit_code`.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 #: Exit code of a rank that saved its state and requests a continuation.
 EXIT_CONTINUE = 75
@@ -75,6 +77,28 @@ class RendezvousError(HpctrainError):
 
 class BadLoss(HpctrainError):
     """The loss of a step is not finite, or far above previous losses."""
+
+
+class Suspect(NamedTuple):
+    """A rank that may have computed wrong results."""
+
+    rank: int
+    host: str
+    device: str
+    """Name of the device that stays the same in later attempts, such as the UUID of a GPU."""
+
+
+class SilentCorruption(HpctrainError):
+    """The state of a rank is wrong, although no error was reported. All ranks raise this after the same step.
+
+    Attributes:
+        suspects: the ranks that may be faulty; a single one if it was identified.
+        verified_step: last step after which the complete state was verified.
+    """
+
+    def __init__(self, message: str, suspects: Sequence[Suspect], verified_step: int) -> None:
+        super().__init__(message)
+        self.suspects, self.verified_step = tuple(suspects), verified_step
 
 
 class Unauthenticated(HpctrainError):

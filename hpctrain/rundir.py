@@ -58,11 +58,13 @@ _FIELDS: dict[str, Callable[[object], bool]] = {
     # A failure without a rank has rank -1 or none.
     "rank": lambda value: value is None or value == -1 or _is_count(value),
     "step": lambda value: value is None or _is_count(value),
-    **dict.fromkeys(("nodes", "nodes_before", "world_size", "exit_code", "micro_batch_size"), _is_count),
+    **dict.fromkeys(
+        ("nodes", "nodes_before", "world_size", "exit_code", "micro_batch_size", "verified_step"), _is_count
+    ),
     **dict.fromkeys(("hosts", "broken"), lambda value: isinstance(value, list) and all(map(_is_text, value))),
     **dict.fromkeys(("kind", "job_id", "backend", "job_state", "state", "after", "memory"), _is_text),
     **dict.fromkeys(
-        ("host", "cause", "log", "path", "tier", "by", "class"),
+        ("host", "cause", "log", "path", "tier", "by", "class", "device"),
         lambda value: value is None or _is_text(value),
     ),
 }
@@ -124,6 +126,8 @@ TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
 INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
 #: Maximum number of samples in a micro-batch, because an earlier attempt ran out of GPU memory.
 MICRO_BATCH_VARIABLE = "HPCTRAIN_MAX_MICRO_BATCH"
+#: The last verified step, after wrong results were detected: the attempt resumes at most from this step.
+VERIFIED_STEP_VARIABLE = "HPCTRAIN_VERIFIED_STEP"
 #: `none` disables the binding of ranks to CPUs.
 CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
 #: In a process of a command: the ranks of its worker, and the name of the worker's socket, as JSON.
@@ -301,6 +305,11 @@ class RunDir:
     def profile_request(self) -> Path:
         """A profile requested by the user. The supervisor removes the file when it sends the request."""
         return self.path / "profile-requested"
+
+    @property
+    def flip_request(self) -> Path:
+        """A bit flip requested by the user. The supervisor removes the file when it sends the request."""
+        return self.path / "bit-flip-requested"
 
     def profile(self, number: int) -> Path:
         """Return the folder of a profile."""

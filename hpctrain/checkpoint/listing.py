@@ -61,8 +61,9 @@ def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[Checkpo
 
 
 def list_quarantined(run: RunDir) -> list[Path]:
-    """Return the folders of damaged checkpoints that a run has set aside."""
-    return sorted(run.checkpoints.glob("step-*.broken-*"))
+    """Return the folders of damaged and unverified checkpoints that a run has set aside."""
+    kinds = ("broken", "unverified")
+    return sorted(path for kind in kinds for path in run.checkpoints.glob(f"step-*.{kind}-*"))
 
 
 def _inspect(folder: Path, tier: TierName, *, verify: bool) -> Iterator[CheckpointInfo]:

@@ -43,6 +43,8 @@ class PendingSave:
     """Reason if this rank has nothing to write."""
     direct: bool
     """True if the save bypasses the local tier."""
+    verified_step: int | None = None
+    """See `Manifest`."""
     time: float = field(default_factory=time.time)
     abort: threading.Event = field(default_factory=threading.Event)
     outcome: CommittedSave | CheckpointError | None = None

@@ -164,7 +164,9 @@ class Saver:
             entries += [make_entry(name, content) for name, content in files.items()]
             size = self._coordinator.world_size
             finite = None if self._checked is None else all(is_finite for _, (_, is_finite) in everything)
-            manifest = Manifest(save.step, size, save.time, save.score, tuple(entries), finite)
+            manifest = Manifest(
+                save.step, size, save.time, save.score, tuple(entries), finite, save.verified_step
+            )
             return {**files, MANIFEST_NAME: manifest.encode()}
 
         own = RankWrite(

@@ -36,6 +36,7 @@ from hpctrain.checkpoint.staging import StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.rundir import checkpoint_folder_name
 
 __all__ = ["CheckpointStore", "CommittedSave", "LoadedCheckpoint", "Retention", "TierCopyFailed"]
 
@@ -120,7 +121,13 @@ class CheckpointStore:
             self._stager.prepare(state, rank_state)
 
     def async_save(
-        self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
+        self,
+        step: int,
+        state: Any,
+        rank_state: Mapping[str, torch.Tensor],
+        *,
+        score: float | None = None,
+        verified_step: int | None = None,
     ) -> None:
         """Copy the state, then write and commit it in the background. All ranks must call this.
 
@@ -133,11 +140,18 @@ class CheckpointStore:
                 sharded tensors (DTensor, ShardedTensor).
             rank_state: tensors of this rank only.
             score: quality of the state, to select the best checkpoints.
+            verified_step: last step up to which the training was verified.
         """
-        self._start_save(step, state, rank_state, score, direct=False)
+        self._start_save(step, state, rank_state, score, verified_step, direct=False)
 
     def save(
-        self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], *, score: float | None = None
+        self,
+        step: int,
+        state: Any,
+        rank_state: Mapping[str, torch.Tensor],
+        *,
+        score: float | None = None,
+        verified_step: int | None = None,
     ) -> CommittedSave:
         """Write and commit the state after `step` steps. All ranks must call this.
 
@@ -148,7 +162,7 @@ class CheckpointStore:
             CheckpointError: on all ranks, if any rank could not write its part. Nothing was committed, and
                 earlier checkpoints are unchanged.
         """
-        save = self._start_save(step, state, rank_state, score, direct=True)
+        save = self._start_save(step, state, rank_state, score, verified_step, direct=True)
         self._join(save)
         self._saver.drop_outcome(save.outcome)
         if isinstance(save.outcome, CheckpointError):
@@ -237,6 +251,26 @@ class CheckpointStore:
         found, broken = find_latest_valid(self._target, self._tier)
         return load(self._coordinator, found, like) if found else None, broken
 
+    def set_aside_after(self, step: int) -> list[str]:
+        """Set aside the checkpoints after `step`, whose states may be wrong. All ranks must call this.
+
+        Returns:
+            A message for each checkpoint, with its name and its new location.
+
+        Raises:
+            CheckpointError: on all ranks: a checkpoint cannot be renamed.
+        """
+        tiers = [(self._target, set(list_shared_steps(self._target)))]
+        if self._tier is not None:
+            tiers.append((self._tier.target, set(self._tier.gather_node_files())))
+        sentences = []
+        for target, steps in tiers:
+            for later in sorted(each for each in steps if each > step):
+                folder = target.directory.folder / checkpoint_folder_name(later)
+                problem = f"{folder} was saved after step {step}, the last verified step."
+                sentences.append(_set_aside(target, target.directory, later, problem, "unverified"))
+        return sentences
+
     def add_score(self, step: int, score: float) -> None:
         """Record the score of a committed checkpoint in `folder`. Call this on rank 0 only.
 
@@ -252,6 +286,7 @@ class CheckpointStore:
         state: Any,
         rank_state: Mapping[str, torch.Tensor],
         score: float | None,
+        verified_step: int | None,
         *,
         direct: bool,
     ) -> PendingSave:
@@ -266,7 +301,7 @@ class CheckpointStore:
             self.state_bytes = staged.staged_file.num_bytes
         except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
             problem = describe_exception(error)
-        save = PendingSave(step, score, begun, staged, problem, direct)
+        save = PendingSave(step, score, begun, staged, problem, direct, verified_step)
         save.thread = threading.Thread(
             target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )
@@ -341,12 +376,14 @@ def find_latest_valid(
     return found, broken
 
 
-def _set_aside(target: CommitTarget, directory: CheckpointDir, step: int, problem: str) -> str:
+def _set_aside(
+    target: CommitTarget, directory: CheckpointDir, step: int, problem: str, suffix: str = "broken"
+) -> str:
     def rename() -> str | None:
         # A node without a part of the checkpoint has nothing to rename.
         if not target.is_leader or step not in directory.steps():
             return None
-        return directory.quarantine(step).name
+        return directory.quarantine(step, suffix).name
 
     name = target.coordinator.run_on_all(rename, f"{problem} The checkpoint cannot be renamed")
     names = target.coordinator.all_gather(name, "setting a checkpoint aside")

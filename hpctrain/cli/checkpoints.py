@@ -62,7 +62,8 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     else:
         _print_table(folder, found, rule, verify=verify)
         for path in aside:
-            click.echo(f"{short_path(path)}: damaged, set aside by the run", err=True)
+            problem = "damaged" if ".broken-" in path.name else "saved after the last verified step"
+            click.echo(f"{short_path(path)}: {problem}, set aside by the run", err=True)
     if broken := [one.step for one in found if one.problems]:
         if not as_json:
             count = "1 checkpoint is" if len(broken) == 1 else f"{len(broken)} checkpoints are"

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import DiskFull, UserError
+from hpctrain.errors import DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.runtime.snapshot_imports import describe_missing_import
 from hpctrain.tracebacks import PEER_LOST, fold
@@ -51,7 +51,13 @@ def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str
         # An invalid request of the user fails in every attempt.
         "final": getattr(error, _FINAL, False) or isinstance(error, UserError),
         "micro_batch_size": getattr(error, _MICRO_BATCH_SIZE, None),
+        **(_corruption(error) if isinstance(error, SilentCorruption) else {}),
     }
+
+
+def _corruption(error: SilentCorruption) -> dict[str, Any]:
+    suspects = [[each.rank, each.device] for each in error.suspects]
+    return {"corruption": {"suspects": suspects, "verified_step": error.verified_step}}
 
 
 def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:

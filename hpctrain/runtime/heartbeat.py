@@ -20,6 +20,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.requested_flips import request_flip
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
@@ -69,6 +70,8 @@ def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, 
         agreed_stop.stop_after(message["stop_after"])
     elif "profile" in message:
         step_profiler.request(run, ranks.rank, message["profile"])
+    elif "flip_bit" in message:
+        request_flip(ranks.rank, message["flip_bit"])
 
 
 def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Connection) -> None:

@@ -39,6 +39,7 @@ class EndKind(StrEnum):
     NCCL = "nccl"
     UNAUTHENTICATED = "unauthenticated"
     GPU = "gpu"
+    CORRUPTION = "corruption"
     HANG = "hang"
     STRAGGLER = "straggler"
     NODE_LOST = "node-lost"
@@ -79,6 +80,7 @@ DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
     EndKind.NCCL: RestartRule(exclude=2),
     EndKind.UNAUTHENTICATED: RestartRule(exclude=2),
     EndKind.GPU: RestartRule(retries=_MACHINES, exclude=1),
+    EndKind.CORRUPTION: RestartRule(retries=_MACHINES, exclude=1),
     EndKind.HANG: RestartRule(exclude=2),
     EndKind.STRAGGLER: RestartRule(retries=_MACHINES, exclude=2),
     EndKind.NODE_LOST: RestartRule(retries=_MACHINES),

@@ -180,7 +180,8 @@ class Supervisor:
             drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
         match decision.action:
             case Action.RESTART:
-                self._run.log_event("restart", ended.number, cause=end.cause)
+                risk = {"note": decision.reason} if decision.reason else {}
+                self._run.log_event("restart", ended.number, cause=end.cause, **risk)
                 return Continue()
             case Action.SHRINK | Action.REPLACE:
                 self._nodes.change(ended.number, decision, lost)

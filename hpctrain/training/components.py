@@ -13,6 +13,7 @@ from hpctrain.training.observe.compute_timer import ComputeTimer
 from hpctrain.training.observe.progress import Progress
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.observe.step_timer import StepTimer
+from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
@@ -35,6 +36,7 @@ class Components:
     log: RunWriter
     step_timer: StepTimer
     compute_timer: ComputeTimer
+    replica_check: ReplicaCheck | None = None
 
     def end_if_requested(self) -> None:
         """Finish the training if a callback of any rank requests the end. All ranks must call this."""

@@ -37,6 +37,7 @@ _COUNTS = (
     "keep_every",
     "log_every",
     "prefetch_factor",
+    "replica_check_every",
 )
 
 
@@ -167,6 +168,12 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     """Distance from the median of the last losses above which a loss is bad, in robust standard deviations.
 
     None checks only if losses are finite. `auto` is 20 for `skip` and `rollback`, and None for `stop`.
+    """
+    replica_check_every: int | None = 100
+    """Steps in which the replicas of `ddp`, `ddp_spawn`, `ddp2` and `zero1` are compared, a slice per step.
+
+    Each checkpoint is compared completely before it is saved. If a rank differs, the run restarts without its
+    node. None disables the comparison.
     """
     validate_every: int | Literal["epoch"] | None = "epoch"
     """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation."""

@@ -42,6 +42,7 @@ class TrainingState:
         determinism: state of `elastic_determinism`; None without it.
         algorithm: algorithm that synchronizes the replicas; None without replicas.
         loss_guard: record of the losses, and of the excluded steps.
+        verified_step: last step after which the state is known to be good; None if it is not verified.
         validated_step: the step of `validation`, or 0.
         validation: latest results of validation.
         latest: latest logged scalars.
@@ -60,6 +61,7 @@ class TrainingState:
         self.finished = False
         self.micro_batches: tuple[int, int] | None = None
         self.remarks: list[str] = []
+        self.verified_step: int | None = None
         self.validated_step = 0
         self.validation: dict[str, float] = {}
         self.latest: dict[str, float] = {}
@@ -133,7 +135,8 @@ class TrainingState:
             self.remarks = self.source.load_state_dict(tree["position"])
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
         self.remarks = [*ignored, *remarks, *self.remarks]
-        self.step, self.validated_step = loaded.step, tree["validated_step"]
+        self.step, self.verified_step = loaded.step, loaded.verified_step
+        self.validated_step = tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
 
     def _load_determinism(self, state: dict[str, Any] | None) -> list[str]:

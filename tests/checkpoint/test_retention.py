@@ -39,6 +39,17 @@ def test_retention_keeps_expected_steps(tmp_path, retention, kept):
     assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
 
 
+def test_newest_verified_checkpoint_is_kept(tmp_path):
+    store = CheckpointStore(tmp_path, retention=Retention(last=2))
+    for step, verified_step in ((2, None), (4, 3), (6, 5), (8, 5), (10, 5), (12, 11)):
+        store.save(step, {"x": torch.tensor(step)}, {}, verified_step=verified_step)
+        manifest = read_verified(tmp_path / f"step-{step:08d}")
+        assert manifest.verified_step == verified_step
+        if step == 10:
+            assert steps(tmp_path) == [4, 8, 10]
+    assert steps(tmp_path) == [10, 12]
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(st.integers(1, 100), st.none() | st.floats(), min_size=1, max_size=12),

@@ -218,6 +218,25 @@ def test_crash_shortly_before_the_time_limit_requeues():
     assert after(EndKind.KILLED, 3, ends_at=100.0, lead_s=100.0).action is Action.FAIL
 
 
+def test_a_device_that_computes_wrong_results_again_ends_the_run_only_if_its_node_stays():
+    history = replace(failed(EndKind.CORRUPTION, 1), faulty_devices=("GPU-7 on n2", "GPU-7 on n2"))
+
+    def end(history, **nodes):
+        situation = RunSituation(POLICY, history, nodes=Allocation(FOUR, **{"min_nodes": 4, **nodes}))
+        return decide(situation, AttemptEnd(EndKind.CORRUPTION, "cause"), 0.0)
+
+    assert end(history).action is Action.FAIL
+    assert "GPU-7 on n2 computed wrong results 2 times" in end(history).reason
+    assert end(history, min_nodes=3).action is Action.SHRINK
+    assert end(history, can_reallocate=True).action is Action.REQUEUE
+    excluded = replace(history, excluded=frozenset({"n2"}))
+    assert end(excluded, can_reallocate=True).action is Action.FAIL
+    for devices in (("GPU-7 on n2", "GPU-8 on n2"), (None, None)):
+        decision = end(replace(history, faulty_devices=devices))
+        assert (decision.action, decision.hosts) == (Action.RESTART, FOUR)
+        assert "n2 may compute wrong results again" in str(decision)
+
+
 LOST = {"n3": "slurmd does not respond"}
 
 

@@ -15,8 +15,9 @@ from typing import ClassVar
 import pytest
 from torch.distributed import TCPStore
 
-from hpctrain.errors import SchedulerError
-from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
+from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
+from hpctrain.rundir import STOP_GRACE_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
+from hpctrain.runtime.failure_file import failure_record
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor import acquire_run, requeuer
@@ -301,6 +302,63 @@ def test_exception_of_a_rank_with_stopped_peers_does_not_end_the_run(run, messag
     write_exception(run, 1, message)
     assert supervise(run, [[TaskExit(0, 75), TaskExit(1, 1), StepEnded(1)], DONE]) == 0
     assert finished(run)["state"] == "COMPLETED"
+
+
+def write_corruption(run, attempt, suspects, verified_step=40):
+    """Write the failure file of a rank that detected wrong results."""
+    run.failures.mkdir(exist_ok=True)
+    error = SilentCorruption("After step 50, x differed.", suspects, verified_step)
+    record = {"rank": 0, "host": "n1", "log": "/log", "order": 0, "time": 0.0, **failure_record(error, {})}
+    run.failure(attempt, 0).write_text(json.dumps(record))
+
+
+FAULTY = (Suspect(1, "other name of n2", "GPU-7"),)
+CORRUPT = [TaskExit(0, 1), TaskExit(1, 1), StepEnded(1)]
+
+
+def test_wrong_results_exclude_the_node_and_limit_the_checkpoint(run):
+    write_corruption(run, 0, FAULTY)
+    limits = []
+
+    def start(variables, _emit):
+        limits.append(variables.get(VERIFIED_STEP_VARIABLE))
+
+    def resume(_variables, _emit):
+        run.log_event("resumed", 2, step=30)
+
+    job = FakeJob(nodes=FakeNodes())
+    killed = [TaskExit(0, None, signal.SIGKILL), StepEnded(137)]
+    attempts = [[start, *CORRUPT], [start, *killed], [start, resume, *killed], [start, *DONE]]
+    assert supervise(run, attempts, job, min_nodes=1) == 0
+    # The limit applies until an attempt has resumed.
+    assert limits == [None, "40", "40", None]
+    failure, *_ = (event for event in run.read_events() if event["kind"] == "failure")
+    assert (failure["class"], failure["rank"], failure["host"]) == ("corruption", 1, "n2")
+    assert (failure["device"], failure["verified_step"]) == ("GPU-7", 40)
+    assert failure["cause"] == "After step 50, x differed."
+    (excluded,) = (event for event in run.read_events() if event["kind"] == "excluded")
+    assert excluded["hosts"] == ["n2"]
+
+
+def test_wrong_results_on_the_only_node_restart_once(run):
+    write_corruption(run, 0, FAULTY)
+    write_corruption(run, 1, FAULTY)
+    assert supervise(run, [CORRUPT, CORRUPT]) == 4
+    (restart,) = (event for event in run.read_events() if event["kind"] == "restart")
+    assert restart["note"] == "n2 may compute wrong results again, but there is no other node"
+    assert "excluded" not in kinds(run)
+    end = finished(run)
+    assert "GPU-7 on n2 computed wrong results 2 times" in end["note"]
+
+
+def test_wrong_results_without_a_majority_exclude_no_node(run):
+    both = (Suspect(0, "n1", "GPU-1"), Suspect(1, "n2", "GPU-7"))
+    write_corruption(run, 0, both)
+    write_corruption(run, 1, both)
+    job = FakeJob(nodes=FakeNodes())
+    assert supervise(run, [CORRUPT, CORRUPT, DONE], job, min_nodes=1) == 0
+    assert kinds(run)[:4] == ["started", "failure", "restart", "started"]
+    assert "excluded" not in kinds(run)
 
 
 def test_stop_requeues_and_completes(run):

@@ -20,11 +20,11 @@ import hpctrain
 from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.interval import InterruptionHistory, checkpoint_interval_s, optimal_interval_s
-from hpctrain.checkpoint.listing import list_checkpoints
+from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.optim.optimizer_setup import ignored_hyperparameters
 from hpctrain.training.saving import checkpoint_schedule as cadence_module
@@ -291,6 +291,31 @@ def test_run_with_only_corrupt_checkpoints_is_not_restarted_silently(tmp_path):
         shutil.rmtree(path)
     fit(tmp_path, 6)
     assert steps(tmp_path)[-1] == 6
+
+
+def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch, capsys):
+    fit(tmp_path, 6, checkpoint_every=2)
+    monkeypatch.setenv(VERIFIED_STEP_VARIABLE, "3")
+    fit(tmp_path, 8, checkpoint_every=2)
+    aside = ["step-00000004.unverified-0", "step-00000006.unverified-0"]
+    assert sorted(path.name for path in list_quarantined(RunDir(tmp_path))) == aside
+    assert steps(tmp_path) == [4, 6, 8]
+    (resumed,) = events(tmp_path, "resumed")
+    assert resumed["step"] == 2
+    output = capsys.readouterr().out
+    for number, name in zip((4, 6), aside, strict=True):
+        folder = RunDir(tmp_path).checkpoint(number)
+        sentence = f"{folder} was saved after step 3, the last verified step. It was set aside as {name}."
+        assert sentence in resumed["broken"]
+        assert f"hpctrain: {sentence}" in output
+
+
+def test_training_starts_over_if_no_checkpoint_is_verified(tmp_path, monkeypatch):
+    fit(tmp_path, 4, checkpoint_every=2)
+    monkeypatch.setenv(VERIFIED_STEP_VARIABLE, "1")
+    fit(tmp_path, 6, checkpoint_every=3)
+    assert events(tmp_path, "resumed") == []
+    assert steps(tmp_path) == [3, 6]
 
 
 # --- disk errors ---------------------------------------------------------------------------------------

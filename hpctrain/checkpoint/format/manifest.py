@@ -66,6 +66,8 @@ class Manifest:
     files: tuple[FileEntry, ...]
     finite: bool | None = None
     """True if all parameters and optimizer states are finite; None if not checked."""
+    verified_step: int | None = None
+    """Last step up to which the training was verified; None if it was not verified."""
 
     @property
     def total_bytes(self) -> int:
@@ -98,7 +100,8 @@ class Manifest:
                 )
             files = tuple(FileEntry(**entry) for entry in record["files"])
             step, world_size, written_at = record["step"], record["world_size"], record["time"]
-            return cls(step, world_size, written_at, record["score"], files, record.get("finite"))
+            checks = record.get("finite"), record.get("verified_step")
+            return cls(step, world_size, written_at, record["score"], files, *checks)
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"{path} is corrupt: {type(error).__name__}: {error}.") from error
 

@@ -30,7 +30,7 @@ from hpctrain.files import (
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 _SAVING, _DELETING = ".saving-", ".deleting-"
-_CHECKPOINT_NAME = re.compile(r"step-\d{8,}(\.broken-\d+)?")
+_CHECKPOINT_NAME = re.compile(r"step-\d{8,}(\.(broken|unverified)-\d+)?")
 #: A hidden folder of another machine is considered abandoned after this time without a change, in seconds.
 ABANDONED_AFTER_S = 600.0
 
@@ -164,6 +164,7 @@ class CheckpointDir:
         kept = retention.steps_to_keep(
             {step: manifest.score for step, manifest in manifests.items()},
             not_finite={step for step, manifest in manifests.items() if manifest.finite is False},
+            verified_step=manifest.verified_step,
         )
         notes = []
         for step in sorted(manifests.keys() - kept):
@@ -203,16 +204,16 @@ class CheckpointDir:
         with suppress(OSError):
             self.delete(step)
 
-    def quarantine(self, step: int) -> Path:
-        """Rename a damaged checkpoint: it is ignored, but can be inspected.
+    def quarantine(self, step: int, suffix: str = "broken") -> Path:
+        """Rename a damaged or unverified checkpoint: it is ignored, but can be inspected.
 
         Raises:
             OSError: the checkpoint cannot be renamed.
         """
         folder = self.folder / checkpoint_folder_name(step)
         taken = {entry.name for entry in self.folder.iterdir()}
-        free = next(i for i in range(len(taken) + 1) if f"{folder.name}.broken-{i}" not in taken)
-        return folder.rename(folder.with_name(f"{folder.name}.broken-{free}"))
+        free = next(i for i in range(len(taken) + 1) if f"{folder.name}.{suffix}-{i}" not in taken)
+        return folder.rename(folder.with_name(f"{folder.name}.{suffix}-{free}"))
 
     def _remove_stale(self, own: Path) -> None:
         """Remove remaining files of killed saves and deletions, as far as possible."""

@@ -38,6 +38,8 @@ class LoadedCheckpoint:
     """The saved `state`."""
     rank_state: dict[str, torch.Tensor] | None
     """The saved `rank_state` of this rank; None if the checkpoint is from another number of ranks."""
+    verified_step: int | None = None
+    """See `Manifest`."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,9 @@ def _load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any)
         dcp_load(tensors, storage_reader=reader, no_dist=True)
     rank_state = {key.removeprefix(own): tensors.pop(key) for key in list(tensors) if key.startswith(own)}
     state = join_tree(plain, tensors)
-    return LoadedCheckpoint(
-        verified.manifest.step, verified.folder, state, rank_state if same_ranks else None
-    )
+    manifest = verified.manifest
+    own_state = rank_state if same_ranks else None
+    return LoadedCheckpoint(manifest.step, verified.folder, state, own_state, manifest.verified_step)
 
 
 def _distributed(like: Any) -> dict[str, torch.Tensor]:

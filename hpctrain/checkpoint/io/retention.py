@@ -38,16 +38,22 @@ class Retention:
             raise UserError(f"mode is {self.mode!r}; it must be 'min' or 'max'.")
 
     def steps_to_keep(
-        self, scores: Mapping[int, float | None], not_finite: Set[int] = frozenset()
+        self,
+        scores: Mapping[int, float | None],
+        not_finite: Set[int] = frozenset(),
+        verified_step: int | None = None,
     ) -> set[int]:
-        """Return the steps to keep; the newest and the newest finite one are always among them.
+        """Return the steps to keep; the newest, the newest finite and the newest verified one are among them.
 
         Args:
             scores: step → score; None and NaN never count as best.
             not_finite: steps whose state contains an infinity or NaN.
+            verified_step: last step up to which the training was verified; None if it is not verified.
         """
         steps = sorted(scores)
         stay = {*steps[-self.last :], *sorted(scores.keys() - not_finite)[-1:]}
+        if verified_step is not None:
+            stay.update([step for step in steps if step <= verified_step][-1:])
         if self.every is not None:
             stay.update(step for step in steps if step % self.every == 0)
         scored = {

@@ -154,7 +154,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
             log = f" (log: {event['log']})" if event.get("log") else ""
             return f"attempt {attempt}: failure: {event.get('cause')}{log}"
         case "restart":
-            return f"attempt {attempt} failed; restarting"
+            note = f"; {event['note']}" if event.get("note") else ""
+            return f"attempt {attempt} failed; restarting{note}"
         case "shrink":
             number = f"{event.get('nodes')} of {event.get('nodes_before')} nodes"
             return f"attempt {attempt}: continuing on {number} ({event.get('cause')})"

@@ -49,6 +49,8 @@ def classify(failure: RankFailure) -> EndKind:
     classes = {failure.error, *failure.classes}
     if failure.kind == UNFINISHED:
         return EndKind.UNFINISHED
+    if failure.corruption is not None:
+        return EndKind.CORRUPTION
     if "Unauthenticated" in classes:
         return EndKind.UNAUTHENTICATED
     if DiskFull.__name__ in classes:

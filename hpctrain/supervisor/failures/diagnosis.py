@@ -18,7 +18,12 @@ from hpctrain.rundir import RunDir, is_event, is_metrics
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.classify import classify, gpu_faults, is_deterministic
-from hpctrain.supervisor.failures.failure_files import RankFailure, collect_failures, root_cause
+from hpctrain.supervisor.failures.failure_files import (
+    Corruption,
+    RankFailure,
+    collect_failures,
+    root_cause,
+)
 from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import TaskResult
 from hpctrain.supervisor.policy.decide import AttemptEnd
@@ -161,6 +166,8 @@ class FailureAnalyzer:
         told_to_leave = any(task.result is TaskResult.CONTINUE for task in exits)
         if told_to_leave and first.is_peer_lost:
             return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
+        if first.corruption is not None:
+            return Diagnosis(self._record_corruption(attempt, first, first.corruption, hosts))
         kind = EndKind.GPU if gpu_faults(self.run, first.host, result.started_at) else classify(first)
         # A rank whose peers have stopped may fail with a subsequent error.
         if kind is EndKind.PYTHON and not told_to_leave and self._is_user_error(result, first):
@@ -181,6 +188,24 @@ class FailureAnalyzer:
             **({"micro_batch_size": size} if size else {}),
         )
         return Diagnosis(replace(end, micro_batch_size=size))
+
+    def _record_corruption(
+        self, attempt: int, failure: RankFailure, corruption: Corruption, hosts: list[str]
+    ) -> AttemptEnd:
+        """Record wrong results as a failure of the suspected rank; without a majority, of no node."""
+        suspects = corruption.suspects
+        per_node = self.spec.ntasks_per_node
+        nodes = {host for idx, host in enumerate(hosts) if any(rank // per_node == idx for rank in suspects)}
+        return self._record(
+            attempt,
+            EndKind.CORRUPTION,
+            failure.message,
+            rank=min(suspects),
+            host=nodes.pop() if len(nodes) == 1 else None,
+            log=failure.log,
+            device=next(iter(suspects.values())) if len(suspects) == 1 else None,
+            verified_step=corruption.verified_step,
+        )
 
     def _is_user_error(self, result: AttemptResult, first: RankFailure) -> bool:
         """Return true if the next attempt would fail in the same way, without a checkpoint to continue from.
@@ -238,7 +263,7 @@ class FailureAnalyzer:
         rank: int,
         host: str | None,
         log: str | None,
-        **more: int,
+        **more: int | str | None,
     ) -> AttemptEnd:
         self.run.log_event(
             "failure", attempt, rank=rank, host=host, cause=cause, log=log, **more, **{"class": kind}

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, CrashOutput, find_crash_output
 from hpctrain.files import read_json
@@ -17,6 +18,16 @@ from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
 from hpctrain.tracebacks import PEER_LOST
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Report of a rank that detected wrong results."""
+
+    suspects: Mapping[int, str]
+    """Ranks that may be faulty, with the names of their devices."""
+    verified_step: int
+    """Last step up to which the training was verified."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,9 @@ class RankFailure:
     """True if the kernel killed the rank for exceeding the memory of the job."""
     micro_batch_size: int | None = None
     """Size of micro-batches that may fit into GPU memory, from the rank that ran out of it."""
+
+    corruption: Corruption | None = None
+    """Suspected ranks, if the replicas differed."""
 
     @property
     def is_peer_lost(self) -> bool:
@@ -131,9 +145,19 @@ def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
                 final=record.get("final", False),
                 classes=tuple(record.get("classes", ())),
                 micro_batch_size=record.get("micro_batch_size"),
+                corruption=_parse_corruption(record.get("corruption")),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("cannot read %s: %s", path, error)
+
+
+def _parse_corruption(record: Mapping[str, Any] | None) -> Corruption | None:
+    if record is None:
+        return None
+    suspects = {int(rank): str(device) for rank, device in record["suspects"]}
+    if not suspects:
+        raise ValueError("corruption without a suspect")
+    return Corruption(suspects, int(record["verified_step"]))
 
 
 def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFailure:

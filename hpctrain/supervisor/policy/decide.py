@@ -5,7 +5,7 @@ The rules for each kind of end are the rows of `hpctrain.spec.restart_policy` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -119,7 +119,7 @@ class Decision:
     memory: str | None = None
     """Option of sbatch with the memory to request from now on, such as `mem=96000`."""
     reason: str | None = None
-    """Reason to end the run, in addition to the cause of the attempt's end."""
+    """Reason to end the run, in addition to the cause of the attempt's end; or a risk of a restart."""
 
     def __str__(self) -> str:
         state = _ENDS_RUN.get(self.action)
@@ -157,6 +157,8 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
         return Decision(Action.FAIL, reason=advice)
     if (why := _budget_exhausted(situation, end.kind)) is not None:
         return Decision(Action.FAIL, reason=why)
+    if end.kind is EndKind.CORRUPTION and (why := _repeated_corruption(situation)) is not None:
+        return Decision(Action.FAIL, reason=why)
     if gets_more:
         return Decision(Action.REQUEUE, memory=situation.larger_memory)
     if end.kind.is_stop:
@@ -170,7 +172,8 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
             and len(hosts) >= situation.nodes.min_nodes
             and (end.kind is not EndKind.NOT_STARTED or situation.nodes.lost)
         ):
-            return Decision(_action(situation.nodes.in_use, hosts), hosts, exclude)
+            note = _describe_risk(situation.history, end.kind, hosts)
+            return Decision(_action(situation.nodes.in_use, hosts), hosts, exclude, reason=note)
         usable = situation.nodes.usable(frozenset())
         if (
             len(usable) >= situation.nodes.min_nodes
@@ -178,7 +181,8 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
             and not situation.nodes.can_reallocate
         ):
             # Using previously excluded nodes is better than using none.
-            return Decision(_action(situation.nodes.in_use, usable), usable)
+            note = _describe_risk(situation.history, end.kind, usable)
+            return Decision(_action(situation.nodes.in_use, usable), usable, reason=note)
     return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
 
 
@@ -205,6 +209,24 @@ def _action(before: tuple[str, ...], hosts: tuple[str, ...]) -> Action:
     if len(hosts) < len(before):
         return Action.SHRINK
     return Action.RESTART if hosts == before else Action.REPLACE
+
+
+def _repeated_corruption(situation: RunSituation) -> str | None:
+    """Return the reason to end the run if a device computed wrong results again, and cannot be avoided."""
+    devices = situation.history.faulty_devices
+    count = devices.count(devices[-1]) if devices and devices[-1] is not None else 0
+    if count < 2 or situation.history.failures[-1].host in _nodes_to_exclude(situation, here=True):
+        return None
+    return (
+        f"{devices[-1]} computed wrong results {count} times, and its node cannot be excluded. Submit the "
+        "run to other nodes, and have this device checked"
+    )
+
+
+def _describe_risk(history: History, kind: EndKind, hosts: Sequence[str]) -> str | None:
+    """Return a note if the run continues on a node that computed wrong results."""
+    host = history.failures[-1].host if kind is EndKind.CORRUPTION and history.failures else None
+    return f"{host} may compute wrong results again, but there is no other node" if host in hosts else None
 
 
 def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:

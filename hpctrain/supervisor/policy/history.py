@@ -51,6 +51,10 @@ class History:
     """Option of sbatch with the memory to request instead of the submitted one, such as `mem=96000`."""
     micro_batch_size: int | None = None
     """Maximum size of micro-batches, because larger ones did not fit into GPU memory."""
+    faulty_devices: tuple[str | None, ...] = ()
+    """Devices that computed wrong results, once per detection; None if the device was not identified."""
+    resume_limit: int | None = None
+    """Last verified step, until the run has resumed after wrong results; None otherwise."""
 
     @classmethod
     def from_events(cls, events: Iterable[Mapping[str, Any]]) -> History:
@@ -67,17 +71,22 @@ class History:
         newest, progressed, agreed, saved = 0, False, False, False
         memory: str | None = None
         micro_batch_size: int | None = None
+        faulty: list[str | None] = []
+        limit: int | None = None
         for event in events:
             match event.get("kind"):
                 case "submitted" if "after" not in event:
-                    for count in (failures, crashes, stops, slow, excluded):
+                    for count in (failures, crashes, stops, slow, excluded, faulty):
                         count.clear()
                     memory = micro_batch_size = None
                 case "started":
                     agreed = saved = False
                 case "signal":
                     agreed = True
+                case "resumed":
+                    limit = None
                 case "checkpoint":
+                    limit = None
                     if (step := event.get("step")) is None or step > newest:
                         progressed = True
                         failures.clear()
@@ -90,6 +99,10 @@ class History:
                     failures.append(past)
                     crashes.append(past.kind)
                     micro_batch_size = event.get("micro_batch_size", micro_batch_size)
+                    if past.kind is EndKind.CORRUPTION:
+                        limit = event.get("verified_step")
+                        device = event.get("device")
+                        faulty.append(None if device is None else f"{device} on {past.host}")
                 case "straggler" if event.get("lasting", True):
                     slow.append(str(event.get("host")))
                 case "excluded":
@@ -103,7 +116,7 @@ class History:
                         stops.append(kind)
                     progressed = False
         kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
-        return cls(*kept, agreed, saved, memory, micro_batch_size)
+        return cls(*kept, agreed, saved, memory, micro_batch_size, tuple(faulty), limit)
 
     def consecutive_identical(self) -> int:
         """Count the consecutive identical failures at the end."""

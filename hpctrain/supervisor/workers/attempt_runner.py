@@ -23,6 +23,7 @@ from hpctrain.rundir import (
     MICRO_BATCH_VARIABLE,
     RUN_DIR_VARIABLE,
     STOP_GRACE_VARIABLE,
+    VERIFIED_STEP_VARIABLE,
     RunDir,
 )
 from hpctrain.spec.job_spec import JobSpec
@@ -128,8 +129,11 @@ class AttemptRunner:
             variables[STOP_GRACE_VARIABLE] = grace
         if spec.code is not None:
             variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
-        if (size := History.from_events(self.run.read_events()).micro_batch_size) is not None:
-            variables[MICRO_BATCH_VARIABLE] = str(size)
+        history = History.from_events(self.run.read_events())
+        if history.micro_batch_size is not None:
+            variables[MICRO_BATCH_VARIABLE] = str(history.micro_batch_size)
+        if history.resume_limit is not None:
+            variables[VERIFIED_STEP_VARIABLE] = str(history.resume_limit)
         if spec.cpu_binding == "none":
             variables[CPU_BINDING_VARIABLE] = "none"
         if spec.independent_ranks:

@@ -40,6 +40,7 @@ from hpctrain.training.optim.optimizer_setup import (
     configure_optimizers_of,
     parameters_of,
 )
+from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -117,6 +118,9 @@ def build_training_loop(
     state.determinism = determinism
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
+    replica_check, remark = ReplicaCheck.for_training(context, state, placed, settings.replica_check_every)
+    if remark is not None:
+        progress.print_message(f"hpctrain: {remark}")
     parts = Components(
         settings=settings,
         context=context,
@@ -139,6 +143,7 @@ def build_training_loop(
             record_samples=settings.record_samples and (data_rank.world_size > 1 or ranks.is_main),
             last_step=source.last_step,
         ),
+        replica_check=replica_check,
     )
     return TrainingLoop(
         parts,

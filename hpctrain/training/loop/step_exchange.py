@@ -51,6 +51,7 @@ class StepExchange:
         self._sync = StepSync(
             parts.context,
             one_by_one=parts.source.exchanges_ends or parts.callbacks.wants_steps or self._checks_early,
+            replica_check=parts.replica_check,
         )
         self._own_requests = self._requests = _NO_REQUESTS
         self._failed: BadStep | None = None
@@ -104,6 +105,7 @@ class StepExchange:
 
         Raises:
             BadStep: on all ranks: a step that was exchanged has a bad loss.
+            SilentCorruption: on all ranks: the replicas differ.
         """
         parts, state, sync = self._parts, self._parts.state, self._sync
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
@@ -114,7 +116,10 @@ class StepExchange:
             before, results = self._receive()
             self._show(results)
         state.finished = parts.source.finished or before.end
-        if before.stop or before.save or self._checkpoints.due() or self._validator.due():
+        is_joint = before.stop or before.save or self._checkpoints.due() or self._validator.due()
+        if parts.replica_check is not None:
+            parts.replica_check.add(state.step, whole=is_joint)
+        if is_joint:
             sync.add(state.step, state.epoch, metrics, None)
             sync.send(self._collect_requests())
             now, (*earlier, latest) = self._receive()

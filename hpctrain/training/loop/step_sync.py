@@ -22,6 +22,7 @@ from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator, exact_sum
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.observe.step_timer import TimingSample
+from hpctrain.training.replica_check import NUMBERS_PER_MESSAGE, ReplicaCheck
 
 #: Seconds of work per message, if a message covers more than one item.
 _WORK_S = 0.01
@@ -91,14 +92,17 @@ class MessageBatcher:
 class StepSync:
     """Exchange of step results and requests. All ranks must call each method."""
 
-    def __init__(self, context: DistributedContext, *, one_by_one: bool) -> None:
+    def __init__(
+        self, context: DistributedContext, *, one_by_one: bool, replica_check: ReplicaCheck | None = None
+    ) -> None:
         """Start with an empty exchange.
 
         Args:
             context: the ranks that take part.
             one_by_one: if true, each step has a separate message, regardless of its duration.
+            replica_check: comparison of the replicas, whose hashes are sent with the steps.
         """
-        self._context = context
+        self._context, self._replica_check = context, replica_check
         self._batcher = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _MAX_GATHER_RANKS)
         self._recorded: list[_RecordedStep] = []
         self._sent: list[_RecordedStep] = []
@@ -153,6 +157,8 @@ class StepSync:
         self._checks_loss = unfinished is not None
         if unfinished is not None:
             values += [unfinished.values.get(name, 0.0) for name in ("loss", TOKENS_FIELD)]
+        if self._replica_check is not None:
+            values = [*self._replica_check.message(), *values]
         self._read = _send(self._context, [*flags, float(names_differ)], values)
 
     def read(self) -> tuple[StepFlags, list[StepResult]]:
@@ -161,11 +167,15 @@ class StepSync:
         Raises:
             RuntimeError: nothing was sent.
             UserError: on all ranks: the ranks have different metrics for a step.
+            SilentCorruption: on all ranks: the replicas differ.
         """
         if self._read is None:
             raise RuntimeError("nothing was sent")
         stop, save, end, stream_ends, seconds, names_differ, *values = self._read()
         self._read = None
+        if self._replica_check is not None:
+            self._replica_check.verify(values[:NUMBERS_PER_MESSAGE])
+            values = values[NUMBERS_PER_MESSAGE:]
         if self._checks_loss:
             *values, loss, tokens = values
             self.checked_loss = loss / (tokens or 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from typing import NoReturn
@@ -15,6 +16,7 @@ from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.step_source import StepData
+from hpctrain.training.loop.bit_flipper import BitFlipper
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.validator import Validator
@@ -53,6 +55,8 @@ class TrainingLoop:
         self._exchange = StepExchange(parts, validator, checkpoints)
         if parts.state.loss_guard.policy == "skip":
             train_step.loss_check = self._exchange
+        ranks = parts.context.ranks
+        self._bit_flipper = BitFlipper(parts.module, parts.state.optimizers, ranks.rank, os.environ)
         self._cpus = count_rank_cpus(parts.context.ranks.local_world_size)
         self.state, self.last_step = parts.state, parts.source.last_step
         self.metrics = MetricAccumulator()
@@ -115,9 +119,11 @@ class TrainingLoop:
                 self._train_step.exclude_step(step, self.metrics)
             else:
                 parts.log.write_samples(step.rank_batch)
+                self._bit_flipper.before_step(step.rank_batch.step)
                 parts.compute_timer.begin()
                 yield step
                 parts.compute_timer.end()
+                self._bit_flipper.after_step(step.rank_batch.step)
             requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:
                 continue
@@ -174,6 +180,8 @@ class TrainingLoop:
             self._checkpoints.resume()
         for remark in self.state.remarks:
             self._print_hint(remark)
+        if parts.replica_check is not None:
+            parts.replica_check.reset()
         parts.source.begin(self.state.step)
         self.state.finished = False
 
@@ -186,6 +194,8 @@ class TrainingLoop:
             self._print_hint(remark)
         parts.source.begin(state.step)
         state.finished = parts.source.finished
+        if parts.replica_check is not None:
+            parts.replica_check.reset()
         # Parts frozen in evaluation mode, such as a norm layer, remain unchanged.
         if not parts.module.training:
             parts.module.train()

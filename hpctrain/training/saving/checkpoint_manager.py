@@ -89,6 +89,10 @@ class CheckpointManager:
         with suppress(CheckpointError):  # `async_save` raises and reports the error again
             self._store.prepare(self._state.tree(), rng.capture_rng_state())
 
+    def set_aside_after(self, step: int) -> list[str]:
+        """See `CheckpointStore.set_aside_after`."""
+        return self._store.set_aside_after(step)
+
     def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
         """See `CheckpointStore.load_newest`."""
         return self._store.load_newest(self._state.template())
@@ -131,7 +135,11 @@ class CheckpointManager:
         self.collect_finished()
         self._report_missing_folder()
         self._store.async_save(
-            self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score()
+            self._state.step,
+            self._state.tree(),
+            rng.capture_rng_state(),
+            score=self._score(),
+            verified_step=self._state.verified_step,
         )
         stall_s = time.monotonic() - begun
         self._in_flight = _InFlight(self._state.step, begun, stall_s)
@@ -149,7 +157,11 @@ class CheckpointManager:
         self._report_missing_folder()
         try:
             saved = self._store.save(
-                self._state.step, self._state.tree(), rng.capture_rng_state(), score=self._score()
+                self._state.step,
+                self._state.tree(),
+                rng.capture_rng_state(),
+                score=self._score(),
+                verified_step=self._state.verified_step,
             )
         except DiskFull:
             raise

@@ -15,8 +15,8 @@ from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, UserError
-from hpctrain.rundir import NODE_MTBF_VARIABLE, checkpoint_folder_name
+from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
+from hpctrain.rundir import NODE_MTBF_VARIABLE, VERIFIED_STEP_VARIABLE, checkpoint_folder_name
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
@@ -63,6 +63,8 @@ class TrainingCheckpoints:
         )
         self._manager: CheckpointManager | None = None
         self._prepared = False
+        limit = environ.get(VERIFIED_STEP_VARIABLE)
+        self._resume_limit = int(limit) if limit else None
         if run is not None:
             store = CheckpointStore(
                 run.checkpoints,
@@ -82,8 +84,8 @@ class TrainingCheckpoints:
     ) -> None:
         if self._manager is None:
             return
-        # All ranks raise `BadLoss` together.
-        if kind is None or issubclass(kind, BadLoss):
+        # All ranks raise these errors together.
+        if kind is None or issubclass(kind, (BadLoss, SilentCorruption)):
             self._manager.close()
         else:
             self._manager.abandon()
@@ -156,8 +158,12 @@ class TrainingCheckpoints:
             return
         self._manager.check()
         begun = time.monotonic()
+        aside: list[str] = []
+        if self._resume_limit is not None:
+            # A later rollback may use the checkpoints of this attempt.
+            aside, self._resume_limit = self._manager.set_aside_after(self._resume_limit), None
         loaded, broken = self._manager.load()
-        for sentence in broken:
+        for sentence in (*aside, *broken):
             self._progress.print_message(f"hpctrain: {sentence}")
         if loaded is None:
             refuse_restart_from_zero(self._context, self._manager.folder, broken)
@@ -166,7 +172,7 @@ class TrainingCheckpoints:
         # Imported checkpoints have no random state.
         new_seed = (self._settings.seed, "rank", self._context.ranks.rank, "step", loaded.step)
         rng.resume_rng_state(loaded.rank_state, *new_seed)
-        self._log.write_resumed(loaded.step, loaded.path, time.monotonic() - begun, broken)
+        self._log.write_resumed(loaded.step, loaded.path, time.monotonic() - begun, [*aside, *broken])
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
 
     def finish_pending(self) -> str | None:

@@ -93,6 +93,11 @@ class Strategy:
         """Return this rank's part of the samples, and the number of parts."""
         return DataRank(ranks.rank, ranks.world_size)
 
+    @property
+    def has_equal_replicas(self) -> bool:
+        """True if parameters and unsharded optimizer states are equal on all ranks after each step."""
+        return False
+
     def place(self) -> None:
         """Move the module to this rank's device."""
         self.module.to(self.context.device)

@@ -48,6 +48,10 @@ class DataParallelBase(Strategy):
         elif context.is_distributed and not takes_optimizer_idx(module):
             self._forward = self._averaging()
 
+    @property
+    def has_equal_replicas(self) -> bool:
+        return self.context.is_distributed and self.algorithm.shares_gradients
+
     def gradient_parts(self) -> list[int]:
         """Return the sizes of DDP's buckets, which are filled in reverse order of the parameters."""
         if not self.context.is_distributed or self.settings.elastic_determinism:

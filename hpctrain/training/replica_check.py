@@ -1,0 +1,342 @@
+"""Comparison of the replicas of a training: one slice of parameters and optimizer state per step.
+
+Each rank hashes the same slice. The hash travels in the message that the ranks exchange after each step, so
+the check needs no communication of its own. The sum over all ranks of an integer x and of its square shows if
+all x are equal: only then is `num_ranks * sum(x²) == sum(x)²`. Buffers are excluded, because ranks may update
+them from their own samples.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from hpctrain.errors import SilentCorruption, Suspect
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.text import pluralize
+from hpctrain.training.strategies import Strategy
+from hpctrain.training.training_state import TrainingState
+
+#: Numbers of the check in each message: two 16-bit pieces of the hash, and their squares.
+NUMBERS_PER_MESSAGE = 4
+#: Minimum size of a slice. Hashing a smaller slice would not take less time.
+_MIN_SLICE_BYTES = {"cpu": 128 << 10, "cuda": 4 << 20}
+#: Maximum number of integers that a GPU hashes at once; limits the memory for weights and products.
+_BLOCK_SIZE = 1 << 20
+#: Slices begin at multiples of this in each tensor.
+_ALIGNMENT = 64
+#: An odd number, so that multiplication by it, modulo 2**64, loses no bits.
+_FACTOR = 0x1E3779B97F4A7C15
+_LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+#: A hash: a host number, or a number on a GPU, which is not waited for.
+_Hash = int | torch.Tensor
+
+
+class _Part(NamedTuple):
+    """A part of a tensor. The tensor is looked up again each time, because optimizers may replace it."""
+
+    name: str
+    holder: Mapping[Any, torch.Tensor]
+    key: Any
+    start: int
+    stop: int
+
+    def numbers(self) -> torch.Tensor:
+        """Return the bits of the part as integers of 1, 2 or 4 bytes."""
+        flat = _flatten(self.holder[self.key].detach())
+        view = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+        return view[self.start // view.element_size() : self.stop // view.element_size()]
+
+
+@dataclass
+class _Slice:
+    """A slice of the state."""
+
+    parts: list[_Part]
+    verified_step: int
+    """Last step after which the slice was equal on all ranks."""
+
+
+class _SliceHash(NamedTuple):
+    """The hash of a slice after a step."""
+
+    step: int
+    slice: _Slice
+    value: _Hash
+
+
+class ReplicaCheck:
+    """Comparison of the replicas. All ranks must call each method at the same steps."""
+
+    def __init__(self, context: DistributedContext, state: TrainingState, every: int) -> None:
+        """Prepare the check.
+
+        Args:
+            context: ranks with complete replicas.
+            state: the replica of this rank; its `verified_step` is updated.
+            every: number of steps in which the complete state is compared.
+        """
+        self._context, self._state, self._every = context, state, every
+        self._slices: list[_Slice] = []
+        self._sizes: list[int] = []
+        self._recorded: list[_SliceHash] = []
+        self._sent: list[_SliceHash] = []
+        self._weights: torch.Tensor | None = None
+
+    @classmethod
+    def for_training(
+        cls, context: DistributedContext, state: TrainingState, strategy: Strategy, every: int | None
+    ) -> tuple[ReplicaCheck | None, str | None]:
+        """Return the check; None if it is off, or if the strategy has no complete replicas.
+
+        Ranks on different hardware may round differently. They are not compared.
+
+        Returns:
+            The check, and a remark for the user.
+        """
+        if every is None or not context.is_distributed or not strategy.has_equal_replicas:
+            return None, None
+        kinds = context.all_gather(_describe_hardware(context.device))
+        if len(names := sorted(set(kinds))) > 1:
+            return None, (
+                f"the replicas are not compared (replica_check_every={every}), because the ranks compute on "
+                f"different hardware, which may round differently: {'; '.join(names)}"
+            )
+        return cls(context, state, every), None
+
+    def reset(self) -> None:
+        """Discard all hashes, before the first step and after a checkpoint was loaded."""
+        if self._state.verified_step is None:
+            self._state.verified_step = self._state.step
+        self._slices, self._sizes = [], []
+        self._recorded, self._sent = [], []
+
+    def add(self, step: int, *, whole: bool) -> None:
+        """Hash the slice that is due after `step`.
+
+        Args:
+            step: the completed step.
+            whole: hash all slices, before a checkpoint is saved.
+        """
+        if not self._slices:
+            self._make_slices()
+        count = len(self._slices)
+        due = range((step - 1) * count // self._every, step * count // self._every)
+        for index in range(count) if whole else due:
+            one = self._slices[index % count]
+            self._recorded.append(_SliceHash(step, one, self._hash(one.parts)))
+        # Optimizers create and replace tensors, mostly in the first step.
+        if whole or (due and due[-1] % count == count - 1):
+            self._make_slices()
+
+    def message(self) -> list[torch.Tensor | float]:
+        """Return the numbers for the next message; their sums over all ranks are for `verify`."""
+        self._sent, self._recorded = self._recorded, []
+        if not self._sent:
+            return [0.0] * NUMBERS_PER_MESSAGE
+        total = _combine([each.value for each in self._sent])
+        if isinstance(total, int):
+            low, high = float(total >> 32 & 0xFFFF), float(total >> 48 & 0xFFFF)
+            return [low, high, low * low, high * high]
+        pieces = torch.stack([total >> 32, total >> 48]).bitwise_and_(0xFFFF).double()
+        return [torch.cat([pieces, pieces * pieces])]
+
+    def verify(self, sums: Sequence[float]) -> None:
+        """Compare the replicas, from the sums of `message` over all ranks.
+
+        Raises:
+            SilentCorruption: on all ranks: the replicas differ.
+        """
+        low, high, low_squares, high_squares = map(int, sums)
+        num_ranks = self._context.ranks.world_size
+        if num_ranks * low_squares != low**2 or num_ranks * high_squares != high**2:
+            raise self._find_difference()
+        for each in self._sent:
+            each.slice.verified_step = each.step
+        if self._sent:
+            self._state.verified_step = min(one.verified_step for one in self._slices)
+
+    def _make_slices(self) -> None:
+        """Divide the state into slices of about the same size."""
+        tensors = list(self._tensors())
+        sizes = [-(-holder[key].nbytes // _ALIGNMENT) * _ALIGNMENT for _, holder, key in tensors]
+        least = _MIN_SLICE_BYTES.get(self._context.device.type, 4 << 20)
+        count = max(1, min(self._every, sum(sizes) // least))
+        slice_bytes = -(-sum(sizes) // (count * _ALIGNMENT)) * _ALIGNMENT
+        slices: list[list[_Part]] = [[] for _ in range(count)]
+        offset = 0
+        for (name, holder, key), size in zip(tensors, sizes, strict=True):
+            start, num_bytes = 0, holder[key].nbytes
+            most = _BLOCK_SIZE * min(4, holder[key].element_size())
+            while start < num_bytes:
+                index = (offset + start) // slice_bytes
+                stop = min(num_bytes, (index + 1) * slice_bytes - offset, start + most)
+                slices[index].append(_Part(name, holder, key, start, stop))
+                start = stop
+            offset += size
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._slices = [_Slice([], self._state.verified_step or 0) for _ in slices]
+        for one, parts in zip(self._slices, slices, strict=True):
+            one.parts = parts
+
+    def _tensors(self) -> Iterator[tuple[str, Mapping[Any, torch.Tensor], Any]]:
+        """Yield the name and the place of each tensor that all ranks have completely."""
+        names = {}
+        parameters = dict(self._state.module.named_parameters())
+        for name, parameter in parameters.items():
+            names[parameter] = name
+            if _is_complete(parameter):
+                yield name, parameters, name
+        for optimizer in self._state.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    for key in sorted(state, key=str):
+                        if _is_complete(state[key]):
+                            yield f"{key} of {names.get(parameter, 'a parameter')}", state, key
+
+    def _hash(self, parts: Sequence[_Part]) -> _Hash:
+        """Return an order-sensitive hash of the parts; does not wait for a GPU."""
+        host = 0
+        on_gpu: list[torch.Tensor] = []
+        for part in parts:
+            numbers = part.numbers()
+            if numbers.device.type == "cpu":
+                host = xxhash.xxh3_64_intdigest(numbers.numpy().data, seed=host)
+            else:
+                on_gpu.append(numbers)
+        return _combine([_signed(host), *self._hash_on_device(on_gpu)])
+
+    def _hash_on_device(self, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield hashes of integers on a device: sums with weights that depend on the position.
+
+        The weights are odd, so a single flipped bit always changes the sum modulo 2**64.
+        """
+        if parts and self._weights is None:
+            generator = torch.Generator().manual_seed(0)
+            weights = torch.randint(-(2**63), 2**63 - 1, (_BLOCK_SIZE,), generator=generator)
+            self._weights = weights.bitwise_or_(1).to(parts[0].device)
+        for block in _blocks(parts):
+            assert self._weights is not None
+            yield (block * self._weights[: len(block)]).sum()
+
+    def _find_difference(self) -> SilentCorruption:
+        """Return the error for the hashes sent last. All ranks must call this."""
+        rank, device = self._context.ranks.rank, self._context.device
+        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        own = Suspect(rank, host, _name_device(device, rank))
+        hashes = [int(each.value) for each in self._sent]
+        answers = self._context.all_gather([own.host, own.device, hashes])
+        number = next(i for i in range(len(hashes)) if len({answer[2][i] for answer in answers}) > 1)
+        found = self._sent[number]
+        odd = _find_odd([answer[2][number] for answer in answers])
+        suspects = tuple(Suspect(rank, *answers[rank][:2]) for rank in odd or range(len(answers)))
+        # The difference usually remains in the next steps, so the current state shows the tensors.
+        parts = found.slice.parts
+        current = self._context.all_gather([int(self._hash([part])) for part in parts])
+        names = [
+            part.name
+            for part, *values in zip(parts, *current, strict=True)
+            if len(set(values)) > 1
+        ]  # fmt: skip
+        names = list(dict.fromkeys(names or [part.name for part in parts]))
+        what = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+        places = "; ".join(f"rank {one.rank} ({one.device} on {one.host})" for one in suspects)
+        verified_step = self._state.verified_step or 0
+        text = (
+            f"After step {found.step}, {what} differed between the ranks. After step "
+            f"{found.slice.verified_step}, it was still equal. "
+        )
+        if odd:
+            others = pluralize(len(answers) - len(odd), "rank")
+            text += (
+                f"The other {others} agreed, but not {places}. The probable cause is a fault of this device "
+                "or of its memory. Resume without this node"
+            )
+        else:
+            text += (
+                f"There is no majority, so any of these devices may be faulty: {places}. Check them, and "
+                "resume"
+            )
+        text += f" from the checkpoint of step {verified_step} or an earlier one."
+        return SilentCorruption(text, suspects, verified_step)
+
+
+def _find_odd(values: Sequence[int]) -> list[int]:
+    """Return the positions of the values that differ from the majority; empty if there is no majority."""
+    counts = Counter(values).most_common(2)
+    if counts[0][1] == 1 or counts[0][1] == counts[1][1]:
+        return []
+    return [position for position, value in enumerate(values) if value != counts[0][0]]
+
+
+def _combine(values: Sequence[_Hash]) -> _Hash:
+    """Combine hashes, in order, modulo 2**64."""
+    total: _Hash = 0
+    for value in values:
+        total = (total + value) * _FACTOR
+        total = _signed(total) if isinstance(total, int) else total
+    return total
+
+
+def _signed(number: int) -> int:
+    """Return the number modulo 2**64, in the range of int64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _blocks(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the numbers of the parts, in order, in as few tensors as possible."""
+    block: list[torch.Tensor] = []
+    for part in parts:
+        if block and sum(map(len, block)) + len(part) > _BLOCK_SIZE:
+            yield torch.cat(block)
+            block = []
+        block.append(part)
+    if block:
+        yield torch.cat(block)
+
+
+def _is_complete(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.layout is torch.strided
+        and not value.is_meta
+    )
+
+
+def _flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in the order of memory, without a copy if the tensor has no gaps."""
+    if any(
+        tensor.is_contiguous(memory_format=layout)
+        for layout, dims in zip(_LAYOUTS, (tensor.dim(), 4, 5), strict=True)
+        if tensor.dim() == dims
+    ):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.flatten()
+
+
+def _describe_hardware(device: torch.device) -> str:
+    """Return a description that is equal if and only if results are equal to the last bit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    kind = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} with {kind} and {pluralize(torch.get_num_threads(), 'thread')}"
+
+
+def _name_device(device: torch.device, rank: int) -> str:
+    """Return a name of the device that later attempts will also use."""
+    if device.type == "cuda":
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"CPU of rank {rank}"

@@ -1,0 +1,123 @@
+"""Flipped bits in the memory of a rank: the run names the rank, and its result is that without the flip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.training_runs import Run, assert_undisturbed, submit
+
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.runtime.program.requested_flips import FLIP_BIT_VARIABLE
+
+LOCAL = ["--backend", "local", "--ntasks-per-node", "3", "--standby-workers", "never"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", {}, LOCAL, step_s=0.0)
+    assert run.wait() == 0
+    return run
+
+
+def submit_with_flip(path: Path, **flip) -> Run:
+    options = [f"--env={FLIP_BIT_VARIABLE}={json.dumps(flip)}"]
+    return submit(path, {}, LOCAL, options=options, step_s=0.0)
+
+
+def assert_same_state(run: Run, reference: Run) -> None:
+    """Fail unless parameters and optimizer state after the last step are bitwise the reference's."""
+    own, other = (CheckpointStore(each.dir.checkpoints).load_newest()[0] for each in (run, reference))
+    assert own.step == other.step == own.verified_step
+    found = [own.state[part] for part in ("module", "optimizers")]
+    expected = [other.state[part] for part in ("module", "optimizers")]
+    assert_equal(found, expected)
+
+
+def assert_equal(one, other) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+    else:
+        assert one == other
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("target", "rank", "seed"), [("parameter", 1, 5), ("optimizer", 2, 5)])
+def test_flipped_bit_is_detected_and_the_run_restarts(tmp_path, reference, target, rank, seed):
+    run = submit_with_flip(tmp_path / "run", rank=rank, target=target, seed=seed, step=9)
+    assert run.wait() == 0, run.describe()
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["rank"], failure["device"]) == (
+        "corruption",
+        rank,
+        f"CPU of rank {rank}",
+    )
+    assert failure["verified_step"] == 6
+    assert f"rank {rank} (CPU of rank {rank} on " in failure["cause"]
+    assert "After step 12, " in failure["cause"]
+    assert "flipped bit" in run.dir.rank_log(0, rank).read_text()
+    (restart,) = run.events("restart")
+    assert "there is no other node" in restart["note"]
+    (resumed,) = run.events("resumed")
+    assert resumed["step"] == 6
+    assert_undisturbed(run, reference)
+    assert_same_state(run, reference)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_persistent_fault_on_the_only_node_ends_the_run(tmp_path):
+    run = submit_with_flip(tmp_path / "run", rank=1, seed=5, step=9, persistent=True)
+    assert run.wait() == 4
+    assert [failure["rank"] for failure in run.events("failure")] == [1, 1]
+    (end,) = run.events("finished")
+    assert "CPU of rank 1 on" in end["note"]
+    assert "computed wrong results 2 times" in end["note"]
+
+
+@pytest.mark.long
+def test_spare_node_replaces_a_faulty_one(slurm, reference, tmp_path):
+    flip = json.dumps({"rank": 1, "seed": 5, "step": 9})
+    shape = ["--nodes", "3", "--gpus-per-node", "1", "--spare-nodes", "1"]
+    run = submit(
+        tmp_path / "run", slurm.env, shape, options=[f"--env={FLIP_BIT_VARIABLE}={flip}"], step_s=0.0
+    )
+    assert run.wait() == 0, run.describe()
+    faulty = run.events("started")[0]["hosts"][1]
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["host"]) == ("corruption", faulty)
+    (excluded,) = run.events("excluded")
+    assert (excluded["hosts"], excluded["reason"]) == ([faulty], f"{faulty}: 1 failure of kind corruption")
+    assert faulty not in run.events("replace")[0]["hosts"]
+    assert_undisturbed(run, reference)
+    assert_same_state(run, reference)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_flipped_bit_from_chaos_is_detected(tmp_path, reference):
+    run = submit(tmp_path / "run", {}, LOCAL, step_s=0.1)
+    run.wait_for_step(7)
+    arguments = ["--fault", "flip-bit", "--target", "optimizer", "--seed", "2"]
+    result = run.hpctrain("chaos", str(run.path), "--json", *arguments, timeout=60)
+    assert json.loads(result.stdout)["faults"] == 1
+    assert run.wait() == 0, run.describe()
+    (chaos,) = run.events("chaos")
+    (failure,) = run.events("failure")
+    assert (chaos["fault"], failure["class"]) == ("flip-bit", "corruption")
+    assert chaos["ranks"] == [failure["rank"]]
+    assert_undisturbed(run, reference)
+    assert_same_state(run, reference)
