@@ -83,7 +83,7 @@ class ReplicaCheck:
 
         Args:
             context: ranks with complete replicas.
-            state: the replica of this rank; its `verified_step` is updated.
+            state: the replica of this rank; its `compared_step` is updated.
             every: number of steps in which the complete state is compared.
         """
         self._context, self._state, self._every = context, state, every
@@ -116,8 +116,8 @@ class ReplicaCheck:
 
     def reset(self) -> None:
         """Discard all hashes, before the first step and after a checkpoint was loaded."""
-        if self._state.verified_step is None:
-            self._state.verified_step = self._state.step
+        if self._state.compared_step is None:
+            self._state.compared_step = self._state.step
         self._slices, self._sizes = [], []
         self._recorded, self._sent = [], []
 
@@ -164,7 +164,7 @@ class ReplicaCheck:
         for each in self._sent:
             each.slice.verified_step = each.step
         if self._sent:
-            self._state.verified_step = min(one.verified_step for one in self._slices)
+            self._state.compared_step = min(one.verified_step for one in self._slices)
 
     def _make_slices(self) -> None:
         """Divide the state into slices of about the same size."""
@@ -186,7 +186,7 @@ class ReplicaCheck:
             offset += size
         if sizes != self._sizes:
             self._sizes = sizes
-            self._slices = [_Slice([], self._state.verified_step or 0) for _ in slices]
+            self._slices = [_Slice([], self._state.compared_step or 0) for _ in slices]
         for one, parts in zip(self._slices, slices, strict=True):
             one.parts = parts
 
@@ -233,9 +233,7 @@ class ReplicaCheck:
 
     def _find_difference(self) -> SilentCorruption:
         """Return the error for the hashes sent last. All ranks must call this."""
-        rank, device = self._context.ranks.rank, self._context.device
-        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        own = Suspect(rank, host, _name_device(device, rank))
+        own = own_suspect(self._context)
         hashes = [int(each.value) for each in self._sent]
         answers = self._context.all_gather([own.host, own.device, hashes])
         number = next(i for i in range(len(hashes)) if len({answer[2][i] for answer in answers}) > 1)
@@ -333,6 +331,12 @@ def _describe_hardware(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     kind = torch.backends.cpu.get_cpu_capability()
     return f"{platform.machine()} with {kind} and {pluralize(torch.get_num_threads(), 'thread')}"
+
+
+def own_suspect(context: DistributedContext) -> Suspect:
+    """Return this rank, as named in errors."""
+    host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    return Suspect(context.ranks.rank, host, _name_device(context.device, context.ranks.rank))
 
 
 def _name_device(device: torch.device, rank: int) -> str:

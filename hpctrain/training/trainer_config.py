@@ -33,6 +33,7 @@ _COUNTS = (
     "lr_reference_batch_size",
     "micro_batch_size",
     "grain_size",
+    "witness_every",
     "keep_last",
     "keep_every",
     "log_every",
@@ -196,6 +197,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     The result depends on it. None uses `micro_batch_size` if that is set, otherwise 1/24 of
     `global_batch_size`.
     """
+    witness_every: int | None = None
+    """Steps between comparisons of a gradient with that computed by another rank, to detect faulty devices.
+
+    Requires `elastic_determinism`; see docs/faults.md.
+    """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
     record_samples: bool = False
@@ -280,12 +286,13 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         self._set_grain_size()
 
     def _set_grain_size(self) -> None:
-        if not self.elastic_determinism:
-            if self.grain_size is not None:
+        for name in ("grain_size", "witness_every"):
+            if not self.elastic_determinism and getattr(self, name) is not None:
                 raise UserError(
-                    f"grain_size is {self.grain_size}, but elastic_determinism is False, so it would have no "
-                    "effect. Set elastic_determinism=True, or remove grain_size."
+                    f"{name} is {getattr(self, name)}, but elastic_determinism is False, so it would have no "
+                    f"effect. Set elastic_determinism=True, or remove {name}."
                 )
+        if not self.elastic_determinism:
             return
         size = self.micro_batch_size
         if size == "auto":

@@ -42,7 +42,8 @@ class TrainingState:
         determinism: state of `elastic_determinism`; None without it.
         algorithm: algorithm that synchronizes the replicas; None without replicas.
         loss_guard: record of the losses, and of the excluded steps.
-        verified_step: last step after which the state is known to be good; None if it is not verified.
+        compared_step: last step after which the replicas were equal; None if they are not compared.
+        witnessed_step: last step in which gradients were computed twice; None without a witness.
         validated_step: the step of `validation`, or 0.
         validation: latest results of validation.
         latest: latest logged scalars.
@@ -61,10 +62,18 @@ class TrainingState:
         self.finished = False
         self.micro_batches: tuple[int, int] | None = None
         self.remarks: list[str] = []
-        self.verified_step: int | None = None
+        self.compared_step: int | None = None
+        self.witnessed_step: int | None = None
         self.validated_step = 0
         self.validation: dict[str, float] = {}
         self.latest: dict[str, float] = {}
+
+    @property
+    def verified_step(self) -> int | None:
+        """Last step after which the state is known to be good; None if it is not verified."""
+        return min(
+            (each for each in (self.compared_step, self.witnessed_step) if each is not None), default=None
+        )
 
     def tree(self) -> dict[str, Any]:
         """Return the content of a checkpoint, as nested containers of plain values and tensors."""
@@ -135,7 +144,10 @@ class TrainingState:
             self.remarks = self.source.load_state_dict(tree["position"])
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
         self.remarks = [*ignored, *remarks, *self.remarks]
-        self.step, self.verified_step = loaded.step, loaded.verified_step
+        self.step = loaded.step
+        self.compared_step = loaded.verified_step
+        if self.witnessed_step is not None:
+            self.witnessed_step = loaded.verified_step or 0
         self.validated_step = tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
 
@@ -143,7 +155,9 @@ class TrainingState:
         if self.determinism is None:
             return []
         if state is None:
-            remark = "The checkpoint was saved without elastic_determinism, so the result of its steps depends "
+            remark = (
+                "The checkpoint was saved without elastic_determinism, so the result of its steps depends "
+            )
             return [remark + "on the number of ranks."]
         return self.determinism.load_state_dict(state)
 

@@ -185,6 +185,14 @@ class MapStepSource:
 
         return most, batch_of
 
+    def grain(self, step: int, number: int) -> MicroBatch:
+        """Fetch a grain of a step, in this process."""
+        whole = DataRank(0, 1, self._data_rank.grain_size)
+        rank_batch = self._plan.rank_batch(step, whole)
+        low, high = rank_batch.parts(None, whole.grain_size)[number]
+        indices = rank_batch.indices[low:high]
+        return MicroBatch(self._fetcher.fetch(self._plan.seed_round(rank_batch), indices), high - low)
+
     def local_ends(self) -> float:
         return 0.0
 

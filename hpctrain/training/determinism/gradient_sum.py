@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.determinism.fixed_point import largest_term, shared_exponent, to_floats, to_integers
+from hpctrain.training.determinism.witness import hash_numbers
 
 #: Default size of a bucket in megabytes of float32 gradients, as for DDP.
 _BUCKET_MB = 25.0
@@ -68,6 +69,7 @@ class GradientSum:
             if each.computed is not None:
                 each.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
         self._num_terms, self._counts, self._is_last = 1, True, True
+        self._hashes: dict[int, int] | None = None
         #: Values of the buffers at the beginning of the step.
         self._before: dict[str, torch.Tensor] = {}
 
@@ -84,14 +86,15 @@ class GradientSum:
             bucket.begin()
 
     @contextmanager
-    def grain(self, *, counts: bool, is_last: bool) -> Iterator[None]:
+    def grain(self, *, counts: bool, is_last: bool, hashes: dict[int, int] | None = None) -> Iterator[None]:
         """Add the gradients of the backward pass in this block.
 
         Args:
             counts: False for a pass without own samples, which only matches the passes of other ranks.
             is_last: True for the last pass of the step on this rank; all ranks have the same number.
+            hashes: receives the hash of each gradient, by the number of its parameter.
         """
-        self._counts, self._is_last = counts, is_last
+        self._counts, self._is_last, self._hashes = counts, is_last, hashes
         self._next = 0
         for bucket in self._buckets:
             bucket.begin_pass()
@@ -137,6 +140,8 @@ class GradientSum:
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def add(computed: torch.Tensor) -> None:
             gradient, computed.grad = computed.grad, None
+            if gradient is not None and self._hashes is not None:
+                self._hashes[number] = hash_numbers(gradient)
             if gradient is not None and self._counts:
                 self._add(number, gradient)
             bucket = self._tensors[number].bucket

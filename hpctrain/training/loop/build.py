@@ -18,8 +18,9 @@ from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config
-from hpctrain.training.data.step_source import StepSource, StopCondition
+from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
+from hpctrain.training.determinism.witness import Witness
 from hpctrain.training.lightning_module import find_lightning_run
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.lightning_step import LightningTrainStep
@@ -40,7 +41,7 @@ from hpctrain.training.optim.optimizer_setup import (
     configure_optimizers_of,
     parameters_of,
 )
-from hpctrain.training.replica_check import ReplicaCheck
+from hpctrain.training.replica_check import ReplicaCheck, own_suspect
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -119,6 +120,13 @@ def build_training_loop(
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
     replica_check, remark = ReplicaCheck.for_training(context, state, placed, settings.replica_check_every)
+    if isinstance(train_step, GrainTrainStep) and settings.witness_every and context.is_distributed:
+        assert isinstance(source, MapStepSource)
+        assert settings.grain_size is not None
+        witness = Witness(
+            context, settings.witness_every, settings.grain_size, settings.seed, own_suspect(context)
+        )
+        train_step.add_witness(witness, source, state)
     if remark is not None:
         progress.print_message(f"hpctrain: {remark}")
     parts = Components(

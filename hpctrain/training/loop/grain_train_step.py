@@ -10,15 +10,18 @@ from hpctrain.errors import UserError
 from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.base.tensor_tree import map_tensors
-from hpctrain.training.data.step_source import MicroBatch, StepData
+from hpctrain.training.data.batch_plan import RankBatch
+from hpctrain.training.data.step_source import MapStepSource, MicroBatch, StepData
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.determinism.exact_norm import exact_norm
 from hpctrain.training.determinism.gradient_sum import GradientSum
+from hpctrain.training.determinism.witness import Witness, hash_gradients
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.module import Module, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.training_state import TrainingState
 
 #: Alignment of tensors in bytes: some kernels depend on it.
 _ALIGNMENT = 64
@@ -53,28 +56,65 @@ class GrainTrainStep(TrainStep):
         self._gradients = GradientSum(
             context, strategy.summed_parameters(), self._module, settings.bucket_cap_mb, determinism.exponents
         )
+        self._witness: Witness | None = None
         self._optimizer_step.gradient_norm = lambda parameters: exact_norm(parameters, context)
+
+    def add_witness(self, witness: Witness, source: MapStepSource, state: TrainingState) -> None:
+        """Compare gradients with those of other ranks every few steps, and record this in `state`."""
+        self._witness, self._source, self._state = witness, source, state
+        if state.witnessed_step is None:
+            state.witnessed_step = 0
 
     def _accumulate(
         self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
     ) -> torch.Tensor | None:
-        rank_batch, own = step.rank_batch, [self._aligned(each) for each in micro_batches]
+        rank_batch, own = step.rank_batch, list(micro_batches)
+        witnessed = None
+        if self._witness is not None and rank_batch.step % self._witness.every == 0:
+            witnessed = self._witness.chosen_grain(rank_batch, self._context.ranks.rank)
         num_grains = -(-rank_batch.batch_size // self._grain_size)
         first = rank_batch.start // self._grain_size
         while True:
             self._gradients.begin(num_grains)
+            own_hashes: dict[int, int] = {}
             sums.values, sums.width = {}, num_grains
             for number, grain in enumerate(own, first):
                 is_last = number == first + len(own) - 1
-                rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
-                scalars = MetricAccumulator()
                 # A rank without samples repeats a grain of another rank, and the result is not used.
-                with self._gradients.grain(counts=grain.num_samples > 0, is_last=is_last):
-                    self._forward_backward(rank_batch, grain, scalars, is_last)
-                _insert(sums, scalars, number if grain.num_samples else None)
+                counts = grain.num_samples > 0
+                hashes = own_hashes if number == witnessed and counts else None
+                with self._gradients.grain(counts=counts, is_last=is_last, hashes=hashes):
+                    scalars = self._compute(rank_batch, grain, number, is_last)
+                _insert(sums, scalars, number if counts else None)
             factor = self._tokens.factor(rank_batch)
+            if self._witness is not None and rank_batch.step % self._witness.every == 0:
+                self._compare(self._witness, rank_batch, own_hashes if witnessed is not None else None)
             if self._gradients.finish():
                 return factor
+
+    def _compute(
+        self, rank_batch: RankBatch, grain: MicroBatch, number: int, is_last: bool
+    ) -> MetricAccumulator:
+        """Run the passes of a grain with its random numbers, and return its metrics."""
+        rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
+        scalars = MetricAccumulator()
+        self._forward_backward(rank_batch, _align(grain), scalars, is_last)
+        return scalars
+
+    def _compare(self, witness: Witness, rank_batch: RankBatch, own_hashes: dict[int, int] | None) -> None:
+        """Compare gradients of this step between the ranks. See `Witness.compare`."""
+
+        def recompute(number: int) -> int:
+            hashes: dict[int, int] = {}
+            grain = self._source.grain(rank_batch.step, number)
+            with self._gradients.grain(counts=False, is_last=False, hashes=hashes):
+                self._compute(rank_batch, grain, number, is_last=False)
+            self._tokens.reset()
+            return hash_gradients(hashes)
+
+        own_hash = None if own_hashes is None else hash_gradients(own_hashes)
+        witness.compare(rank_batch, own_hash, recompute, self._state.verified_step or 0)
+        self._state.witnessed_step = rank_batch.step
 
     def _can_split_batches(self) -> bool:
         return False
@@ -86,13 +126,14 @@ class GrainTrainStep(TrainStep):
                 values[0] = norm.detach().double()
             sums.values.setdefault("grad_norm", values)
 
-    def _aligned(self, grain: MicroBatch) -> MicroBatch:
-        """Copy tensors at other addresses than multiples of 64 bytes."""
 
-        def align(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT else tensor
+def _align(grain: MicroBatch) -> MicroBatch:
+    """Copy tensors at other addresses than multiples of 64 bytes."""
 
-        return grain._replace(batch=map_tensors(grain.batch, align))
+    def align(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT else tensor
+
+    return grain._replace(batch=map_tensors(grain.batch, align))
 
 
 def _insert(sums: MetricAccumulator, scalars: MetricAccumulator, number: int | None) -> None:

@@ -288,6 +288,10 @@ class _Tokens:
             self._pending = dist.all_reduce(self._total, async_op=True)
         return count * (self._world_size / rank_batch.batch_size)
 
+    def reset(self) -> None:
+        """Forget the tokens of a pass that does not count."""
+        self._total = None
+
     def factor(self, rank_batch: RankBatch) -> torch.Tensor | None:
         """Return the final factor for the step's gradients; None if losses are means over samples."""
         if self._total is None:

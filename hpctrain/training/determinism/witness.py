@@ -1,0 +1,115 @@
+"""Recomputation of grains on other ranks, to detect wrong gradients before they are applied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from hpctrain.errors import SilentCorruption, Suspect
+from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.text import pluralize
+from hpctrain.training.base.rng import derive_seed
+from hpctrain.training.data.batch_plan import DataRank, RankBatch
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Comparison of gradients of the same grain from two ranks, on different nodes if possible.
+
+    All ranks must call each method at the same steps.
+
+    Args:
+        context: the ranks.
+        every: number of steps between two comparisons.
+        grain_size: samples of a grain.
+        seed: seed of the choice of the grains.
+        suspect: this rank, as named in errors.
+    """
+
+    context: DistributedContext
+    every: int
+    grain_size: int
+    seed: int
+    suspect: Suspect
+
+    def chosen_grain(self, rank_batch: RankBatch, owner: int) -> int | None:
+        """Return the grain of `owner` that another rank recomputes in this step; None if it has no grain."""
+        world_size = self.context.ranks.world_size
+        low, high = DataRank(owner, world_size, self.grain_size).part(rank_batch.batch_size)
+        first, count = low // self.grain_size, -(-(high - low) // self.grain_size)
+        return first + derive_seed(self.seed, "witness", rank_batch.step) % count if count else None
+
+    def compare(
+        self,
+        rank_batch: RankBatch,
+        own_hash: int | None,
+        recompute: Callable[[int], int],
+        verified_step: int,
+    ) -> None:
+        """Compare the gradients of this step on all ranks.
+
+        Args:
+            rank_batch: this rank's part of the batch.
+            own_hash: hash of the gradient of this rank's chosen grain; None if it has no grain.
+            recompute: function that returns the hash of a grain's gradient, computed on this rank.
+            verified_step: last step at which the gradients were equal.
+
+        Raises:
+            SilentCorruption: on all ranks: a gradient differs.
+        """
+        ranks = self.context.ranks
+        shift = ranks.local_world_size if ranks.world_size > ranks.local_world_size else 1
+        grains = [self.chosen_grain(rank_batch, owner) for owner in range(ranks.world_size)]
+        # A rank whose partner has no grain computes any grain, because passes may be collective.
+        seen_hash = recompute(grains[(ranks.rank - shift) % ranks.world_size] or 0)
+        hashes = self.context.all_gather((own_hash, seen_hash))
+        for owner, grain in enumerate(grains):
+            witness = (owner + shift) % ranks.world_size
+            if grain is not None and hashes[owner][0] != hashes[witness][1]:
+                votes = self.context.all_gather(recompute(grain))
+                of_pair = {owner: hashes[owner][0], witness: hashes[witness][1]}
+                raise self._make_error(rank_batch.step, of_pair, votes, verified_step)
+
+    def _make_error(
+        self, step: int, of_pair: Mapping[int, int | None], votes: list[int], verified_step: int
+    ) -> SilentCorruption:
+        """Return the error for a grain with two different gradients, after all ranks have recomputed it."""
+        known = [Suspect(*each) for each in self.context.all_gather(tuple(self.suspect))]
+        (truth, num_votes), *others = Counter([*of_pair.values(), *votes]).most_common(2)
+        is_clear = num_votes > (others[0][1] if others else 0)
+        odd = {rank for rank, value in of_pair.items() if value != truth}
+        odd |= {rank for rank, value in enumerate(votes) if value != truth}
+        suspects = tuple(known[rank] for rank in sorted(odd if is_clear else of_pair))
+        places = "; ".join(f"rank {each.rank} ({each.device} on {each.host})" for each in suspects)
+        pair = " and ".join(map(str, of_pair))
+        text = f"In step {step}, ranks {pair} computed different gradients of the same grain. "
+        if is_clear:
+            text += (
+                f"After {pluralize(len(votes), 'rank')} computed it again, {num_votes} of "
+                f"{len(votes) + len(of_pair)} gradients were equal, but not those of {places}. The probable "
+                "cause is a fault of this device or of its memory. Resume without this node"
+            )
+        else:
+            text += (
+                "There is no majority, so any of these devices may be faulty, or the training is not "
+                f"deterministic: {places}. Check them, and resume"
+            )
+        text += (
+            f" from the checkpoint of step {verified_step} or an earlier one. The gradients were not applied."
+        )
+        return SilentCorruption(text, suspects, verified_step)
+
+
+def hash_gradients(gradients: Mapping[int, int]) -> int:
+    """Return the hash of the hashes of all gradients, by the number of the parameter."""
+    return hash_numbers(torch.tensor([value - 2**63 for _, value in sorted(gradients.items())]))
+
+
+def hash_numbers(tensor: torch.Tensor) -> int:
+    """Return an order-sensitive hash of the bits of a tensor. Waits for a GPU."""
+    flat = tensor.detach().reshape(-1).contiguous().cpu()
+    return int(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data))

@@ -1,0 +1,148 @@
+"""Gradients that two ranks compute: a device that computes wrong ones is named before they are applied."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_on_ranks
+from torch import nn
+
+import hpctrain
+from hpctrain.errors import SilentCorruption
+from hpctrain.runtime.program.requested_flips import FLIP_BIT_VARIABLE
+
+pytestmark = pytest.mark.ranks
+
+STEPS, GRAIN_SIZE = 8, 2
+
+
+class Net(hpctrain.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        layers = nn.Linear(3, 8), nn.Dropout(0.1), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.net = nn.Sequential(*layers)
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": self.net(batch).pow(2).mean(), "num_tokens": torch.tensor(len(batch))}
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(
+    flip: dict[str, Any] | None = None, run_dir: Path | None = None, **settings: Any
+) -> list[torch.Tensor]:
+    """Train with one grain per rank; return the final state."""
+    os.environ[FLIP_BIT_VARIABLE] = json.dumps(flip) if flip else ""
+    settings = {
+        "witness_every": 1,
+        "max_steps": STEPS,
+        "checkpoint_every": None,
+        "strategy": "ddp",
+    } | settings
+    settings.setdefault("global_batch_size", GRAIN_SIZE * int(os.environ["WORLD_SIZE"]))
+    trainer = hpctrain.Trainer(
+        elastic_determinism=True, grain_size=GRAIN_SIZE, seed=3, run_dir=run_dir, **settings
+    )
+    module = Net()
+    trainer.fit(module, list(torch.randn(128, 3, generator=torch.Generator().manual_seed(5))))
+    return list(module.state_dict().values())
+
+
+def flips_are_found(folder: Path, seeds: range) -> int:
+    """Flip bits of gradients and activations; each run must then have the undisturbed result."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    reference, found = fit(), 0
+    for seed in seeds:
+        chance, run_dir = random.Random(seed), folder / str(seed)
+        odd, step = chance.randrange(world_size), chance.randrange(1, STEPS + 1)
+        target = chance.choice(["gradient", "activation"])
+        flip = {"rank": odd, "target": target, "seed": seed, "step": step}
+        error = None
+        try:
+            result = fit(flip, run_dir, checkpoint_every=3)
+        except SilentCorruption as caught:
+            error = caught
+            assert [each.rank for each in error.suspects] == [odd], error
+            assert str(error).startswith(f"In step {step}, ")
+            assert error.verified_step < step
+            result = fit(None, run_dir)
+        found += error is not None
+        assert all(torch.equal(*pair) for pair in zip(result, reference, strict=True)), (seed, flip)
+        if rank == 0:
+            shutil.rmtree(run_dir, ignore_errors=True)
+    return found
+
+
+def test_wrong_gradient_is_found_before_it_is_applied(tmp_path):
+    seeds = range(16)
+    found = run_on_ranks(flips_are_found, tmp_path, seeds, world_size=3, timeout=100.0)
+    # The others change no gradient.
+    assert found[0] >= 8
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_every_one_of_1000_flips_that_changes_a_gradient_is_found(tmp_path):
+    found = run_on_ranks(flips_are_found, tmp_path, range(1000, 2000), world_size=3, timeout=1700.0)
+    print(f"{found[0]} of 1,000 flips changed a gradient")
+    assert found[0] >= 500
+
+
+def find_suspects(settings: dict[str, Any], *flips: dict[str, Any]) -> tuple[list[int], int, str]:
+    try:
+        fit(flips[0], **settings)
+    except SilentCorruption as error:
+        return [each.rank for each in error.suspects], error.verified_step, str(error)
+    return [], -1, ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_persistent_fault_is_found_at_the_next_comparison(strategy):
+    settings = {"witness_every": 4, "strategy": strategy}
+    flip = {"rank": 1, "target": "activation", "seed": 5, "step": 2, "persistent": True}
+    of_ranks = run_on_ranks(find_suspects, settings, flip, world_size=3)
+    assert {tuple(suspects) for suspects, _, _ in of_ranks} == {(1,)}
+    assert of_ranks[0][2].startswith("In step 4, ")
+    assert of_ranks[0][1] == 0
+
+
+def test_transient_fault_is_found_with_two_ranks():
+    flip = {"rank": 1, "target": "gradient", "seed": 5, "step": 3}
+    suspects, _, text = run_on_ranks(find_suspects, {}, flip, world_size=2)[0]
+    assert suspects == [1], text
+    assert "The gradients were not applied" in text
+
+
+def count_steps(num_steps: int) -> int:
+    fit(max_steps=num_steps)
+    return num_steps
+
+
+@pytest.mark.parametrize(
+    "num_steps", [300, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
+)
+def test_no_false_alarm(num_steps):
+    assert (
+        run_on_ranks(count_steps, num_steps, world_size=2, timeout=num_steps * 0.06 + 30) == [num_steps] * 2
+    )
+
+
+def compare_with_uneven_grains() -> bool:
+    """Ranks with several grains, and a rank without a grain in a short batch."""
+    whole = fit(global_batch_size=8, max_steps=20)
+    alone = fit(global_batch_size=8, max_steps=20, witness_every=None)
+    return all(torch.equal(*pair) for pair in zip(whole, alone, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_witness_does_not_change_the_result(world_size):
+    assert all(run_on_ranks(compare_with_uneven_grains, world_size=world_size))
