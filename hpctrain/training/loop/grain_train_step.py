@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,16 @@ from hpctrain.training.training_state import TrainingState
 
 #: Alignment of tensors in bytes: some kernels depend on it.
 _ALIGNMENT = 64
+
+
+class GrainPass(NamedTuple):
+    """A forward and a backward pass."""
+
+    grain: MicroBatch
+    scalars: MetricAccumulator
+    """Receives the metrics of the grain."""
+    is_last: bool
+    """True for the last pass of the step on this rank."""
 
 
 class GrainTrainStep(TrainStep):
@@ -57,6 +68,7 @@ class GrainTrainStep(TrainStep):
             context, strategy.summed_parameters(), self._module, settings.bucket_cap_mb, determinism.exponents
         )
         self._witness: Witness | None = None
+        self._factor: torch.Tensor | None = None
         self._optimizer_step.gradient_norm = lambda parameters: exact_norm(parameters, context)
 
     def add_witness(self, witness: Witness, source: MapStepSource, state: TrainingState) -> None:
@@ -65,55 +77,60 @@ class GrainTrainStep(TrainStep):
         if state.witnessed_step is None:
             state.witnessed_step = 0
 
-    def _accumulate(
-        self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
-    ) -> torch.Tensor | None:
-        rank_batch, own = step.rank_batch, list(micro_batches)
-        witnessed = None
-        if self._witness is not None and rank_batch.step % self._witness.every == 0:
-            witnessed = self._witness.chosen_grain(rank_batch, self._context.ranks.rank)
+    def passes(self, step: StepData, sums: MetricAccumulator) -> Iterator[GrainPass]:
+        """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again.
+
+        Afterwards, the parameters have their gradients. All ranks must iterate to the end.
+        """
+        rank_batch, own = step.rank_batch, list(step.micro_batches)
+        is_witnessed = self._witness is not None and rank_batch.step % self._witness.every == 0
         num_grains = -(-rank_batch.batch_size // self._grain_size)
         first = rank_batch.start // self._grain_size
         while True:
             self._gradients.begin(num_grains)
-            own_hashes: dict[int, int] = {}
+            own_hashes: dict[int, dict[int, int]] = {}
             sums.values, sums.width = {}, num_grains
             for number, grain in enumerate(own, first):
                 is_last = number == first + len(own) - 1
                 # A rank without samples repeats a grain of another rank, and the result is not used.
-                counts = grain.num_samples > 0
-                hashes = own_hashes if number == witnessed and counts else None
+                counts, scalars = grain.num_samples > 0, MetricAccumulator()
+                hashes = own_hashes.setdefault(number, {}) if is_witnessed and counts else None
+                rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
                 with self._gradients.grain(counts=counts, is_last=is_last, hashes=hashes):
-                    scalars = self._compute(rank_batch, grain, number, is_last)
+                    yield GrainPass(_align(grain), scalars, is_last)
                 _insert(sums, scalars, number if counts else None)
-            factor = self._tokens.factor(rank_batch)
-            if self._witness is not None and rank_batch.step % self._witness.every == 0:
-                self._compare(self._witness, rank_batch, own_hashes if witnessed is not None else None)
+            self._factor = self._tokens.factor(rank_batch)
+            if is_witnessed:
+                self._compare(rank_batch, own_hashes)
             if self._gradients.finish():
-                return factor
+                return
 
-    def _compute(
-        self, rank_batch: RankBatch, grain: MicroBatch, number: int, is_last: bool
-    ) -> MetricAccumulator:
-        """Run the passes of a grain with its random numbers, and return its metrics."""
-        rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
-        scalars = MetricAccumulator()
-        self._forward_backward(rank_batch, _align(grain), scalars, is_last)
-        return scalars
+    def _accumulate(
+        self,
+        step: StepData,
+        micro_batches: Iterable[MicroBatch],  # noqa: ARG002
+        sums: MetricAccumulator,
+    ) -> torch.Tensor | None:
+        for one in self.passes(step, sums):
+            self._forward_backward(step.rank_batch, one.grain, one.scalars, one.is_last)
+        return self._factor
 
-    def _compare(self, witness: Witness, rank_batch: RankBatch, own_hashes: dict[int, int] | None) -> None:
+    def _compare(self, rank_batch: RankBatch, own_hashes: Mapping[int, Mapping[int, int]]) -> None:
         """Compare gradients of this step between the ranks. See `Witness.compare`."""
 
         def recompute(number: int) -> int:
             hashes: dict[int, int] = {}
-            grain = self._source.grain(rank_batch.step, number)
+            grain = _align(self._source.grain(rank_batch.step, number))
+            rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
             with self._gradients.grain(counts=False, is_last=False, hashes=hashes):
-                self._compute(rank_batch, grain, number, is_last=False)
+                self._forward_backward(rank_batch, grain, MetricAccumulator(), last=False)
             self._tokens.reset()
             return hash_gradients(hashes)
 
-        own_hash = None if own_hashes is None else hash_gradients(own_hashes)
-        witness.compare(rank_batch, own_hash, recompute, self._state.verified_step or 0)
+        assert self._witness is not None
+        chosen = self._witness.chosen_grain(rank_batch, self._context.ranks.rank)
+        own_hash = None if chosen is None else hash_gradients(own_hashes[chosen])
+        self._witness.compare(rank_batch, own_hash, recompute, self._state.verified_step or 0)
         self._state.witnessed_step = rank_batch.step
 
     def _can_split_batches(self) -> bool:
