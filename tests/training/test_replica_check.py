@@ -253,7 +253,7 @@ class Net(hpctrain.Module):
 def fits(run_dir, *settings: dict) -> None:
     for number, options in enumerate(settings):
         trainer = hpctrain.Trainer(
-            global_batch_size=12, run_dir=run_dir / str(number), seed=3,
+            global_batch_size=12, run_dir=run_dir and run_dir / str(number), seed=3,
             **{"max_steps": 40, "replica_check_every": 3, "checkpoint_every": 10, **options},
         )  # fmt: skip
         trainer.fit(Net(), list(torch.randn(512, 3, generator=torch.Generator().manual_seed(5))))
@@ -270,9 +270,20 @@ def test_trainings_have_no_false_alarm(tmp_path):
         {"precision": "bf16-mixed"},
         {"precision": "bf16-true"},
         {"on_bad_loss": "skip"},
+        {"elastic_determinism": True, "grain_size": 2},
+        {"elastic_determinism": True, "grain_size": 2, "strategy": "zero1"},
         {"max_steps": 1000, "checkpoint_every": None},
     ]
     run_on_ranks(fits, tmp_path, *settings, world_size=3, timeout=100.0)
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_long_training_has_no_false_alarm():
+    settings = {"max_steps": 20_000, "checkpoint_every": None, "log_every": 1000, "seed_samples": False}
+    run_on_ranks(fits, None, settings, world_size=3, timeout=800.0)
 
 
 def test_the_check_is_off_without_replicas_and_on_different_hardware(monkeypatch):
