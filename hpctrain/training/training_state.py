@@ -143,7 +143,9 @@ class TrainingState:
         if self.determinism is None:
             return []
         if state is None:
-            remark = "The checkpoint was saved without elastic_determinism, so the result of its steps depends "
+            remark = (
+                "The checkpoint was saved without elastic_determinism, so the result of its steps depends "
+            )
             return [remark + "on the number of ranks."]
         return self.determinism.load_state_dict(state)
 
