@@ -25,7 +25,7 @@ The command line converts an error to one line on stderr and `exit_code`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 #: Exit code of a rank that saved its state and requests a continuation.
 EXIT_CONTINUE = 75
@@ -99,6 +99,9 @@ class SilentCorruption(HpctrainError):
     def __init__(self, message: str, suspects: Sequence[Suspect], verified_step: int) -> None:
         super().__init__(message)
         self.suspects, self.verified_step = tuple(suspects), verified_step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.suspects, self.verified_step)
 
 
 class Unauthenticated(HpctrainError):

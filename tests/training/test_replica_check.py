@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import hpctrain
 from hpctrain.cluster import detect
-from hpctrain.errors import SilentCorruption
+from hpctrain.errors import SilentCorruption, Suspect
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.training import replica_check
 from hpctrain.training.replica_check import ReplicaCheck
@@ -253,7 +254,7 @@ class Net(hpctrain.Module):
 def fits(run_dir, *settings: dict) -> None:
     for number, options in enumerate(settings):
         trainer = hpctrain.Trainer(
-            global_batch_size=12, run_dir=run_dir / str(number), seed=3,
+            global_batch_size=12, run_dir=run_dir and run_dir / str(number), seed=3,
             **{"max_steps": 40, "replica_check_every": 3, "checkpoint_every": 10, **options},
         )  # fmt: skip
         trainer.fit(Net(), list(torch.randn(512, 3, generator=torch.Generator().manual_seed(5))))
@@ -270,9 +271,26 @@ def test_trainings_have_no_false_alarm(tmp_path):
         {"precision": "bf16-mixed"},
         {"precision": "bf16-true"},
         {"on_bad_loss": "skip"},
+        {"elastic_determinism": True, "grain_size": 2},
+        {"elastic_determinism": True, "grain_size": 2, "strategy": "zero1"},
         {"max_steps": 1000, "checkpoint_every": None},
     ]
     run_on_ranks(fits, tmp_path, *settings, world_size=3, timeout=100.0)
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_long_training_has_no_false_alarm():
+    settings = {"max_steps": 20_000, "checkpoint_every": None, "log_every": 1000, "seed_samples": False}
+    run_on_ranks(fits, None, settings, world_size=3, timeout=800.0)
+
+
+def test_the_error_survives_the_way_from_a_spawned_rank():
+    error = SilentCorruption("x differed", [Suspect(1, "n1", "GPU-7")], 40)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.suspects, copy.verified_step) == (str(error), error.suspects, 40)
 
 
 def test_the_check_is_off_without_replicas_and_on_different_hardware(monkeypatch):
