@@ -195,7 +195,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     """Samples of a batch that are computed together with `elastic_determinism`.
 
     The result depends on it. None uses `micro_batch_size` if that is set, otherwise 1/24 of
-    `global_batch_size`.
+    `global_batch_size`, but at least 4.
     """
     witness_every: int | None = None
     """Steps between comparisons of a gradient with that computed by another rank, to detect faulty devices.
@@ -301,7 +301,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
                 "that are computed together. Set grain_size."
             )
         if self.grain_size is None:
-            self.grain_size = size or max(1, self.global_batch_size // _DEFAULT_GRAINS)
+            self.grain_size = size or max(4, self.global_batch_size // _DEFAULT_GRAINS)
         elif size is not None and size % self.grain_size:
             raise UserError(
                 f"micro_batch_size is {size}, but grain_size is {self.grain_size}. micro_batch_size must be "

@@ -87,9 +87,8 @@ def train(run_dir: str, max_steps: int, settings: dict[str, Any]) -> dict[str, t
     data = settings.pop("data", Noisy)
     if kill_at is not None:
         settings["callbacks"] = [Kill(kill_at)]
-    trainer = hpctrain.Trainer(
-        max_steps=max_steps, run_dir=run_dir, elastic_determinism=True, validate_every=4, **settings
-    )
+    settings = {"validate_every": 4} | settings
+    trainer = hpctrain.Trainer(max_steps=max_steps, run_dir=run_dir, elastic_determinism=True, **settings)
     module = kind()
     trainer.fit(module, data(), data())
     return {name: value.clone() for name, value in module.state_dict().items()}
@@ -193,6 +192,11 @@ class WithoutNorm(Net):
         self.norm = nn.LayerNorm(6)
 
 
+class WithoutRare(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, 0)
+
+
 class TwoOptimizers(Net):
     def configure_optimizers(self):
         head = list(self.head.parameters())
@@ -225,6 +229,52 @@ def test_features_do_not_change_a_bit(tmp_path, feature):
 )
 def test_settings_without_an_effect_do_not_change_a_bit(undisturbed, tmp_path, settings):
     assert_same(results(tmp_path / "run", [(2, 12)], **settings), undisturbed)
+
+
+def train_in_own_loop(run_dir: str, max_steps: int, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    settings = {"grain_size": 8} | settings
+    with hpctrain.session(seed=3, run_dir=run_dir, elastic_determinism=True, **settings) as session:
+        module = Net()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        module, optimizer, schedule = session.prepare(module, optimizer, schedule)
+        for x, kind, y in session.batches(Noisy(), global_batch_size=100, max_steps=max_steps):
+            loss = nn.functional.mse_loss(module(x, kind), y)
+            session.backward(loss)
+            session.clip_gradients(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            session.log(loss=loss, largest=y.max())
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_own_loop_equals_the_trainer(tmp_path, world_size):
+    settings = {"net": WithoutRare, "validate_every": None}
+    theirs = results(tmp_path / "trainer", [(2, 8)], **settings)
+    first, second = ((world_size, 5), (2, 8))
+    for ranks, step in (first, second):
+        states = run_on_ranks(train_in_own_loop, str(tmp_path / "own"), step, {}, world_size=ranks)
+    ours = {record["step"]: record["loss"] for record in read_json_lines(RunDir(tmp_path / "own").metrics)}
+    assert {step: repr(loss) for step, loss in ours.items()} == {
+        step: values["loss"] for step, values in theirs[1].items()
+    }
+    for state in states:
+        assert all(torch.equal(state[name], value) for name, value in theirs[0].items())
+
+
+def train_with_plain_backward(run_dir: str) -> None:
+    with hpctrain.session(elastic_determinism=True, run_dir=run_dir) as session:
+        module, optimizer = session.prepare(net := WithoutRare(), torch.optim.SGD(net.parameters(), lr=0.1))
+        for x, kind, y in session.batches(Noisy(), global_batch_size=16, max_steps=1):
+            nn.functional.mse_loss(module(x, kind), y).backward()
+            optimizer.step()
+
+
+def test_own_loop_without_session_backward_is_refused(tmp_path):
+    with pytest.raises(hpctrain.UserError, match=r"did not call session\.backward"):
+        train_with_plain_backward(str(tmp_path / "run"))
 
 
 class Alternating(Net):

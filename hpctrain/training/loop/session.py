@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,15 +19,19 @@ from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
+from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
+from hpctrain.training.data.step_source import StepData
+from hpctrain.training.determinism.exact_norm import exact_norm
 from hpctrain.training.loop.build import build_training_loop
+from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module
-from hpctrain.training.optim.optimizer_setup import LRScheduler
+from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
 from hpctrain.training.strategies import Strategy
-from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers, broadcast_tensors
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -47,6 +52,8 @@ _OPTIONS = (
     "dataloader_timeout_s",
     "seed_samples",
     "collate_fn",
+    "elastic_determinism",
+    "grain_size",
 )
 
 
@@ -106,6 +113,9 @@ class Session:
         self.weight = 1.0
         self.ending: str | None = None
         self._options, self._run, self._stop = options, run, stop
+        self._is_elastic = bool(options.get("elastic_determinism"))
+        self._deferred: list[Callable[[], Any]] = []
+        self._scalars: MetricAccumulator | None = None
         self._prepared = _PreparedModules()
         self._loop: TrainingLoop | None = None
         self._training = TrainingMarker(
@@ -154,6 +164,9 @@ class Session:
     ) -> Iterator[Any]:
         """Yield this rank's share of each global batch, on its device: one per optimizer step.
 
+        With `elastic_determinism`, yield each grain of the share. The `step` calls of optimizers and
+        schedulers then take effect after the last grain of the step.
+
         Loads the newest checkpoint first. The loop body performs the step; a due checkpoint is saved when the
         loop requests the next batch. All ranks must iterate to the end, once per session.
 
@@ -177,6 +190,7 @@ class Session:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, a mean over this rank's batch, multiplied by `weight`."""
+        self._has_backward = True
         torch.autograd.backward(loss if self.weight == 1.0 else loss * self.weight)
 
     def log(self, **scalars: torch.Tensor | float) -> None:
@@ -187,7 +201,26 @@ class Session:
         """
         if self._loop is None:
             raise UserError("log() was called before the loop over batches(). Call log() inside this loop.")
-        self._loop.metrics.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
+        metrics = self._scalars or self._loop.metrics
+        metrics.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scale the gradients of all prepared optimizers down to a norm of at most `max_norm`.
+
+        Call this between the backward pass and the optimizer's step. With `elastic_determinism`, the norm
+        does not depend on the number of ranks.
+        """
+        parameters = [p for each in self._prepared.optimizers for p in parameters_of(each)]
+        if not self._is_elastic:
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return
+
+        def clip() -> None:
+            norm = exact_norm(parameters, self._context)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+        self._deferred.append(clip)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Skip the gradient exchange of backward passes within the block."""
@@ -224,6 +257,9 @@ class Session:
         with closing(loop.steps()) as steps:
             for step in steps:
                 training.step = self.step
+                if isinstance(loop.train_step, GrainTrainStep):
+                    yield from self._grains(loop, loop.train_step, step)
+                    continue
                 self._part = len(step.rank_batch.indices) / step.rank_batch.batch_size
                 self.weight = self._part * self.ranks.world_size
                 for micro_batch in step.micro_batches:
@@ -232,6 +268,42 @@ class Session:
                     except GeneratorExit:
                         self._warn_of_early_exit(step.rank_batch.step)
                         raise
+
+    def _grains(self, loop: TrainingLoop, train_step: GrainTrainStep, step: StepData) -> Iterator[Any]:
+        """Yield the grains of a step, and perform the deferred calls after the last."""
+        for one in train_step.passes(step, loop.metrics):
+            self._deferred.clear()
+            self._has_backward, self._scalars = False, one.scalars
+            self._part = self.weight = one.grain.num_samples / step.rank_batch.batch_size
+            try:
+                yield to_device(one.grain.batch, self.device)
+            except GeneratorExit:
+                self._warn_of_early_exit(step.rank_batch.step)
+                raise
+            if not self._has_backward:
+                raise UserError(
+                    "The loop body did not call session.backward(loss), which elastic_determinism requires: "
+                    "it weights the loss of each grain. Replace loss.backward() with session.backward(loss)."
+                )
+        self._scalars = None
+        for call in self._deferred:
+            call()
+        for optimizer in self._prepared.optimizers:
+            optimizer.zero_grad()
+
+    def _defer(self, thing: Any) -> Callable[..., None]:
+        """Return a function that postpones `thing.step()` to the end of the optimizer step."""
+        real = thing.step
+
+        def step(*args: Any) -> None:
+            if args:
+                raise UserError(
+                    f"{type(thing).__name__}.step() was called with an argument, which elastic_determinism "
+                    "does not support. Call step() without arguments."
+                )
+            self._deferred.append(real)
+
+        return step
 
     def _warn_of_early_exit(self, step: int) -> None:
         if self.is_main:
@@ -245,6 +317,9 @@ class Session:
     def _prepare(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):
             self._prepared.models.append(thing.to(self.device))
+            if self._is_elastic and self._context.is_distributed:
+                broadcast_tensors([*thing.parameters(), *thing.buffers()])
+                return thing
             if not self._context.is_distributed or not any(p.requires_grad for p in thing.parameters()):
                 return thing
             return DistributedDataParallel(
@@ -254,14 +329,28 @@ class Session:
             )
         if isinstance(thing, torch.optim.Optimizer):
             self._prepared.optimizers.append(thing)
+            if self._is_elastic:
+                deferred = self._defer(thing)
+                # A scheduler that is created later requires a bound method.
+                thing.step = MethodType(lambda _, *args: deferred(*args), thing)  # type: ignore[method-assign]
             return thing
         if hasattr(thing, "step") and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
             self._prepared.schedulers.append(thing)
-            return thing
+            return _DeferredScheduler(thing, self._defer(thing)) if self._is_elastic else thing
         raise UserError(
             f"prepare() received a {type(thing).__name__}, but accepts only modules, optimizers and "
             "learning-rate schedulers."
         )
+
+
+class _DeferredScheduler:
+    """A scheduler with another `step`. Its attributes are those of the scheduler, except for `step`."""
+
+    def __init__(self, scheduler: LRScheduler, step: Callable[..., None]) -> None:
+        self._scheduler, self.step = scheduler, step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
 
 
 class _PreparedModules(Module):
@@ -279,6 +368,8 @@ class _PreparedModules(Module):
 
 class _PreparedStrategy(Strategy):
     """Strategy for prepared modules, which are on their device and synchronize gradients themselves."""
+
+    sums_exactly = True
 
     def place(self) -> None:
         pass

@@ -37,6 +37,7 @@ class TrainingLoop:
     """Loop of a training, created by `build_training_loop`.
 
     Attributes:
+        train_step: the optimizer steps.
         state: the state of the training.
         metrics: this rank's part of the metrics of the current step.
         last_step: last step of the training; None if unknown.
@@ -50,7 +51,7 @@ class TrainingLoop:
         loggers: LoggerProcess,
         checkpoints: TrainingCheckpoints,
     ) -> None:
-        self._parts, self._train_step, self._validator = parts, train_step, validator
+        self._parts, self.train_step, self._validator = parts, train_step, validator
         self._loggers, self._checkpoints = loggers, checkpoints
         self._exchange = StepExchange(parts, validator, checkpoints)
         if parts.state.loss_guard.policy == "skip":
@@ -72,7 +73,7 @@ class TrainingLoop:
             for step in steps:
                 one = step.num_micro_batches == 1
                 micro_batches = step.micro_batches if one else timer.timed(step.micro_batches)
-                self._train_step.run(step, micro_batches, self.metrics)
+                self.train_step.run(step, micro_batches, self.metrics)
 
     def steps(self) -> Generator[StepData, None, None]:
         """Resume, and yield each step; the caller trains the step and adds to `metrics`.
@@ -116,7 +117,7 @@ class TrainingLoop:
         for step in parts.step_timer.timed(parts.source.steps()):
             self.metrics = MetricAccumulator()
             if step.rank_batch.step in state.loss_guard.excluded_steps:
-                self._train_step.exclude_step(step, self.metrics)
+                self.train_step.exclude_step(step, self.metrics)
             else:
                 parts.log.write_samples(step.rank_batch)
                 self._bit_flipper.before_step(step.rank_batch.step)
@@ -213,8 +214,8 @@ class TrainingLoop:
         if state.finished:
             parts.progress.print_message(f"training is already complete: step {state.step} was the last step")
         else:
-            parts.source.micro_batch_size = self._train_step.find_micro_batch_size(parts.source, state)
-            if (most := self._train_step.max_micro_batch) is not None:
+            parts.source.micro_batch_size = self.train_step.find_micro_batch_size(parts.source, state)
+            if (most := self.train_step.max_micro_batch) is not None:
                 self._print_hint(
                     f"Micro-batches are limited to {pluralize(most, 'sample')}, because an earlier "
                     "attempt ran out of GPU memory. The gradients are the same up to rounding."
