@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from hpctrain.text import format_duration, format_ranks, format_size, pluralize
 if TYPE_CHECKING:
     from hpctrain.checkpoint.convert.compare_checkpoints import StateComparison, StateDifference
 
+_OTHER_GENERATOR = re.compile(r"rank-\d+/(python|numpy)")
 #: Entries of the state that metrics.jsonl contains, or that depend on the time of the stop or the memory of
 #: the GPU.
 _NOT_COMPARED = ("latest", "validation", "validated_step", "micro_batches")
@@ -145,16 +147,34 @@ def _compare(
                 result.state = compare_checkpoints(recorded, own, ignored=_NOT_COMPARED)
             except CheckpointError as error:
                 result.damaged.append(str(error))
+            else:
+                result.notes += _set_aside_unseeded(result.state)
         else:
             result.notes.append(
                 f"The script did not save the state after step {step} this time, so it is not compared."
             )
-    if not result.identical:
-        result.causes = list(_find_causes(result, record, here))
+    environments = [record.environments[one] for one in plan.attempts if one in record.environments]
+    facts = compare_environments(environments, next(reversed(here.environments.values()), {}))
+    if result.identical:
+        result.notes += [f"Without an effect on the result: {fact}" for fact in facts]
+    else:
+        result.causes = list(_find_causes(result, record, facts))
 
 
-def _find_causes(result: VerificationResult, record: TrainingRecord, here: TrainingRecord) -> Iterator[str]:
-    plan, differences = result.plan, [] if result.state is None else result.state.differences
+def _set_aside_unseeded(state: StateComparison) -> list[str]:
+    """Remove the states of Python's and NumPy's generators, which only some scripts seed; return a note."""
+    unseeded = [one for one in state.differences if _OTHER_GENERATOR.match(one.name)]
+    state.differences = [one for one in state.differences if one not in unseeded]
+    if not unseeded:
+        return []
+    return [
+        "The states of Python's or NumPy's random generators differ, as in a script that does not seed them. "
+        "This has no effect if the script does not use them."
+    ]
+
+
+def _find_causes(result: VerificationResult, record: TrainingRecord, facts: list[str]) -> Iterator[str]:
+    differences = [] if result.state is None else result.state.differences
     settings = [one for one in differences if "/param_groups/" in one.name]
     yield from (f"optimizer: {one.name} is {one.recorded} in the record, {one.here} here" for one in settings)
     yield from (
@@ -162,8 +182,6 @@ def _find_causes(result: VerificationResult, record: TrainingRecord, here: Train
         for one in differences
         if one.name.startswith("plan/")
     )
-    recorded = [record.environments[one] for one in plan.attempts if one in record.environments]
-    facts = compare_environments(recorded, next(reversed(here.environments.values()), {}))
     yield from facts
     if not facts and not settings:
         yield from _guess(result, record)
