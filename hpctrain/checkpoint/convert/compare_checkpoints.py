@@ -107,7 +107,7 @@ class _StoredState:
             with suppress_single_process_warning():
                 dcp_load(tensors, storage_reader=self.reader, no_dist=True)
         except Exception as error:
-            raise CheckpointError(f"{_name(key)} in {self.reader.path} cannot be read: {error}") from error
+            raise CheckpointError(f"unreadable ({str(error).partition(chr(10))[0]})") from error
         return tensors[key]
 
     def rank_of(self, key: str, index: tuple[int, ...]) -> int | None:
@@ -123,7 +123,10 @@ def _compare_tensor(key: str, ours: _StoredState, theirs: _StoredState) -> State
     kind, other_kind = _kind(key, ours), _kind(key, theirs)
     if kind != other_kind:
         return StateDifference(name, kind, other_kind)
-    one, other = ours.load(key).contiguous(), theirs.load(key).contiguous()
+    try:
+        one, other = ours.load(key).contiguous(), theirs.load(key).contiguous()
+    except CheckpointError as error:
+        return StateDifference(name, str(error), "readable")
     size = max(1, one.element_size())
     # Bits, because a NaN differs from itself and -0 equals 0.
     bits = one.reshape(-1).view(torch.uint8) ^ other.reshape(-1).view(torch.uint8)

@@ -78,19 +78,28 @@ class TrainingRecord:
             if not same_number(before[name], values[name]):
                 pair = before[name], values[name]
                 self.retrained.append(RetrainedStep(step, name, pair, (self._attempts[step], attempt)))
-        # A validation after a stop adds a second line in the next attempt.
-        self.steps[step] = {**before, **values}
-        self._attempts[step] = attempt
-        self.seconds[step] = float(line.get("spent", {}).get("all", 0.0))
+        self.steps[step], self._attempts[step] = values, attempt
+        spent = line.get("spent")
+        seconds = spent.get("all") if isinstance(spent, dict) else None
+        self.seconds[step] = seconds if isinstance(seconds, float) else 0.0
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         return list(self.run.read_events())
 
+    def rollbacks(self, last: int) -> list[dict[str, Any]]:
+        """Return the events of the steps until `last` that the loss guard excluded by a rollback."""
+        return [
+            event
+            for event in self.events
+            if event["kind"] == "bad_loss" and event.get("action") == "rollback" and event["step"] <= last
+        ]
+
     @property
-    def excluded_steps(self) -> list[dict[str, Any]]:
-        """The events of the steps that the loss guard excluded."""
-        return [event for event in self.events if event["kind"] == "bad_loss"]
+    def is_elastic_deterministic(self) -> bool:
+        """True if the script requested identical results on any number of ranks."""
+        settings = [line.get("settings") for line in self.environments.values()]
+        return any(isinstance(one, dict) and one.get("elastic_determinism") for one in settings)
 
     @cached_property
     def environments(self) -> dict[int, dict[str, Any]]:

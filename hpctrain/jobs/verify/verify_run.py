@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.format.manifest import Manifest
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, SpecError
 from hpctrain.files import read_regular
 from hpctrain.jobs.verify.compare_records import RecordDifference, compare_metrics, compare_samples
 from hpctrain.jobs.verify.find_causes import compare_environments
@@ -17,6 +17,7 @@ from hpctrain.jobs.verify.scratch_run import ScratchRun
 from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.jobs.verify.verification_plan import VerificationPlan, plan_verification
 from hpctrain.rundir import RunDir
+from hpctrain.telemetry.sampling.nvml import count_gpus
 from hpctrain.text import format_duration, format_ranks, format_size, pluralize
 
 if TYPE_CHECKING:
@@ -94,10 +95,15 @@ def verify_run(
     """
     record = TrainingRecord(run)
     plan = plan_verification(record, first, last, num_ranks)
-    result = VerificationResult(plan, notes=[*plan.notes, *map(str, record.retrained)])
     with ScratchRun(run, environ, parent, keep=keep) as scratch:
-        scratch.check(plan)
-        result.notes += scratch.notes
+        try:
+            scratch.check(plan)
+        except SpecError:
+            if num_ranks is not None or not record.is_elastic_deterministic:
+                raise
+            # Any number of ranks has the same result.
+            plan = plan_verification(record, first, last, count_gpus(environ) or 1)
+        result = VerificationResult(plan, notes=[*plan.notes, *_describe_retrained(record), *scratch.notes])
         result.folder = scratch.run.path if keep else None
         start_problems = [] if plan.start_checkpoint is None else list(_damage(plan.start_checkpoint))
         state_problems = [] if plan.checkpoint is None else list(_damage(plan.checkpoint[1]))
@@ -112,6 +118,14 @@ def verify_run(
         scratch.train(plan, record)
         _compare(result, record, TrainingRecord(scratch.run), scratch, ignored_metrics)
     return result
+
+
+def _describe_retrained(record: TrainingRecord) -> list[str]:
+    if not record.retrained:
+        return []
+    count = len({one.step for one in record.retrained})
+    others = "" if count == 1 else f" This applies to {count} steps."
+    return [f"{record.retrained[0]}. The later one counts.{others}"]
 
 
 def _describe(plan: VerificationPlan, record: TrainingRecord, scratch: ScratchRun) -> str:
@@ -146,7 +160,8 @@ def _compare(
             try:
                 result.state = compare_checkpoints(recorded, own, ignored=_NOT_COMPARED)
             except CheckpointError as error:
-                result.damaged.append(str(error))
+                if not result.damaged:
+                    result.damaged.append(str(error))
             else:
                 result.notes += _set_aside_unseeded(result.state)
         else:
@@ -165,12 +180,11 @@ def _set_aside_unseeded(state: StateComparison) -> list[str]:
     """Remove the states of Python's and NumPy's generators, which only some scripts seed; return a note."""
     unseeded = [one for one in state.differences if _OTHER_GENERATOR.match(one.name)]
     state.differences = [one for one in state.differences if one not in unseeded]
-    if not unseeded:
-        return []
-    return [
+    note = (
         "The states of Python's or NumPy's random generators differ, as in a script that does not seed them. "
         "This has no effect if the script does not use them."
-    ]
+    )
+    return [note] if unseeded else []
 
 
 def _find_causes(result: VerificationResult, record: TrainingRecord, facts: list[str]) -> Iterator[str]:
@@ -183,6 +197,8 @@ def _find_causes(result: VerificationResult, record: TrainingRecord, facts: list
         if one.name.startswith("plan/")
     )
     yield from facts
+    if not result.plan.same_ranks and not record.is_elastic_deterministic:
+        yield "on another number of ranks, results agree only up to rounding, without elastic_determinism"
     if not facts and not settings:
         yield from _guess(result, record)
 
@@ -250,6 +266,8 @@ def describe_result(result: VerificationResult) -> Iterator[str]:
     if result.identical:
         yield "identical to the last bit"
     else:
+        at = "" if result.first_step is None else f": the first difference is in step {result.first_step}"
+        yield f"not identical{at}"
         yield from (f"damaged      {message}" for message in result.damaged)
         for title, found in (("metrics", result.metrics), ("samples", result.samples)):
             if found:
