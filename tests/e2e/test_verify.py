@@ -58,6 +58,7 @@ def verify(run: Run, *options: str, env: Mapping[str, str] | None = None) -> dic
     assert contents(run.path) == before
     assert list(scratch.iterdir()) == []
     assert done.returncode in (0, 1), done.stderr + done.stdout
+    assert done.stdout, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (0 if result["identical"] else 1)
     return result
@@ -300,15 +301,15 @@ def test_killed_run_with_another_algorithm_is_identical(algorithm, tmp_path):
 def test_stopped_session_is_identical(tmp_path):
     run = Run(tmp_path / "run", {})
     script = Path(__file__).parents[1] / "scripts" / "train_in_own_loop.py"
-    run.hpctrain("submit", *TWO_RANKS, "--run-dir", str(run.path), str(script), "30", "1:7")
+    options = [*TWO_RANKS, f"--env=PYTHONPATH={script.parents[1]}", f"--run-dir={run.path}"]
+    run.hpctrain("submit", *options, str(script), "30", "1:7")
     assert run.wait() == 0
     assert_identical(run)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["train_with_blocks.py", "train_with_accelerate.py"])
-def test_requeued_loop_with_the_checkpointer_is_identical(script, tmp_path):
-    run, _ = train(tmp_path, script, disturb="requeue:9")
+def test_requeued_loop_with_the_checkpointer_is_identical(tmp_path):
+    run, _ = train(tmp_path, "train_with_blocks.py", disturb="requeue:9")
     assert_identical(run)
 
 
