@@ -125,6 +125,8 @@ STANDBY_VARIABLE = "HPCTRAIN_WAIT"
 TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
 #: Ascending steps to save, separated by commas; the run ends after the last one. Set by `hpctrain verify`.
 VERIFY_STEPS_VARIABLE = "HPCTRAIN_VERIFY_STEPS"
+#: Steps at which the verified run synchronized its ranks for a checkpoint, in the same form.
+VERIFY_SYNC_STEPS_VARIABLE = "HPCTRAIN_VERIFY_SYNC_STEPS"
 #: 1 if the ranks of the run do not train together.
 INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
 #: Maximum number of samples in a micro-batch, because an earlier attempt ran out of GPU memory.

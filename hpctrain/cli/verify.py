@@ -7,6 +7,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -22,11 +23,19 @@ _RANGE = re.compile(r"(\d+)?:(\d+)?")
 @click.option(
     "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks.  [default: those of the run]"
 )
+@click.option(
+    "--backend",
+    type=click.Choice(["local", "slurm"]),
+    default="local",
+    show_default=True,
+    help="Train on this machine, or in a job with the Slurm options of RUN.",
+)
 @click.option("--ignore", "ignored", multiple=True, metavar="METRIC", help="Metric to skip. May be repeated.")
 @click.option(
     "--scratch-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
-    help="Parent of the folder for the repeated steps.  [default: the folder for temporary files]",
+    help="Parent of the folder for the repeated steps.  [default: the folder for temporary files, or with "
+    "Slurm the parent of RUN]",
 )
 @click.option("--keep", is_flag=True, help="Keep the folder of the repeated steps.")
 @json_option
@@ -35,12 +44,13 @@ def command(
     runs_dir: Path,
     steps: str | None,
     ranks: int | None,
+    backend: Literal["local", "slurm"],
     ignored: tuple[str, ...],
     scratch_dir: Path | None,
     keep: bool,
     as_json: bool,
 ) -> None:
-    """Train steps of RUN again on this machine, and compare losses, samples and state with its record.
+    """Train steps of RUN again, and compare losses, samples and state with its record.
 
     The training starts from the checkpoint before the first step, or from the beginning. It uses the code
     snapshot, arguments, environment and data of RUN. RUN is not changed. The exit code is 0 if everything is
@@ -56,6 +66,7 @@ def command(
         last=last,
         num_ranks=ranks,
         ignored_metrics=ignored,
+        backend=backend,
         parent=scratch_dir,
         keep=keep,
         report=partial(click.echo, err=True),

@@ -324,6 +324,15 @@ def test_run_preempted_by_slurm_is_identical_here(slurm, tmp_path):
 
 
 @pytest.mark.long
+def test_run_is_verified_in_a_job_of_slurm(slurm, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, ["--nodes", "2", "--ntasks-per-node", "1"], step_s=0.0)
+    assert run.wait() == 0
+    result = verify(run, "--backend", "slurm", "--steps", "45:", env=slurm.env)
+    assert result["identical"], result
+    assert (result["first_step"], result["ranks"]) == (43, [2])
+
+
+@pytest.mark.long
 def test_run_that_lost_a_node_is_identical_here(slurm, tmp_path):
     shape = ["--nodes", "1:2", "--ntasks-per-node", "1"]
     run = submit(tmp_path / "run", slurm.env, shape, step_s=0.3)

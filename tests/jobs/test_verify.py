@@ -139,6 +139,18 @@ def test_resized_parts_keep_their_ranks_and_interruptions_are_merged(run):
     assert not other.same_ranks
 
 
+@pytest.mark.parametrize(("every", "synced"), [("auto", (4, 8, 12)), (8, (4, 12)), (None, (4, 8, 12))])
+def test_saves_at_other_steps_than_the_scheduled_ones_are_repeated(run, every, synced):
+    """Some algorithms change the state of the ranks before a save. Step 10 was trained again."""
+    run.start(2).train(1, 10).save(4, 8)
+    run.dir.log_event("checkpoint", 0, step=10)
+    run.start(2, resumed=8).train(9, 16).save(12, 16)
+    assert run.plan().parts[0].synced == ()
+    line = {"attempt": 0, "settings": {"checkpoint_every": every}}
+    run.dir.environment.write_text(json.dumps(line) + "\n")
+    assert run.plan().parts[0].synced == synced
+
+
 def test_last_line_of_a_step_counts_and_a_different_one_is_reported(run):
     run.start(1).train(1, 5).save(3)
     run.start(1, resumed=3).train(4, 4).train(5, 5, loss=2.0).train(6, 6)

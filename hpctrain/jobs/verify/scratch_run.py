@@ -15,7 +15,7 @@ from typing import Self
 
 from hpctrain.errors import HpctrainError, RunFailed, SpecError
 from hpctrain.files import append_json_line, make_folder
-from hpctrain.jobs.backends.local import LocalBackend
+from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.preflight import PreparedSubmission
@@ -26,13 +26,14 @@ from hpctrain.jobs.verify.verification_plan import ReplayedPart, VerificationPla
 from hpctrain.rundir import (
     MICRO_BATCH_VARIABLE,
     VERIFY_STEPS_VARIABLE,
+    VERIFY_SYNC_STEPS_VARIABLE,
     RunDir,
     checkpoint_folder_name,
     list_checkpoint_steps,
 )
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.code_ref import CodeRef
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.job_spec import BackendName, JobSpec
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.notify import NotifyConfig
 
@@ -52,21 +53,30 @@ class ScratchRun:
     """
 
     def __init__(
-        self, verified: RunDir, environ: Mapping[str, str], parent: Path | None = None, *, keep: bool = False
+        self,
+        verified: RunDir,
+        environ: Mapping[str, str],
+        backend: BackendName = "local",
+        parent: Path | None = None,
+        *,
+        keep: bool = False,
     ) -> None:
         """Load the specification of the verified run.
 
         Args:
             verified: the verified run.
             environ: environment variables of the copy.
-            parent: folder for the copy; the folder for temporary files by default.
+            backend: the backend that runs the copy.
+            parent: folder for the copy; by default, the folder for temporary files, or the parent of the
+                verified run with Slurm, because all nodes need access.
             keep: do not remove the folder on exit.
 
         Raises:
             SpecError: the script, its code or its working folder is not on this machine.
         """
         self._verified, self._environ, self._keep = verified, environ, keep
-        self._parent = parent
+        self._backend = choose_backend(backend, environ)[0]
+        self._parent = parent or (verified.path.parent if backend == "slurm" else None)
         self.notes: list[str] = []
         self._spec = self._load_spec()
 
@@ -90,16 +100,18 @@ class ScratchRun:
         """Check that this machine can run the ranks.
 
         Raises:
-            SpecError: there are too many.
+            SpecError: they do not fit.
         """
         for part in plan.parts:
             spec = self._spec_of(part, Path.cwd(), {})
             try:
-                LocalBackend(self._environ).check(spec, "", ResolvedOptions({}).site)
+                self._backend.check(spec, render(spec), ResolvedOptions({}).site)
             except SpecError as error:
+                if self._backend.name == "slurm":
+                    raise
                 raise SpecError(
                     f"The run trained on {part.world_size} ranks, which this machine cannot host: {error} "
-                    "With --ranks N, the steps are trained on N ranks of this machine."
+                    "Use --backend slurm, or train the steps on N ranks of this machine with --ranks N."
                 ) from error
 
     def train(self, plan: VerificationPlan, record: TrainingRecord) -> None:
@@ -122,7 +134,7 @@ class ScratchRun:
             submission = PreparedSubmission(
                 spec,
                 ResolvedOptions({}),
-                LocalBackend(self._environ),
+                self._backend,
                 self._environ,
                 None,
                 script=render(spec),
@@ -151,6 +163,7 @@ class ScratchRun:
     def _spec_of(self, part: ReplayedPart, folder: Path, variables: Mapping[str, str]) -> JobSpec:
         per_node = part.world_size // part.nodes
         env = {**variables, **self._spec.env, VERIFY_STEPS_VARIABLE: ",".join(map(str, part.saved))}
+        env[VERIFY_SYNC_STEPS_VARIABLE] = ",".join(map(str, part.synced))
         if part.micro_batch_size is not None:
             env[MICRO_BATCH_VARIABLE] = str(part.micro_batch_size)
         return replace(
@@ -182,10 +195,12 @@ class ScratchRun:
                     f"Run {verified.run_id} has no code snapshot, and its script {spec.script} is not on "
                     "this machine. Restore the script."
                 )
+        in_job = self._backend.name == "slurm"
+        directives = {name: value for name, value in spec.directives.items() if name != "dependency"}
         return replace(
             spec,
             name="verify",
-            backend="local",
+            backend=self._backend.name,
             array_task=None,
             code=code,
             python=self._find_python(spec),
@@ -193,8 +208,8 @@ class ScratchRun:
             spare_nodes=0,
             node_check="never",
             standby_workers_s=None,
-            time_limit_s=None,
-            directives={},
+            time_limit_s=spec.time_limit_s if in_job else None,
+            directives=directives if in_job else {},
             notify=NotifyConfig(),
         )
 

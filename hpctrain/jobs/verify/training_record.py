@@ -98,8 +98,30 @@ class TrainingRecord:
     @property
     def is_elastic_deterministic(self) -> bool:
         """True if the script requested identical results on any number of ranks."""
-        settings = [line.get("settings") for line in self.environments.values()]
-        return any(isinstance(one, dict) and one.get("elastic_determinism") for one in settings)
+        return bool(self.settings.get("elastic_determinism"))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The newest settings of the `Trainer` or session; empty without them."""
+        found = [line.get("settings") for line in self.environments.values()]
+        return next((one for one in reversed(found) if isinstance(one, dict)), {})
+
+    @cached_property
+    def unscheduled_saves(self) -> list[int]:
+        """Steps that the `Trainer` saved in addition to the multiples of `checkpoint_every`.
+
+        Steps that were trained again afterwards are omitted.
+        """
+        if "checkpoint_every" not in self.settings:
+            return []
+        every = self.settings["checkpoint_every"]
+        steps: list[int] = []
+        for event in self.events:
+            if event["kind"] == "resumed":
+                steps = [step for step in steps if step <= event["step"]]
+            elif event["kind"] == "checkpoint" and event.get("step") is not None:
+                steps.append(event["step"])
+        return sorted({step for step in steps if not (isinstance(every, int) and step % every == 0)})
 
     @cached_property
     def environments(self) -> dict[int, dict[str, Any]]:

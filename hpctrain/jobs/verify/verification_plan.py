@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ class ReplayedPart:
     micro_batch_size: int | None
     saved: tuple[int, ...]
     """Steps whose states are saved, ascending; ends with `last`."""
+    synced: tuple[int, ...]
+    """Further steps that the run saved, ascending."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def plan_verification(
         last,
         None if start is None else kept[start],
         None if state is None else (state, kept[state]),
-        tuple(_replay(replayed, num_ranks, state)),
+        tuple(_replay(replayed, num_ranks, state, record.unscheduled_saves)),
         tuple(attempt for part, _ in replayed for attempt in part.attempts),
         tuple(part.world_size for part, _ in replayed),
         tuple(notes),
@@ -123,20 +125,20 @@ def _check_record(record: TrainingRecord) -> None:
 
 
 def _replay(
-    parts: list[tuple[TrainedPart, int]], num_ranks: int | None, state: int | None
-) -> list[ReplayedPart]:
-    if num_ranks is not None:
-        last = parts[-1][1]
-        return [ReplayedPart(last, 1, num_ranks, None, _saved(0, last, state))]
-    begins = [0, *(end for _, end in parts)]
-    return [
-        ReplayedPart(end, part.nodes, part.world_size, part.micro_batch_size, _saved(begin, end, state))
-        for (part, end), begin in zip(parts, begins, strict=False)
-    ]
-
-
-def _saved(begin: int, end: int, state: int | None) -> tuple[int, ...]:
-    return tuple(sorted({end} | ({state} if state is not None and begin < state <= end else set())))
+    parts: list[tuple[TrainedPart, int]], num_ranks: int | None, state: int | None, synced: Sequence[int]
+) -> Iterator[ReplayedPart]:
+    begin, last = 0, parts[-1][1]
+    for part, end in parts:
+        stop, shape = end, (part.nodes, part.world_size, part.micro_batch_size)
+        if num_ranks is not None:
+            stop, shape = last, (1, num_ranks, None)
+        saved = {stop} | ({state} if state is not None and begin < state <= stop else set())
+        yield ReplayedPart(
+            stop, *shape, tuple(sorted(saved)), tuple(step for step in synced if begin < step < stop)
+        )
+        begin = stop
+        if stop == last:
+            return
 
 
 def _describe_kept(kept: Mapping[int, Path], newest: int) -> str:

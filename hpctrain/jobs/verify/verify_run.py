@@ -17,6 +17,7 @@ from hpctrain.jobs.verify.scratch_run import ScratchRun
 from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.jobs.verify.verification_plan import VerificationPlan, plan_verification
 from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import BackendName
 from hpctrain.telemetry.sampling.nvml import count_gpus
 from hpctrain.text import format_duration, format_ranks, format_size, pluralize
 
@@ -72,11 +73,12 @@ def verify_run(
     last: int | None = None,
     num_ranks: int | None = None,
     ignored_metrics: Collection[str] = (),
+    backend: BackendName = "local",
     parent: Path | None = None,
     keep: bool = False,
     report: Callable[[str], object],
 ) -> VerificationResult:
-    """Train steps of a run again on this machine, and compare with its record. The run is not changed.
+    """Train steps of a run again, and compare with its record. The run is not changed.
 
     Args:
         run: the run.
@@ -85,7 +87,8 @@ def verify_run(
         last: last step; None for the last recorded step.
         num_ranks: number of ranks; None for that of the record.
         ignored_metrics: metrics to skip, such as durations.
-        parent: folder for the repeated steps; the folder for temporary files by default.
+        backend: the backend for the training.
+        parent: parent of the folder for the repeated steps; see `ScratchRun`.
         keep: keep the folder of the repeated steps.
         report: receives messages on the progress.
 
@@ -95,7 +98,7 @@ def verify_run(
     """
     record = TrainingRecord(run)
     plan = plan_verification(record, first, last, num_ranks)
-    with ScratchRun(run, environ, parent, keep=keep) as scratch:
+    with ScratchRun(run, environ, backend, parent, keep=keep) as scratch:
         try:
             scratch.check(plan)
         except SpecError:

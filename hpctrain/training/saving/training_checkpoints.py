@@ -57,8 +57,9 @@ class TrainingCheckpoints:
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._deadline = StopDeadline(environ, parts.stop)
         self._verification = VerificationSteps.from_env(environ)
+        every = parts.settings.checkpoint_every
         self._schedule = CheckpointSchedule(
-            None if self._verification else parts.settings.checkpoint_every,
+            None if self._verification and every == "auto" else every,
             num_nodes=parts.context.ranks.num_nodes,
             node_mtbf_s=_node_mtbf_s(environ),
             history=history,
@@ -110,7 +111,8 @@ class TrainingCheckpoints:
         """Return true if a checkpoint is due after this step: by number, for its score, or at the end."""
         state = self._state
         if self._verification is not None:
-            return state.finished or state.step in self._verification.saved
+            steps = self._verification.saved | self._verification.synced
+            return state.finished or state.step in steps or self._schedule.is_due_by_step(state.step)
         scored = self._settings.keep_best > 0 and state.validated_step == state.step > 0
         return state.finished or scored or self._schedule.is_due_by_step(state.step)
 
@@ -132,6 +134,8 @@ class TrainingCheckpoints:
             self._manager.close()
             assert self._log.run is not None
             self._verification.end_run(self._log.run, self._context)
+        elif self._verification is not None and self._state.step not in self._verification.saved:
+            return
         elif self._context.broadcast_from_main(self._context.ranks.is_main and self._manager.can_begin()):
             self._manager.async_save()
             if not self._settings.checkpoint_async:

@@ -8,7 +8,7 @@ from typing import NoReturn, Self
 
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.rundir import VERIFY_STEPS_VARIABLE, RunDir
+from hpctrain.rundir import VERIFY_STEPS_VARIABLE, VERIFY_SYNC_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 
 #: Keeps all checkpoints of a verification, which saves only those to compare.
@@ -21,6 +21,8 @@ class VerificationSteps:
 
     saved: frozenset[int]
     """Steps whose states are compared; no others are saved."""
+    synced: frozenset[int]
+    """Steps that the verified run saved. Some algorithms change the state of the ranks before a save."""
     last: int
     """Step after which the training ends."""
 
@@ -29,8 +31,10 @@ class VerificationSteps:
         """Return the steps; None if this run is not a verification."""
         if (text := environ.get(VERIFY_STEPS_VARIABLE)) is None:
             return None
-        steps = [int(step) for step in text.split(",")]
-        return cls(frozenset(steps), steps[-1])
+        saved = _parse(text)
+        return cls(
+            frozenset(saved), frozenset(_parse(environ.get(VERIFY_SYNC_STEPS_VARIABLE, ""))), saved[-1]
+        )
 
     def end_run(self, run: RunDir, context: DistributedContext) -> NoReturn:
         """End the run after its last state is saved. All ranks must call this.
@@ -43,3 +47,7 @@ class VerificationSteps:
             run.cancel_request.touch()
         context.barrier()
         raise SystemExit(EXIT_CONTINUE)
+
+
+def _parse(text: str) -> list[int]:
+    return [int(step) for step in text.split(",") if step]
