@@ -139,6 +139,18 @@ def test_resized_parts_keep_their_ranks_and_interruptions_are_merged(run):
     assert not other.same_ranks
 
 
+def test_rollback_is_no_start_from_a_checkpoint(run):
+    run.start(2).train(1, 7).save(4)
+    run.dir.log_event("bad_loss", 0, step=7, action="rollback")
+    run.dir.log_event("resumed", 0, step=4)
+    run.train(5, 12).save(12)
+    plan = run.plan()
+    assert (plan.start, [(part.last, part.world_size) for part in plan.parts]) == (0, [(12, 2)])
+    write_samples(run, 0, 0, 6, 1, 2)
+    write_samples(run, 0, 0, 7, 3, 4)
+    assert run.record.samples == {6: {0: [1, 2]}}
+
+
 @pytest.mark.parametrize(("every", "synced"), [("auto", (4, 8, 12)), (8, (4, 12)), (None, (4, 8, 12))])
 def test_saves_at_other_steps_than_the_scheduled_ones_are_repeated(run, every, synced):
     """Some algorithms change the state of the ranks before a save. Step 10 was trained again."""

@@ -122,8 +122,9 @@ class ScratchRun:
         """
         if plan.start_checkpoint is not None:
             self._link_checkpoint(plan.start_checkpoint)
-        for event in record.rollbacks(plan.last):
-            append_json_line(self.run.events, event)
+        for step, event in record.rollbacks.items():
+            if step <= plan.last:
+                append_json_line(self.run.events, event)
         environment = next((record.environments[a] for a in plan.attempts if a in record.environments), {})
         threads = environment.get("threads_per_rank")
         function = [self._verified.function.read_bytes()] if self._verified.function.exists() else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,9 @@ from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
 
 _SAMPLES_FILE = re.compile(r"attempt-(\d+)-rank-(\d+)\.jsonl")
+
+#: Events that the ranks of an attempt write.
+_TRAINING_EVENTS = ("resumed", "checkpoint", "bad_loss")
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,11 @@ class TrainingRecord:
     def events(self) -> list[dict[str, Any]]:
         return list(self.run.read_events())
 
-    def rollbacks(self, last: int) -> list[dict[str, Any]]:
-        """Return the events of the steps until `last` that the loss guard excluded by a rollback."""
-        return [
-            event
-            for event in self.events
-            if event["kind"] == "bad_loss" and event.get("action") == "rollback" and event["step"] <= last
-        ]
+    @cached_property
+    def rollbacks(self) -> dict[int, dict[str, Any]]:
+        """The events of the steps that the loss guard excluded by a rollback, by step."""
+        found = [event for event in self.events if event["kind"] == "bad_loss" and event.get("step")]
+        return {event["step"]: event for event in found if event.get("action") == "rollback"}
 
     @property
     def is_elastic_deterministic(self) -> bool:
@@ -139,9 +140,7 @@ class TrainingRecord:
             attempt = int(event.get("attempt", 0))
             if event["kind"] == "started":
                 started[attempt] = event
-                if not any(other["kind"] == "resumed" for other in self._events_of(attempt)) and (
-                    attempt in logged
-                ):
+                if attempt in logged and not self._begins_with_resume(attempt):
                     parts = _replaced(parts, 0, event, attempt, micro)
             elif event["kind"] == "resumed" and attempt in started:
                 parts = _replaced(parts, int(event["step"]), started[attempt], attempt, micro)
@@ -149,8 +148,10 @@ class TrainingRecord:
                 micro = event.get("micro_batch_size", micro)
         return tuple(parts)
 
-    def _events_of(self, attempt: int) -> Iterator[dict[str, Any]]:
-        return (event for event in self.events if event.get("attempt") == attempt)
+    def _begins_with_resume(self, attempt: int) -> bool:
+        """Return true if an attempt first loaded a checkpoint. A rollback loads one later."""
+        kinds = [event["kind"] for event in self.events if event.get("attempt") == attempt]
+        return next((kind for kind in kinds if kind in _TRAINING_EVENTS), None) == "resumed"
 
     @cached_property
     def samples(self) -> dict[int, dict[int, list[int]]]:
@@ -166,7 +167,8 @@ class TrainingRecord:
                     ranks = {}
                 if attempt >= latest:
                     found[step] = attempt, {**ranks, rank: line["indices"]}
-        return {step: ranks for step, (_, ranks) in found.items()}
+        # The samples of an excluded step were trained only before the rollback.
+        return {step: ranks for step, (_, ranks) in found.items() if step not in self.rollbacks}
 
 
 def same_number(one: object, other: object) -> bool:
