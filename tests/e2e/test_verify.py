@@ -139,12 +139,22 @@ def test_elastic_determinism_is_identical_on_another_number_of_ranks(tmp_path):
     script = [str(SCRIPTS / "train_small.py"), "20", "norm=false", "elastic_determinism=true"]
     run.hpctrain("submit", *TWO_RANKS, f"--run-dir={run.path}", *script)
     assert run.wait() == 0
-    result = verify(run, "--ranks", "1")
+    # This machine cannot host so many ranks, but any number has the same result.
+    rewrite(run.dir.events, lambda line: line.update(world_size=640) if "world_size" in line else None)
+    result = verify(run)
     assert result["identical"], result
+    assert (result["recorded_ranks"], result["ranks"]) == ([640], [1])
     assert result["steps_compared"] == 20
-    assert result["notes"] == [
-        "Without an effect on the result: number of ranks: 2 in the record, 1 here",
-    ]
+    assert result["notes"] == ["Without an effect on the result: number of ranks: 2 in the record, 1 here"]
+
+
+def test_too_many_ranks_for_this_machine_are_refused(killed, tmp_path):
+    run = copy_of(killed, tmp_path)
+    rewrite(run.dir.events, lambda line: line.update(world_size=640) if "world_size" in line else None)
+    refused = run.hpctrain("verify", str(run.path), check=False)
+    assert refused.returncode == 2
+    assert "trained on 640 ranks, which this machine cannot host" in refused.stderr
+    assert "--ranks N" in refused.stderr
 
 
 def test_changed_learning_rate_is_named(own_script):
@@ -232,7 +242,7 @@ def test_faked_other_version_of_torch_in_the_record_is_named(killed, tmp_path):
     assert result["causes"] == [f"PyTorch: 1.0 in the record, {torch.__version__} here"]
 
 
-def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines:
         change(line)
@@ -364,7 +374,7 @@ def test_run_with_rollbacks_is_identical(tmp_path):
         SCRIPT.replace("record_samples=True", "record_samples=True, on_bad_loss='rollback'")
     )
     x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
-    x[17] = torch.nan
+    x[36] = torch.nan  # in step 9
     torch.save([x, x.sum(1).nan_to_num()], tmp_path / "data.pt")
     run = Run(tmp_path / "run", {})
     run.hpctrain("submit", "--backend=local", f"--run-dir={run.path}", "train.py", cwd=tmp_path)

@@ -203,7 +203,7 @@ def test_samples_are_compared_by_rank_or_as_a_set(run, tmp_path):
     write_samples(other, 1, 0, 1, 0, 2)
     write_samples(other, 1, 1, 1, 1, 4)
     (found,) = compare_samples(run.record, other.record, [1, 2])
-    assert str(found) == "samples of rank 1 is [1, 3] in the record, [1, 4] here"
+    assert str(found) == "samples of rank 1: 1, 3 in the record, 1, 4 here"
 
 
 def test_each_differing_fact_is_named():

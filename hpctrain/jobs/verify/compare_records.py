@@ -10,6 +10,8 @@ from hpctrain.jobs.verify.training_record import TrainingRecord, same_number
 
 #: Stands for a value that only the other record has.
 _MISSING = "(missing)"
+#: Maximum number of samples in a message.
+_MAX_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class RecordDifference:
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" of rank {self.rank}"
-        return f"{self.name}{rank} is {self.recorded!r} in the record, {self.here!r} here"
+        return f"{self.name}{rank}: {_show(self.recorded)} in the record, {_show(self.here)} here"
 
 
 def compare_metrics(
@@ -55,3 +57,12 @@ def compare_samples(
 
 def _all(ranks: Mapping[int, Sequence[int]]) -> list[int]:
     return sorted(index for indices in ranks.values() for index in indices)
+
+
+def abbreviate_indices(indices: Sequence[int]) -> str:
+    """Return the first samples of a list."""
+    return ", ".join(map(str, indices[:_MAX_SHOWN])) + (", …" if len(indices) > _MAX_SHOWN else "")
+
+
+def _show(value: object) -> str:
+    return abbreviate_indices(value) if isinstance(value, list) else repr(value)

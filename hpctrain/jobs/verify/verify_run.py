@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.errors import CheckpointError, SpecError
 from hpctrain.files import read_regular
-from hpctrain.jobs.verify.compare_records import RecordDifference, compare_metrics, compare_samples
+from hpctrain.jobs.verify.compare_records import (
+    RecordDifference,
+    abbreviate_indices,
+    compare_metrics,
+    compare_samples,
+)
 from hpctrain.jobs.verify.find_causes import compare_environments
 from hpctrain.jobs.verify.scratch_run import ScratchRun
 from hpctrain.jobs.verify.training_record import TrainingRecord
@@ -222,18 +227,15 @@ def _guess(result: VerificationResult, record: TrainingRecord) -> Iterator[str]:
     if plan.start_checkpoint is not None and step == min(result.steps, default=None):
         yield f"the first step after the checkpoint of step {plan.start} differs: its state may have changed"
     samples = record.samples.get(step or 0, {})
-    listed = "; ".join(f"{format_ranks([rank])}: {_abbreviate(samples[rank])}" for rank in sorted(samples))
+    listed = "; ".join(
+        f"{format_ranks([rank])}: {abbreviate_indices(samples[rank])}" for rank in sorted(samples)
+    )
     used = f" (samples of step {step}: {listed})" if listed else ""
     yield (
         f"all recorded facts are equal, so the data{used} "
         "or files outside the code snapshot have changed, the hardware is faulty, or the script is not "
         "deterministic. Verify again: if the first difference moves, the script is not deterministic"
     )
-
-
-def _abbreviate(indices: list[int]) -> str:
-    shown = ", ".join(map(str, indices[:16]))
-    return f"{shown}, …" if len(indices) > 16 else shown
 
 
 def _damage(checkpoint: Path) -> Iterator[str]:
@@ -278,11 +280,11 @@ def describe_result(result: VerificationResult) -> Iterator[str]:
                 where = f"{pluralize(count, 'step')}, first in step {found[0].step}"
                 yield f"{title:<12} differ in {where}: {found[0]}"
         if result.state is not None and result.state.differences and plan.checkpoint is not None:
-            found_state = result.state.differences
-            yield (
-                f"state        of step {plan.checkpoint[0]} differs in {len(found_state)} places, first: "
-                f"{describe_state_difference(found_state[0])}"
+            where = (
+                f"of step {plan.checkpoint[0]} differs in {pluralize(len(result.state.differences), 'place')}"
             )
+            first = describe_state_difference(result.state.differences[0])
+            yield f"state        {where}, first {first}"
         yield from (f"cause        {cause}" for cause in result.causes)
     yield f"compared     {describe_compared(result)}"
     if result.folder is not None:
@@ -308,7 +310,7 @@ def describe_compared(result: VerificationResult) -> str:
 def describe_state_difference(one: StateDifference) -> str:
     """Return a sentence about a tensor or value."""
     place = f"[{', '.join(map(str, one.index))}]" if one.index else ""
-    text = f"{one.name}{place} is {one.recorded!r} in the record, {one.here!r} here"
+    text = f"{one.name}{place}: {one.recorded!r} in the record, {one.here!r} here"
     if one.num_elements:
         text += f" ({one.num_different} of {pluralize(one.num_elements, 'element')} differ"
         text += f"; only bit {one.bit}" if one.bit is not None else ""
