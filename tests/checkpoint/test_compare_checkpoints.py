@@ -8,8 +8,14 @@ from helpers.rank_checkpoints import open_store
 from helpers.ranks import run_on_ranks
 from helpers.saved_states import STATE, save
 
-from hpctrain.checkpoint.convert.compare_checkpoints import MISSING, StateComparison, compare_checkpoints
+from hpctrain.checkpoint.convert.compare_checkpoints import (
+    MISSING,
+    UNREADABLE,
+    StateComparison,
+    compare_checkpoints,
+)
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import CorruptCheckpoint
 
 
 def compare(folder, one, other, rank_states=({}, {}), ignored=()) -> StateComparison:
@@ -67,6 +73,18 @@ def test_random_state_of_a_rank_is_compared_and_ignored_entries_are_not(tmp_path
     one, other = {"time": 1.0, "t": {"x": torch.zeros(1)}}, {"time": 2.0, "t": {"x": torch.ones(1)}}
     (found,) = compare(tmp_path, one, other, states, ignored=("time", "t")).differences
     assert (found.name, found.index, found.recorded, found.here) == ("rank-00000/torch", (1,), 2, 3)
+
+
+def test_unreadable_tensors_are_named(tmp_path):
+    states = {"x": torch.zeros(3), "y": torch.zeros(4)}
+    assert compare(tmp_path, states, states).differences == []
+    (tmp_path / "a" / "step-00000001" / "__0_0.distcp").unlink()
+    found = compare_checkpoints(*(tmp_path / name / "step-00000001" for name in "ab")).differences
+    assert [each.name for each in found] == ["x", "y"]
+    assert (found[0].recorded, found[0].here) == (UNREADABLE, "readable")
+    (tmp_path / "a" / "step-00000001" / "tensors.json").write_text("{")
+    with pytest.raises(CorruptCheckpoint, match="cannot be read"):
+        compare_checkpoints(*(tmp_path / name / "step-00000001" for name in "ab"))
 
 
 def save_on_rank(folder, name: str, value: float) -> None:

@@ -200,6 +200,7 @@ def test_flipped_bit_in_a_checkpoint_is_named_with_its_tensor(killed, tmp_path):
     assert len(result["damaged"]) == 1
     assert f"/{name} has checksum" in result["damaged"][0]
     assert "module/net.0.bias" in result["damaged"][0]
+    assert result["causes"] == ["a file of the recorded checkpoint has changed since it was written"]
     (found,) = result["state"]["differences"]
     assert (found["name"], found["index"], found["bit"]) == ("module/net.0.bias", [3], 20)
 

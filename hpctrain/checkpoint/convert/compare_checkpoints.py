@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpctrain.checkpoint.format.dcp_format import TENSORS_NAME, TensorReader
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.io.loading import STATE_NAME, suppress_single_process_warning
-from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.errors import CorruptCheckpoint
 from hpctrain.files import read_regular
 
 #: Groups of the state, in the order of the comparison; other groups follow.
 _GROUPS = ("module", "optimizers", "schedulers")
 #: Stands for a value that only the other checkpoint has.
 MISSING = "(missing)"
+#: Stands for a tensor whose file is damaged.
+UNREADABLE = "(unreadable)"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def compare_checkpoints(recorded: Path, here: Path, *, ignored: Collection[str] 
         ignored: top-level entries of the state to skip.
 
     Raises:
-        CheckpointError: a checkpoint cannot be read.
+        CorruptCheckpoint: the tables of a checkpoint cannot be read.
     """
     ours, theirs = _StoredState(recorded), _StoredState(here)
     result = StateComparison()
@@ -106,8 +109,9 @@ class _StoredState:
         try:
             with suppress_single_process_warning():
                 dcp_load(tensors, storage_reader=self.reader, no_dist=True)
-        except Exception as error:
-            raise CheckpointError(f"unreadable ({str(error).partition(chr(10))[0]})") from error
+        # torch's exception is no subclass of `Exception`.
+        except (Exception, CheckpointException) as error:
+            raise CorruptCheckpoint(f"{_name(key)} in {self.reader.path} cannot be read: {error}") from error
         return tensors[key]
 
     def rank_of(self, key: str, index: tuple[int, ...]) -> int | None:
@@ -123,10 +127,16 @@ def _compare_tensor(key: str, ours: _StoredState, theirs: _StoredState) -> State
     kind, other_kind = _kind(key, ours), _kind(key, theirs)
     if kind != other_kind:
         return StateDifference(name, kind, other_kind)
-    try:
-        one, other = ours.load(key).contiguous(), theirs.load(key).contiguous()
-    except CheckpointError as error:
-        return StateDifference(name, str(error), "readable")
+    loaded: list[torch.Tensor | None] = []
+    for state in (ours, theirs):
+        try:
+            loaded.append(state.load(key).contiguous())
+        except CorruptCheckpoint:
+            loaded.append(None)
+    one, other = loaded
+    if one is None or other is None:
+        values = ["readable" if tensor is not None else UNREADABLE for tensor in loaded]
+        return StateDifference(name, values[0], values[1])
     size = max(1, one.element_size())
     # Bits, because a NaN differs from itself and -0 equals 0.
     bits = one.reshape(-1).view(torch.uint8) ^ other.reshape(-1).view(torch.uint8)

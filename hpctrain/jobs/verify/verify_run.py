@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ from hpctrain.text import format_duration, format_ranks, format_size, pluralize
 if TYPE_CHECKING:
     from hpctrain.checkpoint.convert.compare_checkpoints import StateComparison, StateDifference
 
+#: Table of the tensors in a checkpoint; the module that writes it imports torch.
+_TENSORS_NAME = "tensors.json"
+#: Maximum number of tensors in a message.
+_MAX_TENSORS = 8
 _OTHER_GENERATOR = re.compile(r"rank-\d+/(python|numpy)")
 #: Entries of the state that metrics.jsonl contains, or that depend on the time of the stop or the memory of
 #: the GPU.
@@ -198,6 +203,9 @@ def _set_aside_unseeded(state: StateComparison) -> list[str]:
 def _find_causes(result: VerificationResult, record: TrainingRecord, facts: list[str]) -> Iterator[str]:
     differences = [] if result.state is None else result.state.differences
     settings = [one for one in differences if "/param_groups/" in one.name]
+    if result.damaged and not (result.metrics or result.samples):
+        yield "a file of the recorded checkpoint has changed since it was written"
+        return
     yield from (f"optimizer: {one.name} is {one.recorded} in the record, {one.here} here" for one in settings)
     yield from (
         f"data: {one.name} is {one.recorded} in the record, {one.here} here"
@@ -240,8 +248,6 @@ def _guess(result: VerificationResult, record: TrainingRecord) -> Iterator[str]:
 
 def _damage(checkpoint: Path) -> Iterator[str]:
     """Yield a message per damaged file, with the tensors that it contains."""
-    import json
-
     try:
         files = Manifest.read(checkpoint).files
     except CheckpointError as error:
@@ -251,17 +257,21 @@ def _damage(checkpoint: Path) -> Iterator[str]:
         try:
             entry.verify(checkpoint)
         except CheckpointError as error:
-            names: list[str] = []
-            try:
-                table = json.loads(read_regular(checkpoint / "tensors.json"))
-                names = [key for key, one in table.items() if any(p[2] == entry.name for p in one["pieces"])]
-            except (OSError, ValueError, LookupError, TypeError, AttributeError):
-                pass
-            stored = [name.removeprefix("state/") for name in names]
-            parts = (
-                f" It contains {pluralize(len(stored), 'tensor')}: {', '.join(stored[:8])}" if stored else ""
+            tensors = _tensors_in(checkpoint, entry.name)
+            shown = ", ".join(tensors[:_MAX_TENSORS]) + (", …" if len(tensors) > _MAX_TENSORS else "")
+            yield (
+                f"{error} It contains {pluralize(len(tensors), 'tensor')}: {shown}" if tensors else str(error)
             )
-            yield f"{error}{parts}{', …' if len(stored) > 8 else '.' if stored else ''}"
+
+
+def _tensors_in(checkpoint: Path, file: str) -> list[str]:
+    """Return the names of the tensors with a part in a file of a checkpoint."""
+    try:
+        table = json.loads(read_regular(checkpoint / _TENSORS_NAME))
+        found = [key for key, entry in table.items() if any(file in piece for piece in entry["pieces"])]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return [key.removeprefix("state/") for key in found]
 
 
 def describe_result(result: VerificationResult) -> Iterator[str]:

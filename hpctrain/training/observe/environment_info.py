@@ -62,17 +62,18 @@ def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
     """
     script = os.path.realpath(sys.argv[0])
     folders = [environ.get(CODE_VARIABLE) or os.path.dirname(script), os.getcwd()]
+    roots = list(map(os.path.realpath, folders))
     files = {script}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "hpctrain" and (file := getattr(module, "__file__", None)):
             files.add(os.path.realpath(file))
     found: dict[str, str] = {}
-    for root in map(os.path.realpath, folders):
-        for file in files:
-            own = file.startswith(root + os.sep) and not file.startswith(sys.base_prefix + os.sep)
-            if own and file.endswith(".py") and "site-packages" not in file:
-                with suppress(OSError):
-                    found.setdefault(os.path.relpath(file, root), checksum(Path(file)).xxh3_128)
+    for file in files:
+        root = next((root for root in roots if file.startswith(root + os.sep)), None)
+        installed = file.startswith(sys.base_prefix + os.sep) or "site-packages" in file
+        if root is not None and file.endswith(".py") and not installed:
+            with suppress(OSError):
+                found[os.path.relpath(file, root)] = checksum(Path(file)).xxh3_128
     return dict(sorted(found.items()))
 
 
