@@ -229,7 +229,7 @@ def test_damaged_start_is_reported_without_training(killed, tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     result = verify(run, "--steps", "49:52")
     assert result["steps_compared"] == 0
-    assert "bytes; the manifest lists" in result["damaged"][0]
+    assert "the manifest lists" in result["damaged"][0]
     assert "checkpoint of step 48 is damaged" in result["causes"][0]
 
 
