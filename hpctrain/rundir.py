@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -122,6 +123,10 @@ ENV_PREFIX = "HPCTRAIN_ENV_"
 STANDBY_VARIABLE = "HPCTRAIN_WAIT"
 #: 0 disables the measurements of nodes.
 TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
+#: Ascending steps to save, separated by commas; the run ends after the last one. Set by `hpctrain verify`.
+VERIFY_STEPS_VARIABLE = "HPCTRAIN_VERIFY_STEPS"
+#: Steps at which the verified run synchronized its ranks for a checkpoint, in the same form.
+VERIFY_SYNC_STEPS_VARIABLE = "HPCTRAIN_VERIFY_SYNC_STEPS"
 #: 1 if the ranks of the run do not train together.
 INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
 #: Maximum number of samples in a micro-batch, because an earlier attempt ran out of GPU memory.
@@ -496,6 +501,15 @@ class RunDir:
     def read_events(self) -> Iterator[dict[str, Any]]:
         """Yield the recorded events. Damaged lines are skipped with a warning."""
         return self.storage.read(self.events, is_event)
+
+
+def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> str | None:
+    """Return the folder for the output of a training: the script's choice, otherwise the run folder.
+
+    A verification must not write to the folder that the script chose, because that is the verified run.
+    """
+    own = environ.get(RUN_DIR_VARIABLE)
+    return own if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)
 
 
 def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:

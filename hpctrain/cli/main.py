@@ -26,6 +26,7 @@ _COMMANDS = (
     "profile",
     "serve",
     "checkpoints",
+    "verify",
     "wait",
     "cancel",
     "requeue",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UserError
-from hpctrain.rundir import RUN_DIR_VARIABLE
+from hpctrain.rundir import output_folder
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD
 from hpctrain.training.callbacks import Callback
@@ -44,7 +44,7 @@ class TrainerProxy(_Provided):
 
     def __init__(self, run: LightningRun, trainer: Any, context: DistributedContext, datamodule: Any) -> None:
         ranks = context.ranks
-        folder = str(trainer.run_dir or os.environ.get(RUN_DIR_VARIABLE) or os.getcwd())
+        folder = output_folder(trainer.run_dir, os.environ) or os.getcwd()
         strategy = _Provided(
             "self.trainer.strategy",
             barrier=lambda _name=None: context.barrier(),

@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import UserError
-from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir, output_folder
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
@@ -88,7 +88,7 @@ class Trainer(TrainerConfig):
             UserError: a data set is empty, or neither map-style nor a stream; or the process has already
                 trained in the run folder.
         """
-        folder = self.run_dir or os.environ.get(RUN_DIR_VARIABLE)
+        folder = output_folder(self.run_dir, os.environ)
         given = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
         given = canonical_arguments("fit", {**given, "datamodule": datamodule}, lightning)
         if lightning_base(given["train_dataset"], "LightningDataModule") is not None:
@@ -249,11 +249,11 @@ class Trainer(TrainerConfig):
         Raises:
             UserError: this process has already trained in the run folder.
         """
-        if self.run_dir:
-            return RunDir(Path(self.run_dir).absolute())
-        own = os.environ.get(RUN_DIR_VARIABLE)
-        if not own:
+        own = output_folder(self.run_dir, os.environ)
+        if own is None:
             return None
+        if self.run_dir:
+            return RunDir(Path(own).absolute())
         if own in _TRAINED:
             raise UserError(
                 f"fit() was already called in this process, and its checkpoints are in {own} "

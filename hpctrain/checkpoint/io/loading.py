@@ -165,7 +165,7 @@ def _load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any)
         key: _empty_like(distributed, key, reader.empty(key))
         for key in reader.keys([STATE_KEY, *([own] if same_ranks else [])])
     }
-    with _suppress_single_process_warning():
+    with suppress_single_process_warning():
         dcp_load(tensors, storage_reader=reader, no_dist=True)
     rank_state = {key.removeprefix(own): tensors.pop(key) for key in list(tensors) if key.startswith(own)}
     state = join_tree(plain, tensors)
@@ -192,7 +192,7 @@ def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, whole: torch.
 
 
 @contextlib.contextmanager
-def _suppress_single_process_warning() -> Iterator[None]:
+def suppress_single_process_warning() -> Iterator[None]:
     """Suppress DCP's warning about a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -48,7 +48,9 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
     try:
         with (
             _claim_run(run, list(map(_folder, tasks))) as lock,
-            submission.snapshot.copied_into(folder) if submission.snapshot else nullcontext() as code,
+            submission.snapshot.copied_into(folder)
+            if submission.snapshot
+            else nullcontext(spec.code) as code,
         ):
             spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
             check_spec(spec)

@@ -71,6 +71,8 @@ def read_environment(run: RunDir) -> dict[str, Any]:
     environment: dict[str, Any] = {}
     for line in read_jsonl(run.environment):
         environment |= line
+    # Checksums, for `hpctrain verify`.
+    environment.pop("code", None)
     return environment
 
 

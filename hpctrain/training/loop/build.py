@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpctrain.errors import UserError
-from hpctrain.rundir import MICRO_BATCH_VARIABLE, RunDir
+from hpctrain.rundir import MICRO_BATCH_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.telemetry.loggers import find_loggers
@@ -29,7 +29,7 @@ from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.loop.validator import Validator
 from hpctrain.training.module import Module, takes_optimizer_idx
 from hpctrain.training.observe.compute_timer import ComputeTimer
-from hpctrain.training.observe.environment_info import collect_environment
+from hpctrain.training.observe.environment_info import collect_environment, hash_code
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.observe.progress import make_progress
@@ -146,7 +146,7 @@ def build_training_loop(
             context,
             environ,
             progress.print_message,
-            log_every=settings.log_every,
+            log_every=1 if VERIFY_STEPS_VARIABLE in environ else settings.log_every,
             # If all ranks train the same samples, only rank 0 records them.
             record_samples=settings.record_samples and (data_rank.world_size > 1 or ranks.is_main),
             last_step=source.last_step,
@@ -157,7 +157,7 @@ def build_training_loop(
         parts,
         train_step,
         Validator(parts, val_data),
-        _make_loggers(parts),
+        _make_loggers(parts, environ),
         TrainingCheckpoints(parts, environ),
     )
 
@@ -199,11 +199,12 @@ def _configure_optimizers(strategy: Strategy, module: Module) -> OptimizerSetup:
     return strategy.wrap_optimizers(optimization)
 
 
-def _make_loggers(parts: Components) -> LoggerProcess:
+def _make_loggers(parts: Components, environ: Mapping[str, str]) -> LoggerProcess:
     """Record the environment, and prepare the loggers on rank 0."""
     if not parts.context.ranks.is_main:
         return LoggerProcess([], None, {}, parts.progress.print_message)
     environment = collect_environment(parts.settings, parts.context, parts.strategy.gradient_parts())
-    parts.log.write_environment(environment)
-    loggers = find_loggers(parts.settings.loggers)
+    parts.log.write_environment({**environment, "code": hash_code(environ)})
+    # A verification is not a run of its own for the user's trackers.
+    loggers = [] if VERIFY_STEPS_VARIABLE in environ else find_loggers(parts.settings.loggers)
     return LoggerProcess(loggers, parts.log.run, environment, parts.progress.print_message)

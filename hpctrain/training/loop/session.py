@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
-from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import RunDir, output_folder
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
@@ -80,7 +80,7 @@ def session(
             "session() can only stop the run. Use 'stop' or None."
         )
     seed_all(seed)
-    folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    folder = output_folder(run_dir, os.environ)
     run = RunDir(Path(folder).absolute()) if folder else None
     ranks = detect(os.environ)
     # Install handlers only after the rendezvous: earlier stop signals end the process immediately, because

@@ -6,13 +6,17 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hpctrain._version import __version__
+from hpctrain.checkpoint.format.manifest import checksum
+from hpctrain.rundir import CODE_VARIABLE
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -21,6 +25,16 @@ def collect_environment(
     settings: TrainerConfig, context: DistributedContext, gradient_parts: Sequence[int]
 ) -> dict[str, Any]:
     """Return versions, machine, gradient buckets and settings, as plain values."""
+    return {
+        **collect_platform(context),
+        "gradient_bytes": sum(gradient_parts) or None,
+        "gradient_buckets": len(gradient_parts) or None,
+        "settings": plain_config(settings),
+    }
+
+
+def collect_platform(context: DistributedContext) -> dict[str, Any]:
+    """Return versions, machine and arguments, as plain values."""
     cuda = context.device.type == "cuda"
     nccl_version: Any = torch.cuda.nccl.version
     return {
@@ -30,15 +44,37 @@ def collect_environment(
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(map(str, nccl_version())) if cuda else None,
         "gpu": torch.cuda.get_device_name(context.device) if cuda else None,
+        "cpu": _cpu_model(),
         "system": platform.platform(),
         "world_size": context.ranks.world_size,
         "cpus_per_rank": _cpus(),
         "threads_per_rank": torch.get_num_threads(),
-        "gradient_bytes": sum(gradient_parts) or None,
-        "gradient_buckets": len(gradient_parts) or None,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "args": shlex.join(sys.argv[1:]),
-        "settings": plain_config(settings),
     }
+
+
+def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the checksum of the script and of each module that it imported from its folders, by path.
+
+    Paths are relative to the code snapshot, or to the folder of the script or the working folder. Installed
+    packages are omitted.
+    """
+    script = os.path.realpath(sys.argv[0])
+    folders = [environ.get(CODE_VARIABLE) or os.path.dirname(script), os.getcwd()]
+    roots = list(map(os.path.realpath, folders))
+    files = {script}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "hpctrain" and (file := getattr(module, "__file__", None)):
+            files.add(os.path.realpath(file))
+    found: dict[str, str] = {}
+    for file in files:
+        root = next((root for root in roots if file.startswith(root + os.sep)), None)
+        installed = file.startswith(sys.base_prefix + os.sep) or "site-packages" in file
+        if root is not None and file.endswith(".py") and not installed:
+            with suppress(OSError):
+                found[os.path.relpath(file, root)] = checksum(Path(file)).xxh3_128
+    return dict(sorted(found.items()))
 
 
 def plain_config(settings: TrainerConfig) -> dict[str, Any]:
@@ -49,6 +85,15 @@ def plain_config(settings: TrainerConfig) -> dict[str, Any]:
         for name, value in values.items()
         if value is None or isinstance(value, str | int | float | bool)
     }
+
+
+def _cpu_model() -> str | None:
+    """Return the name of the processor; None if the system does not provide it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return None
 
 
 def _cpus() -> int:

@@ -20,13 +20,15 @@ from hpctrain.checkpoint.store import CheckpointStore, CommittedSave, LoadedChec
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
 from hpctrain.records.rank_phase import RankPhase
-from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import RunDir, output_folder
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.base import rng
+from hpctrain.training.observe.environment_info import collect_platform, hash_code
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S
 from hpctrain.training.saving.training_checkpoints import is_trained, refuse_restart_from_zero
+from hpctrain.training.saving.verification_steps import KEEP_ALL, VerificationSteps
 from hpctrain.training.strategies.ddp import regroup_buckets
 from hpctrain.training.training_state import Stateful, optimizer_parameters
 
@@ -69,7 +71,7 @@ class Checkpointer:
             name: value.module if isinstance(value, DistributedDataParallel) else value
             for name, value in objects.items()
         }
-        folder = run_dir or os.environ.get(RUN_DIR_VARIABLE)
+        folder = output_folder(run_dir, os.environ)
         self._run = RunDir(Path(folder).absolute()) if folder else None
         self._context = init_distributed(detect(os.environ), os.environ)
         self._store: CheckpointStore | None = None
@@ -80,10 +82,13 @@ class Checkpointer:
             return
         self._run.check_records()
         self._log = RunWriter(self._run, self._context, os.environ, self._print)
+        if self._context.ranks.is_main:
+            self._log.write_environment({**collect_platform(self._context), "code": hash_code(os.environ)})
+        self._verification = VerificationSteps.from_env(os.environ)
         self._store = CheckpointStore(
             self._run.checkpoints,
             self._context.cpu_group,
-            retention=Retention(last=keep_last, every=keep_every),
+            retention=KEEP_ALL if self._verification else Retention(last=keep_last, every=keep_every),
             records=(self._run.metrics, self._run.events),
             checked=is_trained(
                 {
@@ -129,9 +134,10 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks: it could not be saved. Earlier checkpoints are intact.
         """
-        if self._store is not None:
+        if self._store is not None and self._is_compared(step):
             with activity.in_phase(RankPhase.SAVE):
                 self._record(self._store.save(step, self._next_state(), rng.capture_rng_state()))
+            self._end_verification(step)
 
     def async_save(self, step: int) -> None:
         """Copy the state after `step` steps, and write it in the background.
@@ -141,9 +147,10 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks: an object has a state that differs between ranks.
         """
-        if self._store is not None:
+        if self._store is not None and self._is_compared(step):
             with activity.in_phase(RankPhase.SAVE):
                 self._store.async_save(step, self._next_state(), rng.capture_rng_state())
+            self._end_verification(step)
 
     def save_and_exit(self, step: int) -> NoReturn:
         """Save the state after `step` steps, and exit with a request to be continued.
@@ -164,6 +171,17 @@ class Checkpointer:
         if self._store is not None:
             self._store.wait(MAX_SAVE_S)
             self._collect()
+
+    def _is_compared(self, step: int) -> bool:
+        """Return False if this run is a verification that does not compare the state after `step`."""
+        return self._verification is None or step in self._verification.saved
+
+    def _end_verification(self, step: int) -> None:
+        """Wait for the save and end the run, if it is a verification and `step` is its last step."""
+        if self._verification is not None and step == self._verification.last:
+            self.wait()
+            assert self._run is not None
+            self._verification.end_run(self._run, self._context)
 
     def _next_state(self) -> dict[str, Any]:
         """Return the state of all objects, after the save in flight.

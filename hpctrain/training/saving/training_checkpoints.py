@@ -29,6 +29,7 @@ from hpctrain.training.saving.stop_deadline import (
     StopDeadline,
     plan_final_save,
 )
+from hpctrain.training.saving.verification_steps import KEEP_ALL, VerificationSteps
 
 
 class TrainingCheckpoints:
@@ -55,8 +56,10 @@ class TrainingCheckpoints:
         self._parts, self._state, self._settings = parts, parts.state, parts.settings
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._deadline = StopDeadline(environ, parts.stop)
+        self._verification = VerificationSteps.from_env(environ)
+        every = parts.settings.checkpoint_every
         self._schedule = CheckpointSchedule(
-            parts.settings.checkpoint_every,
+            None if self._verification and every == "auto" else every,
             num_nodes=parts.context.ranks.num_nodes,
             node_mtbf_s=_node_mtbf_s(environ),
             history=history,
@@ -69,8 +72,8 @@ class TrainingCheckpoints:
             store = CheckpointStore(
                 run.checkpoints,
                 parts.context.cpu_group,
-                retention=parts.settings.retention,
-                second_tier=parts.settings.second_tier(environ),
+                retention=KEEP_ALL if self._verification else parts.settings.retention,
+                second_tier=None if self._verification else parts.settings.second_tier(environ),
                 records=(run.metrics, run.events),
                 checked=is_trained({"module": parts.module, "optimizers": None}),
             )
@@ -107,6 +110,9 @@ class TrainingCheckpoints:
     def due(self) -> bool:
         """Return true if a checkpoint is due after this step: by number, for its score, or at the end."""
         state = self._state
+        if self._verification is not None:
+            steps = self._verification.saved | self._verification.synced
+            return state.finished or state.step in steps or self._schedule.is_due_by_step(state.step)
         scored = self._settings.keep_best > 0 and state.validated_step == state.step > 0
         return state.finished or scored or self._schedule.is_due_by_step(state.step)
 
@@ -123,6 +129,13 @@ class TrainingCheckpoints:
             return
         if self._state.finished:
             self._save_result(self._manager)
+        elif self._verification is not None and self._state.step == self._verification.last:
+            self._save_result(self._manager)
+            self._manager.close()
+            assert self._log.run is not None
+            self._verification.end_run(self._log.run, self._context)
+        elif self._verification is not None and self._state.step not in self._verification.saved:
+            return
         elif self._context.broadcast_from_main(self._context.ranks.is_main and self._manager.can_begin()):
             self._manager.async_save()
             if not self._settings.checkpoint_async:

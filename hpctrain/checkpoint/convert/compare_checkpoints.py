@@ -1,0 +1,193 @@
+"""Comparison of two checkpoints, bit by bit, written by any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from hpctrain.checkpoint.format.dcp_format import TENSORS_NAME, TensorReader
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.state_tree import STATE_KEY
+from hpctrain.checkpoint.io.loading import STATE_NAME, suppress_single_process_warning
+from hpctrain.errors import CorruptCheckpoint
+from hpctrain.files import read_regular
+
+#: Groups of the state, in the order of the comparison; other groups follow.
+_GROUPS = ("module", "optimizers", "schedulers")
+#: Stands for a value that only the other checkpoint has.
+MISSING = "(missing)"
+#: Stands for a tensor whose file is damaged.
+UNREADABLE = "(unreadable)"
+
+
+@dataclass(frozen=True)
+class StateDifference:
+    """A tensor or plain value that differs."""
+
+    name: str
+    """Path in the state, such as `module/net.0.weight`."""
+    recorded: Any
+    """The value; of a tensor, that of the first differing element."""
+    here: Any
+    index: tuple[int, ...] | None = None
+    """Index of the first differing element of a tensor."""
+    num_different: int = 0
+    num_elements: int = 0
+    rank: int | None = None
+    """Rank that stored this element."""
+    bit: int | None = None
+    """The only differing bit of the tensor, counted from the least significant bit of the element."""
+
+
+@dataclass
+class StateComparison:
+    """Result of a comparison."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+    num_values: int = 0
+    differences: list[StateDifference] = field(default_factory=list)
+
+
+def compare_checkpoints(recorded: Path, here: Path, *, ignored: Collection[str] = ()) -> StateComparison:
+    """Compare the checkpoints in two folders, one tensor at a time. Checksums are not verified.
+
+    The random states of the ranks are compared if the numbers of ranks are equal.
+
+    Args:
+        recorded: folder of the first checkpoint.
+        here: folder of the second.
+        ignored: top-level entries of the state to skip.
+
+    Raises:
+        CorruptCheckpoint: the tables of a checkpoint cannot be read.
+    """
+    ours, theirs = _StoredState(recorded), _StoredState(here)
+    result = StateComparison()
+    prefixes = [STATE_KEY] + ["rank-"] * (ours.world_size == theirs.world_size)
+    skipped = tuple(f"{STATE_KEY}/{name}" for name in ignored)
+    for key in sorted({*ours.table, *theirs.table}, key=lambda key: (_group(key), ours.order(key))):
+        if key.startswith(tuple(prefixes)) and not key.startswith(skipped):
+            result.num_tensors += 1
+            result.num_bytes += ours.num_bytes(key)
+            if (found := _compare_tensor(key, ours, theirs)) is not None:
+                result.differences.append(found)
+    mine, other = ({k: v for k, v in each.plain.items() if k not in ignored} for each in (ours, theirs))
+    for name, one, another in _compare_values("", mine, other, result):
+        result.differences.append(StateDifference(name, one, another))
+    return result
+
+
+class _StoredState:
+    """Tables of a checkpoint in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.world_size = Manifest.read(folder).world_size
+            self.plain: dict[str, Any] = json.loads(read_regular(folder / STATE_NAME))
+            self.table: dict[str, Any] = json.loads(read_regular(folder / TENSORS_NAME))
+            self.reader = TensorReader(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
+        self._order = {key: i for i, key in enumerate(self.table)}
+
+    def order(self, key: str) -> int:
+        return self._order.get(key, len(self._order))
+
+    def num_bytes(self, key: str) -> int:
+        return self.reader.empty(key).nbytes if key in self.table else 0
+
+    def load(self, key: str) -> torch.Tensor:
+        tensors = {key: self.reader.empty(key)}
+        try:
+            with suppress_single_process_warning():
+                dcp_load(tensors, storage_reader=self.reader, no_dist=True)
+        # torch's exception is no subclass of `Exception`.
+        except (Exception, CheckpointException) as error:
+            raise CorruptCheckpoint(f"{_name(key)} in {self.reader.path} cannot be read: {error}") from error
+        return tensors[key]
+
+    def rank_of(self, key: str, index: tuple[int, ...]) -> int | None:
+        """Return the rank that wrote the piece with this element."""
+        for offsets, sizes, file, *_ in self.table[key]["pieces"]:
+            if all(low <= i < low + size for i, low, size in zip(index, offsets, sizes, strict=True)):
+                return int(str(file).removeprefix("__").partition("_")[0])
+        return None
+
+
+def _compare_tensor(key: str, ours: _StoredState, theirs: _StoredState) -> StateDifference | None:
+    name = _name(key)
+    kind, other_kind = _kind(key, ours), _kind(key, theirs)
+    if kind != other_kind:
+        return StateDifference(name, kind, other_kind)
+    loaded: list[torch.Tensor | None] = []
+    for state in (ours, theirs):
+        try:
+            loaded.append(state.load(key).contiguous())
+        except CorruptCheckpoint:
+            loaded.append(None)
+    one, other = loaded
+    if one is None or other is None:
+        values = ["readable" if tensor is not None else UNREADABLE for tensor in loaded]
+        return StateDifference(name, values[0], values[1])
+    size = max(1, one.element_size())
+    # Bits, because a NaN differs from itself and -0 equals 0.
+    bits = one.reshape(-1).view(torch.uint8) ^ other.reshape(-1).view(torch.uint8)
+    if not bits.any():
+        return None
+    elements = bits.reshape(-1, size).any(dim=1).nonzero().flatten()
+    first = int(elements[0])
+    index = tuple(int(i) for i in torch.unravel_index(elements[0], one.shape)) if one.dim() else ()
+    changed = bits[first * size : (first + 1) * size].tolist()
+    pattern = sum(byte << (8 * i) for i, byte in enumerate(changed))
+    single = len(elements) == 1 and pattern.bit_count() == 1
+    return StateDifference(
+        name,
+        one.reshape(-1)[first].item(),
+        other.reshape(-1)[first].item(),
+        index,
+        len(elements),
+        one.numel(),
+        ours.rank_of(key, index),
+        pattern.bit_length() - 1 if single else None,
+    )
+
+
+def _kind(key: str, state: _StoredState) -> str:
+    entry = state.table.get(key)
+    return MISSING if entry is None else f"{entry['dtype']} of shape {list(entry['size'])}"
+
+
+def _compare_values(
+    name: str, one: Any, other: Any, result: StateComparison
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the plain values that differ, with their paths."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in {**one, **other}:
+            yield from _compare_values(
+                f"{name}/{key}" if name else key, one.get(key, MISSING), other.get(key, MISSING), result
+            )
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            yield from _compare_values(f"{name}/{i}", *pair, result)
+    else:
+        result.num_values += 1
+        # As text, because a NaN differs from itself.
+        if json.dumps(one) != json.dumps(other):
+            yield name, one, other
+
+
+def _name(key: str) -> str:
+    return key.removeprefix(f"{STATE_KEY}/")
+
+
+def _group(key: str) -> int:
+    group = _name(key).partition("/")[0]
+    return _GROUPS.index(group) if group in _GROUPS else len(_GROUPS)

@@ -1,0 +1,88 @@
+"""`hpctrain verify`: train steps of a run again, and compare with its record."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
+from hpctrain.text import printable
+
+_RANGE = re.compile(r"(\d+)?:(\d+)?")
+
+
+@click.command("verify")
+@run_argument
+@click.option("--steps", metavar="A:B", help="Steps to verify, such as 1:100 or 101:.  [default: all]")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks.  [default: those of the run]"
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["local", "slurm"]),
+    default="local",
+    show_default=True,
+    help="Train on this machine, or in a job with the Slurm options of RUN.",
+)
+@click.option("--ignore", "ignored", multiple=True, metavar="METRIC", help="Metric to skip. May be repeated.")
+@click.option(
+    "--scratch-dir",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    help="Parent of the folder for the repeated steps.  [default: the folder for temporary files, or with "
+    "Slurm the parent of RUN]",
+)
+@click.option("--keep", is_flag=True, help="Keep the folder of the repeated steps.")
+@json_option
+def command(
+    run: str,
+    runs_dir: Path,
+    steps: str | None,
+    ranks: int | None,
+    backend: Literal["local", "slurm"],
+    ignored: tuple[str, ...],
+    scratch_dir: Path | None,
+    keep: bool,
+    as_json: bool,
+) -> None:
+    """Train steps of RUN again, and compare losses, samples and state with its record.
+
+    The training starts from the checkpoint before the first step, or from the beginning. It uses the code
+    snapshot, arguments, environment and data of RUN. RUN is not changed. The exit code is 0 if everything is
+    identical to the last bit, and 1 if not.
+    """
+    from hpctrain.jobs.verify.verify_run import describe_result, result_record, verify_run
+
+    first, last = _parse_steps(steps)
+    result = verify_run(
+        open_run(run, runs_dir).dir,
+        os.environ,
+        first=first,
+        last=last,
+        num_ranks=ranks,
+        ignored_metrics=ignored,
+        backend=backend,
+        parent=scratch_dir,
+        keep=keep,
+        report=partial(click.echo, err=True),
+    )
+    if as_json:
+        echo_json(result_record(result))
+    else:
+        for line in describe_result(result):
+            click.echo(printable(line))
+    sys.exit(0 if result.identical else 1)
+
+
+def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
+    if text is None:
+        return None, None
+    if (match := _RANGE.fullmatch(text)) is None:
+        raise click.UsageError(f"--steps is {text!r}; use the form A:B, such as 1:100, 101: or :100.")
+    first, last = (int(part) if part else None for part in match.groups())
+    return first, last

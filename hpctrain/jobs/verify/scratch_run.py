@@ -1,0 +1,249 @@
+"""The run that trains the steps again, in its own folder on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hpctrain.errors import HpctrainError, RunFailed, SpecError
+from hpctrain.files import append_json_line, make_folder
+from hpctrain.jobs.backends import choose_backend
+from hpctrain.jobs.options.resolved_options import ResolvedOptions
+from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.submit.preflight import PreparedSubmission
+from hpctrain.jobs.submit.render import render
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.verify.training_record import TrainingRecord
+from hpctrain.jobs.verify.verification_plan import ReplayedPart, VerificationPlan
+from hpctrain.rundir import (
+    MICRO_BATCH_VARIABLE,
+    VERIFY_STEPS_VARIABLE,
+    VERIFY_SYNC_STEPS_VARIABLE,
+    RunDir,
+    checkpoint_folder_name,
+    list_checkpoint_steps,
+)
+from hpctrain.slurm.states import RunState
+from hpctrain.spec.code_ref import CodeRef
+from hpctrain.spec.job_spec import BackendName, JobSpec
+from hpctrain.spec.load_spec import load_spec
+from hpctrain.spec.notify import NotifyConfig
+
+#: Files of a checkpoint with these names are large; all others are copied.
+_LARGE = ".distcp"
+_CANCEL_TIMEOUT_S = 60.0
+
+
+class ScratchRun:
+    """A copy of a run that trains some of its steps again. Use as a context manager.
+
+    The verified run is only read: its large files are linked.
+
+    Attributes:
+        run: the folder of the copy.
+        notes: sentences about differences to the verified run.
+    """
+
+    def __init__(
+        self,
+        verified: RunDir,
+        environ: Mapping[str, str],
+        backend: BackendName = "local",
+        parent: Path | None = None,
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Load the specification of the verified run.
+
+        Args:
+            verified: the verified run.
+            environ: environment variables of the copy.
+            backend: the backend that runs the copy.
+            parent: folder for the copy; by default, the folder for temporary files, or the parent of the
+                verified run with Slurm, because all nodes need access.
+            keep: do not remove the folder on exit.
+
+        Raises:
+            SpecError: the script, its code or its working folder is not on this machine.
+        """
+        self._verified, self._environ, self._keep = verified, environ, keep
+        self._backend = choose_backend(backend, environ)[0]
+        self._parent = parent or (verified.path.parent if backend == "slurm" else None)
+        self.notes: list[str] = []
+        self._spec = self._load_spec()
+
+    def __enter__(self) -> Self:
+        prefix = f"verify-{self._verified.path.name}-"
+        self.run = RunDir(Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent)).resolve())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run = Run(self.run, self._environ)
+        if kind is not None and self.run.spec.exists():
+            with suppress(HpctrainError):
+                run.cancel()
+                run.wait_for_end(_CANCEL_TIMEOUT_S)
+        if not self._keep:
+            shutil.rmtree(self.run.path, ignore_errors=True)
+
+    def check(self, plan: VerificationPlan) -> None:
+        """Check that this machine can run the ranks.
+
+        Raises:
+            SpecError: they do not fit.
+        """
+        for part in plan.parts:
+            spec = self._spec_of(part, Path.cwd(), {})
+            try:
+                self._backend.check(spec, render(spec), ResolvedOptions({}).site)
+            except SpecError as error:
+                if self._backend.name == "slurm":
+                    raise
+                raise SpecError(
+                    f"The run trained on {part.world_size} ranks, which this machine cannot host: {error} "
+                    "Use --backend slurm, or train the steps on N ranks of this machine with --ranks N."
+                ) from error
+
+    def train(self, plan: VerificationPlan, record: TrainingRecord) -> None:
+        """Train the steps of a plan.
+
+        Raises:
+            RunFailed: the training failed.
+        """
+        if plan.start_checkpoint is not None:
+            self._link_checkpoint(plan.start_checkpoint)
+        for step, event in record.rollbacks.items():
+            if step <= plan.last:
+                append_json_line(self.run.events, event)
+        environment = next((record.environments[a] for a in plan.attempts if a in record.environments), {})
+        threads = environment.get("threads_per_rank")
+        function = [self._verified.function.read_bytes()] if self._verified.function.exists() else []
+        for part in plan.parts:
+            # The grouping of additions on a CPU depends on the number of threads.
+            variables = {"OMP_NUM_THREADS": str(threads)} if type(threads) is int else {}
+            spec = self._spec_of(part, self.run.path, variables)
+            submission = PreparedSubmission(
+                spec,
+                ResolvedOptions({}),
+                self._backend,
+                self._environ,
+                None,
+                script=render(spec),
+            )
+            run = submit_prepared(submission, function)
+            status = run.wait_for_end()
+            if part.last not in list_checkpoint_steps(self.run.checkpoints) and (
+                status.state is not RunState.COMPLETED
+            ):
+                self._keep = True
+                raise RunFailed(
+                    f"The steps could not be trained again: {status.cause or status.state}. "
+                    f"Log: {status.log or self.run.logs}"
+                )
+
+    def _link_checkpoint(self, checkpoint: Path) -> None:
+        folder = self.run.checkpoints / checkpoint.name
+        make_folder(folder.parent)
+        folder.mkdir()
+        for file in checkpoint.iterdir():
+            if file.name.endswith(_LARGE):
+                (folder / file.name).symlink_to(file)
+            else:
+                shutil.copyfile(file, folder / file.name)
+
+    def _spec_of(self, part: ReplayedPart, folder: Path, variables: Mapping[str, str]) -> JobSpec:
+        per_node = part.world_size // part.nodes
+        env = {**variables, **self._spec.env, VERIFY_STEPS_VARIABLE: ",".join(map(str, part.saved))}
+        env[VERIFY_SYNC_STEPS_VARIABLE] = ",".join(map(str, part.synced))
+        if part.micro_batch_size is not None:
+            env[MICRO_BATCH_VARIABLE] = str(part.micro_batch_size)
+        return replace(
+            self._spec,
+            env=env,
+            run_dir=str(folder),
+            run_id=folder.name,
+            nodes=part.nodes,
+            min_nodes=part.nodes,
+            ntasks_per_node=per_node,
+            gpus_per_node=per_node if self._spec.gpus_per_node else 0,
+        )
+
+    def _load_spec(self) -> JobSpec:
+        verified = self._verified
+        spec = load_spec(verified.spec)
+        if spec.array is not None:
+            task = next(iter(verified.tasks()), 0)
+            raise SpecError(
+                f"Run {verified.run_id} is a job array. Name a task, such as {verified.task(task).path}."
+            )
+        code = self._find_code(spec)
+        if code is None and not verified.function.exists():
+            self.notes.append(
+                f"The run has no code snapshot, so the present {spec.script} and its imports are used."
+            )
+            if spec.program == "script" and not Path(spec.script).is_file():
+                raise SpecError(
+                    f"Run {verified.run_id} has no code snapshot, and its script {spec.script} is not on "
+                    "this machine. Restore the script."
+                )
+        in_job = self._backend.name == "slurm"
+        directives = {name: value for name, value in spec.directives.items() if name != "dependency"}
+        return replace(
+            spec,
+            name="verify",
+            backend=self._backend.name,
+            array_task=None,
+            code=code,
+            python=self._find_python(spec),
+            workdir=self._find_workdir(spec, code),
+            spare_nodes=0,
+            node_check="never",
+            standby_workers_s=None,
+            time_limit_s=spec.time_limit_s if in_job else None,
+            directives=directives if in_job else {},
+            notify=NotifyConfig(),
+        )
+
+    def _find_code(self, spec: JobSpec) -> CodeRef | None:
+        """Return the code snapshot in the run folder, which may have been moved since the run."""
+        if spec.code is None:
+            return None
+        folder = (self._verified.array or self._verified).code / Path(spec.code.copy).name
+        if not folder.is_dir():
+            raise SpecError(f"The code snapshot {folder} of run {self._verified.run_id} is missing.")
+        script = spec.code.script and str(folder / os.path.relpath(spec.code.script, spec.code.copy))
+        return CodeRef(source=spec.code.source, copy=str(folder), script=script)
+
+    def _find_python(self, spec: JobSpec) -> str:
+        if spec.shell.python is not None or os.access(spec.python, os.X_OK):
+            return spec.python
+        self.notes.append(f"{spec.python} is not on this machine, so {sys.executable} is used.")
+        return sys.executable
+
+    def _find_workdir(self, spec: JobSpec, code: CodeRef | None) -> str:
+        """Return the working folder, or its copy in the code snapshot."""
+        if Path(spec.workdir).is_dir():
+            return spec.workdir
+        inside = os.pardir if code is None else os.path.relpath(spec.workdir, code.source)
+        copied = None if code is None else Path(code.copy, inside)
+        if copied is None or inside == os.pardir or not copied.is_dir():
+            raise SpecError(
+                f"The working folder {spec.workdir} of run {self._verified.run_id} is not on this machine. "
+                "Create this folder, with the data that the script reads from it."
+            )
+        self.notes.append(f"{spec.workdir} is not on this machine, so the script runs in {copied}.")
+        return str(copied)
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of the state after `step`."""
+        return self.run.checkpoints / checkpoint_folder_name(step)

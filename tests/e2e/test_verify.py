@@ -1,0 +1,399 @@
+"""`hpctrain verify`: undisturbed and disturbed runs are identical, and every change is identified."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from helpers.disturbed_runs import train
+from helpers.training_runs import Run, preempt, submit
+from helpers.waiting import wait_for
+
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest, checksum
+
+pytestmark = pytest.mark.timeout(400)
+
+TWO_RANKS = ["--backend", "local", "--ntasks-per-node", "2", "--standby-workers", "never"]
+
+SCRIPT = """
+import torch
+from torch import nn
+
+import hpctrain
+
+
+class Net(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.net(x).squeeze(1) - y).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+trainer = hpctrain.Trainer(max_steps=12, global_batch_size=4, checkpoint_every=4, record_samples=True)
+trainer.fit(Net(), tuple(torch.load("data.pt")))
+"""
+
+
+def verify(run: Run, *options: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Verify a run, and check that it stays unchanged, and that nothing else is left."""
+    before = contents(run.path)
+    scratch = run.path.parent / "scratch"
+    scratch.mkdir(exist_ok=True)
+    command = ["verify", str(run.path), "--scratch-dir", str(scratch), "--json", *options]
+    done = Run(run.path, env or {}).hpctrain(*command, check=False, timeout=200)
+    assert contents(run.path) == before
+    assert list(scratch.iterdir()) == []
+    assert done.returncode in (0, 1), done.stderr + done.stdout
+    assert done.stdout, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (0 if result["identical"] else 1)
+    return result
+
+
+def assert_identical(run: Run, first: int = 1, **options: Any) -> dict[str, Any]:
+    result = verify(run, **options)
+    assert result["identical"], result
+    last = max(run.losses())
+    assert (result["first_step"], result["last_step"]) == (first, last)
+    assert result["steps_compared"] == last - first + 1
+    assert result["state"]["step"] == last
+    assert result["state"]["tensors"] > 0
+    return result
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of the last change of all files."""
+    files = {str(path): path.stat() for path in folder.rglob("*")}
+    return {path: (its.st_size, its.st_mtime_ns) for path, its in files.items()}
+
+
+def copy_of(run: Run, folder: Path) -> Run:
+    shutil.copytree(run.path, folder / "copy")
+    return Run(folder / "copy", {})
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Run:
+    """A run whose rank 1 was killed once; the last checkpoints are those of the steps 42, 48 and 52."""
+    run = submit(tmp_path_factory.mktemp("killed") / "run", {}, TWO_RANKS, step_s=0.1)
+    run.wait_for_step(20)
+    run.kill_rank(1)
+    assert run.wait() == 0
+    assert len(run.events("failure")) == 1
+    return run
+
+
+@pytest.fixture
+def own_script(tmp_path) -> Run:
+    """A run of a script without a code snapshot, with its data in a file."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    generator = torch.Generator().manual_seed(1)
+    torch.save(
+        [torch.randn(48, 4, generator=generator), torch.randn(48, generator=generator)], tmp_path / "data.pt"
+    )
+    run = Run(tmp_path / "run", {})
+    options = ["--backend", "local", "--run-dir", str(run.path)]
+    run.hpctrain("submit", *options, "train.py", cwd=tmp_path)
+    assert run.wait() == 0
+    return run
+
+
+def test_killed_run_is_identical(killed):
+    result = assert_identical(killed)
+    assert (result["ranks"], result["recorded_ranks"]) == ([2], [2])
+    assert result["steps_with_samples_compared"] == 52
+
+
+def test_steps_are_trained_from_the_checkpoint_before_them(killed):
+    result = verify(killed, "--steps", "45:48")
+    assert result["identical"]
+    assert (result["first_step"], result["state"]["step"]) == (43, 48)
+    assert result["start_checkpoint"] == str(killed.dir.checkpoint(42))
+
+
+def test_another_number_of_ranks_is_named(killed):
+    result = verify(killed, "--steps", "49:", "--ranks", "1")
+    assert result["first_difference"] == 49
+    assert "number of ranks: 2 in the record, 1 here" in result["causes"][0]
+
+
+def test_elastic_determinism_is_identical_on_another_number_of_ranks(tmp_path):
+    run = Run(tmp_path / "run", {})
+    script = [str(SCRIPTS / "train_small.py"), "20", "norm=false", "elastic_determinism=true"]
+    run.hpctrain("submit", *TWO_RANKS, f"--run-dir={run.path}", *script)
+    assert run.wait() == 0
+    # This machine cannot host so many ranks, but any number has the same result.
+    rewrite(run.dir.events, lambda line: line.update(world_size=640) if "world_size" in line else None)
+    result = verify(run)
+    assert result["identical"], result
+    assert (result["recorded_ranks"], result["ranks"]) == ([640], [1])
+    assert result["steps_compared"] == 20
+    assert result["notes"] == ["Without an effect on the result: number of ranks: 2 in the record, 1 here"]
+
+
+def test_too_many_ranks_for_this_machine_are_refused(killed, tmp_path):
+    run = copy_of(killed, tmp_path)
+    rewrite(run.dir.events, lambda line: line.update(world_size=640) if "world_size" in line else None)
+    refused = run.hpctrain("verify", str(run.path), check=False)
+    assert refused.returncode == 2
+    assert "trained on 640 ranks, which this machine cannot host" in refused.stderr
+    assert "--ranks N" in refused.stderr
+
+
+def test_changed_learning_rate_is_named(own_script):
+    script = own_script.path.parent / "train.py"
+    script.write_text(script.read_text().replace("lr=0.1", "lr=0.2"))
+    result = verify(own_script)
+    assert result["first_difference"] == 2  # the first step with other weights
+    assert result["causes"][0] == "optimizer: optimizers/0/param_groups/0/lr is 0.1 in the record, 0.2 here"
+    assert result["causes"][1].startswith("code: train.py has changed")
+
+
+def test_changed_sample_is_named(own_script):
+    data = own_script.path.parent / "data.pt"
+    x, y = torch.load(data)
+    x[17, 2] += 1e-3
+    torch.save([x, y], data)
+    lines = (own_script.path / "samples" / "attempt-000-rank-00000.jsonl").read_text().splitlines()
+    (step,) = {one["step"] for one in map(json.loads, lines) if 17 in one["indices"]}
+    result = verify(own_script)
+    assert result["first_difference"] == step
+    (cause,) = result["causes"]
+    assert f"the data (samples of step {step}: rank 0:" in cause
+    assert " 17" in cause
+
+
+def flip_weight(run: Run) -> str:
+    """Flip bit 20 of the fourth element of a tensor in the last checkpoint; return the name of the file."""
+    folder = run.dir.checkpoint(52)
+    table = json.loads((folder / "tensors.json").read_text())
+    _, _, name, offset, length = table["state/module/net.0.bias"]["pieces"][0]
+    content = bytearray((folder / name).read_bytes())
+    piece = torch.load(io.BytesIO(bytes(content[offset : offset + length])), weights_only=True)
+    begin = content.index(piece.numpy().tobytes(), offset)
+    content[begin + 3 * 4 + 20 // 8] ^= 1 << (20 % 8)
+    (folder / name).write_bytes(content)
+    return str(name)
+
+
+def test_flipped_bit_in_a_checkpoint_is_named_with_its_tensor(killed, tmp_path):
+    run = copy_of(killed, tmp_path)
+    name = flip_weight(run)
+    result = verify(run, "--steps", "49:52")
+    assert len(result["damaged"]) == 1
+    assert f"/{name} has checksum" in result["damaged"][0]
+    assert "module/net.0.bias" in result["damaged"][0]
+    assert result["causes"] == ["a file of the recorded checkpoint has changed since it was written"]
+    (found,) = result["state"]["differences"]
+    assert (found["name"], found["index"], found["bit"]) == ("module/net.0.bias", [3], 20)
+
+
+def test_flipped_bit_with_a_valid_checksum_is_named(killed, tmp_path):
+    run = copy_of(killed, tmp_path)
+    name = flip_weight(run)
+    folder = run.dir.checkpoint(52)
+    manifest = Manifest.read(folder)
+    files = tuple(checksum(folder / name) if one.name == name else one for one in manifest.files)
+    changed = Manifest(**{**vars(manifest), "files": files})
+    (folder / MANIFEST_NAME).write_bytes(changed.encode())
+    assert "verified" in run.hpctrain("checkpoints", str(run.path), "--verify").stdout
+    result = verify(run, "--steps", "49:52")
+    assert (result["damaged"], result["metrics"]) == ([], [])
+    (found,) = result["state"]["differences"]
+    assert (found["name"], found["index"], found["bit"]) == ("module/net.0.bias", [3], 20)
+    assert found["rank"] == int(name[2])
+    (cause,) = result["causes"]
+    assert cause.startswith("a single bit differs and all metrics are identical")
+
+
+def test_damaged_start_is_reported_without_training(killed, tmp_path):
+    run = copy_of(killed, tmp_path)
+    file = next(run.dir.checkpoint(48).glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    result = verify(run, "--steps", "49:52")
+    assert result["steps_compared"] == 0
+    assert "the manifest lists" in result["damaged"][0]
+    assert "checkpoint of step 48 is damaged" in result["causes"][0]
+
+
+def test_faked_other_version_of_torch_in_the_record_is_named(killed, tmp_path):
+    """The record names version 1.0, and its losses are rounded as if that version had computed them."""
+    run = copy_of(killed, tmp_path)
+    rewrite(run.dir.environment, lambda line: line.update(torch="1.0"))
+    rewrite(run.dir.metrics, lambda line: line.update(loss=line["loss"] * (1 + 1e-15)))
+    result = verify(run, "--steps", "49:52")
+    assert result["first_difference"] == 49
+    assert result["causes"] == [f"PyTorch: 1.0 in the record, {torch.__version__} here"]
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        change(line)
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.mark.long
+def test_killed_loop_with_the_checkpointer_is_identical(tmp_path):
+    run, _ = train(tmp_path, "train_with_blocks.py", disturb="kill:9", num_ranks=2)
+    assert_identical(run)
+
+
+def test_loop_without_metrics_is_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('no steps')\n")
+    run = Run(tmp_path / "run", {})
+    run.hpctrain("submit", "--backend=local", "--run-dir", str(run.path), str(script))
+    assert run.wait() == 0
+    refused = run.hpctrain("verify", str(run.path), check=False)
+    assert refused.returncode == 2
+    assert "recorded no metrics of its steps" in refused.stderr
+
+
+@pytest.mark.long
+def test_cancelled_and_resized_run_is_identical(tmp_path):
+    """Each part is trained on its own number of ranks, because dropout depends on it."""
+    run = submit(tmp_path / "run", {}, TWO_RANKS, step_s=0.1)
+    run.wait_for_step(14)
+    run.hpctrain("cancel", str(run.path))
+    wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED")
+    three = ["--backend", "local", "--ntasks-per-node", "3"]
+    submit(run.path, {}, three, step_s=0.0)
+    assert run.wait() == 0
+    result = assert_identical(run)
+    assert result["ranks"] == [2, 3]
+
+
+@pytest.mark.long
+def test_preempted_run_is_identical(tmp_path):
+    options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
+    run = submit(tmp_path / "run", {}, TWO_RANKS, options=options, step_s=0.1)
+    run.wait_for_step(16)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert_identical(run)
+
+
+@pytest.mark.long
+def test_run_of_a_killed_supervisor_is_identical(tmp_path):
+    run = submit(tmp_path / "run", {}, TWO_RANKS, step_s=0.1)
+    run.wait_for_step(14)
+    os.kill(int(run.status()["job_id"]), signal.SIGKILL)
+    wait_for(lambda: run.status()["state"] == "FAILED", 60, "the state FAILED")
+    submit(run.path, {}, TWO_RANKS, step_s=0.0)
+    assert run.wait() == 0
+    assert_identical(run)
+
+
+@pytest.mark.long
+def test_run_with_a_time_limit_is_identical(tmp_path):
+    options = ["--time", "0:40", "--stop-before-limit", "20"]
+    run = submit(tmp_path / "run", {}, TWO_RANKS, options=options, step_s=0.8)
+    assert run.wait() == 0
+    assert len(run.events("requeue")) >= 1
+    assert_identical(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["powersgd", "bytegrad"])
+def test_killed_run_with_another_algorithm_is_identical(algorithm, tmp_path):
+    run = submit(tmp_path / "run", {}, TWO_RANKS, step_s=0.1, further=["--algorithm", algorithm])
+    run.wait_for_step(14)
+    run.kill_rank(0)
+    assert run.wait() == 0
+    assert_identical(run)
+
+
+@pytest.mark.long
+def test_stopped_session_is_identical(tmp_path):
+    run = Run(tmp_path / "run", {})
+    options = [*TWO_RANKS, f"--env=PYTHONPATH={SCRIPTS.parent}", f"--run-dir={run.path}"]
+    run.hpctrain("submit", *options, str(SCRIPTS / "train_in_own_loop.py"), "30", "1:7")
+    assert run.wait() == 0
+    assert_identical(run)
+
+
+@pytest.mark.long
+def test_requeued_loop_with_the_checkpointer_is_identical(tmp_path):
+    run, _ = train(tmp_path, "train_with_blocks.py", disturb="requeue:9")
+    assert_identical(run)
+
+
+@pytest.mark.long
+def test_run_preempted_by_slurm_is_identical_here(slurm, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, ["--nodes", "4", "--ntasks-per-node", "1"], step_s=0.3)
+    run.wait_for_step(10)
+    preempt(slurm.env)
+    assert run.wait() == 0
+    assert len(run.events("started")) == 2
+    assert assert_identical(run)["ranks"] == [4]
+
+
+@pytest.mark.long
+def test_run_is_verified_in_a_job_of_slurm(slurm, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, ["--nodes", "2", "--ntasks-per-node", "1"], step_s=0.0)
+    assert run.wait() == 0
+    result = verify(run, "--backend", "slurm", "--steps", "45:", env=slurm.env)
+    assert result["identical"], result
+    assert (result["first_step"], result["ranks"]) == (43, [2])
+    # On a node of an allocation, the ranks run on this node.
+    command = [sys.executable, "-m", "hpctrain", "verify", str(run.path), "--steps", "49:", "--json"]
+    done = run_command(["srun", "--nodes=1", "--ntasks=1", *command], slurm.env, timeout=200)
+    assert json.loads(done.stdout)["identical"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_sharded_run_is_identical(strategy, tmp_path):
+    run = Run(tmp_path / "run", {})
+    script = [str(SCRIPTS / "train_small.py"), "20", f'strategy="{strategy}"', "num_workers=2"]
+    run.hpctrain("submit", *TWO_RANKS, f"--run-dir={run.path}", *script)
+    assert run.wait() == 0
+    assert_identical(run)
+
+
+@pytest.mark.long
+def test_run_with_rollbacks_is_identical(tmp_path):
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace("record_samples=True", "record_samples=True, on_bad_loss='rollback'")
+    )
+    x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    x[36] = torch.nan  # in step 9
+    torch.save([x, x.sum(1).nan_to_num()], tmp_path / "data.pt")
+    run = Run(tmp_path / "run", {})
+    run.hpctrain("submit", "--backend=local", f"--run-dir={run.path}", "train.py", cwd=tmp_path)
+    assert run.wait() == 0
+    assert len(run.events("bad_loss")) == 1
+    assert verify(run)["identical"]
+
+
+@pytest.mark.long
+def test_run_that_lost_a_node_is_identical_here(slurm, tmp_path):
+    shape = ["--nodes", "1:2", "--ntasks-per-node", "1"]
+    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.3)
+    run.wait_for_step(10)
+    host = run.events("started")[0]["hosts"][-1]
+    slurm.kill_node(host)
+    try:
+        assert run.wait() == 0
+    finally:
+        slurm.start_node(host)
+    assert [event["world_size"] for event in run.events("started")] == [2, 1]
+    assert assert_identical(run)["ranks"] == [2, 1]
