@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.ranks import run_on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import hpctrain
@@ -355,3 +356,22 @@ def test_bad_gradient_reaches_the_loss_guard(tmp_path, value):
         train(str(tmp_path / "run"), 5, {"net": Bad})
     steps = [record["step"] for record in read_json_lines(RunDir(tmp_path / "run").metrics)]
     assert steps == [1, 2]
+
+
+class Reentrant(Net):
+    """Two checkpointed calls of the same layers, each with its own backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Identity()
+        self.rare.requires_grad_(False)
+
+    def forward(self, x, kind):
+        for _ in range(2):
+            x = checkpoint(self.blocks, x + self.embedding(kind.squeeze(1)), use_reentrant=True)
+        return self.head(x).squeeze(1) * self.gain
+
+
+def test_gradient_in_several_parts_is_refused(tmp_path):
+    with pytest.raises(hpctrain.UserError, match="use_reentrant=False"):
+        train(str(tmp_path / "run"), 2, {"net": Reentrant, "bucket_cap_mb": 1e-4})

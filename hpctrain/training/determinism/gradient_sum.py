@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.determinism.fixed_point import largest_term, shared_exponent, to_floats, to_integers
+from hpctrain.training.determinism.fixed_point import largest_term, scale, shared_exponent, to_floats
 from hpctrain.training.determinism.witness import hash_numbers
 
 #: Default size of a bucket in megabytes of float32 gradients, as for DDP.
@@ -145,6 +145,12 @@ class GradientSum:
             if gradient is not None and self._counts:
                 self._add(number, gradient)
             bucket = self._tensors[number].bucket
+            if bucket.is_sent:
+                raise UserError(
+                    f"The backward pass added to the gradient of {self._tensors[number].name} twice, so "
+                    "elastic_determinism cannot sum it during the pass. Use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), and call backward() once."
+                )
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 self._send_ready()
@@ -158,9 +164,7 @@ class GradientSum:
         low, high = torch.aminmax(term)
         self._peaks[number] = torch.maximum(self._peaks[number], torch.maximum(high, -low))
         if (exponent := self._exponent(each)) is not None:
-            each.bucket.add(
-                each, to_integers(term, exponent) if exponent or not each.is_count else term.long()
-            )
+            each.bucket.add(each, term if each.is_count else scale(term, exponent))
 
     def _add_buffers(self) -> None:
         """Add the changes of the buffers in a pass, and undo them."""
@@ -267,40 +271,52 @@ class _Bucket:
         self._length = length
         self.num_hooks = sum(each.computed is not None for each in tensors)
         #: Gradients that are missing in the current pass.
-        self.waiting = 0
-        self._terms = torch.zeros((self._world_size, length), dtype=torch.int64, device=context.device)
-        self._totals = self._terms[0] if not is_sharded else self._terms.new_zeros(length)
+        self.waiting, self.is_sent = 0, False
+        self._totals = torch.zeros(length, dtype=torch.int64, device=context.device)
+        if is_sharded:
+            self._terms = self._totals.new_zeros((self._world_size, length))
+        #: Tensors without a term in this step.
+        self._missing: set[_Summed] = set()
         self._pending: list[tuple[Any, torch.Tensor | None]] = []
 
     def begin(self) -> None:
-        self._terms.zero_()
-        self._totals.zero_()
+        self._missing = set(self._tensors)
+        if self._is_sharded:
+            self._totals.zero_()
 
     def begin_pass(self) -> None:
         self.wait()
-        self.waiting = max(self.num_hooks, 1)
+        self.waiting, self.is_sent = max(self.num_hooks, 1), False
         if self._is_sharded:
             self._terms.zero_()
 
-    def add(self, each: _Summed, integers: torch.Tensor) -> None:
-        length = each.room(self._world_size)
-        flat = integers.reshape(-1)
-        if not self._is_sharded:
-            self._terms[0, each.offset : each.offset + length] += flat
+    def add(self, each: _Summed, term: torch.Tensor) -> None:
+        """Add a term, rounded to integers, toward zero."""
+        length, flat = each.room(self._world_size), term.reshape(-1)
+        if self._is_sharded:
+            for row, part in enumerate(torch.split(flat, length) if length else ()):
+                self._terms[row, each.offset : each.offset + len(part)] = part
             return
-        for row, part in enumerate(torch.split(flat, length) if length else ()):
-            self._terms[row, each.offset : each.offset + len(part)] = part
+        total = self._totals[each.offset : each.offset + length]
+        if each in self._missing:
+            self._missing.remove(each)
+            total.copy_(flat)
+        else:
+            total += flat.to(torch.int64)
 
     def send(self, *, is_last: bool) -> None:
-        if not self._context.is_distributed:
-            if self._is_sharded:
-                self._totals += self._terms[0]
+        self.is_sent = True
+        if self._is_sharded and not self._context.is_distributed:
+            self._totals += self._terms[0]
         elif self._is_sharded:
             own = torch.empty_like(self._totals)
             work = dist.reduce_scatter_tensor(own, self._terms.view(-1), async_op=True)
             self._pending.append((work, own))
         elif is_last:
-            self._pending.append((dist.all_reduce(self._totals, async_op=True), None))
+            for each in self._missing:
+                self._totals[each.offset : each.offset + each.numel].zero_()
+            if self._context.is_distributed:
+                self._pending.append((dist.all_reduce(self._totals, async_op=True), None))
 
     def wait(self) -> None:
         for work, own in self._pending:
