@@ -200,7 +200,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     witness_every: int | None = None
     """Steps between comparisons of a gradient with that computed by another rank, to detect faulty devices.
 
-    Requires `elastic_determinism`; see docs/faults.md.
+    Requires `elastic_determinism`; see docs/exactness.md.
     """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
