@@ -114,10 +114,10 @@ class RunCheckpoint(lightning.Callback):
         if not _is_replaceable(loader):
             if trainer.is_global_zero:
                 print(
-                    f"hpctrain: the training loader has a {type(loader.sampler).__name__} and a "
-                    f"{type(loader.batch_sampler).__name__}, whose positions cannot be restored. If a run is "
-                    "interrupted during an epoch, its samples differ from those of an undisturbed run. Use "
-                    "hpctrain.StatefulBatchSampler.",
+                    f"hpctrain: the training loader has the sampler {type(loader.sampler).__name__} and "
+                    f"the batch sampler {type(loader.batch_sampler).__name__}, whose positions cannot be "
+                    "restored. If a run is interrupted during an epoch, its samples differ from those of "
+                    "an undisturbed run. Use hpctrain.StatefulBatchSampler.",
                     flush=True,
                 )
             return loader

@@ -203,7 +203,7 @@ def _pack(value: Any, what: str) -> _Packed:
     text = json.dumps(record).encode("ascii")
     if len(text) > MAX_MESSAGE_BYTES:
         problem = (
-            f"{what} has {len(text)} bytes on one rank, but the limit is {MAX_MESSAGE_BYTES}. "
+            f"{what} is {len(text)} bytes long on one rank, but the limit is {MAX_MESSAGE_BYTES} bytes. "
             "Use tensors instead of long lists."
         )
         return _Packed(json.dumps({"error": problem}).encode("ascii"), [])

@@ -129,7 +129,9 @@ def send_unsupported_values() -> None:
         with pytest.raises(UserError, match=expected):
             context.all_gather(bad if rank() == 1 else 1, "the result of predict_step")
     messages.MAX_MESSAGE_BYTES = 300
-    with pytest.raises(UserError, match="a message has 428 bytes on one rank, but the limit is 300"):
+    with pytest.raises(
+        UserError, match="a message is 428 bytes long on one rank, but the limit is 300 bytes"
+    ):
         context.all_gather("x" * 400 if rank() == 1 else "")
 
 

@@ -197,7 +197,7 @@ def _submit_once(
         except SchedulerError as error:
             if not is_transient(str(error)) or time.monotonic() > deadline:
                 raise
-            log.warning("cannot submit a successor of job %s; retrying: %s", job_id, error)
+            log.warning("cannot submit a successor of job %s (%s); retrying", job_id, error)
             time.sleep(_PAUSE_S)
 
 

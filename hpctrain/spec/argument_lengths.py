@@ -43,6 +43,6 @@ def check_argument_lengths(spec: JobSpec) -> None:
             )
     if (total := sum(variables.values())) > _ALL_BYTES:
         raise SpecError(
-            f"The variables (--env) have {total} bytes in total, but at most {_ALL_BYTES} bytes can be "
+            f"The variables (--env) are {total} bytes long in total, but at most {_ALL_BYTES} bytes can be "
             "passed to a rank. Write the values to files, and pass their paths instead."
         )

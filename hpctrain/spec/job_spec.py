@@ -76,7 +76,7 @@ class JobSpec:
     python: str
     """Python interpreter of the supervisor and the ranks."""
     workdir: str
-    """Absolute path of the script's working folder: the folder of the submission."""
+    """Absolute path of the script's working directory: the folder of the submission."""
     time_limit_s: float | None = None
     """None uses the partition's limit."""
     stop_before_limit_s: int = 0
@@ -156,7 +156,7 @@ class JobSpec:
         code = own if self.code is None else self.code.source
         return {
             "run folder": str((run.array or run).path),
-            "working folder": self.workdir,
+            "working directory": self.workdir,
             "code folder": code,
         }
 

@@ -152,7 +152,7 @@ def _check_words(spec: JobSpec) -> None:
     for what, path in (
         *([("script", spec.script)] if spec.program == "script" else []),
         ("run folder", spec.run_dir),
-        ("working folder", spec.workdir),
+        ("working directory", spec.workdir),
     ):
         if not Path(path).is_absolute():
             raise SpecError(f"The path of the {what} is {path!r}, but must be absolute.")
@@ -212,7 +212,7 @@ def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
     """Return the words that are passed to a process without a shell, with descriptions."""
     return [
         ("path of the script" if spec.program == "script" else spec.program, spec.script),
-        ("path of the working folder", spec.workdir),
+        ("path of the working directory", spec.workdir),
         *(("argument", arg) for arg in spec.args),
         *(("line of --setup", line) for line in spec.shell.setup),
         *([("image", spec.container.image)] if spec.container else []),

@@ -93,7 +93,7 @@ class BufferedStorage(RunStorage):
         try:
             super().write(path, content)
         except OSError as error:
-            log.warning("cannot write %s; will retry: %s", path, error)
+            log.warning("cannot write %s (%s); will retry", path, error)
             self._files[path] = content
             self._start_retrying()
 

@@ -146,7 +146,7 @@ class Requeuer:
             try:
                 disposition = self.job_control.disposition()
             except SchedulerError as error:
-                log.warning("cannot query the state of this job; assuming that it continues: %s", error)
+                log.warning("cannot query the state of this job (%s); assuming that it continues", error)
         return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
     def _can_requeue(self) -> bool:
@@ -154,7 +154,7 @@ class Requeuer:
             return self.job_control.can_requeue()
         except SchedulerError as error:
             log.warning(
-                "cannot determine whether Slurm can requeue this job; assuming that it can: %s", error
+                "cannot determine whether Slurm can requeue this job (%s); assuming that it can", error
             )
             return True
 
@@ -165,7 +165,8 @@ class Requeuer:
                 self.job_control.nodes.change_job(changes)
             except SchedulerError as error:
                 log.warning(
-                    "cannot change the requeued job, so it may start with its previous nodes and memory: %s",
+                    "cannot change the requeued job, so it may start on the previous nodes and with the "
+                    "previous memory request: %s",
                     error,
                 )
 

@@ -77,7 +77,7 @@ class ScaleUpMonitor:
                 if self._try_scale_up(nodes):
                     return
             except HpctrainError as error:
-                log.warning("cannot scale up the run; will retry: %s", error)
+                log.warning("cannot scale up the run (%s); will retry", error)
 
     def _try_scale_up(self, nodes: AllocatedNodes) -> bool:
         """Requeue the run if more nodes are worth the pause. Returns True if the monitor can stop."""

@@ -392,8 +392,8 @@ class LightningSchedule:
         misses_metric = interval == "step" or monitor is None or not run.validates
         if interval not in ("epoch", "step") or (needs_metric and misses_metric):
             raise UserError(
-                f"{type(module).__name__}.configure_optimizers returned a {type(scheduler).__name__} with "
-                f"interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau requires monitor, "
+                f"The {type(scheduler).__name__} returned by {type(module).__name__}.configure_optimizers() "
+                f"has interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau requires monitor, "
                 "interval='epoch' and validation data. Other schedulers require interval='epoch' or "
                 "'step'."
             )
@@ -470,8 +470,8 @@ def lightning_run(
     """
     if lightning_base(module) is None:
         raise UserError(
-            f"A datamodule requires a LightningModule, but the module is a {type(module).__name__}. Pass "
-            "data sets instead."
+            f"A datamodule requires a LightningModule, but the module has the type "
+            f"{type(module).__name__}. Pass data sets instead."
         )
     hosts = [module] if datamodule is None else [datamodule, module]
     for host in hosts:

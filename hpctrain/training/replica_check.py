@@ -251,16 +251,16 @@ class ReplicaCheck:
         names = list(dict.fromkeys(names or [part.name for part in parts]))
         what = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
         places = "; ".join(f"rank {one.rank} ({one.device} on {one.host})" for one in suspects)
+        hosts = ", ".join(dict.fromkeys(one.host for one in suspects))
         verified_step = self._state.verified_step or 0
         text = (
-            f"After step {found.step}, {what} differed between the ranks. After step "
-            f"{found.slice.verified_step}, it was still equal. "
+            f"After step {found.step}, {what} differed between the ranks. The last comparison "
+            f"without a difference was after step {found.slice.verified_step}. "
         )
         if odd:
-            others = pluralize(len(answers) - len(odd), "rank")
             text += (
-                f"The other {others} agreed, but not {places}. The probable cause is a fault of this device "
-                "or of its memory. Resume without this node"
+                f"{len(answers) - len(odd)} of {len(answers)} ranks agree, all except {places}. The probable "
+                f"cause is faulty hardware. Exclude {hosts}, and resume"
             )
         else:
             text += (

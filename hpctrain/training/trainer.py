@@ -101,8 +101,8 @@ class Trainer(TrainerConfig):
     ) -> None:
         if not hasattr(module, "configure_optimizers"):
             raise UserError(
-                f"fit() received a {type(module).__name__}, which has no configure_optimizers. Pass an "
-                "hpctrain.Module or a LightningModule."
+                f"fit() received a module of type {type(module).__name__}, which has no "
+                "configure_optimizers method. Pass an hpctrain.Module or a LightningModule."
             )
         self.ending = None
         devices = self._own_devices()

@@ -200,7 +200,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     witness_every: int | None = None
     """Steps between comparisons of a gradient with that computed by another rank, to detect faulty devices.
 
-    Requires `elastic_determinism`; see docs/faults.md.
+    Requires `elastic_determinism`; see docs/exactness.md.
     """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
@@ -297,8 +297,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         size = self.micro_batch_size
         if size == "auto":
             raise UserError(
-                "micro_batch_size is 'auto', but with elastic_determinism, the result depends on the samples "
-                "that are computed together. Set grain_size."
+                "micro_batch_size is 'auto', but elastic_determinism needs a fixed size, because the result "
+                "depends on which samples are processed together. Remove micro_batch_size='auto', and set "
+                "grain_size."
             )
         if self.grain_size is None:
             self.grain_size = size or max(4, self.global_batch_size // _DEFAULT_GRAINS)

@@ -96,5 +96,5 @@ def test_unreadable_checkpoint_is_an_error_and_is_not_moved(tmp_path, problem):
 
 def test_checkpoint_renamed_to_another_step_is_corrupt(tmp_path):
     folder = save(CheckpointStore(tmp_path), 5).path
-    with pytest.raises(CorruptCheckpoint, match="contains the manifest of step 5"):
+    with pytest.raises(CorruptCheckpoint, match="its manifest is for step 5"):
         read_verified(folder.rename(folder.with_name("step-00000006")))

@@ -113,7 +113,9 @@ def test_corrupt_checkpoint_in_read_only_folder_is_an_error(tmp_path):
     mount("--bind", folder, folder)
     try:
         mount("-o", "remount,ro,bind", folder)
-        with pytest.raises(CheckpointError, match=r"state\.json has 2 bytes.*cannot be renamed.*Read-only"):
+        with pytest.raises(
+            CheckpointError, match=r"state\.json is 2 bytes long.*cannot be renamed.*Read-only"
+        ):
             store.load_newest()
     finally:
         subprocess.run(["umount", "-l", folder], check=True)

@@ -298,9 +298,9 @@ def plant(folder: Path, attack: str) -> None:
 @pytest.mark.parametrize(
     ("attack", "pattern"),
     [
-        ("link", "is a symbolic link, not a folder. Remove it"),
-        ("file", "is a file, not a folder. Remove it"),
-        ("mode", "has mode 0750, not 0700: other users can access it. Remove it"),
+        ("link", "is a symbolic link, not a folder. Remove this symbolic link"),
+        ("file", "is a file, not a folder. Remove this file"),
+        ("mode", "has mode 0750, not 0700: other users can access it. Remove this folder"),
         ("owner", "belongs to user 65534, not to user 0. Ask its owner to remove it"),
         ("replaceable", "can be replaced by any user: .* has mode 0777. Set the sticky bit"),
     ],

@@ -271,7 +271,7 @@ def test_unsupported_container_options_are_refused(prepared, options, message):
 
 
 def test_root_of_the_host_is_not_mounted(prepared, tmp_path):
-    with pytest.raises(SpecError, match=r"working folder is /\. Mounting it would hide"):
+    with pytest.raises(SpecError, match=r"working directory is /\. Mounting it would hide"):
         prepared(container_image="ubuntu", cwd=Path("/"), run_dir=tmp_path / "r")
 
 

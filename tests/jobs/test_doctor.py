@@ -214,7 +214,9 @@ def test_each_partition_has_one_finding():
         "1 of 6 nodes is out of service. A preempted run saves if KillWait is long enough"
     )
     assert (second.standing, second.value) == ("ok", "no nodes; no time limit")
-    assert third.mend == "The partition does not currently accept or start jobs (State=DOWN)."
+    assert (
+        third.mend == "The partition currently does not accept new jobs, or does not start them (State=DOWN)."
+    )
     no_default = next(partition_findings(Site(partitions=(Partition(name="p"),))))
     assert (no_default.name, no_default.standing) == ("default", "note")
 

@@ -72,7 +72,7 @@ def test_every_text_round_trips(args, value, script, limit):
             "program and its arguments are 1600.. bytes",
         ),
         ({"env": {"A": "é" * 70_000}}, "variable A .* is 140002 bytes long, but at most 131058"),
-        ({"env": {f"A{i}": "x" * 100_000 for i in range(11)}}, "have 1100034 bytes in total"),
+        ({"env": {f"A{i}": "x" * 100_000 for i in range(11)}}, "are 1100034 bytes long in total"),
         ({"args": ("\x00",)}, "NUL"),
         ({"args": ("\udcff",)}, "UTF-8.* Change it"),
         ({"script": "/\udcff"}, "path of the script .* UTF-8.* Rename it"),
@@ -99,7 +99,7 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"directives": {"gres": "gpu"}}, "requests GPUs"),
         ({"directives": {"nodelist": "n[1-3]", "exclude": "m1,n3"}}, "requests node n3, but"),
         ({"directives": {"nodelist": "n[1-3]"}}, r"names 3 nodes, .* requests only 1 "),
-        ({"directives": {"exclude": "n[1-"}}, "Invalid --exclude: node list is malformed"),
+        ({"directives": {"exclude": "n[1-"}}, "Invalid --exclude: The node list is malformed"),
     ],
 )
 def test_invalid_spec_is_refused_with_the_values(make_spec, fields, message):

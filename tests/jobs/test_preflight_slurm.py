@@ -115,7 +115,7 @@ pytestmark = pytest.mark.slurm
         ),
         ({"partition": "physics", "qos": "slow"}, r"QOS 'slow' .* denies it \(DenyQos\)"),
         ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Use --reservation"),
-        ({"partition": "drained"}, r"currently accepts no jobs \(State=DRAIN\)"),
+        ({"partition": "drained"}, r"currently does not accept new jobs \(State=DRAIN\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
         (
             {"nodes": 3},

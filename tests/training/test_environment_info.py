@@ -18,7 +18,7 @@ def load(monkeypatch, file, text="x = 1\n") -> None:
 
 
 def test_script_and_its_own_modules_are_hashed_relative_to_their_folder(tmp_path, monkeypatch):
-    """The run folder, with the code snapshot, is often inside the working folder."""
+    """The run folder, with the code snapshot, is often inside the working directory."""
     snapshot = tmp_path / "runs" / "r" / "code" / "submission-000"
     load(monkeypatch, snapshot / "pkg" / "model.py")
     load(monkeypatch, tmp_path / "beside.py", "x = 2\n")

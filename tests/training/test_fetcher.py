@@ -118,7 +118,7 @@ def test_collate_function_gets_samples():
         (Subset(PerSample(), []), "train_dataset is empty"),
         ((X, Y[:4]), "train_dataset have different lengths: [10, 4]"),
         ({"x": X, "name": "x"}, "is a dict, so each of its values must be a tensor"),
-        (7, "train_dataset is a int, which has no length"),
+        (7, "train_dataset is of type int, which has no length"),
     ],
 )
 def test_invalid_dataset_is_refused(dataset, message):

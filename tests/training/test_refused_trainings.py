@@ -66,7 +66,7 @@ class Second(Regression):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Linear(1, 1), "a Linear, which has no configure_optimizers"),
+        (nn.Linear(1, 1), "type Linear, which has no configure_optimizers"),
         (Foreign(), "without any of the 4 trainable parameters of the module"),
         (Second(), "returned an LBFGS"),
     ],

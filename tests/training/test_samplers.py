@@ -515,11 +515,11 @@ class Endless(Sampler[int]):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OwnLoader(Numbers()), "a OwnLoader that overrides __iter__"),
+        (lambda: OwnLoader(Numbers()), "of type OwnLoader, which overrides __iter__"),
         (lambda: DataLoader(Numbers(), batch_size=None), "batch_size=None"),
         (
             lambda: DataLoader(Stream(), 4, drop_last=True),
-            "drop_last=True, which is not supported for streams",
+            "drop_last=True, which is not supported for an IterableDataset",
         ),
         (lambda: loader(num_workers=1, multiprocessing_context="fork"), "multiprocessing_context"),
         (
@@ -540,7 +540,7 @@ class Endless(Sampler[int]):
         (lambda: loader(sampler=Endless()), "returned more than 99 samples in an epoch"),
         (
             lambda: DataLoader(hpctrain.Mixture([Numbers()], [1]), sampler=[1, 2]),
-            "is a Mixture, .* but its DataLoader has a list",
+            "is a Mixture, .* but its DataLoader has the sampler list",
         ),
     ],
 )

@@ -91,7 +91,7 @@ def test_wrong_order_of_calls_is_refused():
     with hpctrain.session() as s:
         with pytest.raises(hpctrain.UserError, match="has received no optimizer"):
             next(iter(s.batches(data, global_batch_size=2, max_steps=1)))
-        with pytest.raises(hpctrain.UserError, match="received a dict"):
+        with pytest.raises(hpctrain.UserError, match="received an object of type dict"):
             s.prepare({})
         with pytest.raises(hpctrain.UserError, match="before the loop"):
             s.log(loss=1.0)

@@ -44,7 +44,9 @@ class FileEntry:
         except OSError as error:
             raise _unreadable(path, error) from error
         if found.bytes != self.bytes:
-            raise CorruptCheckpoint(f"{path} has {found.bytes} bytes, but the manifest lists {self.bytes}.")
+            raise CorruptCheckpoint(
+                f"{path} is {found.bytes} bytes long, but the manifest lists {self.bytes}."
+            )
         if found != self:
             raise CorruptCheckpoint(
                 f"{path} has checksum {found.xxh3_128}, but the manifest lists {self.xxh3_128}."
@@ -124,7 +126,10 @@ class Manifest:
             raise _unreadable(path, error) from error
         manifest = cls.decode(content, path)
         if checkpoint_folder_name(manifest.step) != folder.name:
-            raise CorruptCheckpoint(f"{folder} contains the manifest of step {manifest.step}.")
+            raise CorruptCheckpoint(
+                f"{folder} is corrupt: its manifest is for step {manifest.step}, which does not match the "
+                "folder name."
+            )
         return manifest
 
     def shares(self, num_ranks: int) -> list[list[FileEntry]]:

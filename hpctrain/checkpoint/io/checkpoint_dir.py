@@ -153,7 +153,7 @@ class CheckpointDir:
             for entry in manifest.files:
                 size = (self.folder / checkpoint_folder_name(newest) / entry.name).stat().st_size
                 if size != entry.bytes:
-                    raise CorruptCheckpoint(f"{entry.name} has {size} bytes, not {entry.bytes}")
+                    raise CorruptCheckpoint(f"{entry.name} is {size} bytes long, not {entry.bytes}")
         except (OSError, CheckpointError) as error:
             reason = str(error).rstrip(".")
             return [f"No old checkpoint was deleted, because the new one may be damaged: {reason}."]

@@ -256,11 +256,11 @@ def _make_run_folder(folder: Path) -> None:
     mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
     if not stat.S_ISDIR(found.st_mode):
         kind = "symbolic link" if stat.S_ISLNK(found.st_mode) else "file"
-        problem, remedy = f"is a {kind}, not a folder", "Remove it"
+        problem, remedy = f"is a {kind}, not a folder", f"Remove this {kind}"
     elif found.st_uid != me:
         problem, remedy = f"belongs to user {found.st_uid}, not to user {me}", "Ask its owner to remove it"
     elif mode & 0o077:
-        problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove it"
+        problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove this folder"
     elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:
         problem = f"can be replaced by any user: {folder.parent} has mode {stat.S_IMODE(base.st_mode):04o}"
         remedy = f"Set the sticky bit on {folder.parent} (chmod +t)"

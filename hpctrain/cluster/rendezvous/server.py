@@ -235,8 +235,8 @@ class RendezvousServer:
         if other is not None and other.nonce != handshake.nonce:
             text = (
                 f"two processes claim rank {handshake.rank} of {handshake.world_size}: {other} and "
-                f"{handshake}. Start one process per rank. Run `hpctrain env` to show the settings of each "
-                "process."
+                f"{handshake}. Start one process per rank. To show the settings of each process, run "
+                "`hpctrain env` with the same launcher (for example, `srun hpctrain env`)."
             )
             peer.send(failed=text)
             raise RendezvousError(text)

@@ -209,7 +209,10 @@ def _end(partition: Partition, site: Site) -> str:
 
 def _trouble(partition: Partition, site: Site) -> Iterator[str]:
     if partition.state != "UP":
-        yield f"The partition does not currently accept or start jobs (State={partition.state})."
+        yield (
+            "The partition currently does not accept new jobs, or does not start them "
+            f"(State={partition.state})."
+        )
     out = sum(group.num for group in partition.groups if group.is_out)
     if out:
         total = pluralize(partition.num_nodes, "node")

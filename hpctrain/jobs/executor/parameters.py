@@ -18,7 +18,7 @@ _HINTS = {
     "run_dir": "Each job of an executor has a separate run folder. Pass the parent folder as `folder`.",
     "runs_dir": "Pass the parent folder of the run folders as `folder`.",
     "array": "To submit a job array, use map_array(), submit_array() or batch().",
-    "max_pickle_size_gb": "Remove it: hpctrain does not limit the size of a function and its arguments.",
+    "max_pickle_size_gb": "Remove this parameter: hpctrain does not limit the size of the function.",
     (
         "python"
     ): "The ranks use the Python of this program. For another Python, set venv, conda or container_image.",

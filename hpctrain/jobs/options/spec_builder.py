@@ -48,7 +48,7 @@ def build_spec(
         args: its command-line arguments.
         given: options from `ResolvedOptions.options`.
         backend: where the job will run.
-        cwd: working folder of the script.
+        cwd: working directory of the script.
         python: Python interpreter of the supervisor and the ranks.
         container: container of the ranks.
         program: the kind of `script`.

@@ -342,7 +342,7 @@ class _Container(TypedDict, total=False):
             metavar="NAME,…",
             example="[HF_HOME]",
             help="Environment variables of the job that override those of the image. Variables set with "
-            "--env always override them.",
+            "--env do so even if not listed here.",
         ),
     ]
     container_python: Annotated[

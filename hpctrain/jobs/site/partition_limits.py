@@ -24,7 +24,7 @@ def limit_problems(request: JobRequest, partition: Partition, site: Site) -> Ite
     """Yield the reasons why the job cannot run in the partition."""
     if partition.state in _CLOSED:
         yield SiteProblem(
-            f"Partition {partition.name} currently accepts no jobs (State={partition.state}). "
+            f"Partition {partition.name} currently does not accept new jobs (State={partition.state}). "
             "Choose another --partition, or wait."
         )
     yield from _time(request, partition)

@@ -16,7 +16,7 @@ def path_notes(spec: JobSpec, ask: RunQuery) -> list[str]:
     paths = {
         **({"script": spec.script} if spec.program == "script" else {}),
         "interpreter": spec.python,
-        "working folder": spec.workdir,
+        "working directory": spec.workdir,
         "run folder": spec.run_dir,
     }
     # Check the parent folder: the interpreter of a virtual environment is a symbolic link.

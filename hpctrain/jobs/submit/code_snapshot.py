@@ -63,7 +63,7 @@ class CodeSnapshot:
             if not stat.S_ISREG(entry.st_mode) and not stat.S_ISLNK(entry.st_mode):
                 raise SpecError(
                     f"Cannot copy {os.path.join(root, name)!r}: it is neither a regular file nor a symbolic "
-                    "link. Remove it, or submit without a copy of the code (--no-code-snapshot)."
+                    "link. Remove this file, or submit without a copy of the code (--no-code-snapshot)."
                 )
         sizes = {name: entry.st_size for name, entry in entries.items()}
         snapshot = cls(repository, place, files, sum(sizes.values()))

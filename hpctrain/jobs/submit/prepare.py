@@ -44,7 +44,7 @@ def prepare_submission(
         source: origin of `options`.
         assignments: strings of the form KEY=VALUE, which override everything else.
         environ: the environment variables of the submission.
-        cwd: the working folder of the script.
+        cwd: the working directory of the script.
         python: the interpreter of supervisor and ranks.
         code: a folder of the working tree to copy, if the script is elsewhere.
         program: the kind of `script`.

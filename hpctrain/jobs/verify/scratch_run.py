@@ -72,7 +72,7 @@ class ScratchRun:
             keep: do not remove the folder on exit.
 
         Raises:
-            SpecError: the script, its code or its working folder is not on this machine.
+            SpecError: the script, its code or its working directory is not on this machine.
         """
         self._verified, self._environ, self._keep = verified, environ, keep
         self._backend = choose_backend(backend, environ)[0]
@@ -231,15 +231,15 @@ class ScratchRun:
         return sys.executable
 
     def _find_workdir(self, spec: JobSpec, code: CodeRef | None) -> str:
-        """Return the working folder, or its copy in the code snapshot."""
+        """Return the working directory, or its copy in the code snapshot."""
         if Path(spec.workdir).is_dir():
             return spec.workdir
         inside = os.pardir if code is None else os.path.relpath(spec.workdir, code.source)
         copied = None if code is None else Path(code.copy, inside)
         if copied is None or inside == os.pardir or not copied.is_dir():
             raise SpecError(
-                f"The working folder {spec.workdir} of run {self._verified.run_id} is not on this machine. "
-                "Create this folder, with the data that the script reads from it."
+                f"The working directory {spec.workdir} of run {self._verified.run_id} is not on this "
+                "machine. Create this directory, with the data that the script reads from it."
             )
         self.notes.append(f"{spec.workdir} is not on this machine, so the script runs in {copied}.")
         return str(copied)

@@ -1,7 +1,7 @@
 """Ranks inside a container: options of srun (Pyxis) and the command line of apptainer.
 
-The run folder, the working folder, the code and the package hpctrain itself are mounted, so an image requires
-only Python and PyTorch. A rank's environment variables override those of the image.
+The run folder, the working directory, the code and the package hpctrain itself are mounted, so an image
+requires only Python and PyTorch. A rank's environment variables override those of the image.
 """
 
 from __future__ import annotations

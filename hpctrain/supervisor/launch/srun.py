@@ -157,7 +157,9 @@ class SrunStep:
         try:
             self.signal(signal.SIGKILL)
         except SchedulerError as error:
-            print(f"hpctrain: cannot kill the ranks through Slurm; killing srun instead: {error}", flush=True)
+            print(
+                f"hpctrain: cannot kill the ranks through Slurm ({error}); killing srun instead", flush=True
+            )
             self._srun.terminate()
 
     def _kill_until_gone(self) -> None:

@@ -44,11 +44,17 @@ def summarize(run_data: RunData) -> list[str]:
     attempts = pluralize(len(run_data.attempts), "attempt")
     if run_data.breakdown.knows_lost_work:
         steps = pluralize(run_data.step or 0, "step")
-        sentences = [f"{steps} {'so far ' if run_data.is_going else ''}in {wall} and {attempts}."]
+        sentences = [
+            f"The run has completed {steps} so far, in {wall} with {attempts}."
+            if run_data.is_going
+            else f"The run completed {steps} in {wall} with {attempts}."
+        ]
     else:
         why = why_unknown(run_data.reports_steps)
         sentences = [
-            f"{wall} {'so far' if run_data.is_going else 'in total'}, with {attempts}.",
+            f"The run has taken {wall} so far, in {attempts}."
+            if run_data.is_going
+            else f"The run took {wall}, in {attempts}.",
             f"Lost work and productive time are unknown: {why}.",
         ]
     if run_data.cause:

@@ -97,14 +97,15 @@ def _check_supported(loader: DataLoader[Any], name: str) -> None:
     kind, samplers = type(loader), (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
         problem = (
-            f"a {kind.__name__} that overrides __iter__, so its batches cannot be divided among the ranks"
+            f"of type {kind.__name__}, which overrides __iter__, so its batches cannot be divided among the "
+            "ranks"
         )
         remedy = "Pass the data set itself, or a plain DataLoader with the same sampler and collate_fn."
     elif loader.batch_sampler is None and loader.batch_size is None:
         problem = "a DataLoader with batch_size=None, so its elements cannot be divided among the ranks"
         remedy = "Set batch_size, and make the data set return single samples."
     elif isinstance(loader.dataset, IterableDataset) and loader.drop_last:
-        problem = "a DataLoader with drop_last=True, which is not supported for streams"
+        problem = "a DataLoader with drop_last=True, which is not supported for an IterableDataset"
         remedy = "Remove drop_last: the remaining samples then form a smaller last batch."
     elif loader.multiprocessing_context is not None:
         problem = "a DataLoader with a multiprocessing_context, but hpctrain starts the data workers itself"

@@ -68,8 +68,8 @@ def make_step_source(
 def _check_divisible_stream(data_rank: DataRank, name: str) -> None:
     if data_rank.grain_size is not None:
         raise UserError(
-            f"{name} is a stream, whose batches depend on the number of ranks, so elastic_determinism cannot "
-            "be used. Use a map-style data set, with __len__ and __getitem__."
+            f"{name} is a stream, which elastic_determinism does not support: its samples are divided among "
+            "the ranks by shard, not by grain. Use a map-style data set, with __len__ and __getitem__."
         )
 
 

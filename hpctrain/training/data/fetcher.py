@@ -53,8 +53,8 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
             num_samples = len(inner)
         except TypeError:
             raise UserError(
-                f"{name} is a {type(inner).__name__}, which has no length and is not an IterableDataset. "
-                "Define __len__, or subclass IterableDataset."
+                f"{name} is of type {type(inner).__name__}, which has no length and is not an "
+                "IterableDataset. Define __len__, or subclass IterableDataset."
             ) from None
     if (num_samples if subset is None else len(subset)) < 1:
         raise UserError(f"{name} is empty.")

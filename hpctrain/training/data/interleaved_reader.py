@@ -60,7 +60,7 @@ class ShardedStream:
         """
         if iter(dataset) is dataset and not hasattr(dataset, "load_state_dict"):
             raise UserError(
-                f"{name} is a {type(dataset).__name__}, which can be read only once. Use an "
+                f"{name} is of type {type(dataset).__name__}, which can be read only once. Use an "
                 "IterableDataset whose __iter__ starts from the beginning in each epoch."
             )
         self._dataset, self.name = dataset, name

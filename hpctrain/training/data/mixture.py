@@ -40,7 +40,7 @@ class Mixture(ConcatDataset[Any]):
         super().__init__(datasets)
         for number, dataset in enumerate(self.datasets):
             if not len(dataset):  # type: ignore[arg-type]
-                raise UserError(f"Data set {number} of the Mixture is empty. Remove it.")
+                raise UserError(f"Data set {number} of the Mixture is empty. Remove this data set.")
         self._weights = weights
         self.shares(1)
 

@@ -231,14 +231,14 @@ def _make_plan(
     batch_size, seed = loading.global_batch_size, loading.seed
     if contains_mixture(parts.dataset):
         raise UserError(
-            f"{name} is a {type(parts.dataset).__name__} that contains a Mixture, whose weights would be "
-            "ignored. Pass a single Mixture, which may contain subsets."
+            f"{name} is of type {type(parts.dataset).__name__} and contains a Mixture, whose weights would "
+            "be ignored. Pass a single Mixture, which may contain subsets."
         )
     if isinstance(parts.dataset, Mixture):
         if parts.sampler is not None:
             raise UserError(
-                f"{name} is a Mixture, whose weights determine the order, but its DataLoader has a "
-                f"{type(parts.sampler).__name__}. Remove the sampler."
+                f"{name} is a Mixture, whose weights determine the order, but its DataLoader has the "
+                f"sampler {type(parts.sampler).__name__}. Remove this sampler."
             )
         return BatchPlan(MixtureOrder(parts.dataset, batch_size, seed), batch_size)
     if parts.sampler is not None:

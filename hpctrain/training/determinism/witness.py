@@ -11,7 +11,6 @@ import xxhash
 
 from hpctrain.errors import SilentCorruption, Suspect
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.text import pluralize
 from hpctrain.training.base.rng import derive_seed
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
 
@@ -85,13 +84,14 @@ class Witness:
         odd |= {rank for rank, value in enumerate(votes) if value != truth}
         suspects = tuple(known[rank] for rank in sorted(odd if is_clear else of_pair))
         places = "; ".join(f"rank {each.rank} ({each.device} on {each.host})" for each in suspects)
+        hosts = ", ".join(dict.fromkeys(each.host for each in suspects))
         pair = " and ".join(map(str, of_pair))
         text = f"In step {step}, ranks {pair} computed different gradients of the same grain. "
         if is_clear:
             text += (
-                f"After {pluralize(len(votes), 'rank')} computed it again, {num_votes} of "
-                f"{len(votes) + len(of_pair)} gradients were equal, but not those of {places}. The probable "
-                "cause is a fault of this device or of its memory. Resume without this node"
+                f"All {len(votes)} ranks then computed this grain again. {num_votes} of the "
+                f"{len(votes) + len(of_pair)} gradients agree, all except those of {places}. The probable "
+                f"cause is faulty hardware. Exclude {hosts}, and resume"
             )
         else:
             text += (

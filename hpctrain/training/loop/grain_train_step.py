@@ -176,13 +176,22 @@ def _check(strategy: Strategy, settings: TrainerConfig) -> None:
     if not strategy.sums_exactly:
         reason = f"strategy is {settings.strategy!r}. Use 'ddp', 'zero1', 'zero2', 'zero3' or 'fsdp'"
     elif settings.algorithm != "allreduce":
-        reason = f"algorithm is {settings.algorithm!r}, whose result depends on the ranks. Remove it"
+        reason = (
+            f"algorithm is {settings.algorithm!r}, whose result depends on the number of ranks. Remove the "
+            "setting algorithm"
+        )
     elif settings.compile is not False:
-        reason = f"compile is {settings.compile!r}, and compiled code may differ between ranks. Remove it"
+        reason = (
+            f"compile is {settings.compile!r}, and compiled code may differ between ranks. Remove the "
+            "setting compile"
+        )
     elif settings.on_bad_loss == "skip":
         reason = "on_bad_loss is 'skip'. Use 'stop' or 'rollback'"
     elif takes_optimizer_idx(module):
-        reason = "training_step accepts optimizer_idx. Return one loss for all optimizers"
+        reason = (
+            "training_step accepts optimizer_idx. Remove this parameter, and return one loss for all "
+            "optimizers"
+        )
     elif strategy.gathers_samples and type(module).training_step_end is not Module.training_step_end:
         reason = (
             f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end receives the "

@@ -338,8 +338,8 @@ class Session:
             self._prepared.schedulers.append(thing)
             return _DeferredScheduler(thing, self._defer(thing)) if self._is_elastic else thing
         raise UserError(
-            f"prepare() received a {type(thing).__name__}, but accepts only modules, optimizers and "
-            "learning-rate schedulers."
+            f"prepare() received an object of type {type(thing).__name__}, but accepts only modules, "
+            "optimizers and learning-rate schedulers."
         )
 
 

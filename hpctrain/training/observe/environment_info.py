@@ -57,8 +57,8 @@ def collect_platform(context: DistributedContext) -> dict[str, Any]:
 def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the checksum of the script and of each module that it imported from its folders, by path.
 
-    Paths are relative to the code snapshot, or to the folder of the script or the working folder. Installed
-    packages are omitted.
+    Paths are relative to the code snapshot, or to the folder of the script or the working directory.
+    Installed packages are omitted.
     """
     script = os.path.realpath(sys.argv[0])
     folders = [environ.get(CODE_VARIABLE) or os.path.dirname(script), os.getcwd()]

@@ -40,7 +40,7 @@ class ShardedParameters:
         """
         if optimizer.state:
             raise UserError(
-                f"configure_optimizers() returned a {type(optimizer).__name__} that has already performed "
+                f"The {type(optimizer).__name__} returned by configure_optimizers() has already performed "
                 "steps, so its state cannot be sharded. Create a new optimizer in this method."
             )
         for group in optimizer.param_groups:
@@ -153,9 +153,9 @@ def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Opt
         for parameter in _parameters(optimizer):
             if parameter not in own:
                 raise UserError(
-                    f"{type(module).__name__}.configure_optimizers() returned a "
-                    f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} that "
-                    "the module does not have. Parameters are sharded before this method is called, so "
+                    f"The {type(optimizer).__name__} returned by {type(module).__name__}."
+                    f"configure_optimizers() has a parameter of shape {tuple(parameter.shape)} that the "
+                    "module does not have. Parameters are sharded before this method is called, so "
                     "create the optimizer in this method, from self.parameters()."
                 )
 

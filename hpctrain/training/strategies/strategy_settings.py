@@ -24,7 +24,7 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
     if settings.bucket_cap_mb is not None and not strategy.has_buckets:
         raise UserError(
             f"bucket_cap_mb is {settings.bucket_cap_mb!r}, but strategy is {settings.strategy!r}. "
-            "bucket_cap_mb applies only to 'ddp', 'ddp_spawn', 'ddp2' and 'zero1'. Remove it."
+            "bucket_cap_mb applies only to 'ddp', 'ddp_spawn', 'ddp2' and 'zero1'. Remove this setting."
         )
     if settings.static_graph and (not strategy.has_buckets or settings.find_unused_parameters):
         raise UserError(
