@@ -9,7 +9,6 @@ them from their own samples.
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.errors import SilentCorruption, Suspect
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import pluralize
+from hpctrain.training.base.device_selection import describe_hardware
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.training_state import TrainingState
 
@@ -87,6 +87,8 @@ class ReplicaCheck:
             every: number of steps in which the complete state is compared.
         """
         self._context, self._state, self._every = context, state, every
+        if state.compared_step is None:
+            state.compared_step = state.step
         self._slices: list[_Slice] = []
         self._sizes: list[int] = []
         self._recorded: list[_SliceHash] = []
@@ -106,7 +108,10 @@ class ReplicaCheck:
         """
         if every is None or not context.is_distributed or not strategy.has_equal_replicas:
             return None, None
-        kinds = context.all_gather(_describe_hardware(context.device))
+        kind = describe_hardware(context.device)
+        if context.device.type == "cpu":
+            kind += f" and {pluralize(torch.get_num_threads(), 'thread')}"
+        kinds = context.all_gather(kind)
         if len(names := sorted(set(kinds))) > 1:
             return None, (
                 f"the replicas are not compared (replica_check_every={every}), because the ranks compute on "
@@ -116,8 +121,6 @@ class ReplicaCheck:
 
     def reset(self) -> None:
         """Discard all hashes, before the first step and after a checkpoint was loaded."""
-        if self._state.compared_step is None:
-            self._state.compared_step = self._state.step
         self._slices, self._sizes = [], []
         self._recorded, self._sent = [], []
 
@@ -323,14 +326,6 @@ def _flatten(tensor: torch.Tensor) -> torch.Tensor:
     ):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.flatten()
-
-
-def _describe_hardware(device: torch.device) -> str:
-    """Return a description that is equal if and only if results are equal to the last bit."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    kind = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} with {kind} and {pluralize(torch.get_num_threads(), 'thread')}"
 
 
 def own_suspect(context: DistributedContext) -> Suspect:

@@ -145,9 +145,10 @@ class TrainingState:
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
         self.remarks = [*ignored, *remarks, *self.remarks]
         self.step = loaded.step
-        self.compared_step = loaded.verified_step
-        if self.witnessed_step is not None:
-            self.witnessed_step = loaded.verified_step or 0
+        # A state that was not verified before is the beginning of the verified steps.
+        known_good = self.step if loaded.verified_step is None else loaded.verified_step
+        self.compared_step = None if self.compared_step is None else known_good
+        self.witnessed_step = None if self.witnessed_step is None else known_good
         self.validated_step = tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
 
@@ -155,6 +156,7 @@ class TrainingState:
         if self.determinism is None:
             return []
         if state is None:
+            self.determinism.exponents.clear()
             remark = (
                 "The checkpoint was saved without elastic_determinism, so the result of its steps depends "
             )

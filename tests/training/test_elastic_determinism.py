@@ -15,7 +15,7 @@ import torch
 from helpers.ranks import run_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import hpctrain
 from hpctrain.files import read_json_lines
@@ -66,6 +66,15 @@ class Net(hpctrain.Module):
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
 
 
+def Mixed():  # noqa: N802 (in place of a class)
+    return hpctrain.Mixture([Noisy(), Noisy()], weights=[0.3, 0.7])
+
+
+def Loader():  # noqa: N802 (in place of a class)
+    weights = torch.linspace(0.1, 1.0, 230)
+    return DataLoader(Noisy(), batch_size=100, sampler=WeightedRandomSampler(weights, 230))
+
+
 class Kill(hpctrain.Callback):
     """Kills the process in a step: a callback receives the metrics of the step before."""
 
@@ -91,7 +100,7 @@ def train(run_dir: str, max_steps: int, settings: dict[str, Any]) -> dict[str, t
     settings = {"validate_every": 4} | settings
     trainer = hpctrain.Trainer(max_steps=max_steps, run_dir=run_dir, elastic_determinism=True, **settings)
     module = kind()
-    trainer.fit(module, data(), data())
+    trainer.fit(module, data(), Noisy())
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -143,7 +152,7 @@ def test_number_of_ranks_does_not_change_a_bit(undisturbed, tmp_path, world_size
     assert_same(results(tmp_path / "run", [(world_size, 12)]), undisturbed)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
 def test_strategy_does_not_change_a_bit(undisturbed, tmp_path, strategy):
     assert_same(results(tmp_path / "run", [(3, 12)], strategy=strategy), undisturbed)
 
@@ -205,7 +214,37 @@ class TwoOptimizers(Net):
         return [torch.optim.SGD(head, lr=0.01, momentum=0.9), torch.optim.Adam(rest, lr=0.01)], []
 
 
+class OnlyHead(Net):
+    """Trainable parameters that belong to no optimizer, and a validation with random numbers."""
+
+    def validation_step(self, batch, batch_idx):
+        return {"val_loss": super().validation_step(batch, batch_idx)["val_loss"] + torch.rand(())}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.01)
+
+
+class Shared(Net):
+    """Layers that are used twice, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = self.blocks[0]
+        self.embedding.requires_grad_(False)
+
+
+class Fractions(Tokens):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return output | {"num_tokens": output["num_tokens"] / 3}
+
+
 FEATURES = {
+    "fractions of tokens": {"net": Fractions},
+    "parameters without an optimizer": {"net": OnlyHead},
+    "shared layers": {"net": Shared},
+    "mixture": {"data": Mixed},
+    "loader": {"data": Loader},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "16-mixed": {"precision": "16-mixed"},
     "bf16-true": {"precision": "bf16-true", "gradient_clip_norm": None},
@@ -298,6 +337,18 @@ class NodeLoss(Net):
         return outputs
 
 
+class Changing(Net):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return output if batch[0][0, 0] > 0.5 else output | {"other": torch.zeros(())}
+
+
+class Synchronized(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(6)
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(Noisy())
@@ -315,6 +366,8 @@ REFUSALS = [
     ({"net": Alternating}, "accepts optimizer_idx"),
     ({"net": Growing}, "added the buffer seen or changed its shape"),
     ({"data": Stream}, "is a stream"),
+    ({"net": Changing}, "Return the same metrics for every grain"),
+    ({"net": Synchronized}, "contains a SyncBatchNorm"),
 ]
 
 

@@ -15,9 +15,9 @@ from hpctrain.training.determinism.exact_norm import exact_norm
 from hpctrain.training.determinism.fixed_point import (
     HEADROOM,
     largest_term,
+    scale,
     shared_exponent,
     to_floats,
-    to_integers,
 )
 
 ALONE = DistributedContext(detect({}), torch.device("cpu"), None)
@@ -25,7 +25,8 @@ ALONE = DistributedContext(detect({}), torch.device("cpu"), None)
 
 def fixed_point_sum(terms: list[torch.Tensor], exponent: int) -> torch.Tensor:
     total = sum(
-        (to_integers(term, exponent) for term in terms), torch.zeros(terms[0].shape, dtype=torch.int64)
+        (scale(term, exponent).to(torch.int64) for term in terms),
+        torch.zeros(terms[0].shape, dtype=torch.int64),
     )
     return to_floats(total, exponent, torch.float32)
 
@@ -68,18 +69,18 @@ def test_sum_is_independent_of_order_and_closer_than_that_of_float32(terms, grow
 def test_largest_terms_do_not_overflow(num_terms, sign):
     exponent = shared_exponent(1.0, num_terms)
     largest = math.nextafter(largest_term(exponent, num_terms), 0.0)
-    integers = to_integers(torch.tensor(sign * largest, dtype=torch.float64), exponent)
+    integers = scale(torch.tensor(sign * largest, dtype=torch.float64), exponent).to(torch.int64)
     assert abs(int(integers)) * num_terms < 2**63
     assert int(integers) * num_terms == int(integers * num_terms)
     assert largest_term(None, 1) == 0.0
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e15])
-def test_norm_is_that_of_float64_for_any_division_into_rows(scale):
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-8, 1.0, 1e15])
+def test_norm_is_that_of_float64_for_any_division_into_rows(magnitude):
     generator = torch.Generator().manual_seed(1)
     whole = [
-        torch.randn((7, 5), generator=generator) * scale,
-        torch.randn(3, generator=generator) * scale / 1e4,
+        torch.randn((7, 5), generator=generator) * magnitude,
+        torch.randn(3, generator=generator) * magnitude / 1e4,
     ]
     parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in whole]
     for parameter, gradient in zip(parameters, whole, strict=True):
@@ -100,5 +101,5 @@ def test_norm_of_nothing_is_zero():
 @pytest.mark.parametrize("exponent", [-200, -127, -1, 0, 62, 126, 127, 211])
 def test_integers_are_converted_back(exponent):
     x = torch.tensor([math.ldexp(3.0, -exponent)], dtype=torch.float64)
-    assert torch.equal(to_integers(x, exponent), torch.tensor([3]))
+    assert torch.equal(scale(x, exponent).to(torch.int64), torch.tensor([3]))
     assert torch.equal(to_floats(torch.tensor([3]), exponent, torch.float64), x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -135,3 +136,10 @@ def with_devices(context: DistributedContext, indices: Sequence[int | None]) -> 
     if first.type == "cuda":
         torch.cuda.set_device(first)
     return replace(context, device=first, extra_devices=tuple(others))
+
+
+def describe_hardware(device: torch.device) -> str:
+    """Return the model of a device; devices of the same model round equally."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"

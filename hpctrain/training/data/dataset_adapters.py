@@ -99,6 +99,9 @@ class ValidationSet(Protocol):
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks."""
 
+    def first_batch(self) -> int:
+        """Return the number of this rank's first batch among the batches of all ranks, with grains."""
+
     def batches(self) -> Generator[tuple[int, Any], None, None]:
         """Yield (number of samples, batch) of this rank's part; augmentation is always the same."""
 
@@ -129,6 +132,7 @@ class _ValidationMap:
 
     def __init__(self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._loading, self._data_rank, self._name = loading, data_rank, name
+        self._batch_rank = replace(data_rank, grain_size=None)
         self._fetcher = make_fetcher(parts.dataset, loading.collate_fn, loading.seeds("validation"), name)
         batch_size, num_samples = loading.global_batch_size, self._fetcher.num_samples
         self._drawn: DrawnEpoch | None = None
@@ -142,6 +146,12 @@ class _ValidationMap:
             "num_samples": self._num_samples,
             **({"order": self._drawn.digest} if self._drawn is not None else {}),
         }
+
+    def first_batch(self) -> int:
+        if self._drawn is None:
+            return self._data_rank.part(self._num_samples)[0] // self._batch_size
+        first, _ = self._batch_rank.part(len(self._drawn.ends))
+        return sum(-(-len(self._drawn.batch(number)) // self._batch_size) for number in range(first))
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
         sizes: deque[int] = deque()
@@ -163,7 +173,7 @@ class _ValidationMap:
                 yield torch.arange(start, min(start + self._batch_size, high))
             return
         # Batches stay whole, because their samples may belong together, except to limit their size.
-        for number in range(*self._data_rank.part(len(self._drawn.ends))):
+        for number in range(*self._batch_rank.part(len(self._drawn.ends))):
             batch = self._drawn.batch(number)
             yield from torch.split(batch, self._data_rank.grain_size or self._data_rank.largest(len(batch)))
 
@@ -178,6 +188,9 @@ class _ValidationStream:
 
     def identity(self) -> dict[str, Any]:
         return {"num_shards": self._stream.num_shards}
+
+    def first_batch(self) -> int:
+        return 0
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
         readers = ShardReaders(

@@ -190,8 +190,13 @@ class MapStepSource:
         whole = DataRank(0, 1, self._data_rank.grain_size)
         rank_batch = self._plan.rank_batch(step, whole)
         low, high = rank_batch.parts(None, whole.grain_size)[number]
-        indices = rank_batch.indices[low:high]
-        return MicroBatch(self._fetcher.fetch(self._plan.seed_round(rank_batch), indices), high - low)
+        indices, threads = rank_batch.indices[low:high], torch.get_num_threads()
+        if self.loading.num_workers:
+            torch.set_num_threads(1)  # as in torch's data workers
+        try:
+            return MicroBatch(self._fetcher.fetch(self._plan.seed_round(rank_batch), indices), high - low)
+        finally:
+            torch.set_num_threads(threads)
 
     def local_ends(self) -> float:
         return 0.0

@@ -11,6 +11,7 @@ import torch
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base.device_selection import describe_hardware
 
 #: Makes cuBLAS deterministic; read when its first handle is created.
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -30,11 +31,16 @@ class ElasticDeterminism:
             "grain_size": grain_size,
             "threads": context.broadcast_from_main(torch.get_num_threads()),
             "torch": str(torch.__version__),
-            "device": _describe(context.device),
+            "device": "; ".join(sorted(set(context.all_gather(describe_hardware(context.device))))),
         }
         self.exponents: dict[str, int] = {}
         if context.device.type == "cuda":
             os.environ.setdefault(*_CUBLAS)
+
+    @property
+    def hardware_differs(self) -> bool:
+        """True if the ranks compute on different hardware, which may round differently."""
+        return "; " in self._facts["device"]
 
     @contextmanager
     def deterministic_algorithms(self) -> Iterator[None]:
@@ -84,11 +90,3 @@ class ElasticDeterminism:
             for name, what in (("torch", "The version of torch"), ("device", "The device"))
             if state[name] != self._facts[name]
         ]
-
-
-def _describe(device: torch.device) -> str:
-    """Return the model of a device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    capability: str = torch.backends.cpu.get_cpu_capability()
-    return f"CPU with {capability}"

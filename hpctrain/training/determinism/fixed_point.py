@@ -21,9 +21,9 @@ HEADROOM = 10
 _FLOAT32_EXPONENT = 126
 
 
-def shared_exponent(peak: float, num_terms: int, headroom: int = HEADROOM) -> int:
+def shared_exponent(peak: float, num_terms: int) -> int:
     """Return the s of a sum of `num_terms` tensors, based on the largest absolute value of an element."""
-    return _BITS - headroom - (num_terms - 1).bit_length() - math.frexp(peak)[1]
+    return _BITS - HEADROOM - (num_terms - 1).bit_length() - math.frexp(peak)[1]
 
 
 def largest_term(exponent: int | None, num_terms: int) -> float:
@@ -33,16 +33,10 @@ def largest_term(exponent: int | None, num_terms: int) -> float:
     return math.ldexp(1.0, min(_BITS - (num_terms - 1).bit_length() - exponent, 1023))
 
 
-def to_integers(x: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Return trunc(x · 2^exponent) as int64; undefined for elements beyond `largest_term`."""
-    return scale(x, exponent).to(torch.int64)
-
-
 def to_floats(total: torch.Tensor, exponent: int, dtype: torch.dtype) -> torch.Tensor:
     """Return total · 2^-exponent."""
-    return scale(
-        total.to(torch.float64 if abs(exponent) > _FLOAT32_EXPONENT else torch.float32), -exponent
-    ).to(dtype)
+    is_wide = dtype is torch.float64 or abs(exponent) > _FLOAT32_EXPONENT
+    return scale(total.to(torch.float64 if is_wide else torch.float32), -exponent).to(dtype)
 
 
 def scale(x: torch.Tensor, exponent: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class GradientSum:
         for number, each in enumerate(self._tensors):
             if each.computed is not None:
                 each.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
-        self._num_terms, self._counts, self._is_last = 1, True, True
+        self._num_terms, self._is_used, self._is_last = 1, True, True
         self._hashes: dict[int, int] | None = None
         #: Values of the buffers at the beginning of the step.
         self._before: dict[str, torch.Tensor] = {}
@@ -82,19 +82,22 @@ class GradientSum:
         self._num_terms = num_grains
         self._peaks.zero_()
         self._before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        for each in self._tensors:
+            if each.computed is not None:
+                each.computed.grad = None
         for bucket in self._buckets:
             bucket.begin()
 
     @contextmanager
-    def grain(self, *, counts: bool, is_last: bool, hashes: dict[int, int] | None = None) -> Iterator[None]:
+    def grain(self, *, is_used: bool, is_last: bool, hashes: dict[int, int] | None = None) -> Iterator[None]:
         """Add the gradients of the backward pass in this block.
 
         Args:
-            counts: False for a pass without own samples, which only matches the passes of other ranks.
+            is_used: False for a pass without own samples, which only matches the passes of other ranks.
             is_last: True for the last pass of the step on this rank; all ranks have the same number.
             hashes: receives the hash of each gradient, by the number of its parameter.
         """
-        self._counts, self._is_last, self._hashes = counts, is_last, hashes
+        self._is_used, self._is_last, self._hashes = is_used, is_last, hashes
         self._next = 0
         for bucket in self._buckets:
             bucket.begin_pass()
@@ -142,7 +145,7 @@ class GradientSum:
             gradient, computed.grad = computed.grad, None
             if gradient is not None and self._hashes is not None:
                 self._hashes[number] = hash_numbers(gradient)
-            if gradient is not None and self._counts:
+            if gradient is not None and self._is_used:
                 self._add(number, gradient)
             bucket = self._tensors[number].bucket
             if bucket.is_sent:
@@ -181,14 +184,14 @@ class GradientSum:
                 if buffer.is_cpu and torch.equal(buffer, before):
                     continue
                 if number is None:
-                    if buffer.is_cpu:
+                    if not torch.equal(buffer, before):
                         raise UserError(
                             f"The training step changed the buffer {name} of type {buffer.dtype}, which has "
-                            "no mean over the grains of a step. Use a floating-point or integer buffer, or "
-                            "set elastic_determinism=False."
+                            "no mean over the grains of a step. Use a floating-point or int64 buffer, or set "
+                            "elastic_determinism=False."
                         )
                     continue
-                if self._counts:
+                if self._is_used:
                     # Infinite elements that did not change have no difference.
                     change = torch.where(buffer == before, torch.zeros_like(buffer), buffer - before)
                     self._add(number, change)
@@ -273,8 +276,8 @@ class _Bucket:
         #: Gradients that are missing in the current pass.
         self.waiting, self.is_sent = 0, False
         self._totals = torch.zeros(length, dtype=torch.int64, device=context.device)
-        if is_sharded:
-            self._terms = self._totals.new_zeros((self._world_size, length))
+        #: The integers of a pass, with a row for each rank. Exists only during the pass, to save memory.
+        self._terms: torch.Tensor | None = None
         #: Tensors without a term in this step.
         self._missing: set[_Summed] = set()
         self._pending: list[tuple[Any, torch.Tensor | None]] = []
@@ -287,15 +290,14 @@ class _Bucket:
     def begin_pass(self) -> None:
         self.wait()
         self.waiting, self.is_sent = max(self.num_hooks, 1), False
-        if self._is_sharded:
-            self._terms.zero_()
 
     def add(self, each: _Summed, term: torch.Tensor) -> None:
         """Add a term, rounded to integers, toward zero."""
         length, flat = each.room(self._world_size), term.reshape(-1)
         if self._is_sharded:
+            terms = self._terms_of_pass()
             for row, part in enumerate(torch.split(flat, length) if length else ()):
-                self._terms[row, each.offset : each.offset + len(part)] = part
+                terms[row, each.offset : each.offset + len(part)] += part.to(torch.int64)
             return
         total = self._totals[each.offset : each.offset + length]
         if each in self._missing:
@@ -307,10 +309,10 @@ class _Bucket:
     def send(self, *, is_last: bool) -> None:
         self.is_sent = True
         if self._is_sharded and not self._context.is_distributed:
-            self._totals += self._terms[0]
+            self._totals += self._terms_of_pass()[0]
         elif self._is_sharded:
             own = torch.empty_like(self._totals)
-            work = dist.reduce_scatter_tensor(own, self._terms.view(-1), async_op=True)
+            work = dist.reduce_scatter_tensor(own, self._terms_of_pass().view(-1), async_op=True)
             self._pending.append((work, own))
         elif is_last:
             for each in self._missing:
@@ -323,7 +325,12 @@ class _Bucket:
             work.wait()
             if own is not None:
                 self._totals += own
-        self._pending = []
+        self._pending, self._terms = [], None
+
+    def _terms_of_pass(self) -> torch.Tensor:
+        if self._terms is None:
+            self._terms = self._totals.new_zeros((self._world_size, len(self._totals)))
+        return self._terms
 
     def totals(self) -> Iterator[tuple[_Summed, torch.Tensor]]:
         """Yield each tensor with its sum, in the shape of this rank's part."""

@@ -7,6 +7,8 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from hpctrain.errors import UserError
 from hpctrain.rundir import MICRO_BATCH_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
@@ -79,6 +81,8 @@ def build_training_loop(
         UserError: a data set is empty or not usable.
     """
     ranks = context.ranks
+    if settings.elastic_determinism and isinstance(train_dataset, DataLoader):
+        _check_grain_size(settings)
     strategy_class = strategy or find_strategy(settings.strategy, environ)
     data_rank = strategy_class.data_rank(ranks)
     data_rank = replace(data_rank, grain_size=settings.grain_size)
@@ -120,7 +124,12 @@ def build_training_loop(
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
     replica_check, remark = ReplicaCheck.for_training(context, state, placed, settings.replica_check_every)
-    if isinstance(train_step, GrainTrainStep) and settings.witness_every and context.is_distributed:
+    if determinism is not None and determinism.hardware_differs:
+        remark = (
+            "The ranks compute on different hardware, which may round differently, so the result depends on "
+            "the assignment of grains to ranks, and gradients are not compared."
+        )
+    elif isinstance(train_step, GrainTrainStep) and settings.witness_every and context.is_distributed:
         assert isinstance(source, MapStepSource)
         assert settings.grain_size is not None
         witness = Witness(
@@ -173,6 +182,14 @@ def _make_data(
         return source, None
     every_rank = DataRank(context.ranks.rank, context.ranks.world_size, settings.grain_size)
     return source, make_validation_set(val, loading, every_rank, context)
+
+
+def _check_grain_size(settings: TrainerConfig) -> None:
+    if not settings.given & {"grain_size", "micro_batch_size", "global_batch_size"}:
+        raise UserError(
+            "elastic_determinism is True, and train_dataset is a DataLoader, so the size of the grains is "
+            "unknown. Set grain_size, for example to the DataLoader's batch_size divided by 24."
+        )
 
 
 def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:

@@ -17,6 +17,7 @@ from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.metric_accumulator import exact_sum
 from hpctrain.training.base.precision import cast_batch, forward_context
+from hpctrain.training.base.rng import derive_seed, seed_all
 from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
@@ -114,7 +115,8 @@ def run_validation(
             lightning.begin_evaluation(method, is_sanity=num_batches is not None)
         some = islice(own, num_batches)
         batches = loop.iterate(pad_to_longest(some, context) if strategy.in_lockstep else some)
-        for output, num_samples, _ in evaluate_batches(strategy, method, batches):
+        first = data.first_batch() if strategy.settings.elastic_determinism else None
+        for output, num_samples, _ in evaluate_batches(strategy, method, batches, first):
             if num_samples:
                 means.add(as_scalars(output, lone_name, means.origin), num_samples)
                 activity.set_phase(RankPhase.VALIDATE)
@@ -125,15 +127,20 @@ def run_validation(
 
 
 def evaluate_batches(
-    strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]]
+    strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]], first: int | None = None
 ) -> Iterator[tuple[Any, int, int]]:
     """Call a method of the module on each of `batches`, pairs of number of samples and batch.
+
+    With `first`, the number of the first batch among those of all ranks, random numbers depend only on the
+    number of a batch.
 
     Yields the output, the number of samples that it represents, and the number of this rank's samples.
     """
     device, precision = strategy.context.device, strategy.settings.precision
     lightning = find_lightning_run(strategy.module)
-    for batch_idx, (num_held, batch) in enumerate(batches):
+    for batch_idx, (num_held, batch) in enumerate(batches, first or 0):
+        if first is not None:
+            seed_all(derive_seed(strategy.settings.seed, "evaluation", batch_idx))
         if lightning is not None:
             lightning.num_samples = num_held
         with forward_context(precision, device):

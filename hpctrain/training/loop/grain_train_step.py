@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.training.base import rng
-from hpctrain.training.base.metric_accumulator import MetricAccumulator
+from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator, exact_sum
 from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.step_source import MapStepSource, MicroBatch, StepData
@@ -17,7 +18,7 @@ from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.determinism.exact_norm import exact_norm
 from hpctrain.training.determinism.gradient_sum import GradientSum
 from hpctrain.training.determinism.witness import Witness, hash_gradients
-from hpctrain.training.loop.train_step import TrainStep
+from hpctrain.training.loop.train_step import TokenCounter, TrainStep
 from hpctrain.training.module import Module, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies import Strategy
@@ -36,6 +37,13 @@ class GrainPass(NamedTuple):
     """Receives the metrics of the grain."""
     is_last: bool
     """True for the last pass of the step on this rank."""
+
+
+class _TokenWeights(TokenCounter):
+    """Weights of losses that are means over tokens. The tokens are counted with the metrics."""
+
+    def add(self, count: torch.Tensor, rank_batch: RankBatch, last: bool) -> torch.Tensor:  # noqa: ARG002
+        return count.detach().to(self._context.device, torch.float32) / rank_batch.batch_size
 
 
 class GrainTrainStep(TrainStep):
@@ -63,12 +71,12 @@ class GrainTrainStep(TrainStep):
         assert settings.grain_size is not None
         self._grain_size, self._seed = settings.grain_size, settings.seed
         self._average_over(1)
+        self._tokens = _TokenWeights(strategy.context, 1)
         context = strategy.context
         self._gradients = GradientSum(
             context, strategy.summed_parameters(), self._module, settings.bucket_cap_mb, determinism.exponents
         )
         self._witness: Witness | None = None
-        self._factor: torch.Tensor | None = None
         self._optimizer_step.gradient_norm = lambda parameters: exact_norm(parameters, context)
 
     def add_witness(self, witness: Witness, source: MapStepSource, state: TrainingState) -> None:
@@ -83,27 +91,30 @@ class GrainTrainStep(TrainStep):
         Afterwards, the parameters have their gradients. All ranks must iterate to the end.
         """
         rank_batch, own = step.rank_batch, list(step.micro_batches)
-        is_witnessed = self._witness is not None and rank_batch.step % self._witness.every == 0
         num_grains = -(-rank_batch.batch_size // self._grain_size)
         first = rank_batch.start // self._grain_size
+        witness = self._witness
+        if witness is not None and rank_batch.step % witness.every:
+            witness = None
+        chosen = witness and witness.chosen_grain(rank_batch, self._context.ranks.rank)
         while True:
             self._gradients.begin(num_grains)
-            own_hashes: dict[int, dict[int, int]] = {}
+            own_hashes: dict[int, int] = {}
             sums.values, sums.width = {}, num_grains
             for number, grain in enumerate(own, first):
                 is_last = number == first + len(own) - 1
                 # A rank without samples repeats a grain of another rank, and the result is not used.
-                counts, scalars = grain.num_samples > 0, MetricAccumulator()
-                hashes = own_hashes.setdefault(number, {}) if is_witnessed and counts else None
+                is_used, scalars = grain.num_samples > 0, MetricAccumulator()
+                hashes = own_hashes if is_used and number == chosen else None
                 rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
-                with self._gradients.grain(counts=counts, is_last=is_last, hashes=hashes):
+                with self._gradients.grain(is_used=is_used, is_last=is_last, hashes=hashes):
                     yield GrainPass(_align(grain), scalars, is_last)
-                _insert(sums, scalars, number if counts else None)
-            self._factor = self._tokens.factor(rank_batch)
-            if is_witnessed:
-                self._compare(rank_batch, own_hashes)
+                self._insert(sums, scalars, number if is_used else None)
+            if witness is not None:
+                self._compare(witness, rank_batch, own_hashes if chosen is not None else None)
             if self._gradients.finish():
-                return
+                break
+        rng.seed_all(rng.derive_seed(self._seed, "step", rank_batch.step))
 
     def _accumulate(
         self,
@@ -112,26 +123,53 @@ class GrainTrainStep(TrainStep):
         sums: MetricAccumulator,
     ) -> torch.Tensor | None:
         for one in self.passes(step, sums):
-            self._forward_backward(step.rank_batch, one.grain, one.scalars, one.is_last)
-        return self._factor
+            self._run_micro_batch(step.rank_batch, one.grain, one.scalars, one.is_last)
+        return self._token_factor(step.rank_batch, sums)
 
-    def _compare(self, rank_batch: RankBatch, own_hashes: Mapping[int, Mapping[int, int]]) -> None:
+    def _token_factor(self, rank_batch: RankBatch, sums: MetricAccumulator) -> torch.Tensor | None:
+        """Return the factor for the gradients if losses are means over tokens. See `_Tokens`."""
+        counts = sums.values.get(TOKENS_FIELD)
+        if counts is None:
+            return None
+        counts = torch.as_tensor(counts).to(self._context.device, copy=True)
+        if self._context.is_distributed:
+            dist.all_reduce(counts)
+        return torch.tensor(rank_batch.batch_size / max(exact_sum(counts.tolist()), 1.0))
+
+    def _compare(self, witness: Witness, rank_batch: RankBatch, own_hashes: dict[int, int] | None) -> None:
         """Compare gradients of this step between the ranks. See `Witness.compare`."""
 
         def recompute(number: int) -> int:
             hashes: dict[int, int] = {}
             grain = _align(self._source.grain(rank_batch.step, number))
             rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
-            with self._gradients.grain(counts=False, is_last=False, hashes=hashes):
-                self._forward_backward(rank_batch, grain, MetricAccumulator(), last=False)
-            self._tokens.reset()
+            with self._gradients.grain(is_used=False, is_last=False, hashes=hashes):
+                self._run_micro_batch(rank_batch, grain, MetricAccumulator(), last=False)
             return hash_gradients(hashes)
 
-        assert self._witness is not None
-        chosen = self._witness.chosen_grain(rank_batch, self._context.ranks.rank)
-        own_hash = None if chosen is None else hash_gradients(own_hashes[chosen])
-        self._witness.compare(rank_batch, own_hash, recompute, self._state.verified_step or 0)
+        own_hash = None if own_hashes is None else hash_gradients(own_hashes)
+        witness.compare(rank_batch, own_hash, recompute, self._state.verified_step or 0)
         self._state.witnessed_step = rank_batch.step
+
+    def _insert(self, sums: MetricAccumulator, scalars: MetricAccumulator, number: int | None) -> None:
+        """Insert the values of a grain at its place among the grains of all ranks; None for zeros.
+
+        Raises:
+            UserError: the names differ from those of the previous grain.
+        """
+        if sums.values and sums.values.keys() != scalars.values.keys():
+            raise UserError(
+                f"{self._origin} returned {sorted(scalars.values)} for a grain, but {sorted(sums.values)} "
+                "for the previous grain. Return the same metrics for every grain."
+            )
+        for name, value in scalars.values.items():
+            if name not in sums.values:
+                device = value.device if isinstance(value, torch.Tensor) else None
+                sums.values[name] = torch.zeros(sums.width, dtype=torch.float64, device=device)
+            values = sums.values[name]
+            assert isinstance(values, torch.Tensor)
+            if number is not None:
+                values[number] = value
 
     def _can_split_batches(self) -> bool:
         return False
@@ -151,18 +189,6 @@ def _align(grain: MicroBatch) -> MicroBatch:
         return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT else tensor
 
     return grain._replace(batch=map_tensors(grain.batch, align))
-
-
-def _insert(sums: MetricAccumulator, scalars: MetricAccumulator, number: int | None) -> None:
-    """Insert the values of a grain at its place among the grains of all ranks; None for zeros."""
-    for name, value in scalars.values.items():
-        if name not in sums.values:
-            device = value.device if isinstance(value, torch.Tensor) else None
-            sums.values[name] = torch.zeros(sums.width, dtype=torch.float64, device=device)
-        values = sums.values[name]
-        assert isinstance(values, torch.Tensor)
-        if number is not None:
-            values[number] = value
 
 
 def _check(strategy: Strategy, settings: TrainerConfig) -> None:
@@ -187,6 +213,8 @@ def _check(strategy: Strategy, settings: TrainerConfig) -> None:
         )
     elif settings.on_bad_loss == "skip":
         reason = "on_bad_loss is 'skip'. Use 'stop' or 'rollback'"
+    elif any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
+        reason = "the module contains a SyncBatchNorm, whose groups depend on the ranks. Use BatchNorm"
     elif takes_optimizer_idx(module):
         reason = (
             "training_step accepts optimizer_idx. Remove this parameter, and return one loss for all "

@@ -83,7 +83,7 @@ class TrainStep:
 
     def _average_over(self, num_parts: int) -> None:
         """Expect that the strategy averages gradients over this number of parts of the batch."""
-        self._num_parts, self._tokens = num_parts, _Tokens(self._context, num_parts)
+        self._num_parts, self._tokens = num_parts, TokenCounter(self._context, num_parts)
 
     def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
         """Train one step.
@@ -218,15 +218,21 @@ class TrainStep:
             # Ranks exchange gradients once per step, after the last micro-batch.
             last = number == step.num_micro_batches
             with _NOTHING if last else self._strategy.accumulating():
-                try:
-                    self._forward_backward(step.rank_batch, micro_batch, sums, last)
-                except torch.OutOfMemoryError as error:
-                    num_samples = max(micro_batch.num_samples, 1)
-                    add_oom_hint(error, self._settings.micro_batch_size, num_samples)
-                    if num_samples > 1 and self._can_split_batches():
-                        suggest_micro_batch_size(error, -(-num_samples // 2))
-                    raise
+                self._run_micro_batch(step.rank_batch, micro_batch, sums, last)
         return self._tokens.factor(step.rank_batch)
+
+    def _run_micro_batch(
+        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
+    ) -> None:
+        """Run the passes of a micro-batch; an error for a lack of GPU memory suggests a smaller size."""
+        try:
+            self._forward_backward(rank_batch, micro_batch, sums, last)
+        except torch.OutOfMemoryError as error:
+            num_samples = max(micro_batch.num_samples, 1)
+            add_oom_hint(error, self._settings.micro_batch_size, num_samples)
+            if num_samples > 1 and self._can_split_batches():
+                suggest_micro_batch_size(error, -(-num_samples // 2))
+            raise
 
     def _can_split_batches(self) -> bool:
         """Return true if smaller micro-batches yield the same gradient, up to rounding."""
@@ -267,7 +273,7 @@ class TrainStep:
             sums.values.setdefault("grad_norm", part.item() if part.device.type == "cpu" else part)
 
 
-class _Tokens:
+class TokenCounter:
     """Token counter for losses that are means over tokens.
 
     The token count of the global batch is available only after the last micro-batch of every rank. Until
@@ -287,10 +293,6 @@ class _Tokens:
         if last and self._context.is_distributed:
             self._pending = dist.all_reduce(self._total, async_op=True)
         return count * (self._world_size / rank_batch.batch_size)
-
-    def reset(self) -> None:
-        """Forget the tokens of a pass that does not count."""
-        self._total = None
 
     def factor(self, rank_batch: RankBatch) -> torch.Tensor | None:
         """Return the final factor for the step's gradients; None if losses are means over samples."""
