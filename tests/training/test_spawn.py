@@ -129,7 +129,7 @@ hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2, algorithm="own"
     [
         (
             "pickle",
-            r"Trainer.fit(): module._modules['net']._modules['0'].lock['it'] is a _thread.lock, which",
+            r"Trainer.fit(): module._modules['net']._modules['0'].lock['it'] has type _thread.lock, which",
         ),
         ("fail", "ArithmeticError: by rank 1"),
         pytest.param("user", " of 2 failed:\nFailing.training_step returned", marks=pytest.mark.long),

@@ -101,7 +101,7 @@ def test_extra_state_of_the_module_is_restored(tmp_path):
 def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
     module = Line()
     module.seen["deep"] = [{"lock": threading.Lock()}]
-    with pytest.raises(CheckpointError, match=r"state/user/seen/deep/0/lock is a _thread.lock"):
+    with pytest.raises(CheckpointError, match=r"state/user/seen/deep/0/lock has type _thread\.lock"):
         fit(tmp_path, module=module)
     assert not RunDir(tmp_path).metrics.exists()
 
