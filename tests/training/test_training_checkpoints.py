@@ -305,7 +305,9 @@ def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch
     output = capsys.readouterr().out
     for number, name in zip((4, 6), aside, strict=True):
         folder = RunDir(tmp_path).checkpoint(number)
-        sentence = f"{folder} was saved after step 3, the last verified step. It was set aside as {name}."
+        sentence = (
+            f"{folder} was saved after step 3, the last verified step. The checkpoint was renamed to {name}."
+        )
         assert sentence in resumed["broken"]
         assert f"hpctrain: {sentence}" in output
 
