@@ -52,8 +52,8 @@ def main() -> None:
         (begin, *_) = read_json_lines(run.telemetry(0))
     ours, sleeping = (100 * (b - a) / options.seconds for a, b in zip(before, after, strict=True))
     print(f"GPUs                     {len(begin['gpu_names']):6d}")
-    print(f"a sleeping process    {sleeping:6.2f} % of a core")
-    print(f"the sampler              {ours:6.2f} % of a core    (limit {options.limit:g})")
+    print(f"a sleeping process    {sleeping:6.2f}% of a core")
+    print(f"the sampler              {ours:6.2f}% of a core    (limit {options.limit:g})")
     sys.exit(ours > options.limit)
 
 

@@ -144,7 +144,7 @@ def main() -> None:
         ("    16 ranks", real, options.limit),
         ("10,000 pretended", pretended, options.pretend_limit),
     ):
-        print(f"supervisor of {what:<18} {100 * share:6.2f} % of a core    (limit {100 * limit:g})")
+        print(f"supervisor of {what:<18} {100 * share:6.2f}% of a core    (limit {100 * limit:g})")
     sys.exit(real > options.limit or pretended > options.pretend_limit)
 
 

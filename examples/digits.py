@@ -23,7 +23,7 @@ NUM_VALIDATION = 360
 
 
 class Digits(hpctrain.Module):
-    """Two convolutions and two linear layers, with 98 % accuracy after 300 steps of 64 samples."""
+    """Two convolutions and two linear layers, with 98% accuracy after 300 steps of 64 samples."""
 
     def __init__(self, max_steps: int, lr: float) -> None:
         super().__init__()

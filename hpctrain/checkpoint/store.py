@@ -365,7 +365,9 @@ def find_latest_valid(
         found = not_finite[0]
     else:
         for each in not_finite:
-            problem = f"{each.folder} contains NaN or infinite values in parameters or optimizer states."
+            problem = (
+                f"{each.folder} contains NaN or infinite values in the parameters or the optimizer state."
+            )
             if tier is not None and (step := each.manifest.step) in held:
                 moved = _set_aside(tier.target, tier.target.directory, step, problem)
             if each.folder.parent == target.directory.folder:

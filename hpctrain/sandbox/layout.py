@@ -56,8 +56,7 @@ class SandboxSize:
         if self.gpu_type and not _GPU_TYPE.fullmatch(self.gpu_type):
             raise SpecError(
                 f"{self.gpu_type!r} is not a valid GPU type. Use letters, digits and _, starting with a "
-                "letter, "
-                "for example a100."
+                "letter, for example a100."
             )
         for line in self.settings:
             if not _SETTING.fullmatch(line):

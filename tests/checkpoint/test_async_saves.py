@@ -178,7 +178,7 @@ def test_unsupported_value_is_reported_as_failed_save(tmp_path):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": object()}, {})
     assert store.wait(10)
-    assert "state/x is a builtins.object" in str(store.collect_outcomes()[0])
+    assert "state/x has type builtins.object" in str(store.collect_outcomes()[0])
 
 
 @pytest.mark.ranks

@@ -160,7 +160,7 @@ def test_run_is_submitted_followed_inspected_and_continued(hpctrain, tmp_path):
         "r"
     ]
     assert "has already finished" in hpctrain("cancel", "r").stdout
-    assert "only running runs" in hpctrain("requeue", "r").stderr
+    assert "Only a run that is RUNNING can be requeued" in hpctrain("requeue", "r").stderr
 
     resubmitted = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--json", "train.py", "second")
     facts = json.loads(resubmitted.stdout)

@@ -159,7 +159,7 @@ def test_interactive_shell_with_several_tasks_is_refused_but_its_steps_are_not()
 
 def test_interactive_shell_with_several_tasks_may_be_forced_to_slurm():
     environ = variables("interactive-shell-of-several-tasks")
-    assert "=slurm for one of 2" in refusal(environ)
+    assert "one of 2 ranks, set HPCTRAIN_ENVIRONMENT=slurm" in refusal(environ)
     assert detect({**environ, ENVIRONMENT_VARIABLE: "slurm"}).world_size == 2
 
 
@@ -208,7 +208,7 @@ def test_consistent_extra_variables_are_accepted():
 )
 def test_contradictory_variable_is_refused_until_environment_is_forced(variable, value, detected):
     text = refusal({**STEP, variable: value})
-    assert f"{variable} is {value}, but {detected}" in text
+    assert f"{variable} is {value}, but the {detected}" in text
     assert "HPCTRAIN_ENVIRONMENT=slurm" in text
     assert detect({**STEP, variable: value, ENVIRONMENT_VARIABLE: "slurm"}).rank == 5
 
@@ -343,7 +343,7 @@ def test_unknown_environment_gets_a_suggestion():
         ({"SLURM_PROCID": "x"}, ["SLURM_PROCID", "'x'"]),
         ({"SLURM_PROCID": "7"}, ["rank 7", "SLURM_PROCID", "world_size 7"]),
         ({"SLURM_NODEID": "2"}, ["node rank is 2 (SLURM_NODEID)", "2 nodes"]),
-        ({"SLURM_GTIDS": "0,1,2,3"}, ["rank 5 (SLURM_PROCID)", "SLURM_GTIDS=0,1,2,3"]),
+        ({"SLURM_GTIDS": "0,1,2,3"}, ["Rank 5 (SLURM_PROCID)", "SLURM_GTIDS=0,1,2,3"]),
         ({"SLURM_GTIDS": "4,5"}, ["n2 has 3 tasks", "2 according to SLURM_GTIDS=4,5"]),
         ({"SLURMD_NODENAME": "n7"}, ["'n7'", "SLURM_STEP_NODELIST=n[1-2]"]),
         ({"SLURM_NODEID": "0"}, ["rank 5 is on n2 (SLURMD_NODENAME), node 0 (SLURM_NODEID)", "MASTER_ADDR"]),

@@ -23,7 +23,7 @@ def test_local_run_survives_two_killed_ranks(tmp_path, tmp_path_factory):
     run = submit(tmp_path / "run", {}, LOCAL, step_s=0.1, slow_attempts=2)
     run.wait_for_step(7)
     preview = run.hpctrain("chaos", str(run.path), "--dry-run", "--seed", "1", "--fault", "kill-rank").stdout
-    assert "would do kill-rank: rank " in preview
+    assert "would inject kill-rank: rank " in preview
     assert (run.events("chaos"), run.events("failure")) == ([], [])
     injected = chaos(run, "--fault", "kill-rank", "--times", "2", "--every", "6", "--seed", "1")
     assert injected == {"run_id": "run", "faults": 2, "seed": 1}

@@ -192,7 +192,8 @@ def enlarge(disk: Path) -> None:
 
 
 def test_final_save_waits_for_space_and_no_step_is_repeated(small_disk, tmp_path):
-    run = submit(small_disk, 12, {}, "--notify", f"cat > {tmp_path}/told", width=WIDE)
+    notify = f"cat > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/told"
+    run = submit(small_disk, 12, {}, "--notify", notify, width=WIDE)
     wait_for(
         lambda: "The checkpoint of step 12 needs" in (run.status()["not_saved"] or ""),
         100,

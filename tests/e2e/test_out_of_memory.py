@@ -82,7 +82,7 @@ def test_run_ends_if_smaller_micro_batches_cannot_help(tmp_path, args):
     assert run.wait() == 4
     sizes = [event.get("micro_batch_size") for event in run.events("failure")]
     assert sizes == ([None] if "norm" in args else [4, 2, 1, None])
-    assert "Trainer(micro_batch_size=" in run.events("finished")[0]["note"]
+    assert "a smaller micro_batch_size" in run.events("finished")[0]["note"]
 
 
 @pytest.mark.ranks

@@ -61,7 +61,9 @@ def assert_chained(run: Run, number: int) -> None:
 def test_preemption_by_an_urgent_job(site, reference, tmp_path):
     run = Run(tmp_path / "run", site.env)
     result = run.hpctrain("submit", "--dry-run", *SHAPE, "--run-dir", str(run.path), str(Path(__file__)))
-    assert "JobRequeue=0): successors are chained" in result.stdout + result.stderr
+    printed = result.stdout + result.stderr
+    assert "(JobRequeue=0). A run that is preempted" in printed
+    assert "continues in a successor job" in printed
     submit(run.path, site.env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
     preempt(run.env, nodes=2, seconds=1)

@@ -40,8 +40,8 @@ def test_script_that_calls_os_exit_has_failed(tmp_path):
     run = run_to_end(tmp_path, "os._exit")
     state, cause = state_and_cause(run)
     assert state == "FAILED"
-    assert "code 0 before Trainer.fit() finished, after step " in cause
-    assert " of 10: To end training early" in cause
+    assert "code 0 before Trainer.fit() finished (after step " in cause
+    assert " of 10): To end training early" in cause
     assert [event["class"] for event in run.events("failure")] == ["unfinished"]
     assert run.events("restart") == []
     assert list((run.path / "unfinished").iterdir()) == []
@@ -63,7 +63,7 @@ def test_exception_caught_by_the_script_still_fails_the_run(tmp_path):
     run = run_to_end(tmp_path, "caught")
     state, cause = state_and_cause(run)
     assert state == "FAILED"
-    assert "ValueError: bad data (this exception was caught; " in cause
+    assert "ValueError: bad data (this exception was caught); " in cause
     assert [event["class"] for event in run.events("failure")] == ["python", "python"]
 
 
@@ -105,4 +105,4 @@ def test_script_that_calls_os_exit_on_slurm_has_failed(slurm, tmp_path):
         *("--run-dir", str(run.path), str(SCRIPT), "os._exit"),
     )
     assert run.wait() == 4
-    assert "code 0 before Trainer.fit() finished, after step " in state_and_cause(run)[1]
+    assert "code 0 before Trainer.fit() finished (after step " in state_and_cause(run)[1]

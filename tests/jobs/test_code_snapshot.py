@@ -230,7 +230,7 @@ def test_disabled_snapshot_has_no_note(prepared, repo, script):
 def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, repo):
     (repo / "weights.bin").write_bytes(bytes(3_000_000))
     with pytest.raises(
-        SpecError, match=r"3\.\d+ MB in 10 files.*2 MB.*'weights.bin' with 3 MB.*--no-code-snapshot"
+        SpecError, match=r"3\.\d+ MB in 10 files.*2 MB.*'weights.bin' \(3 MB\).*--no-code-snapshot"
     ):
         prepared(script=repo / "train.py", code_snapshot_limit=2)
     assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000

@@ -128,7 +128,7 @@ def test_nothing_is_saved_without_a_run_folder(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="75"):
         checkpointer.save_and_exit(3)
     assert list(tmp_path.iterdir()) == []
-    assert "there is no run folder, so nothing is saved" in capsys.readouterr().out
+    assert "There is no run folder, so nothing is saved. Pass run_dir" in capsys.readouterr().out
 
 
 def test_reserved_names_of_metrics_are_refused():

@@ -85,8 +85,8 @@ def test_exception_keeps_the_file_and_is_recorded(run):
     assert len(run.unfinished_files(4)) == 1
     record = unfinished_training.find_unfinished_training()
     assert (record["kind"], record["error"]) == ("exception", "ValueError")
-    assert record["message"].startswith("bad data (this exception was caught; ")
-    assert record["message"].endswith("before Trainer.fit() finished, after step 4 of 10)")
+    assert record["message"].startswith("bad data (this exception was caught); ")
+    assert record["message"].endswith("before Trainer.fit() finished (after step 4 of 10)")
 
 
 def test_second_training_in_the_same_folder_replaces_the_first(run):
@@ -134,7 +134,7 @@ def test_script_that_exits_during_training_has_failed(run, ending):
     text = f"with training:\n    training.step = 4\n    training.set_last_step(10)\n    {ending}"
     assert run_script(run, text) == 1
     assert failure(run)["kind"] == "unfinished"
-    assert failure(run)["error"].endswith("before Trainer.fit() finished, after step 4 of 10")
+    assert failure(run)["error"].endswith("before Trainer.fit() finished (after step 4 of 10)")
     assert "call end() on the trainer" in failure(run)["message"]
     assert "before Trainer.fit() finished" in run.rank_log(4, 1).read_text()
 

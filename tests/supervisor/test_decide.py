@@ -237,7 +237,7 @@ def test_a_device_that_computes_wrong_results_again_ends_the_run_only_if_its_nod
         assert "n2 may compute wrong results again" in str(decision)
 
 
-LOST = {"n3": "slurmd does not respond"}
+LOST = {"n3": "slurmd is not responding"}
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_ranks_that_joined_the_store_are_not_noted(run):
 @pytest.mark.parametrize("end", [StepEnded(1), TaskExit(0, 1)])
 def test_run_continues_on_the_remaining_nodes(run, shrinks, end):
     write_exception(run, 0, "Connection closed by peer")
-    nodes = FakeNodes({"n2": "slurmd does not respond"}, shrinks=shrinks)
+    nodes = FakeNodes({"n2": "slurmd is not responding"}, shrinks=shrinks)
     ends = [end] if isinstance(end, StepEnded) else [end, StepEnded(1)]
     assert supervise(run, [ends, DONE], FakeJob(nodes=nodes), min_nodes=1) == 0
     assert nodes.kept == [["n1"]]
@@ -264,7 +264,7 @@ def test_run_continues_on_the_remaining_nodes(run, shrinks, end):
     assert (first["world_size"], second["world_size"], second["hosts"]) == (2, 1, ["n1"])
     shrink = next(event for event in run.read_events() if event["kind"] == "shrink")
     assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (2, 1, ["n2"])
-    assert shrink["cause"] == "n2: slurmd does not respond"
+    assert shrink["cause"] == "n2: slurmd is not responding"
 
 
 def test_too_few_nodes_release_the_allocation(run):
@@ -595,7 +595,7 @@ def test_excluded_node_stays_excluded_after_a_requeue(run):
 
 
 def test_spare_node_replaces_a_lost_one(run):
-    nodes = FakeNodes({"n2": "slurmd does not respond"})
+    nodes = FakeNodes({"n2": "slurmd is not responding"})
     assert supervise(run, [KILLED, DONE], FakeJob(nodes=nodes), spares=["n3", "n4"]) == 0
     assert nodes.kept == [["n1", "n3", "n4"]]
     replaced = next(event for event in run.read_events() if event["kind"] == "replace")
@@ -825,7 +825,7 @@ def test_unfinished_training_fails_the_run(run):
     assert failure_of(run)["class"] == "unfinished"
     cause = finished(run)["cause"]
     assert cause.startswith("rank 0 on n1: the script exited with code 0 before Trainer.fit() finished (")
-    assert "before step 1 of 10: To end training early" in cause
+    assert "before step 1 of 10): To end training early" in cause
     assert run.unfinished_files(0) == []
 
 

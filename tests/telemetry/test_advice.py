@@ -46,7 +46,7 @@ def advice_in_all_reports(run: RunDir) -> list[Advice]:
 
 @pytest.fixture
 def run_waiting_for_data(tmp_path: Path) -> RunDir:
-    """A run that waits for data 40 % of its time."""
+    """A run that waits for data 40% of its time."""
     return write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent={"all": 1.0, "data": 0.4}))
 
 
@@ -111,7 +111,7 @@ def test_short_run_gets_no_advice(tmp_path):
 
 @pytest.fixture
 def run_waiting_for_ranks(tmp_path: Path) -> RunDir:
-    """A run whose ranks wait for each other 30 % of their time."""
+    """A run whose ranks wait for each other 30% of their time."""
     spent = {"all": 1.0, "data": 0.0, "communication": 0.3}
     return write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent=spent))
 

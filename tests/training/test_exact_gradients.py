@@ -101,7 +101,7 @@ def test_other_ranks_and_workers_resume_with_equal_samples_and_parameters(tmp_pa
 def test_stream_without_state_reports_repeated_samples_on_resume(tmp_path):
     train(tmp_path, 3, 5, "data=no-state", ranks=2)
     printed = run_forked(SCRIPT, ["6", "5", "data=no-state"], variables(tmp_path), ranks=3)
-    assert "epoch 0 starts over and repeats 15 samples." in printed
+    assert "Epoch 0 starts over and repeats 15 samples." in printed
 
 
 def test_float16_overflow_on_one_rank_skips_the_step_on_all(tmp_path):

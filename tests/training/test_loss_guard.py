@@ -153,14 +153,14 @@ def test_none_continues_and_the_checkpoints_are_marked(tmp_path, capfd):
     finite = {one.step: one.manifest.finite for one in list_checkpoints(RunDir(tmp_path))[0]}
     assert finite == {4: True, 10: False, 12: False}
     assert (
-        "step-00000012 contains NaN or infinite values in parameters or optimizer states"
+        "step-00000012 contains NaN or infinite values in the parameters or the optimizer state."
         in capfd.readouterr().out
     )
     resumed = fit(tmp_path, max_steps=14, keep_last=2)
     out = capfd.readouterr().out
     assert (
-        "step-00000012 contains NaN or infinite values in parameters or optimizer states. The checkpoint was "
-        "renamed to" in out
+        "step-00000012 contains NaN or infinite values in the parameters or the optimizer state. The "
+        "checkpoint was renamed to step-00000012.broken-0." in out
     )
     assert "resumed after step 4" in out
     assert resumed.trained[0] == 5
@@ -394,8 +394,8 @@ def test_retention_keeps_the_last_finite_checkpoint_and_resume_prefers_it(tmp_pa
     assert loaded.step == 2
     assert [path.name for path in tmp_path.iterdir() if "broken" in path.name] == ["step-00000004.broken-0"]
     assert (
-        "step-00000004 contains NaN or infinite values in parameters or optimizer states. It was set"
-        in sentences[0]
+        "step-00000004 contains NaN or infinite values in the parameters or the optimizer state. The "
+        "checkpoint was renamed to step-00000004.broken-0." in sentences[0]
     )
     save(store, 4)
     assert sorted(committed_steps(tmp_path)) == [4]

@@ -42,7 +42,7 @@ def test_order_is_the_same_on_every_machine_and_version():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [3, 5, 7])
 def test_positions_and_neighbours_are_uniform(num_samples):
-    """Chi-square over many seeds, against the 99.9 % point (normal approximation of Wilson and Hilferty)."""
+    """Chi-square over many seeds, against the 99.9% point (normal approximation of Wilson and Hilferty)."""
     rounds = 600 * num_samples
     first: Counter[int] = Counter()
     pairs: Counter[tuple[int, int]] = Counter()
@@ -102,7 +102,7 @@ def test_huge_dataset_starts_at_once():
 
 
 def test_positions_out_of_range_are_refused():
-    with pytest.raises(IndexError, match=r"\[0, 11\).*\[0, 10\]"):
+    with pytest.raises(IndexError, match=r"\[0, 11\).*\[0, 10\)"):
         SampleOrder(10, 1).indices(0, 0, 11)
 
 

@@ -446,10 +446,10 @@ def test_a_batch_of_the_loader_is_for_all_ranks():
     assert steps_of(loader()) == ([5, 5], [])
     sizes, (remark,) = steps_of(loader(), 2)
     assert sizes == [5, 5]
-    assert "divided among all 2 ranks, so a step trains 5 samples" in remark
-    assert remark.endswith("set Trainer(global_batch_size=10)")
+    assert "divided among all 2 ranks, so a step trains on 5 samples" in remark
+    assert remark.endswith("set Trainer(global_batch_size=10).")
     sizes, remarks = steps_of(DataLoader(Numbers(), batch_sampler=[[1, 2, 3]]), 2)
-    assert (sizes, remarks) == ([3, 3], ["each batch of the DataLoader is divided among all 2 ranks"])
+    assert (sizes, remarks) == ([3, 3], ["Each batch of the DataLoader is divided among all 2 ranks."])
     assert steps_of(loader(), 2, global_batch_size=10) == ([10, 10], [])
     assert steps_of(DataLoader(Numbers(), batch_sampler=[[1, 2, 3]]), global_batch_size=3) == ([3, 3], [])
     assert steps_of(DataLoader(Stream(), 4)) == ([4, 4], [])

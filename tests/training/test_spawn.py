@@ -129,10 +129,12 @@ hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2, algorithm="own"
     [
         (
             "pickle",
-            r"Trainer.fit(): module._modules['net']._modules['0'].lock['it'] is a _thread.lock, which",
+            r"Trainer.fit(): module._modules['net']._modules['0'].lock['it'] has type _thread.lock, which",
         ),
         ("fail", "ArithmeticError: by rank 1"),
-        pytest.param("user", " of 2 failed:\nFailing.training_step returned", marks=pytest.mark.long),
+        pytest.param(
+            "user", " of 2 failed:\nFailing.training_step: 'loss' is 'loss'", marks=pytest.mark.long
+        ),
     ],
 )
 def test_errors_are_reported_to_the_caller(tmp_path, mode, message):

@@ -101,7 +101,7 @@ def test_extra_state_of_the_module_is_restored(tmp_path):
 def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
     module = Line()
     module.seen["deep"] = [{"lock": threading.Lock()}]
-    with pytest.raises(CheckpointError, match=r"state/user/seen/deep/0/lock is a _thread.lock"):
+    with pytest.raises(CheckpointError, match=r"state/user/seen/deep/0/lock has type _thread\.lock"):
         fit(tmp_path, module=module)
     assert not RunDir(tmp_path).metrics.exists()
 
@@ -305,7 +305,9 @@ def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch
     output = capsys.readouterr().out
     for number, name in zip((4, 6), aside, strict=True):
         folder = RunDir(tmp_path).checkpoint(number)
-        sentence = f"{folder} was saved after step 3, the last verified step. It was set aside as {name}."
+        sentence = (
+            f"{folder} was saved after step 3, the last verified step. The checkpoint was renamed to {name}."
+        )
         assert sentence in resumed["broken"]
         assert f"hpctrain: {sentence}" in output
 

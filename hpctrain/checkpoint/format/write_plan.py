@@ -146,8 +146,8 @@ def _local_part_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], i
 def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise CheckpointError(
-            f"Cannot store {key} in a checkpoint: it has layout {tensor.layout} and dtype {tensor.dtype}, on "
-            f"device {tensor.device}. Only dense, unquantized tensors with data can be stored."
+            f"{key} has layout {tensor.layout} and dtype {tensor.dtype} on device {tensor.device}, which a "
+            "checkpoint cannot store. Save only dense, unquantized tensors with data."
         )
     return tensor.detach()
 

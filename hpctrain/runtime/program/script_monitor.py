@@ -22,7 +22,7 @@ from hpctrain.runtime.program.wait_modules import waits_for_data, waits_for_rank
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import has_started
 
-#: Samples per second. A sample takes about 50 µs, so sampling uses 0.05 % of a core.
+#: Samples per second. A sample takes about 50 µs, so sampling uses 0.05% of a core.
 _SAMPLES_PER_S = 10
 #: Fraction of a core below which processes are idle. Threads of trackers and data loaders wake up at times.
 _IDLE_SHARE = 0.02

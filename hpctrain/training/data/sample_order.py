@@ -56,7 +56,7 @@ class SampleOrder:
         """Return the samples at positions [start, stop) of `epoch`, as int64 of shape [stop - start].
 
         Raises:
-            IndexError: the positions are not in [0, num_samples].
+            IndexError: the positions are not in [0, num_samples).
         """
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions [{start}, {stop}) are outside [0, {self.num_samples}).")
