@@ -164,8 +164,8 @@ class Session:
     ) -> Iterator[Any]:
         """Yield this rank's share of each global batch, on its device: one per optimizer step.
 
-        With `elastic_determinism`, yield each grain of the share. The `step` calls of optimizers and
-        schedulers then take effect after the last grain of the step.
+        With `elastic_determinism`, yield each grain of the share; the grains of a step may be repeated. The
+        `step` calls of optimizers and schedulers then take effect after the last grain of the step.
 
         Loads the newest checkpoint first. The loop body performs the step; a due checkpoint is saved when the
         loop requests the next batch. All ranks must iterate to the end, once per session.
@@ -196,7 +196,7 @@ class Session:
     def log(self, **scalars: torch.Tensor | float) -> None:
         """Average `scalars` over the global batch; show and log them with the step.
 
-        The values are means over this rank's batch. Every rank must call this in every step, with the same
+        The values are means over the yielded batch. Every rank must call this for every batch, with the same
         names. If a name is logged twice, the last value is used.
         """
         if self._loop is None:
