@@ -71,7 +71,8 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
             )
         case RunState.RUNNING:
             raise SpecError(
-                f"Run {status.run_id} is still running. Cancel it first, or use `hpctrain requeue {handle}`."
+                f"Run {status.run_id} is still running. Cancel it first, or use `hpctrain requeue {handle}`. "
+                f"If it was cancelled, wait until it has saved its state: `hpctrain wait {handle}`."
             )
         case RunState.COMPLETED if not changed:
             last = next(read_last_records(RunDir(Path(status.run_dir)).metrics, is_metrics), {}).get(

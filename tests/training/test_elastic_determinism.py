@@ -343,6 +343,25 @@ class Changing(Net):
         return output if batch[0][0, 0] > 0.5 else output | {"other": torch.zeros(())}
 
 
+class Fused(Net):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
+
+
+class Sparse(Net):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6, sparse=True)
+
+
+class Overflowing(WithoutNorm):
+    """Gradients that are infinite with the first scales of float16."""
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return output | {"loss": output["loss"] * 1e30}
+
+
 class Synchronized(Net):
     def __init__(self):
         super().__init__()
@@ -367,6 +386,8 @@ REFUSALS = [
     ({"net": Growing}, "added the buffer seen or changed its shape"),
     ({"data": Stream}, "is a stream"),
     ({"net": Changing}, "Return the same metrics for every grain"),
+    ({"net": Fused, "strategy": "zero1"}, "has fused=True"),
+    ({"net": Sparse}, "gradient of embedding.weight is sparse"),
     ({"net": Synchronized}, "contains a SyncBatchNorm"),
 ]
 
@@ -394,6 +415,12 @@ def test_other_version_of_torch_is_reported_fake_version(tmp_path, monkeypatch, 
     train(str(tmp_path / "run"), 4, {})
     out = capsys.readouterr().out
     assert "The version of torch is 9.9, but was 2." in out, out
+
+
+def test_overflow_of_the_loss_scale_skips_the_step_on_all_ranks(tmp_path):
+    settings = {"net": Overflowing, "precision": "16-mixed", "on_bad_loss": None}
+    reference = results(tmp_path / "one", [(1, 4)], **settings)
+    assert_same(results(tmp_path / "two", [(2, 4)], **settings), reference)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

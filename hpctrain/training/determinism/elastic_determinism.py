@@ -50,19 +50,23 @@ class ElasticDeterminism:
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
+            torch.backends.mha.get_fastpath_enabled(),
             torch.get_num_threads(),
         )
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+        # Used in evaluations, but not with sharded parameters.
+        torch.backends.mha.set_fastpath_enabled(False)
         torch.set_num_threads(self._facts["threads"])
         try:
             yield
         finally:
-            enabled, warn_only, fill, benchmark, threads = before
+            enabled, warn_only, fill, benchmark, fastpath, threads = before
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark = benchmark
+            torch.backends.mha.set_fastpath_enabled(fastpath)
             torch.set_num_threads(threads)
 
     def state_dict(self) -> dict[str, Any]:

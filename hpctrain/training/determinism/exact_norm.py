@@ -31,7 +31,7 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
     sharded = torch.tensor([_is_sharded(each) for each in gradients], device=context.device)
     peaks = torch.stack([_peak(part, context.device) for part in parts]) if parts else torch.zeros(0)
     if context.is_distributed and parts:
-        dist.all_reduce(peaks.nan_to_num_(nan=math.inf), op=dist.ReduceOp.MAX)
+        dist.all_reduce(peaks.nan_to_num_(nan=math.inf, posinf=math.inf), op=dist.ReduceOp.MAX)
     largest = peaks.tolist()
     if not all(map(math.isfinite, largest)):
         return torch.tensor(math.nan, device=context.device)

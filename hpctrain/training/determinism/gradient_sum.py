@@ -112,7 +112,7 @@ class GradientSum:
         for bucket in self._buckets:
             bucket.wait()
         # The maximum of a number and NaN depends on the order.
-        peaks = self._peaks.nan_to_num_(nan=math.inf)
+        peaks = self._peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
         if self._context.is_distributed:
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
         by_tensor = dict(zip(self._tensors, peaks.tolist(), strict=True))
@@ -143,6 +143,12 @@ class GradientSum:
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def add(computed: torch.Tensor) -> None:
             gradient, computed.grad = computed.grad, None
+            if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
+                kind = "sparse" if gradient.is_sparse else "complex"
+                raise UserError(
+                    f"The gradient of {self._tensors[number].name} is {kind}, which elastic_determinism does "
+                    "not support. Use dense gradients of real numbers."
+                )
             if gradient is not None and self._hashes is not None:
                 self._hashes[number] = hash_numbers(gradient)
             if gradient is not None and self._is_used:

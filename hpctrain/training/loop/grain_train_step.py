@@ -67,7 +67,7 @@ class GrainTrainStep(TrainStep):
             UserError: the result of this training would depend on the number of ranks.
         """
         super().__init__(strategy, optimization, settings, scaler)
-        _check(strategy, settings)
+        _check(strategy, settings, optimization)
         assert settings.grain_size is not None
         self._grain_size, self._seed = settings.grain_size, settings.seed
         self._average_over(1)
@@ -191,7 +191,7 @@ def _align(grain: MicroBatch) -> MicroBatch:
     return grain._replace(batch=map_tensors(grain.batch, align))
 
 
-def _check(strategy: Strategy, settings: TrainerConfig) -> None:
+def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerSetup) -> None:
     """Check that the result cannot depend on the number of ranks.
 
     Raises:
@@ -215,6 +215,13 @@ def _check(strategy: Strategy, settings: TrainerConfig) -> None:
         reason = "on_bad_loss is 'skip'. Use 'stop' or 'rollback'"
     elif any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
         reason = "the module contains a SyncBatchNorm, whose groups depend on the ranks. Use BatchNorm"
+    elif not strategy.has_complete_state and any(
+        group.get("fused") for optimizer in optimization.optimizers for group in optimizer.param_groups
+    ):
+        reason = (
+            f"strategy is {settings.strategy!r}, and an optimizer has fused=True, whose rounding depends on "
+            "the position of an element in its shard. Use foreach=True"
+        )
     elif takes_optimizer_idx(module):
         reason = (
             "training_step accepts optimizer_idx. Remove this parameter, and return one loss for all "

@@ -44,6 +44,7 @@ class Strategy:
         single_process: True if one process computes on all devices.
         splits_batches: True if the strategy splits a rank's samples into micro-batches itself.
         gathers_samples: True if `training_step_end` receives the samples of several ranks.
+        has_complete_state: True if every rank updates all parameters.
         sums_exactly: True if the gradients can be summed independently of the number of ranks.
         remarks: remarks for the user at the start, as sentences.
     """
@@ -56,6 +57,7 @@ class Strategy:
     single_process: ClassVar[bool] = False
     splits_batches: ClassVar[bool] = False
     gathers_samples: ClassVar[bool] = False
+    has_complete_state: ClassVar[bool] = True
     sums_exactly: ClassVar[bool] = False
     remarks: ClassVar[tuple[str, ...]] = ()
 

@@ -43,6 +43,7 @@ class FullyShardedBase(Strategy):
     """
 
     in_lockstep = True
+    has_complete_state = False
     sums_exactly = True
     supports_toggling = False
     reshard_after_forward: ClassVar[bool | None]

@@ -23,6 +23,8 @@ class ZeRO1(DataParallelBase):
     the rows. With an element-wise optimizer the result is bitwise equal to that of ddp.
     """
 
+    has_complete_state = False
+
     def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         self._parts: ShardedParameters | None = None
         if self.context.is_distributed:
