@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 import click
@@ -15,6 +17,7 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
 from hpctrain.text import printable
 
 _RANGE = re.compile(r"(\d+)?:(\d+)?")
+_EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command("verify")
@@ -54,11 +57,15 @@ def command(
 
     The training starts from the checkpoint before the first step, or from the beginning. It uses the code
     snapshot, arguments, environment and data of RUN. RUN is not changed. The exit code is 0 if everything is
-    identical to the last bit, and 1 if not.
+    identical to the last bit, 1 if not, and 2 if there is nothing to compare.
     """
     from hpctrain.jobs.verify.verify_run import describe_result, result_record, verify_run
 
     first, last = _parse_steps(steps)
+    for number in _EXIT_SIGNALS:
+        # `nohup` ignores SIGHUP.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _exit)
     result = verify_run(
         open_run(run, runs_dir).dir,
         os.environ,
@@ -77,6 +84,13 @@ def command(
         for line in describe_result(result):
             click.echo(printable(line))
     sys.exit(0 if result.identical else 1)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    """Exit after the training is cancelled and its folder removed. Further signals do not interrupt this."""
+    for each in _EXIT_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _parse_steps(text: str | None) -> tuple[int | None, int | None]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import SCRIPTS
-from helpers.commands import run_command
+from helpers.commands import environment, run_command
 from helpers.disturbed_runs import train
+from helpers.processes import assert_no_process_left
 from helpers.training_runs import Run, preempt, submit
 from helpers.waiting import wait_for
 
@@ -48,6 +50,15 @@ class Net(hpctrain.Module):
 
 trainer = hpctrain.Trainer(max_steps=12, global_batch_size=4, checkpoint_every=4, record_samples=True)
 trainer.fit(Net(), tuple(torch.load("data.pt")))
+"""
+
+PAUSE = """
+import os
+import time
+
+if "PAUSED" in os.environ:
+    open(os.environ["PAUSED"], "w").close()
+    time.sleep(100)
 """
 
 
@@ -112,6 +123,21 @@ def own_script(tmp_path) -> Run:
     options = ["--backend", "local", "--run-dir", str(run.path)]
     run.hpctrain("submit", *options, "train.py", cwd=tmp_path)
     assert run.wait() == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def own_code(tmp_path_factory) -> Run:
+    """A run with a code snapshot. Its script imports a module that pauses the verification."""
+    path = tmp_path_factory.mktemp("own_code")
+    run_command(["git", "init", "-q", path])
+    (path / "train.py").write_text(f"import pause\n{SCRIPT}")
+    (path / "pause.py").write_text(PAUSE)
+    torch.save([torch.zeros(48, 4), torch.zeros(48)], path / "data.pt")
+    run = Run(path / "run", {"PYTHONDONTWRITEBYTECODE": "1"})
+    run.hpctrain("submit", "--backend=local", f"--run-dir={run.path}", "train.py", cwd=path)
+    assert run.wait() == 0
+    assert any(run.path.glob("code/**/pause.py"))
     return run
 
 
@@ -254,6 +280,26 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_killed_loop_with_the_checkpointer_is_identical(tmp_path):
     run, _ = train(tmp_path, "train_with_blocks.py", disturb="kill:9", num_ranks=2)
     assert_identical(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_signal_cancels_the_training_and_leaves_nothing(number, own_code, tmp_path):
+    before = contents(own_code.path)
+    scratch, paused = tmp_path / "scratch", tmp_path / "paused"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "hpctrain", "verify", own_code.path, "--scratch-dir", scratch]
+    env = environment({"PAUSED": str(paused), "PYTHONDONTWRITEBYTECODE": ""})
+    with subprocess.Popen(command, env=env, start_new_session=True) as process:
+        try:
+            wait_for(paused.exists, 60, "the import of pause.py")
+            (folder,) = scratch.iterdir()
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number
+        finally:
+            process.kill()
+    assert list(scratch.iterdir()) == []
+    assert_no_process_left(folder)
+    assert contents(own_code.path) == before
 
 
 def test_loop_without_metrics_is_refused(tmp_path):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpctrain.checkpoint.convert.compare_checkpoints import StateComparison
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hpctrain.errors import SpecError
 from hpctrain.jobs.verify.compare_records import compare_metrics, compare_samples
 from hpctrain.jobs.verify.find_causes import compare_environments
+from hpctrain.jobs.verify.scratch_run import ScratchRun
 from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.jobs.verify.verification_plan import plan_verification
+from hpctrain.jobs.verify.verify_run import VerificationResult, describe_compared, verify_run
 from hpctrain.rundir import RunDir
 
 NAN = float("nan")
@@ -59,6 +64,19 @@ class RunBuilder:
 @pytest.fixture
 def run(tmp_path) -> RunBuilder:
     return RunBuilder(tmp_path / "run")
+
+
+@pytest.fixture
+def write_spec(run, make_spec, tmp_path) -> Callable[..., None]:
+    """Function that writes the specification of `run`, with a script that exists."""
+    script = tmp_path / "train.py"
+    script.touch()
+
+    def write(**fields: Any) -> None:
+        places = {"script": str(script), "workdir": str(tmp_path), "python": sys.executable}
+        run.dir.spec.write_text(make_spec(**places, **fields).text())
+
+    return write
 
 
 def test_whole_run_is_trained_from_the_beginning(run):
@@ -223,3 +241,61 @@ def test_each_differing_fact_is_named():
     ]
     # Records of earlier versions lack some facts.
     assert compare_environments([{"torch": "2.0"}], other) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "ignored", "advice"),
+    [
+        ((1, 7), (), "Include a step that can be compared in --steps: steps 20, 25-26, 50, 100."),
+        ((1, 7), ("loss",), "Include a step that can be compared in --steps: steps 20, 25-26."),
+        ((27, 60), ("loss",), "Include a step that can be compared in --steps: steps 20, 25-26."),
+    ],
+)
+def test_steps_without_anything_to_compare_are_refused(run, steps, ignored, advice):
+    run.start(1).train(50, 50, epoch=0).train(100, 100, epoch=0).save(20, 26)
+    write_samples(run, 0, 0, 25, 1)
+    with pytest.raises(SpecError, match="There is nothing to compare in the steps") as error:
+        verify_run(
+            run.dir,
+            {},
+            first=steps[0],
+            last=steps[1],
+            ignored_metrics=ignored,
+            report=lambda _: pytest.fail("trained"),
+        )
+    assert str(error.value).endswith(f"and no checkpoint of these steps is left. {advice}")
+
+
+def test_steps_whose_only_record_is_a_state_that_is_not_saved_again_are_refused(
+    run, write_spec, tmp_path, monkeypatch
+):
+    run.start(1).train(50, 50).save(7)
+    write_spec()
+    monkeypatch.setattr(ScratchRun, "train", lambda *_: None)
+    with pytest.raises(SpecError) as error:
+        verify_run(run.dir, {}, last=7, parent=tmp_path, report=lambda _: None)
+    assert str(error.value) == (
+        "There is nothing to compare in the steps 1:7: run run recorded no samples and no metrics (except "
+        "those of --ignore), and the script did not save the state after step 7 this time. "
+        "Include a step that can be compared in --steps: step 50."
+    )
+
+
+def test_comparison_of_only_the_state_or_the_samples_is_described(run):
+    result = VerificationResult(run.start(1).train(50, 50).save(7).plan(last=7))
+    assert (result.identical, describe_compared(result)) == (False, "nothing")
+    result.sample_steps = [3]
+    assert (result.identical, describe_compared(result)) == (True, "samples of 1 step")
+    result.sample_steps, result.state = [], StateComparison(2, 3000, 4)
+    assert result.identical
+    assert describe_compared(result) == "state after step 7 (2 tensors of 3 kB, 4 values)"
+
+
+def test_repeated_steps_use_as_many_gpus_as_ranks(run, write_spec, monkeypatch):
+    run.start(8).train(1, 8).save(4)
+    write_spec(gpus_per_node=8)
+    monkeypatch.setattr("hpctrain.telemetry.sampling.nvml.count_gpus", lambda _: 3)
+    with ScratchRun(run.dir, {}) as scratch:
+        scratch.check(run.plan(ranks=3))
+        with pytest.raises(SpecError, match="requests 1 × 4 = 4 GPUs"):
+            scratch.check(run.plan(ranks=4))

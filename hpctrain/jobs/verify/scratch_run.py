@@ -165,6 +165,8 @@ class ScratchRun:
         per_node = part.world_size // part.nodes
         env = {**variables, **self._spec.env, VERIFY_STEPS_VARIABLE: ",".join(map(str, part.saved))}
         env[VERIFY_SYNC_STEPS_VARIABLE] = ",".join(map(str, part.synced))
+        # The ranks import modules from the code snapshot of the verified run, which must not change.
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
         if part.micro_batch_size is not None:
             env[MICRO_BATCH_VARIABLE] = str(part.micro_batch_size)
         return replace(
@@ -175,7 +177,7 @@ class ScratchRun:
             nodes=part.nodes,
             min_nodes=part.nodes,
             ntasks_per_node=per_node,
-            gpus_per_node=per_node if self._spec.gpus_per_node else 0,
+            gpus_per_node=-(-self._spec.gpus_per_node * per_node // self._spec.ntasks_per_node),
         )
 
     def _load_spec(self) -> JobSpec:

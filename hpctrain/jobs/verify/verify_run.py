@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.errors import CheckpointError, SpecError
 from hpctrain.files import read_regular
 from hpctrain.jobs.verify.compare_records import (
@@ -62,9 +63,14 @@ class VerificationResult:
 
     @property
     def identical(self) -> bool:
-        """True if all that was compared is identical."""
+        """True if something was compared, and all of it is identical."""
         state = self.state is not None and bool(self.state.differences)
-        return not (self.metrics or self.samples or self.damaged or state)
+        return self.compared and not (self.metrics or self.samples or self.damaged or state)
+
+    @property
+    def compared(self) -> bool:
+        """True if a metric, a sample or a state was compared."""
+        return bool(self.steps or self.sample_steps) or self.state is not None
 
     @property
     def first_step(self) -> int | None:
@@ -103,11 +109,14 @@ def verify_run(
         report: receives messages on the progress.
 
     Raises:
-        SpecError: the run, or these steps, cannot be verified here.
+        SpecError: the run, or these steps, cannot be verified here, or there is nothing to compare.
         RunFailed: the steps could not be trained again.
     """
     record = TrainingRecord(run)
     plan = plan_verification(record, first, last, num_ranks)
+    comparable = _comparable_steps(record, ignored_metrics)
+    if not any(plan.start < step <= plan.last for step in comparable):
+        raise _nothing_compared(plan, record, comparable)
     with ScratchRun(run, environ, backend, parent, keep=keep) as scratch:
         try:
             scratch.check(plan)
@@ -130,7 +139,40 @@ def verify_run(
         report(_describe(plan, record, scratch))
         scratch.train(plan, record)
         _compare(result, record, TrainingRecord(scratch.run), scratch, ignored_metrics)
+    if plan.checkpoint is not None and not (result.compared or result.damaged):
+        others = [step for step in comparable if step != plan.checkpoint[0]]
+        raise _nothing_compared(plan, record, others, unsaved=plan.checkpoint[0])
     return result
+
+
+def _metric_steps(record: TrainingRecord, ignored: Collection[str]) -> list[int]:
+    return [step for step, values in record.steps.items() if values.keys() - {"epoch", *ignored}]
+
+
+def _comparable_steps(record: TrainingRecord, ignored_metrics: Collection[str]) -> list[int]:
+    """Return the steps with metrics, samples or state to compare, ascending."""
+    states = (one.step for one in list_checkpoints(record.run)[0])
+    found = {*_metric_steps(record, ignored_metrics), *record.samples, *states}
+    return sorted(step for step in found if record.parts[0].start < step <= max(record.steps))
+
+
+def _nothing_compared(
+    plan: VerificationPlan, record: TrainingRecord, others: Sequence[int], unsaved: int | None = None
+) -> SpecError:
+    state = (
+        "no checkpoint of these steps is left"
+        if unsaved is None
+        else f"the script did not save the state after step {unsaved} this time"
+    )
+    advice = (
+        f"Include a step that can be compared in --steps: {format_ranks(others, 'step')}."
+        if others
+        else "No other step of this run can be compared, unless fewer metrics are ignored."
+    )
+    return SpecError(
+        f"There is nothing to compare in the steps {plan.start + 1}:{plan.last}: run {record.run.run_id} "
+        f"recorded no samples and no metrics (except those of --ignore), and {state}. {advice}"
+    )
 
 
 def _describe_retrained(record: TrainingRecord) -> list[str]:
@@ -160,7 +202,7 @@ def _compare(
 ) -> None:
     plan = result.plan
     steps = range(plan.start + 1, plan.last + 1)
-    result.steps = [step for step in steps if step in record.steps]
+    result.steps = sorted(set(steps).intersection(_metric_steps(record, ignored_metrics)))
     result.sample_steps = [step for step in steps if step in record.samples]
     result.metrics = list(compare_metrics(record, here, result.steps, ignored_metrics))
     result.samples = list(compare_samples(record, here, result.sample_steps))
@@ -222,7 +264,7 @@ def _find_causes(result: VerificationResult, record: TrainingRecord, facts: list
 def _guess(result: VerificationResult, record: TrainingRecord) -> Iterator[str]:
     """Yield a cause that the differences themselves show, if all recorded facts are equal."""
     plan, state = result.plan, result.state
-    if not result.metrics and not result.samples:
+    if result.steps and not result.metrics and not result.samples:
         assert plan.checkpoint is not None
         one_bit = state is not None and len(state.differences) == 1 and state.differences[0].bit is not None
         yield (
@@ -303,10 +345,10 @@ def describe_result(result: VerificationResult) -> Iterator[str]:
 
 def describe_compared(result: VerificationResult) -> str:
     """Return the extent of the comparison."""
-    if not result.steps:
-        return "nothing"
-    names = f"steps {result.plan.start + 1}:{result.plan.last}"
-    parts = [f"metrics of {pluralize(len(result.steps), 'step')} ({names})"]
+    parts = []
+    if result.steps:
+        names = f"steps {result.plan.start + 1}:{result.plan.last}"
+        parts.append(f"metrics of {pluralize(len(result.steps), 'step')} ({names})")
     if result.sample_steps:
         parts.append(f"samples of {pluralize(len(result.sample_steps), 'step')}")
     if result.state is not None and result.plan.checkpoint is not None:
@@ -314,7 +356,7 @@ def describe_compared(result: VerificationResult) -> str:
             f"state after step {result.plan.checkpoint[0]} ({pluralize(result.state.num_tensors, 'tensor')} "
             f"of {format_size(result.state.num_bytes)}, {pluralize(result.state.num_values, 'value')})"
         )
-    return "; ".join(parts)
+    return "; ".join(parts) or "nothing"
 
 
 def describe_state_difference(one: StateDifference) -> str:
