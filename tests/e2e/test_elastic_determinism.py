@@ -76,6 +76,7 @@ def alone(tmp_path_factory):
     return run.losses()
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_killed_and_resized_run_has_the_losses_of_one_rank(tmp_path, alone):
     assert resized(tmp_path / "local", "local", {}).losses() == alone

@@ -50,6 +50,7 @@ def assert_equal(one, other) -> None:
         assert one == other
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -75,6 +76,7 @@ def test_flipped_bit_is_detected_and_the_run_restarts(tmp_path, reference, targe
     assert_same_state(run, reference)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)

@@ -147,6 +147,7 @@ def test_killed_run_is_identical(killed):
     assert result["steps_with_samples_compared"] == 52
 
 
+@pytest.mark.long
 def test_steps_are_trained_from_the_checkpoint_before_them(killed):
     result = verify(killed, "--steps", "45:48")
     assert result["identical"]
@@ -160,6 +161,7 @@ def test_another_number_of_ranks_is_named(killed):
     assert "number of ranks: 2 in the record, 1 here" in result["causes"][0]
 
 
+@pytest.mark.long
 def test_elastic_determinism_is_identical_on_another_number_of_ranks(tmp_path):
     run = Run(tmp_path / "run", {})
     script = [str(SCRIPTS / "train_small.py"), "20", "norm=false", "elastic_determinism=true"]
@@ -192,6 +194,7 @@ def test_changed_learning_rate_is_named(own_script):
     assert result["causes"][1].startswith("code: train.py has changed")
 
 
+@pytest.mark.long
 def test_changed_sample_is_named(own_script):
     data = own_script.path.parent / "data.pt"
     x, y = torch.load(data)
@@ -219,6 +222,7 @@ def flip_weight(run: Run) -> str:
     return str(name)
 
 
+@pytest.mark.long
 def test_flipped_bit_in_a_checkpoint_is_named_with_its_tensor(killed, tmp_path):
     run = copy_of(killed, tmp_path)
     name = flip_weight(run)
@@ -231,6 +235,7 @@ def test_flipped_bit_in_a_checkpoint_is_named_with_its_tensor(killed, tmp_path):
     assert (found["name"], found["index"], found["bit"]) == ("module/net.0.bias", [3], 20)
 
 
+@pytest.mark.long
 def test_flipped_bit_with_a_valid_checksum_is_named(killed, tmp_path):
     run = copy_of(killed, tmp_path)
     name = flip_weight(run)
@@ -259,6 +264,7 @@ def test_damaged_start_is_reported_without_training(killed, tmp_path):
     assert "checkpoint of step 48 is damaged" in result["causes"][0]
 
 
+@pytest.mark.long
 def test_faked_other_version_of_torch_in_the_record_is_named(killed, tmp_path):
     """The record names version 1.0, and its losses are rounded as if that version had computed them."""
     run = copy_of(killed, tmp_path)
