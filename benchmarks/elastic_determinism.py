@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     gpt, results = load_example(), {}
-    for size, num_grains in itertools.product(SIZES, (1, 4)):
+    for size, num_grains in (("small", 1), ("small", 4), ("large", 1)):
         plain, ratios = [], []
         for _ in range(args.rounds):
             of_both = [

@@ -236,8 +236,8 @@ def save_while_rank_1_is_stopped(folder: Path) -> tuple[str, bool]:
 
 def test_stopped_rank_fails_the_save_after_the_limit(tmp_path):
     (error, committed), (error_of_1, _) = run_on_ranks(save_while_rank_1_is_stopped, tmp_path)
-    assert "limit 2 s" in error
-    assert "limit 2 s" in error_of_1
+    assert "limit of 2 s" in error
+    assert "limit of 2 s" in error_of_1
     assert not committed
 
 

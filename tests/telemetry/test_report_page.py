@@ -338,7 +338,7 @@ def test_cancelled_and_resubmitted_run_had_interruptions(tmp_path):
         write_run(tmp_path / "run", history.steps(11, 20, every=1).after(1, "finished", state="COMPLETED"))
     )
     text = " ".join(summarize(facts))
-    assert "and 3 attempts. The run was cancelled and resubmitted 2 times." in text
+    assert "3 attempts. The run was cancelled and resubmitted 2 times." in text
     for view in (text, markdown_report(facts), render_run_page(facts)):
         assert "There were no interruptions" not in view
 

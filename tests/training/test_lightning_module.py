@@ -747,7 +747,7 @@ class EpochEnd(Refused):
         (TwoOptimizers, loader(), {}, "several optimizers require manual optimization"),
         (OptimizerIdx, loader(), {}, "training_step has the parameter optimizer_idx"),
         (NoOptimizer, loader(), {}, r"returned \[None\] as optimizers"),
-        (NoMonitor, loader(), {}, "ReduceLROnPlateau with interval='epoch' and monitor=None"),
+        (NoMonitor, loader(), {}, "ReduceLROnPlateau .* has interval='epoch' and monitor=None"),
         (NoValidation, loader(), {}, "monitor='val_loss'.* requires .* validation data"),
         (SeveralLoaders, loader(), {}, "val data has 2 DataLoaders"),
         (NamedLoaders, None, {}, "train data has 2 DataLoaders"),
