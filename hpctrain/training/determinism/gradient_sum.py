@@ -64,7 +64,8 @@ class GradientSum:
                 self._tensors.append(_Summed(f"buffer {name}", buffer, None))
         self.exponents = exponents
         self._buckets = _make_buckets(self._tensors, context, bucket_cap_mb or _BUCKET_MB)
-        self._peaks = torch.zeros(len(self._tensors), device=context.device)
+        #: Largest absolute values of this step: numbers on a CPU, which are faster, otherwise tensors.
+        self._peaks: list[float | torch.Tensor] = []
         for number, each in enumerate(self._tensors):
             if each.computed is not None:
                 each.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
@@ -80,7 +81,7 @@ class GradientSum:
             num_grains: number of grains of all ranks in the step.
         """
         self._num_terms = num_grains
-        self._peaks.zero_()
+        self._peaks = [0.0] * len(self._tensors)
         self._before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         for each in self._tensors:
             if each.computed is not None:
@@ -112,7 +113,11 @@ class GradientSum:
         for bucket in self._buckets:
             bucket.wait()
         # The maximum of a number and NaN depends on the order.
-        peaks = self._peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
+        if self._context.device.type == "cpu":
+            peaks = torch.tensor(self._peaks, dtype=torch.float32)
+        else:
+            peaks = torch.stack([torch.as_tensor(each, device=self._context.device) for each in self._peaks])
+        peaks = peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
         if self._context.is_distributed:
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
         by_tensor = dict(zip(self._tensors, peaks.tolist(), strict=True))
@@ -171,7 +176,12 @@ class GradientSum:
         if not term.numel():
             return
         low, high = torch.aminmax(term)
-        self._peaks[number] = torch.maximum(self._peaks[number], torch.maximum(high, -low))
+        if term.is_cpu:
+            peak = max(high.item(), -low.item())
+            self._peaks[number] = max(self._peaks[number], peak) if peak == peak else math.inf
+        else:
+            before = torch.as_tensor(self._peaks[number], device=term.device)
+            self._peaks[number] = torch.maximum(before, torch.maximum(high, -low).float())
         if (exponent := self._exponent(each)) is not None:
             each.bucket.add(each, term if each.is_count else scale(term, exponent))
 
