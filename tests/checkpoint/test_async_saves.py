@@ -115,6 +115,7 @@ def test_staging_memory_is_reused_for_states_of_other_lengths(tmp_path):
     assert torch.equal(loaded.rank_state["rng"], torch.ones(60))
 
 
+@pytest.mark.slow
 def test_smaller_staging_memory_is_freed_before_larger_is_allocated(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     still_allocated = []

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ VALUES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"
 PRINT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.dictionaries(NAMES.filter(lambda name: name != "LC_CTYPE"), VALUES, max_size=8))
 def test_variables_arrive_unchanged_and_not_in_the_command_line(env):

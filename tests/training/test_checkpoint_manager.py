@@ -103,6 +103,7 @@ def test_failed_copy_is_not_confused_with_the_save_in_flight(tmp_path, monkeypat
     assert seen["in flight"] is not None
 
 
+@pytest.mark.slow
 def test_inaccessible_folder_is_not_reported_as_missing(tmp_path, capsys):
     run = RunDir(tmp_path)
 
@@ -124,6 +125,7 @@ def test_inaccessible_folder_is_not_reported_as_missing(tmp_path, capsys):
     assert steps(tmp_path)[-1] == 20
 
 
+@pytest.mark.slow
 def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys):
     """The disk recovers only after ten more steps; if training waited, neither would continue."""
     from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
@@ -189,6 +191,7 @@ def test_signal_name_comes_from_whichever_rank_received_it(tmp_path, monkeypatch
     assert stop["signal"] == "SIGUSR2"
 
 
+@pytest.mark.slow
 def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
     """An undisturbed run validates and saves at step 4; this one was stopped there, and validates later."""
     import signal
@@ -209,6 +212,7 @@ def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole") == [4, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

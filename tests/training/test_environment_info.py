@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+import pytest
+
 from hpctrain.rundir import CODE_VARIABLE
 from hpctrain.training.observe.environment_info import hash_code
 
@@ -17,6 +19,7 @@ def load(monkeypatch, file, text="x = 1\n") -> None:
     monkeypatch.setitem(sys.modules, f"own_{file.stem}", module)
 
 
+@pytest.mark.slow
 def test_script_and_its_own_modules_are_hashed_relative_to_their_folder(tmp_path, monkeypatch):
     """The run folder, with the code snapshot, is often inside the working directory."""
     snapshot = tmp_path / "runs" / "r" / "code" / "submission-000"

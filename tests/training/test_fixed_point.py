@@ -45,6 +45,7 @@ def gradients(draw):
     return list(terms.float())
 
 
+@pytest.mark.slow
 @given(gradients(), st.integers(0, HEADROOM), st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_sum_is_independent_of_order_and_closer_than_that_of_float32(terms, growth, rng):

@@ -84,6 +84,7 @@ def test_every_row_of_the_table_has_a_test():
 # Rows of the table
 
 
+@pytest.mark.slow
 @row("`training_step`, `training_step_end`")
 def test_steps_return_a_loss_or_a_dict_with_it(tmp_path):
     class Steps(Line):
@@ -279,6 +280,7 @@ class Data(lightning.LightningDataModule):
         self.calls.append(state_dict)
 
 
+@pytest.mark.slow
 @row("`LightningDataModule`: `prepare_data`, `setup`, `teardown`, `state_dict`, `*_dataloader`")
 def test_data_module(tmp_path):
     class Validated(Line):
@@ -491,6 +493,7 @@ for name in (*HOOKS, *TEST_HOOKS):
     setattr(Hooks, name, recording(name))
 
 
+@pytest.mark.slow
 @row(
     "`on_fit_*`, `on_train_*`, `on_validation_*`, `on_test_*`, `on_after_backward`, "
     "`on_before_optimizer_step`"

@@ -175,6 +175,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_if_its_norm_is_known(tmp_pa
         fit(tmp_path / "unknown", Net({6: NAN}, gradient=True))
 
 
+@pytest.mark.slow
 def test_steps_that_the_loss_scaler_skips_are_not_bad(tmp_path):
     """The first scale of 2^16 overflows float16 for gradients above 1."""
     settings = {"precision": "16-mixed", "gradient_clip_norm": 1.0}
@@ -265,6 +266,7 @@ def test_a_run_killed_before_its_next_checkpoint_leaves_the_same_batch_out(tmp_p
     assert same(module.state_dict(), by_hand({7}))
 
 
+@pytest.mark.slow
 def test_a_stream_is_rolled_back_too(tmp_path):
     class Stream(torch.utils.data.IterableDataset):
         def __init__(self) -> None:
@@ -295,6 +297,7 @@ def test_without_a_checkpoint_to_return_to_the_run_stops(tmp_path):
         fit(tmp_path, Net({2: NAN}), on_bad_loss="rollback")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_many_bad_steps_in_a_row_end_the_run(tmp_path, policy):
     bad = dict.fromkeys(range(4, 4 + MAX_CONSECUTIVE), NAN)

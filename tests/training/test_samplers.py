@@ -470,6 +470,7 @@ def test_another_batch_size_of_the_trainer_is_refused(data, message):
         hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Regression(), data)
 
 
+@pytest.mark.slow
 def test_learning_rate_scales_with_the_batch_of_the_loader():
     trained = Regression()
     trainer = hpctrain.Trainer(max_steps=1, lr_reference_batch_size=10)
@@ -560,6 +561,7 @@ def test_last_step_is_known_if_epochs_have_the_same_length():
     assert last_step("own generators") is last_step("buckets") is None
 
 
+@pytest.mark.slow
 def test_another_sampler_cannot_resume(tmp_path):
     def train(first: int) -> None:
         data = DataLoader(samples(), 4, sampler=SubsetRandomSampler(range(first, SIZE)))
