@@ -161,9 +161,10 @@ class TrainingLoop:
         parts.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
         if reason:
             advice = (
-                " To skip the update of such a step, use on_bad_loss='skip'. To return to the last good "
-                "checkpoint and exclude the batch, use 'rollback'."
+                " To return to the last good checkpoint and exclude the batch, use on_bad_loss='rollback'."
             )
+            if not parts.settings.elastic_determinism:
+                advice += " To skip the update of such a step, use 'skip'."
             error = BadLoss(
                 f"{bad.cause[0].upper()}{bad.cause[1:]}. The run stops, because {reason}. Last good "
                 f"checkpoint: {newest or 'none'}. Check the data of that step and the learning rate."
