@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.determinism.fixed_point import scale
+from hpctrain.training.base.dtensor_parts import is_sharded, local_part
+from hpctrain.training.determinism.fixed_point import largest_absolute, largest_of_ranks, scale
 
 _BITS = 62
 
@@ -27,12 +27,12 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
         context: the ranks.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    parts = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-    sharded = torch.tensor([_is_sharded(each) for each in gradients], device=context.device)
-    peaks = torch.stack([_peak(part, context.device) for part in parts]) if parts else torch.zeros(0)
-    if context.is_distributed and parts:
-        dist.all_reduce(peaks.nan_to_num_(nan=math.inf, posinf=math.inf), op=dist.ReduceOp.MAX)
-    largest = peaks.tolist()
+    if not gradients:
+        return torch.zeros((), device=context.device)
+    parts = [local_part(each) for each in gradients]
+    sharded = torch.tensor([is_sharded(each) for each in gradients], device=context.device)
+    own_peaks = [largest_absolute(part).to(context.device, torch.float32) for part in parts]
+    largest = largest_of_ranks(torch.stack(own_peaks), context)
     if not all(map(math.isfinite, largest)):
         return torch.tensor(math.nan, device=context.device)
     sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=context.device)
@@ -56,14 +56,3 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
         for total, shift in ((high, -2 * exponent), (low, -2 * exponent - bits))
     ]
     return torch.tensor(math.sqrt(math.fsum(terms)), dtype=torch.float32, device=context.device)
-
-
-def _peak(part: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not part.numel():
-        return torch.zeros((), device=device)
-    low, high = torch.aminmax(part)
-    return torch.maximum(high, -low).to(device, torch.float32)
-
-
-def _is_sharded(gradient: torch.Tensor) -> bool:
-    return isinstance(gradient, DTensor) and any(isinstance(each, Shard) for each in gradient.placements)

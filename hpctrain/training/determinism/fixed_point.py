@@ -12,6 +12,9 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
+
+from hpctrain.runtime.distributed_context import DistributedContext
 
 #: Bits of an int64 without its sign, and one bit of margin.
 _BITS = 62
@@ -47,3 +50,22 @@ def scale(x: torch.Tensor, exponent: int) -> torch.Tensor:
         return x * 2.0**exponent
     half = exponent // 2
     return (x.double() * 2.0**half) * 2.0 ** (exponent - half)
+
+
+def largest_absolute(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest absolute value of an element, 0 for an empty tensor; NaN if an element is NaN."""
+    if not x.numel():
+        return x.new_zeros(())
+    low, high = torch.aminmax(x)
+    return torch.maximum(high, -low)
+
+
+def largest_of_ranks(peaks: torch.Tensor, context: DistributedContext) -> list[float]:
+    """Return the maximum of each number over all ranks; infinity if a number is NaN. Changes `peaks`.
+
+    All ranks must call this. The maximum of a number and NaN would depend on the order.
+    """
+    peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
+    if context.is_distributed:
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    return peaks.tolist()

@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.determinism.fixed_point import largest_term, scale, shared_exponent, to_floats
+from hpctrain.training.base.dtensor_parts import local_part
+from hpctrain.training.determinism.fixed_point import (
+    largest_absolute,
+    largest_of_ranks,
+    largest_term,
+    scale,
+    shared_exponent,
+    to_floats,
+)
 from hpctrain.training.determinism.witness import hash_numbers
 
 #: Default size of a bucket in megabytes of float32 gradients, as for DDP.
@@ -59,8 +67,10 @@ class GradientSum:
     ) -> None:
         self._context, self._module = context, module
         self._tensors = [_Summed(each.name, each.parameter, each.computed) for each in parameters]
+        self._buffer_numbers: dict[str, int] = {}
         for name, buffer in module.named_buffers():
             if buffer.is_floating_point() or buffer.dtype in (torch.int64, torch.int32):
+                self._buffer_numbers[name] = len(self._tensors)
                 self._tensors.append(_Summed(f"buffer {name}", buffer, None))
         self.exponents = exponents
         self._buckets = _make_buckets(self._tensors, context, bucket_cap_mb or _BUCKET_MB)
@@ -112,15 +122,11 @@ class GradientSum:
         """Set the gradients and buffers to the sum; return False if the step must be repeated instead."""
         for bucket in self._buckets:
             bucket.wait()
-        # The maximum of a number and NaN depends on the order.
         if self._context.device.type == "cpu":
             peaks = torch.tensor(self._peaks, dtype=torch.float32)
         else:
             peaks = torch.stack([torch.as_tensor(each, device=self._context.device) for each in self._peaks])
-        peaks = peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
-        if self._context.is_distributed:
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-        by_tensor = dict(zip(self._tensors, peaks.tolist(), strict=True))
+        by_tensor = dict(zip(self._tensors, largest_of_ranks(peaks, self._context), strict=True))
         too_large = {
             each: peak
             for each, peak in by_tensor.items()
@@ -175,38 +181,36 @@ class GradientSum:
         each = self._tensors[number]
         if not term.numel():
             return
-        low, high = torch.aminmax(term)
+        peak = largest_absolute(term)
         if term.is_cpu:
-            peak = max(high.item(), -low.item())
-            self._peaks[number] = max(self._peaks[number], peak) if peak == peak else math.inf
+            value = peak.item()
+            self._peaks[number] = max(self._peaks[number], value) if value == value else math.inf
         else:
             before = torch.as_tensor(self._peaks[number], device=term.device)
-            self._peaks[number] = torch.maximum(before, torch.maximum(high, -low).float())
+            self._peaks[number] = torch.maximum(before, peak.float())
         if (exponent := self._exponent(each)) is not None:
             each.bucket.add(each, term if each.is_count else scale(term, exponent))
 
     def _add_buffers(self) -> None:
         """Add the changes of the buffers in a pass, and undo them."""
-        numbers = {each.name: number for number, each in enumerate(self._tensors)}
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():
-                before, number = self._before.get(name), numbers.get(f"buffer {name}")
+                before, number = self._before.get(name), self._buffer_numbers.get(name)
                 if before is None or before.shape != buffer.shape:
                     raise UserError(
                         f"The training step added the buffer {name} or changed its shape, so the buffer has "
                         "no mean over the grains of a step. Register all buffers in __init__, or set "
                         "elastic_determinism=False."
                     )
-                if buffer.is_cpu and torch.equal(buffer, before):
+                # On a GPU, this waits, so it is used only for buffers that must not change.
+                if (buffer.is_cpu or number is None) and torch.equal(buffer, before):
                     continue
                 if number is None:
-                    if not torch.equal(buffer, before):
-                        raise UserError(
-                            f"The training step changed the buffer {name} of type {buffer.dtype}, which has "
-                            "no mean over the grains of a step. Use a floating-point or int64 buffer, or set "
-                            "elastic_determinism=False."
-                        )
-                    continue
+                    raise UserError(
+                        f"The training step changed the buffer {name} of type {buffer.dtype}, which has no "
+                        "mean over the grains of a step. Use a floating-point or int64 buffer, or set "
+                        "elastic_determinism=False."
+                    )
                 if self._is_used:
                     # Infinite elements that did not change have no difference.
                     change = torch.where(buffer == before, torch.zeros_like(buffer), buffer - before)
@@ -252,8 +256,7 @@ class _Summed:
         self.is_count = not target.is_floating_point()
         self.offset = 0
         self.is_sharded = isinstance(target, DTensor)
-        local = target.to_local() if isinstance(target, DTensor) else target
-        self.local_shape = local.shape
+        self.local_shape = local_part(target).shape
         self.numel = target.numel()
 
     def room(self, world_size: int) -> int:
@@ -287,7 +290,6 @@ class _Bucket:
         for each in tensors:
             each.bucket, each.offset = self, length
             length += each.room(self._world_size)
-        self._length = length
         self.num_hooks = sum(each.computed is not None for each in tensors)
         #: Gradients that are missing in the current pass.
         self.waiting, self.is_sent = 0, False
@@ -363,16 +365,18 @@ def _make_buckets(tensors: Sequence[_Summed], context: DistributedContext, cap_m
     limit = int(cap_mb * 2**20) // 4
     buckets: list[_Bucket] = []
     group: list[_Summed] = []
+    length = 0
     parameters = [each for each in tensors if each.computed is not None]
     buffers = [each for each in tensors if each.computed is None]
     for each in [*reversed(parameters), *buffers]:
         differs = bool(group) and (
             group[0].is_sharded != each.is_sharded or (group[0].computed is None) != (each.computed is None)
         )
-        if group and (differs or sum(other.numel for other in group) + each.numel > limit):
+        if group and (differs or length + each.numel > limit):
             buckets.append(_Bucket(group, context, is_sharded=group[0].is_sharded))
-            group = []
+            group, length = [], 0
         group.append(each)
+        length += each.numel
     if group:
         buckets.append(_Bucket(group, context, is_sharded=group[0].is_sharded))
     return buckets

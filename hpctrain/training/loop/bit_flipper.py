@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hpctrain.records.bit_flip import BitFlip, FlipTarget
 from hpctrain.runtime.program.requested_flips import request_flip_of_environment, requested_flips
+from hpctrain.training.base.dtensor_parts import local_part
 
 #: Integers of the size of an element.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -104,14 +104,14 @@ class BitFlipper:
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._module.named_parameters():
-            yield name, _own(parameter)
+            yield name, local_part(parameter).detach()
 
     def _optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, optimizer in enumerate(self._optimizers):
             for index, state in enumerate(optimizer.state.values()):
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        yield f"{key} of parameter {index} of optimizer {number}", _own(value)
+                        yield f"{key} of parameter {index} of optimizer {number}", local_part(value).detach()
 
 
 @dataclass
@@ -143,8 +143,3 @@ class _ActiveFlip:
 def _choose(chance: random.Random, tensors: Mapping[str, torch.Tensor]) -> str:
     """Choose a tensor; larger tensors are more probable."""
     return chance.choices(list(tensors), [max(each.numel(), 1) for each in tensors.values()])[0]
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

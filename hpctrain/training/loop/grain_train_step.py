@@ -85,12 +85,14 @@ class GrainTrainStep(TrainStep):
         if state.witnessed_step is None:
             state.witnessed_step = 0
 
-    def passes(self, step: StepData, sums: MetricAccumulator) -> Iterator[GrainPass]:
+    def passes(
+        self, rank_batch: RankBatch, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
+    ) -> Iterator[GrainPass]:
         """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again.
 
         Afterwards, the parameters have their gradients. All ranks must iterate to the end.
         """
-        rank_batch, own = step.rank_batch, list(step.micro_batches)
+        own = list(micro_batches)
         num_grains = -(-rank_batch.batch_size // self._grain_size)
         first = rank_batch.start // self._grain_size
         witness = self._witness
@@ -106,7 +108,7 @@ class GrainTrainStep(TrainStep):
                 # A rank without samples repeats a grain of another rank, and the result is not used.
                 is_used, scalars = grain.num_samples > 0, MetricAccumulator()
                 hashes = own_hashes if is_used and number == chosen else None
-                rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
+                self._seed_grain(rank_batch, number)
                 with self._gradients.grain(is_used=is_used, is_last=is_last, hashes=hashes):
                     yield GrainPass(_align(grain), scalars, is_last)
                 self._insert(sums, scalars, number if is_used else None)
@@ -116,18 +118,18 @@ class GrainTrainStep(TrainStep):
                 break
         rng.seed_all(rng.derive_seed(self._seed, "step", rank_batch.step))
 
+    def _seed_grain(self, rank_batch: RankBatch, number: int) -> None:
+        rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
+
     def _accumulate(
-        self,
-        step: StepData,
-        micro_batches: Iterable[MicroBatch],  # noqa: ARG002
-        sums: MetricAccumulator,
+        self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
     ) -> torch.Tensor | None:
-        for one in self.passes(step, sums):
+        for one in self.passes(step.rank_batch, micro_batches, sums):
             self._run_micro_batch(step.rank_batch, one.grain, one.scalars, one.is_last)
         return self._token_factor(step.rank_batch, sums)
 
     def _token_factor(self, rank_batch: RankBatch, sums: MetricAccumulator) -> torch.Tensor | None:
-        """Return the factor for the gradients if losses are means over tokens. See `_Tokens`."""
+        """Return the factor for the gradients if losses are means over tokens. See `TokenCounter`."""
         counts = sums.values.get(TOKENS_FIELD)
         if counts is None:
             return None
@@ -142,7 +144,7 @@ class GrainTrainStep(TrainStep):
         def recompute(number: int) -> int:
             hashes: dict[int, int] = {}
             grain = _align(self._source.grain(rank_batch.step, number))
-            rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
+            self._seed_grain(rank_batch, number)
             with self._gradients.grain(is_used=False, is_last=False, hashes=hashes):
                 self._run_micro_batch(rank_batch, grain, MetricAccumulator(), last=False)
             return hash_gradients(hashes)

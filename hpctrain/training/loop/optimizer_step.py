@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from hpctrain.training.base.dtensor_parts import local_part
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -89,7 +89,7 @@ class OptimizerStep:
             for optimizer in optimizers:
                 self._scaler.unscale_(optimizer)
         parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        gradients = [_own(p.grad) for p in parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         if per_token is not None:
             _multiply(gradients, per_token)
         norm = None
@@ -146,11 +146,6 @@ class LrScaler:
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
-
-
-def _own(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `gradient`."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -271,7 +271,7 @@ class Session:
 
     def _grains(self, loop: TrainingLoop, train_step: GrainTrainStep, step: StepData) -> Iterator[Any]:
         """Yield the grains of a step, and perform the deferred calls after the last."""
-        for one in train_step.passes(step, loop.metrics):
+        for one in train_step.passes(step.rank_batch, step.micro_batches, loop.metrics):
             self._deferred.clear()
             self._has_backward, self._scalars = False, one.scalars
             self._part = self.weight = one.grain.num_samples / step.rank_batch.batch_size

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import all_gather_single
+from hpctrain.training.base.dtensor_parts import is_sharded, local_part
 from hpctrain.training.module import Module
 
 
@@ -122,14 +123,10 @@ class ShardedParameters:
 
 def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device, p: float) -> torch.Tensor:
     """Return the norm of all gradients, complete or sharded. All ranks must call this."""
-    cut, whole = [], []
+    cut: list[torch.Tensor] = []
+    whole: list[torch.Tensor] = []
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        if not isinstance(gradient, DTensor):
-            whole.append(gradient)
-        elif any(isinstance(placement, Shard) for placement in gradient.placements):
-            cut.append(gradient.to_local())
-        else:
-            whole.append(gradient.to_local())
+        (cut if is_sharded(gradient) else whole).append(local_part(gradient))
     of_cut, of_whole = (
         torch.nn.utils.get_total_norm(gradients, norm_type=p).to(device, torch.float32)
         for gradients in (cut, whole)
