@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.runtime.snapshot_imports import describe_missing_import
@@ -137,7 +138,7 @@ def _next_failure_index(
         store = SignedStore.wrap(tcp_store, environ)
         order = int(store.add(FAILURE_COUNT_KEY, 1))
         if not PEER_LOST.search(failure["message"]):
-            host = environ.get("SLURMD_NODENAME", socket.gethostname())
+            host = host_name(environ)
             store.compare_set(_CAUSE_KEY, "", f"rank {environ['RANK']} on {host} ({failure['error']})")
         return order, store.get(_CAUSE_KEY).decode() if store.check([_CAUSE_KEY]) else None
     except Exception:  # noqa: BLE001 (the failure file is written in any case)

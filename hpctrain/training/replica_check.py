@@ -9,7 +9,6 @@ them from their own samples.
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import SilentCorruption, Suspect
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import pluralize
@@ -330,7 +330,7 @@ def _flatten(tensor: torch.Tensor) -> torch.Tensor:
 
 def own_suspect(context: DistributedContext) -> Suspect:
     """Return this rank, as named in errors."""
-    host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    host = host_name(os.environ)
     return Suspect(context.ranks.rank, host, _name_device(context.device, context.ranks.rank))
 
 
