@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hpctrain.checkpoint.format.manifest import TENSORS_NAME
 from hpctrain.checkpoint.format.staged_file import StagedFile
 from hpctrain.torch_compat import CURRENT_DCP_VERSION, StorageInfo
 
 METADATA_NAME = ".metadata"
-TENSORS_NAME = "tensors.json"
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ class ScratchRun:
             nodes=part.nodes,
             min_nodes=part.nodes,
             ntasks_per_node=per_node,
-            gpus_per_node=-(-self._spec.gpus_per_node * per_node // self._spec.ntasks_per_node),
+            gpus_per_node=per_node if self._spec.gpus_per_node else 0,
         )
 
     def _load_spec(self) -> JobSpec:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.manifest import TENSORS_NAME, Manifest
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.errors import CheckpointError, SpecError
 from hpctrain.files import read_regular
@@ -31,8 +31,6 @@ from hpctrain.text import format_duration, format_ranks, format_size, pluralize
 if TYPE_CHECKING:
     from hpctrain.checkpoint.convert.compare_checkpoints import StateComparison, StateDifference
 
-#: Table of the tensors in a checkpoint; the module that writes it imports torch.
-_TENSORS_NAME = "tensors.json"
 #: Maximum number of tensors in a message.
 _MAX_TENSORS = 8
 _OTHER_GENERATOR = re.compile(r"rank-\d+/(python|numpy)")
@@ -309,7 +307,7 @@ def _damage(checkpoint: Path) -> Iterator[str]:
 def _tensors_in(checkpoint: Path, file: str) -> list[str]:
     """Return the names of the tensors with a part in a file of a checkpoint."""
     try:
-        table = json.loads(read_regular(checkpoint / _TENSORS_NAME))
+        table = json.loads(read_regular(checkpoint / TENSORS_NAME))
         found = [key for key, entry in table.items() if any(file in piece for piece in entry["pieces"])]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
