@@ -1,11 +1,11 @@
 # Everything here works on a fresh machine; what is missing is installed into .venv first.
 #   make PYTHON=python3.12 …   takes another Python than python3 for it
-#   make TEST_PROCESSES=8 test  runs more tests at once, where there are more than two cores
+#   make TEST_PROCESSES=8 test  runs more tests at once, on more than two cores
 
 PYTHON ?= python3
 export PYTHON
-# One of these processes runs the tests on Slurm, which spend most of their time waiting.
-TEST_PROCESSES ?= 3
+# More than two cores have: most tests on Slurm and most end-to-end tests wait.
+TEST_PROCESSES ?= 5
 # mkdocs-material announces a successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of Python processes, which are faster with compiled modules.

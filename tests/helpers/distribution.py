@@ -1,4 +1,4 @@
-"""Distribution of the tests to processes: one of them runs all tests on Slurm, which share a cluster."""
+"""Distribution of the tests to processes: two of them run all tests on Slurm, with a shared cluster each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FUNCTION = re.compile(r"^def (\w+)\((.*?)\)", re.MULTILINE | re.DOTALL)
 
 
 class SharedSlurmScheduling(LoadScopeScheduling):
-    """Schedules tests by file, but the tests on Slurm together and first, and slow tests one by one."""
+    """Schedules tests by file, but the tests on Slurm in two groups and first, and slow tests one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
         if "[slurm" in test or test.partition("[")[0] in _functions_on_slurm(REPOSITORY / file):
-            return "slurm"
+            return f"slurm, {file.split('/')[1] == 'jobs'}"
         return nodeid if file.startswith(_SLOW_FOLDERS) else file
 
 
