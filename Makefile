@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 
-.PHONY: help demo test-fast test test-long check format docs clean
+.PHONY: help demo test-fast test test-long bench check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -41,6 +41,10 @@ test: .venv/installed  ## all tests, on a real Slurm cluster that they start on 
 test-long: .venv/installed  ## the tests that take minutes
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m long --durations=15
+
+bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 25 minutes on two idle cores
+	@scripts/install_for_tests.sh
+	$(BIN)/python benchmarks/run_all.py
 
 check: .venv/installed  ## format, lint, types, layers, conventions, documentation
 	$(BIN)/ruff format --check

@@ -1,10 +1,10 @@
-"""Time of a DDP step with different bucket sizes, with and without bucket views, on two ranks.
+"""Time of a DDP step with different bucket sizes, relative to the fastest, on two ranks.
 
-    python benchmarks/buckets.py [--rounds N] [--steps N] [--limit RATIO]
+    python benchmarks/buckets.py [--rounds N] [--steps N]
 
-Twelve linear layers of 4 MB each, with gloo. All variants run alternately in the same two processes. The time
-of a step is the median over all steps. Exits with 1 if hpctrain's setting (25 MB, gradients as views of the
-buckets) is slower than `--limit` times the fastest variant.
+The model has twelve linear layers of 4 MB each, and the ranks use gloo. All variants run alternately in the
+same two processes. Only large differences are significant. hpctrain uses buckets of 25 MB, with the gradients
+as views.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from results import Results
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def measure(rounds: int, steps: int) -> None:
-    """Run a rank; rank 0 prints the median time of a step, in milliseconds, by variant."""
+    """Run a rank; rank 0 prints the median time of a step in each round, in milliseconds, by variant."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     x = torch.randn(BATCH, WIDTH)
@@ -47,25 +48,26 @@ def measure(rounds: int, steps: int) -> None:
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
             parallel = DistributedDataParallel(model, **{"gradient_as_bucket_view": True, **words})
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            times = []
             for step in range(steps + 3):  # DDP regroups after the first
                 begun = time.perf_counter()
                 parallel(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 if step >= 3:
-                    taken[name].append(time.perf_counter() - begun)
+                    times.append(time.perf_counter() - begun)
+            taken[name].append(statistics.median(times) * 1e3)
     if dist.get_rank() == 0:
-        print(json.dumps({name: statistics.median(times) * 1e3 for name, times in taken.items()}), flush=True)
+        print(json.dumps(taken), flush=True)
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--limit", type=float, default=1.15)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--rounds", type=int, default=4)
+    results.parser.add_argument("--steps", type=int, default=12)
+    results.parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    options = results.parse()
     if options.measure:
         measure(options.rounds, options.steps)
         return
@@ -80,11 +82,11 @@ def main() -> None:
     )
     if done.returncode:
         sys.exit(done.stderr)
-    times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    fastest = min(times.values())
-    for name, time_ms in times.items():
-        print(f"{name:28} {time_ms:7.1f} ms  {time_ms / fastest:5.2f} × the fastest")
-    sys.exit(times[OURS] / fastest > options.limit)
+    rounds: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    fastest = min(statistics.median(times) for times in rounds.values())
+    for name, times in rounds.items():
+        results.add(name, [time_ms / fastest for time_ms in times], limit=1.15 if name == OURS else None)
+    results.finish()
 
 
 if __name__ == "__main__":

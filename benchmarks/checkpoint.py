@@ -1,30 +1,22 @@
-"""Stall of the training by a save, and total duration of a save.
+"""Pause of the training for a save, and time until the state is on disk.
 
     python benchmarks/checkpoint.py [--megabytes N ...] [--tensor-kilobytes N] [--rounds N] [--folder PATH]
                                     [--only compare|disk|links ...] [--ranks N ...]
 
-All variants are measured alternately in each round, on several ranks with gloo, for states of several sizes
-per rank:
-
-- copy: copy of the state to preallocated memory, the lower bound for any background save
-- begin: `CheckpointStore.async_save`, after which training may continue
-- dcp.async_save: torch's function; each call must finish before the next call, as in hpctrain
-- the time until the state is on disk in each case
-- the same save by one, two and four ranks and for growing states, on one disk, and with the rate of each rank
-  limited to --link MB/s, as with a separate network link
-
-The time of the slowest rank is used, and the median of the rounds. The first round is shown separately,
-because it includes allocations. Exits with 1 if the stall exceeds the limits (see --help).
+Every rank has the complete state, as with DDP, and the ranks use gloo. All variants are measured alternately
+in each round, by the time of the slowest rank. A copy to preallocated memory is the lower bound for any
+background save. hpctrain's `async_save` can be faster, because each rank copies only its share. Calls of
+`dcp.async_save` wait for the previous one, as hpctrain's do. The first save includes allocations. Saves by
+one, two and four ranks are measured with one disk, and with a simulated link of 100 MB/s for each rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import socket
-import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -35,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from results import Results
 
 from hpctrain.checkpoint import saver
 from hpctrain.checkpoint.io import file_writer
@@ -116,9 +109,13 @@ class Measurement:
         dist.barrier()
 
 
-def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
-    """Return true if the stalls are within their limits for all sizes."""
-    fine = True
+#: Name, values, unit and limit of a result.
+Row = tuple[str, list[float], str, float | None]
+
+
+def compare(folder: Path, options: argparse.Namespace) -> list[Row]:
+    """Compare the pauses of all variants, for all sizes."""
+    rows: list[Row] = []
     for megabytes in options.megabytes:
         measurement = Measurement(megabytes, folder / str(megabytes), options)
         first, _ = measurement.ours(prepare=True)
@@ -128,23 +125,27 @@ def compare(rank: int, folder: Path, options: argparse.Namespace) -> bool:
             (measurement.copy(), *measurement.ours(), *measurement.torchs()) for _ in range(options.rounds)
         ]
         measurement.close()
-        copy, stall, on_disk, their_stall, their_on_disk = map(statistics.median, zip(*rounds, strict=True))
-        to_copy, to_theirs = stall / copy, stall / their_stall
-        fine &= to_copy <= options.limit_copy and to_theirs <= options.limit_dcp
-        if rank == 0:
-            print(
-                f"\n{megabytes} MB on {dist.get_world_size()} ranks, ms (median of {options.rounds} rounds)"
-            )
-            print(f"  copy into kept memory   {copy * 1000:8.1f}")
-            print(f"  begin                   {stall * 1000:8.1f}   first, prepared {first * 1000:8.1f}")
-            print(f"  dcp.async_save          {their_stall * 1000:8.1f}   first {first_torch * 1000:18.1f}")
-            print(f"  begin / copy            {to_copy:8.2f}   (limit {options.limit_copy})")
-            print(f"  begin / dcp.async_save  {to_theirs:8.2f}   (limit {options.limit_dcp})")
-            print(
-                f"  until on disk: ours     {on_disk * 1000:8.1f}   torch's {their_on_disk * 1000:8.1f}",
-                flush=True,
-            )
-    return fine
+        size = f"{megabytes} MB on {dist.get_world_size()} ranks"
+        copy, stall, on_disk, their_stall, their_on_disk = map(list, zip(*rounds, strict=True))
+        rows += [
+            (f"{size}: copy to preallocated memory", in_ms(copy), "ms", None),
+            (f"{size}: pause for async_save", in_ms(stall), "ms", None),
+            (f"{size}: pause for dcp.async_save", in_ms(their_stall), "ms", None),
+            (f"{size}: first pause for async_save", in_ms([first]), "ms", None),
+            (f"{size}: first pause for dcp.async_save", in_ms([first_torch]), "ms", None),
+            (f"{size}: pause ÷ copy", divide(stall, copy), "×", 1.3),
+            (f"{size}: pause ÷ pause for dcp.async_save", divide(stall, their_stall), "×", 0.3),
+            (f"{size}: on disk ÷ dcp.async_save", divide(on_disk, their_on_disk), "×", None),
+        ]
+    return rows
+
+
+def in_ms(seconds: list[float]) -> list[float]:
+    return [1000 * value for value in seconds]
+
+
+def divide(ours: list[float], others: list[float]) -> list[float]:
+    return [own / other for own, other in zip(ours, others, strict=True)]
 
 
 def hold_to(megabytes_a_second: float) -> None:
@@ -166,29 +167,29 @@ def hold_to(megabytes_a_second: float) -> None:
     saver.write_of_bytes = held
 
 
-def scale_with_links(rank: int, folder: Path, options: argparse.Namespace) -> bool:
+def scale_with_links(folder: Path, options: argparse.Namespace) -> list[Row]:
     hold_to(options.link)
-    return scale(rank, folder, options)
+    return scale(folder, options, f"at {options.link:g} MB/s per rank")
 
 
-def scale(rank: int, folder: Path, options: argparse.Namespace) -> bool:
-    """Print the duration of a save for growing states."""
+def scale_on_disk(folder: Path, options: argparse.Namespace) -> list[Row]:
+    return scale(folder, options, "on one disk")
+
+
+def scale(folder: Path, options: argparse.Namespace, where: str) -> list[Row]:
+    """Measure the duration of a save for growing states."""
+    rows: list[Row] = []
     for megabytes in sorted({*options.megabytes, *(2 * m for m in options.megabytes)}):
         measurement = Measurement(megabytes, folder / f"{megabytes}-{dist.get_world_size()}", options)
         measurement.ours()
-        times = [measurement.ours() for _ in range(options.rounds)]
+        on_disk = [measurement.ours()[1] for _ in range(options.rounds)]
         measurement.close()
-        stall, on_disk = (statistics.median(column) for column in zip(*times, strict=True))
-        if rank == 0:
-            print(
-                f"  {dist.get_world_size()} ranks  {megabytes:5d} MB   stall {stall * 1000:7.1f}   "
-                f"on disk {on_disk * 1000:8.1f}   {on_disk * 1e6 / megabytes:6.0f} µs a MB",
-                flush=True,
-            )
-    return True
+        name = f"{megabytes} MB saved by {dist.get_world_size()} rank(s) {where}"
+        rows.append((name, in_ms(on_disk), "ms", None))
+    return rows
 
 
-PARTS = {"compare": compare, "disk": scale, "links": scale_with_links}
+PARTS = {"compare": compare, "disk": scale_on_disk, "links": scale_with_links}
 
 
 def work(rank: int, world_size: int, port: int, what: str, folder: Path, options: argparse.Namespace) -> None:
@@ -196,26 +197,24 @@ def work(rank: int, world_size: int, port: int, what: str, folder: Path, options
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    fine = PARTS[what](rank, folder, options)
+    rows = PARTS[what](folder, options)
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
-    sys.exit(0 if fine else 1)
 
 
-def on_ranks(world_size: int, what: str, folder: Path, options: argparse.Namespace) -> bool:
+def on_ranks(world_size: int, what: str, folder: Path, options: argparse.Namespace) -> list[Row]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    try:
-        mp.spawn(work, (world_size, port, what, folder, options), nprocs=world_size)
-    except mp.ProcessExitedException as error:
-        if error.exit_code != 1:
-            raise
-        return False
-    return True
+    mp.spawn(work, (world_size, port, what, folder, options), nprocs=world_size)
+    rows: list[Row] = json.loads((folder / "rows.json").read_text())
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    results = Results(__doc__)
+    parser = results.parser
     parser.add_argument("--megabytes", type=int, nargs="+", default=[24, 96, 384])
     parser.add_argument("--tensor-kilobytes", type=int, default=4096, help="size of each tensor")
     parser.add_argument("--rounds", type=int, default=7)
@@ -223,19 +222,14 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=100.0)
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts to measure")
     parser.add_argument("--folder", type=Path, help="parent of a new folder for the checkpoints")
-    parser.add_argument("--limit-copy", type=float, default=1.3)
-    parser.add_argument("--limit-dcp", type=float, default=0.3)
-    options = parser.parse_args()
+    options = results.parse()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        compared = options.ranks if "compare" in options.only else []
-        # All parts are measured, even if one exceeds a limit.
-        fine = False not in [on_ranks(world_size, "compare", Path(name), options) for world_size in compared]
-        for what, where in (("disk", "one disk"), ("links", f"{options.link:g} MB/s a rank")):
-            if what in options.only:
-                print(f"\nUntil on disk, ms ({where})")
-                for world_size in (1, 2, 4):
-                    on_ranks(world_size, what, Path(name), options)
-    sys.exit(0 if fine else 1)
+        for part in options.only:
+            for world_size in options.ranks if part == "compare" else (1, 2, 4):
+                for row, values, unit, limit in on_ranks(world_size, part, Path(name), options):
+                    headline = "÷ pause for dcp" in row and row.startswith("384")
+                    results.add(row, values, unit, limit=limit, headline=headline)
+    results.finish()
 
 
 if __name__ == "__main__":

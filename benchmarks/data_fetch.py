@@ -1,24 +1,23 @@
-"""Speed of fetching in-memory training data, as a multiple of a DataLoader with per-sample access.
+"""Time to fetch a batch from memory, compared with a DataLoader that fetches sample by sample.
 
-    python benchmarks/data_fetch.py [--batch N] [--limit RATIO]
+    python benchmarks/data_fetch.py [--batch N] [--batches N] [--rounds N]
 
-Both produce shuffled batches of the same TensorDataset, alternately in this process. Exits with 1 if the
-ratio of the fastest rounds is below the limit.
+Both produce shuffled batches of 32 samples of the same TensorDataset, alternately in this process.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
+from results import Results
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hpctrain.training.data.batch_plan import DataRank
+from hpctrain.training.data.dataloader_parts import DataLoaderParts
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.step_source import MapStepSource, StopCondition
 
@@ -40,7 +39,7 @@ class PerSample(Dataset):
 
 def ours(dataset: TensorDataset, batch: int) -> Iterator[Any]:
     feed = MapStepSource(
-        dataset,
+        DataLoaderParts(dataset),
         LoaderConfig(seed=1, global_batch_size=batch),
         DataRank(0, 1),
         StopCondition(steps=10**9),
@@ -64,23 +63,21 @@ def microseconds(batches: Iterator[Any], count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=1500)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=5.0)
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--batch", type=int, default=32)
+    results.parser.add_argument("--batches", type=int, default=1500)
+    results.parser.add_argument("--rounds", type=int, default=5)
+    options = results.parse()
     torch.set_num_threads(1)
     dataset = TensorDataset(torch.randn(NUM_SAMPLES, WIDTH), torch.randint(0, 10, (NUM_SAMPLES,)))
     rounds = [
-        tuple(microseconds(way(dataset, options.batch), options.batches) for way in (ours, theirs))
+        [microseconds(way(dataset, options.batch), options.batches) for way in (ours, theirs)]
         for _ in range(options.rounds)
     ]
-    own, other = (min(times) for times in zip(*rounds, strict=True))
-    print(f"hpctrain                          {own:8.1f} µs a batch of {options.batch}")
-    print(f"DataLoader, sample by sample      {other:8.1f} µs")
-    print(f"ratio                             {other / own:8.1f}    (at least {options.limit})")
-    sys.exit(other / own < options.limit)
+    results.add("hpctrain", [own for own, _ in rounds], "µs per batch")
+    results.add("DataLoader, sample by sample", [other for _, other in rounds], "µs per batch")
+    results.add("DataLoader ÷ hpctrain", [other / own for own, other in rounds], limit=5.0, at_least=True)
+    results.finish()
 
 
 if __name__ == "__main__":

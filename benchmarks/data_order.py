@@ -1,10 +1,10 @@
-"""Time and memory until the first batch of an epoch is available: hpctrain's order and DistributedSampler.
+"""Time and memory to compute the first batch of 10⁹ samples, relative to DistributedSampler.
 
-    python benchmarks/data_order.py [--samples N] [--limit RATIO]
+    python benchmarks/data_order.py [--samples N] [--rounds N]
 
 DistributedSampler first creates a list of all samples. Its time and memory are measured at several smaller
 sizes and extrapolated linearly, which is favourable for DistributedSampler. Each measurement runs in a
-separate process, alternately. Exits with 1 if a ratio exceeds the limit.
+separate process, alternately. The figures are those of the best round.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+
+from results import Results
 
 FITS = (1_000_000, 2_000_000, 4_000_000)
 BATCH = 256
@@ -60,12 +62,11 @@ def peak_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=10**9)
-    parser.add_argument("--limit", type=float, default=1 / 1000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--samples", type=int, default=10**9)
+    results.parser.add_argument("--rounds", type=int, default=3)
+    results.parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    options = results.parse()
     if options.measure:
         measure_here(options.measure[0], int(options.measure[1]))
         return
@@ -75,17 +76,15 @@ def main() -> None:
         own.append(measure("ours", options.samples))
         for size in FITS:
             other[size].append(measure("theirs", size))
-    seconds, num_bytes = (min(values) for values in zip(*own, strict=True))
-    their_seconds, their_bytes = (
-        extended({size: min(value[i] for value in other[size]) for size in FITS}, options.samples)
-        for i in (0, 1)
-    )
-    print(f"until the first {BATCH} of {options.samples:,} samples are available:")
-    print(f"hpctrain             {seconds * 1000:12.2f} ms  {num_bytes / 1e6:12.2f} MB")
-    print(f"DistributedSampler   {their_seconds * 1000:12.2f} ms  {their_bytes / 1e6:12.2f} MB  (extended)")
-    ratios = seconds / their_seconds, num_bytes / their_bytes
-    print(f"ratio                {ratios[0]:12.6f}     {ratios[1]:12.6f}     (limit {options.limit})")
-    sys.exit(max(ratios) > options.limit)
+    for i, (name, unit, factor) in enumerate((("time", "ms", 1e3), ("memory", "MB", 1e-6))):
+        ours_best = min(value[i] for value in own)
+        theirs_best = extended(
+            {size: min(value[i] for value in other[size]) for size in FITS}, options.samples
+        )
+        results.add(f"{name} of hpctrain", ours_best * factor, unit)
+        results.add(f"{name} of DistributedSampler, extrapolated", theirs_best * factor, unit)
+        results.add(f"ratio of {name}", ours_best / theirs_best, limit=0.001)
+    results.finish()
 
 
 def extended(measured: dict[int, float], size: int) -> float:

@@ -1,20 +1,19 @@
 """Time of `hpctrain.detect` in a job of 16,384 ranks.
 
-    python benchmarks/detect.py [--rounds N] [--limit MS]
+    python benchmarks/detect.py [--rounds N]
 
 The variables are those that srun sets for a task, for 2,048 scattered nodes of a busy cluster with about
-eight tasks each. The result is the median call; the first call is shown separately. Exits with 1 if the
-median exceeds the limit.
+eight tasks each.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import statistics
 import sys
 import time
 from itertools import groupby
+
+from results import Results
 
 from hpctrain.cluster import compress_hostlist, detect
 
@@ -78,10 +77,9 @@ def variables() -> tuple[dict[str, str], dict[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--limit", type=float, default=20.0, help="milliseconds")
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--rounds", type=int, default=100)
+    options = results.parse()
     environ, expected = variables()
     times = []
     for _ in range(options.rounds):
@@ -90,12 +88,10 @@ def main() -> None:
         times.append((time.perf_counter() - start) * 1000)
         wrong = {name: getattr(ranks, name) for name in expected if getattr(ranks, name) != expected[name]}
         if wrong:
-            sys.exit(f"detect says {wrong}, but it is {expected}")
-    median = statistics.median(times)
-    print(f"node list {len(environ['SLURM_STEP_NODELIST']):,} characters, {NUM_TASKS:,} ranks")
-    print(f"detect, first call      {times[0]:6.2f} ms")
-    print(f"detect, median of {len(times):3}   {median:6.2f} ms    (limit {options.limit:g})")
-    sys.exit(median > options.limit)
+            sys.exit(f"detect returned {wrong}, but the expected values are {expected}")
+    results.add("first call", times[0], "ms")
+    results.add("any call", times, "ms", limit=20.0)
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""Time of a training step of `examples/gpt.py` with elastic determinism, relative to plain ddp.
+"""Time of a training step of `examples/gpt.py` with elastic determinism, relative to plain `ddp`.
 
-    python benchmarks/elastic_determinism.py [--rounds N] [--steps N] [--limit RATIO]
+    python benchmarks/elastic_determinism.py [--rounds N] [--steps N]
 
-Both variants run alternately in the same processes, on one and on two ranks, with the same micro-batches: one
-or four grains per rank and step. The time of a step is the median over all steps of a round, and the ratio is
-the median over the rounds. Exits with 1 if a ratio
-exceeds `--limit`.
+Both variants run alternately in the same processes, with the same micro-batches of 16 samples: one or four
+grains per rank and step. The time of a step is the median over all steps of a round.
 """
 
 from __future__ import annotations
@@ -23,12 +21,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from results import Results
 
 import hpctrain
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
-#: Sizes of the model: width, depth and bytes of context. The larger one has 5 million parameters.
-SIZES = {"small": (128, 2, 64), "large": (256, 6, 64)}
+#: Width, depth and bytes of context, by number of parameters.
+SIZES = {"0.4 million parameters": (128, 2, 64), "5 million parameters": (256, 6, 64)}
 GRAIN_SIZE, WARM_UP = 16, 5
 
 
@@ -65,54 +64,44 @@ def times_of_steps(gpt, size: str, steps: int, num_grains: int, *, elastic: bool
     return [after - before for before, after in itertools.pairwise(times)][WARM_UP:]
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the time of a step in milliseconds, and the ratios, by number of grains and size."""
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the ratio in each round, by size and number of grains."""
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     gpt, results = load_example(), {}
-    for size, num_grains in (("small", 1), ("small", 4), ("large", 1)):
-        plain, ratios = [], []
+    for size, num_grains in zip((*SIZES, *SIZES)[:3], (1, 1, 4), strict=True):
+        ratios = []
         for _ in range(args.rounds):
-            of_both = [
+            plain, elastic = (
                 statistics.median(times_of_steps(gpt, size, args.steps, num_grains, elastic=elastic))
                 for elastic in (False, True)
-            ]
-            plain.append(of_both[0])
-            ratios.append(of_both[1] / of_both[0])
-        results[f"{size}, {num_grains} per step"] = {
-            "ms": statistics.median(plain) * 1e3,
-            "ratio": statistics.median(ratios),
-            "lowest": min(ratios),
-            "highest": max(ratios),
-        }
+            )
+            ratios.append(elastic / plain)
+        grains = "1 grain" if num_grains == 1 else f"{num_grains} grains"
+        results[f"{size}, {grains} per step"] = ratios
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--limit", type=float)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--rounds", type=int, default=5)
+    results.parser.add_argument("--steps", type=int, default=40)
+    results.parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = results.parse()
     if args.rank:
-        results = measure(args)
+        measured = measure(args)
         if os.environ.get("RANK", "0") == "0":
-            print(json.dumps(results))
+            print(json.dumps(measured))
         return
-    worst = 0.0
-    print("ranks  model, grains of a rank    ddp ms   ratio   range")
     for world_size in (1, 2):
-        for name, row in run_ranks(world_size, args).items():
-            worst = max(worst, row["ratio"])
-            span = f"{row['lowest']:.3f} to {row['highest']:.3f}"
-            print(f"{world_size:5}  {name:24} {row['ms']:8.1f}  {row['ratio']:.3f}   {span}")
-    if args.limit is not None and worst > args.limit:
-        sys.exit(f"the ratio {worst:.3f} exceeds {args.limit}")
+        for name, ratios in run_ranks(world_size, args).items():
+            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            results.add(f"{name}, {ranks}", ratios, limit=1.05, headline=True)
+    results.finish()
 
 
-def run_ranks(world_size: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def run_ranks(world_size: int, args: argparse.Namespace) -> dict[str, list[float]]:
     options = ["--rank", "--rounds", str(args.rounds), "--steps", str(args.steps)]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 10000)}

@@ -1,25 +1,25 @@
-"""Cost of heartbeats for the training: microseconds per step and per second.
+"""Cost of heartbeats and of straggler detection for the training.
 
-    python benchmarks/heartbeat.py [--steps N] [--rounds N] [--limit MICROSECONDS]
+    python benchmarks/heartbeat.py [--steps N] [--rounds N]
 
-Each round runs three loops alternately. The first sets the attributes that the training sets in every step.
-The second is empty. The third also times the step, as the Trainer does to find slow ranks. The costs are the
-differences of the fastest rounds, because noise can only increase times. The last figure is the work of the
-heartbeat thread once per second, which holds Python's lock. Exits with 1 if the cost per step exceeds the
-limit.
+Each round runs three loops alternately: an empty one, one that sets the attributes that the training sets in
+every step, and one that also times the step, as the Trainer does to find slow ranks. The costs are the
+differences of the fastest rounds, because noise can only increase times. The heartbeat thread works once per
+second, and holds Python's lock meanwhile.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 
 import torch
+from results import Results
 
+from hpctrain.cluster import detect
+from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.heartbeat import heartbeat_message
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.observe.compute_timer import ComputeTimer
@@ -32,7 +32,7 @@ def empty(steps: int) -> None:
         pass
 
 
-def told(steps: int) -> None:
+def reported(steps: int) -> None:
     for _ in range(steps):
         activity.set_phase("data")
         activity.set_phase("step")
@@ -41,16 +41,18 @@ def told(steps: int) -> None:
 
 def timed(steps: int) -> None:
     module = torch.nn.Linear(1, 1)
-    clock = ComputeTimer(module, torch.optim.SGD(module.parameters()), torch.device("cpu"))
+    optimizer = torch.optim.SGD(module.parameters())
+    clock = ComputeTimer(module, optimizer, DistributedContext(detect({}), torch.device("cpu"), None))
     for _ in range(steps):
         activity.set_phase("data")
         activity.set_phase("step")
-        with clock.step():
-            clock._record_last_gradient(module.weight)
-            clock._record_update()
+        clock.begin()
+        clock._record_last_gradient(module.weight)
+        clock._record_update()
+        clock.end()
 
 
-def beats(count: int) -> None:
+def send_heartbeats(count: int) -> None:
     started_with = dict(os.environ)
     for _ in range(count):
         json.dumps(heartbeat_message(started_with))
@@ -63,21 +65,19 @@ def microseconds(run: Callable[[int], None], count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200_000)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--limit", type=float, default=2.0)
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--steps", type=int, default=200_000)
+    results.parser.add_argument("--rounds", type=int, default=7)
+    options = results.parse()
     rounds = [
-        [microseconds(run, options.steps) for run in (empty, told, timed)] for _ in range(options.rounds)
+        [microseconds(run, options.steps) for run in (empty, reported, timed)] for _ in range(options.rounds)
     ]
     nothing, ours, with_clock = (min(times) for times in zip(*rounds, strict=True))
-    cost = ours - nothing
-    print(f"in the training, per step        {cost:6.2f} µs    (limit {options.limit:g} µs)")
-    print(f"with step times     {with_clock - nothing:6.2f} µs")
-    once = min(microseconds(beats, _BEATS) for _ in range(options.rounds))
-    print(f"heartbeat thread, per second       {once:6.1f} µs")
-    sys.exit(cost > options.limit)
+    results.add("in the training thread", ours - nothing, "µs per step", limit=2.0)
+    results.add("in the training thread, with straggler detection", with_clock - nothing, "µs per step")
+    once = [microseconds(send_heartbeats, _BEATS) for _ in range(options.rounds)]
+    results.add("in the heartbeat thread", once, "µs per second")
+    results.finish()
 
 
 if __name__ == "__main__":

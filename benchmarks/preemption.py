@@ -1,24 +1,24 @@
-"""Time from a preemption to the next trained step, with a real Slurm on this machine.
+"""Time from a preemption to the next trained step, on a real Slurm cluster.
 
-    python benchmarks/preemption.py [--rounds N] [--limit SECONDS]
+    python benchmarks/preemption.py [--rounds N]
 
 Requires root and the Slurm packages, as `hpctrain sandbox up`. Two ranks train and receive the SIGTERM of a
 preemption while their nodes remain free, so only Slurm's own delay matters. The two methods for a new
 allocation alternate: a requeue, whose delay of 120 s the supervisor shortens, and a successor job, which has
-no delay. Exits with 1 if a median exceeds the limit.
+no delay.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from results import Results
 
 from hpctrain import sandbox
 from hpctrain.files import read_json_lines
@@ -49,10 +49,9 @@ LIMIT_S = 100.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=30.0)
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--rounds", type=int, default=3)
+    options = results.parse()
     ways = ("requeue", "successor")
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     cluster = sandbox.up(f"bench-{os.getpid() % 100_000}", nodes=2, gpus_per_node=1)
@@ -65,14 +64,12 @@ def main() -> None:
                     found[way].append(measure(script, Path(scratch, f"{way}-{number}"), way, cluster.env))
     finally:
         cluster.down()
-    medians = {}
     for way, rounds in found.items():
-        medians[way] = statistics.median(parts["first step"] for parts in rounds)
-        values = " ".join(f"{parts['first step']:.2f}" for parts in rounds)
-        print(f"preempted to trained again, by {way:12} {medians[way]:6.2f} s    {values}")
         for part in rounds[0]:
-            print(f"    {part:38} {statistics.median(parts[part] for parts in rounds):6.2f} s")
-    sys.exit(max(medians.values()) > options.limit)
+            last = part == "first step"
+            seconds = [parts[part] for parts in rounds]
+            results.add(f"{way}: {part}", seconds, "s", limit=30.0 if last else None, headline=last)
+    results.finish()
 
 
 def measure(script: Path, path: Path, way: str, env: dict[str, str]) -> dict[str, float]:

@@ -1,21 +1,18 @@
 """Time from `kill -9` of a rank to the next trained step: hpctrain and torchrun, with the same script.
 
-    python benchmarks/restart.py [--ranks N] [--rounds N] [--limit RATIO] [--warm-limit RATIO]
+    python benchmarks/restart.py [--ranks N] [--rounds N] [--phases]
 
-Three variants alternate: `torchrun --standalone --max-restarts`, hpctrain with new workers, and hpctrain with
-standby workers. In each round, each variant is started, trains, loses its last rank to SIGKILL, and resumes
-from the script's own checkpoint. The ratios are those of the medians of successful restarts: torchrun's ranks
-sometimes fail to rendezvous, which is counted as a failure after a minute. Exits with 1 if a ratio exceeds
-its limit, or if hpctrain did not resume. `--phases` shows a time breakdown.
+Three variants alternate: `torchrun --standalone --max-restarts`, hpctrain without standby workers, and
+hpctrain with standby workers. In each round, each variant is started, trains, loses its last rank to SIGKILL,
+and resumes from the script's own checkpoint. Rounds in which torchrun's ranks do not find each other within a
+minute are excluded and counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +20,8 @@ import time
 from collections.abc import Callable
 from math import inf, isfinite
 from pathlib import Path
+
+from results import Results
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
@@ -71,13 +70,11 @@ LIMIT_S = 60.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=1.0)
-    parser.add_argument("--warm-limit", type=float, default=0.5)
-    parser.add_argument("--phases", action="store_true", help="show a time breakdown")
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--ranks", type=int, default=2)
+    results.parser.add_argument("--rounds", type=int, default=5)
+    results.parser.add_argument("--phases", action="store_true", help="show a time breakdown")
+    options = results.parse()
     sides: dict[str, Callable[[Path, Path], Side]] = {
         "torchrun": lambda script, folder: Torchrun(script, folder, options.ranks),
         "hpctrain": lambda script, folder: Hpctrain(script, folder, options.ranks, warm=False),
@@ -101,21 +98,22 @@ def main() -> None:
                     side.stop()
                 seconds[name].append(parts["first step"])
                 phases[name].append(parts)
-    medians = {
-        name: statistics.median([value for value in values if isfinite(value)] or [inf])
-        for name, values in seconds.items()
-    }
-    print(f"{'kill -9 of a rank to the next step':36} {'median':>8} {'ratio':>6}    all")
-    for name, median in medians.items():
-        values = " ".join(f"{value:.2f}" for value in seconds[name])
-        print(f"{name:36} {median:6.2f} s {median / medians['torchrun']:6.2f}    {values}")
+    medians = {}
+    for name, values in seconds.items():
+        restarted = [value for value in values if isfinite(value)] or [inf]
+        medians[name] = results.add(name, restarted, "s", headline=True)
+        results.add(
+            f"{name}: rounds without a restart",
+            len(values) - len(restarted),
+            "",
+            limit=None if name == "torchrun" else 0,
+        )
         if options.phases:
             for part in max(phases[name], key=len):
-                took = statistics.median(run[part] for run in phases[name] if part in run)
-                print(f"    {part:40} {took:6.2f} s")
-    fresh, warm = (max(seconds[name]) for name in list(sides)[1:])
-    ratios = [medians[name] / medians["torchrun"] for name in list(sides)[1:]]
-    sys.exit(not isfinite(fresh + warm) or ratios[0] > options.limit or ratios[1] > options.warm_limit)
+                results.add(f"{name}: {part}", [run[part] for run in phases[name] if part in run], "s")
+    for name, limit in (("hpctrain", 1.0), ("hpctrain, standby workers", 0.5)):
+        results.add(f"{name} ÷ torchrun", medians[name] / medians["torchrun"], limit=limit)
+    results.finish()
 
 
 class Side:

@@ -1,20 +1,21 @@
 """CPU use of the process that measures a node.
 
-    python benchmarks/sampler.py [--seconds S] [--limit PER_CENT]
+    python benchmarks/sampler.py [--seconds S]
 
-Starts `hpctrain.telemetry.sampling.sampler` as in a run, and reads its CPU time from /proc, next to a process
-that only sleeps and wakes at the same interval. Exits with 1 if the CPU use exceeds the limit.
+Starts the process as in a run, and reads its CPU time from /proc, next to a process that only sleeps and
+wakes at the same interval.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from results import Results
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
@@ -29,10 +30,9 @@ def cpu_s(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--limit", type=float, default=1.0)
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--seconds", type=float, default=60.0)
+    options = results.parse()
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
         measures = [sys.executable, "-m", "hpctrain.telemetry.sampling.sampler", folder, "0"]
@@ -51,10 +51,10 @@ def main() -> None:
             process.communicate()
         (begin, *_) = read_json_lines(run.telemetry(0))
     ours, sleeping = (100 * (b - a) / options.seconds for a, b in zip(before, after, strict=True))
-    print(f"GPUs                     {len(begin['gpu_names']):6d}")
-    print(f"a sleeping process    {sleeping:6.2f}% of a core")
-    print(f"the sampler              {ours:6.2f}% of a core    (limit {options.limit:g})")
-    sys.exit(ours > options.limit)
+    results.add("GPUs of the node", len(begin["gpu_names"]), "")
+    results.add("the process that measures", ours, "% of a core", limit=1.0)
+    results.add("a process that only wakes as often", sleeping, "% of a core")
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """Time of `hpctrain list` for 1,000 runs with pending jobs, compared with squeue alone.
 
-    python benchmarks/status.py [--rounds N] [--limit SECONDS]
+    python benchmarks/status.py [--rounds N]
 
 Starts a sandbox (requires Linux, root and Slurm's packages) with 1,000 pending jobs. Each has a run folder
 with the events, metrics and checkpoints of a longer run. Both commands run alternately. The times are those
-of the fastest runs, because noise can only increase times. Exits with 1 if the list is slower than the limit,
-or calls squeue more than once.
+of the fastest rounds, because noise can only increase times.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -19,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from results import Results
 
 from hpctrain import sandbox
 from hpctrain.rundir import RunDir
@@ -94,20 +94,18 @@ def measure(box: sandbox.Sandbox, rounds: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--limit", type=float, default=1.0)
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--rounds", type=int, default=7)
+    options = results.parse()
     box = sandbox.up(f"bench-{os.getpid()}", nodes=1, gpus_per_node=0)
     try:
         bare, ours, calls = measure(box, options.rounds)
     finally:
         box.down()
-    print(f"squeue, {NUM_RUNS} jobs           {bare * 1000:7.1f} ms")
-    print(f"hpctrain list, {NUM_RUNS} runs    {ours * 1000:7.1f} ms    (limit {options.limit * 1000:.0f})")
-    print(f"ratio                       {ours / bare:7.1f}")
-    print(f"calls of squeue per list   {calls:7.1f}")
-    sys.exit(ours > options.limit or calls != 1)
+    results.add(f"squeue, {NUM_RUNS:,} jobs", bare * 1000, "ms")
+    results.add(f"hpctrain list, {NUM_RUNS:,} runs", ours * 1000, "ms", limit=1000.0)
+    results.add("calls of squeue per list", calls, "", limit=1.0)
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -1,24 +1,22 @@
 """Cost of the optimizer hooks that observe scripts without the Trainer, per step.
 
-    python benchmarks/step_hook.py [--rounds N] [--steps N] [--limit-us MICROSECONDS]
+    python benchmarks/step_hook.py [--rounds N] [--steps N]
 
-A small optimizer steps with and without the hooks, in turn, in the same process. The result is the difference
-of the medians over all rounds. A script with short steps is measured the same way. Exits with 1 if a step
-costs more than `--limit-us`.
+A small optimizer steps with and without the hooks, alternately in the same process. The cost is the
+difference of the medians over all rounds. A training loop with short steps is measured the same way.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
+from results import Results
 from torch.optim import optimizer as hooks
 
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
@@ -28,11 +26,10 @@ from hpctrain.runtime.worker import after_step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--limit-us", type=float, default=3.0)
-    options = parser.parse_args()
+    results = Results(__doc__)
+    results.parser.add_argument("--rounds", type=int, default=200)
+    results.parser.add_argument("--steps", type=int, default=200)
+    options = results.parse()
     torch.set_num_threads(1)
 
     parameter = torch.zeros(1, requires_grad=True)
@@ -48,12 +45,11 @@ def main() -> None:
         short.zero_grad()
 
     with_us, without_us = measure(tiny.step, options.rounds, options.steps)
-    cost = with_us - without_us
-    print(f"hooks                     {cost:8.2f} µs per step")
+    results.add("hooks", with_us - without_us, "µs per step", limit=3.0, headline=True)
     with_us, without_us = measure(train, options.rounds, options.steps // 10)
-    ratio = with_us / without_us
-    print(f"script with short steps   {with_us:8.1f} µs with, {without_us:.1f} µs without: {ratio:.3f} ×")
-    sys.exit(cost > options.limit_us)
+    results.add("step of a short training loop, without hooks", without_us, "µs")
+    results.add("with hooks ÷ without", with_us / without_us)
+    results.finish()
 
 
 def measure(step: Callable[[], object], rounds: int, steps: int) -> tuple[float, float]:

@@ -1,25 +1,18 @@
-"""Time of `hpctrain submit`, compared with a program that submits a function with submitit.
+"""Time of `hpctrain submit`, relative to a program that submits a function with submitit.
 
-    python benchmarks/submit.py [--rounds N] [--limit RATIO] [--torchx PATH]
+    python benchmarks/submit.py [--rounds N] [--torchx PATH]
 
 Starts a sandbox (requires Linux, root and Slurm's packages) with busy nodes, so that all jobs remain pending.
-Complete processes are measured, including the interpreter and its imports:
-
-- a program that submits one function with submitit, and one with `hpctrain.Executor`
-- `hpctrain submit` of a script outside of any git repository, and of a script in a repository of 50 files,
-  which are copied into the run folder
-- `torchx run` of the same script, if torchx is available
-
-No variant imports torch. The first uses submitit's SlurmExecutor, because AutoExecutor imports all plugins,
-and hpctrain is one. All variants run alternately, to share the effects of other load. The ratios are those of
-the medians, relative to submitit. All modules are compiled in advance, regardless of PYTHONDONTWRITEBYTECODE.
-The CPU time includes child processes. Each job is cancelled before the next submission. Exits with 1 if a
-ratio of `hpctrain submit` exceeds the limit.
+Complete processes are measured, including the interpreter and its imports. The repository has 50 files, which
+are copied into the run folder. All variants run alternately, with compiled modules, and none imports torch.
+submitit's variant uses its SlurmExecutor, because AutoExecutor imports all plugins, and hpctrain is one. The
+CPU time includes child processes. Unlike submitit, hpctrain checks the job, requests the expected start from
+Slurm, copies the code, and syncs the specification to disk. The `Executor` extends submitit's classes, and
+therefore imports submitit as well.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -31,6 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from results import Results
 
 from hpctrain import sandbox
 
@@ -146,34 +141,24 @@ def costs(box: sandbox.Sandbox, rounds: int, torchx: str | None) -> dict[str, li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--limit", type=float, default=1.3)
-    parser.add_argument("--torchx", help="path of torchx, if not on PATH", default="torchx")
-    options = parser.parse_args()
-    torchx = shutil.which(options.torchx)
+    results = Results(__doc__)
+    results.parser.add_argument("--rounds", type=int, default=21)
+    results.parser.add_argument("--torchx", help="path of torchx, if not on PATH", default="torchx")
+    options = results.parse()
     box = sandbox.up(f"bench-{os.getpid()}", nodes=1, gpus_per_node=0)
     try:
-        found = costs(box, options.rounds, torchx)
+        found = costs(box, options.rounds, shutil.which(options.torchx))
     finally:
         box.down()
-    median = {words: _median(rounds) for words, rounds in found.items()}
-    base = next(iter(median.values()))
-    print(f"{'':<32}{'wall':>8}{'fastest':>10}{'ratio':>7}{'processor':>14}{'ratio':>7}")
-    for words, cost in median.items():
-        fastest = min(one.wall for one in found[words])
-        print(
-            f"{words:<32}{cost.wall * 1000:5.0f} ms{fastest * 1000:7.0f} ms{cost.wall / base.wall:7.2f}"
-            f"{cost.cpu * 1000:11.0f} ms{cost.cpu / base.cpu:7.2f}"
-        )
-    if torchx is None:
-        print(f"torchx run                      not measured: there is no {options.torchx}")
-    ours = [cost for words, cost in median.items() if words.startswith("hpctrain submit")]
-    sys.exit(any(cost.wall > options.limit * base.wall for cost in ours))
-
-
-def _median(rounds: list[Cost]) -> Cost:
-    return Cost(*map(statistics.median, zip(*rounds, strict=True)))
+    base, *others = found
+    results.add(base, [cost.wall * 1000 for cost in found[base]], "ms")
+    for name in others:
+        limit = 1.3 if name.startswith("hpctrain submit") else None
+        for unit, which in (("× wall time", 0), ("× CPU time", 1)):
+            of_base = statistics.median(cost[which] for cost in found[base])
+            ratios = [cost[which] / of_base for cost in found[name]]
+            results.add(name, ratios, unit, limit=None if which else limit, headline=not which)
+    results.finish()
 
 
 if __name__ == "__main__":

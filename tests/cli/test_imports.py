@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-from helpers import REPOSITORY
 from helpers.commands import run_command
 
 # Each takes longer to import than the rest of a dry run together, or shows that something does.
@@ -49,12 +48,3 @@ def test_no_command_imports_torch(hpctrain, tmp_path, args):
     assert not HEAVY & imported
     if args[0] == "submit":
         assert not UNNEEDED_IN_DRY_RUN & imported
-
-
-@pytest.mark.slow
-def test_startup_benchmark_runs():
-    # No limit: a busy machine must not fail the tests.
-    result = run_command(
-        [sys.executable, REPOSITORY / "benchmarks/cli_startup.py", "--rounds", "1", "--limit", "inf"]
-    )
-    assert "ratio" in result.stdout

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import REPOSITORY
-from helpers.commands import run_command
 from helpers.waiting import wait_for
 
 from hpctrain.cli import submit
@@ -198,10 +195,3 @@ def test_resubmit_command_reproduces_the_spec(tmp_path, options):
 @pytest.mark.parametrize("spec", [{}, {"script": 3, "workdir": "/"}, {"script": "/a.py"}])
 def test_no_resubmit_command_without_a_complete_spec(spec):
     assert resubmit_command(spec) == []
-
-
-def test_report_benchmark_runs():
-    # No limit: a busy machine must not fail the tests.
-    options = ["--steps", "2000", "--nodes", "2", "--rounds", "1", "--limit", "inf"]
-    result = run_command([sys.executable, REPOSITORY / "benchmarks/report.py", *options])
-    assert "ratio" in result.stdout

@@ -1,0 +1,174 @@
+"""Run all benchmarks and write docs/benchmarks.json and docs/benchmarks.md from their results.
+
+    python benchmarks/run_all.py [NAME ...] [--page]
+
+NAME selects benchmarks, whose results replace their earlier ones. --page only writes the page. All benchmarks
+take less than 25 minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from results import Result, format_figure
+
+FOLDER = Path(__file__).parent
+DOCS = FOLDER.parent / "docs"
+#: Time limit of a benchmark, in seconds.
+LIMIT_S = 600
+#: Packages whose versions influence the results.
+PACKAGES = ("torch", "lightning", "accelerate", "submitit")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page."""
+
+    title: str
+    name: str
+    """The benchmark, a script in this folder."""
+    options: str = ""
+    """Options that make it short enough for `make bench`."""
+
+
+SECTIONS = (
+    Section("Restart", "restart", "--rounds 3"),
+    Section("Preemption", "preemption", "--rounds 1"),
+    Section("Training step", "step_overhead", "--rounds 5"),
+    Section("Elastic determinism", "elastic_determinism", "--rounds 3 --steps 14"),
+    Section("Checkpoints", "checkpoint", "--rounds 5"),
+    Section("Submission", "submit"),
+    Section("Command line", "cli_startup"),
+    Section("Order of the data", "data_order"),
+    Section("Fetching data", "data_fetch", "--rounds 3"),
+    Section("Buckets", "buckets", "--rounds 3 --steps 8"),
+    Section("Node lists", "hostlist"),
+    Section("Ranks", "detect"),
+    Section("Listing 1,000 runs", "status"),
+    Section("Report of a large run", "report", "--rounds 2"),
+    Section("Measuring and logging", "telemetry", "--pairs 4"),
+    Section("Measuring a node", "sampler", "--seconds 30"),
+    Section("Heartbeat", "heartbeat"),
+    Section("Step hook", "step_hook"),
+    Section("Supervisor", "supervisor_cpu", "--seconds 30"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *(each.name for each in SECTIONS)])
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    options = parser.parse_args()
+    path, page = DOCS / "benchmarks.json", DOCS / "benchmarks.md"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    failed = []
+    for section in () if options.page else SECTIONS:
+        if options.names and section.name not in options.names:
+            continue
+        found = run(section)
+        if found is None:
+            failed.append(section.name)
+            continue
+        before = {
+            result["name"]: result["value"] for result in record.get(section.name, {}).get("results", [])
+        }
+        record[section.name] = {**found, "before": before}
+        path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    page.write_text(write_page(record))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def run(section: Section) -> dict[str, Any] | None:
+    """Run a benchmark. Returns its results and their circumstances, or None if it failed."""
+    begun, load = time.monotonic(), os.getloadavg()[0]
+    print(f"\n{section.title} ({section.name}.py {section.options})", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.json")
+        command = [sys.executable, f"{FOLDER / section.name}.py", *section.options.split()]
+        try:
+            subprocess.run([*command, "--json", str(results), "--no-limits"], timeout=LIMIT_S, check=True)
+        except subprocess.SubprocessError as error:
+            print(error, file=sys.stderr)
+            return None
+        return {
+            "results": json.loads(results.read_text()),
+            "date": time.strftime("%Y-%m-%d"),
+            "seconds": round(time.monotonic() - begun),
+            "load": round(load, 1),
+            "machine": describe_machine(),
+        }
+
+
+def describe_machine() -> str:
+    slurm = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False).stdout
+    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
+    versions += [slurm.strip().replace("slurm-wlm", "Slurm")] if slurm else []
+    return ", ".join(
+        [f"{os.cpu_count()} cores, {platform.machine()}", f"Python {platform.python_version()}", *versions]
+    )
+
+
+def write_page(record: dict[str, Any]) -> str:
+    """Return the page in Markdown."""
+    sections = [section for section in SECTIONS if section.name in record]
+    results = {each.name: [Result(**fields) for fields in record[each.name]["results"]] for each in sections}
+    machines = {record[each.name]["machine"] for each in sections}
+    lines = ["# Benchmarks", "", "The main results:", "", "| benchmark | result | figure |", "|---|---|---|"]
+    for section in sections:
+        anchor = f"[{section.title}](#{section.title.lower().replace(' ', '-').replace(',', '')})"
+        rows = [result for result in results[section.name] if result.headline]
+        lines += [f"| {anchor} | {row.name} | {format_figure(row.value)} {row.unit} |" for row in rows]
+    lines += [
+        "",
+        "`make bench` runs all benchmarks and writes this page. Ratios compare measurements made alternately on",
+        "the same machine. Absolute times differ on other machines. A figure with a range is the median of several",
+        f"rounds. The column *before* contains the previous figure. Machine: {'; '.join(sorted(machines))}.",
+    ]
+    for section in sections:
+        lines += write_section(section, record[section.name], results[section.name])
+    return "\n".join(lines) + "\n"
+
+
+def write_section(section: Section, found: dict[str, Any], results: list[Result]) -> list[str]:
+    doc = ast.get_docstring(ast.parse((FOLDER / f"{section.name}.py").read_text())) or ""
+    summary, _usage, *method = doc.split("\n\n")
+    lines = ["", f"## {section.title}", "", summary, ""]
+    lines += ["| result | figure | range | limit | before |", "|---|---|---|---|---|"]
+    for result in results:
+        span = limit = ""
+        if result.lowest is not None and result.highest is not None:
+            span = f"{format_figure(result.lowest)} to {format_figure(result.highest)}"
+        if result.limit is not None:
+            bound = "at least " if result.at_least else ""
+            limit = f"{bound}{format_figure(result.limit)}{'' if result.is_met else ' (not met)'}"
+        old = found["before"].get(result.name)
+        before = "" if old is None else format_figure(old)
+        name = result.name.replace("|", "\\|")
+        lines.append(
+            f"| {name} | {format_figure(result.value)} {result.unit} | {span} | {limit} | {before} |"
+        )
+    lines += ["", *method, ""] if method else [""]
+    script = f"`benchmarks/{section.name}.py {section.options}`".replace(" `", "`")
+    lines.append(
+        f"{script} took {found['seconds']} s on {found['date']}. The load was {found['load']} at its start."
+    )
+    return lines
+
+
+if __name__ == "__main__":
+    main()
