@@ -16,13 +16,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import make_folder, open_regular, own_file
 from hpctrain.rundir import RunDir
@@ -95,9 +94,9 @@ class Lease:
             on_loss: called with the new holder if this process was considered dead.
         """
         self._run, self._environ, self._on_loss = run, environ, on_loss
-        self._me = LeaseHolder(job_id, start, socket.gethostname(), os.getpid())
+        self._me = LeaseHolder(job_id, start, system.gethostname(), system.getpid())
         self._number: int | None = None
-        self._stopped = threading.Event()
+        self._stopped = system.Event()
 
     def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
         """Acquire the lease, and renew it from now on.
@@ -117,7 +116,7 @@ class Lease:
                 raise LeaseHeld(held.holder)
             if self._claim(held.number + 1 if held else 0):
                 break
-        threading.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()
+        system.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()
 
     def release(self) -> None:
         """Release the lease if it is held."""
@@ -216,7 +215,7 @@ def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
 
 def _now(folder: Path) -> float:
     """Return the current time on the clock of the folder's file system."""
-    probe = folder / f".now.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
+    probe = folder / f".now.{system.gethostname()}.{system.getpid()}.{system.get_ident()}"
     try:
         with open(probe, "wb") as file:
             file.write(b"\n")

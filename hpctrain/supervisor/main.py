@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain import system
 from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.errors import HpctrainError, RunFailed
 from hpctrain.files import make_folder
@@ -82,7 +82,7 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         job = SlurmJobControl(run, spec, environ)
         try:
             supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace)
-            signal.signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
+            system.handle_signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
             return supervisor.run(deaths)
         finally:
             job.successors.lease.release()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from signal import Signals
 
+from hpctrain import system
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
@@ -52,7 +52,7 @@ class Requeuer:
     run: RunDir
     spec: JobSpec
     job_control: JobControl
-    events: queue.SimpleQueue[StepEvent]
+    events: system.SimpleQueue[StepEvent]
 
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
@@ -71,10 +71,12 @@ class Requeuer:
         self.run.log_event(
             "requeue", attempt, seconds=seconds, by=methods[0].value, **memory, **{"class": kind}
         )
-        deadline = time.monotonic() + _UNREACHABLE_TIMEOUT_S
+        deadline = system.monotonic() + _UNREACHABLE_TIMEOUT_S
         while True:
             moved = self._try_methods(methods, attempt, changes)
-            if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
+            if not isinstance(moved, RequeueRefused) or not moved.is_transient:
+                return moved
+            if system.monotonic() > deadline:
                 return moved
             log.warning("cannot reach the Slurm controller; retrying in %.0f s", _PAUSE_S)
             # Any signal means that Slurm is ending this job, so there is no more time to wait.
