@@ -96,7 +96,7 @@ class Lease:
         self._run, self._environ, self._on_loss = run, environ, on_loss
         self._me = LeaseHolder(job_id, start, system.gethostname(), system.getpid())
         self._number: int | None = None
-        self._stopped = system.Event()
+        self._stopped, self._writing = system.Event(), system.Lock()
 
     def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
         """Acquire the lease, and renew it from now on.
@@ -121,10 +121,11 @@ class Lease:
     def release(self) -> None:
         """Release the lease if it is held."""
         self._stopped.set()
-        if self._number is not None:
-            with suppress(OSError):
-                self._write_holder(replace(self._me, released=True))
-            self._number = None
+        with self._writing:
+            number, self._number = self._number, None
+            if number is not None:
+                with suppress(OSError):
+                    self._write_holder(number, replace(self._me, released=True))
 
     def _inherits(self, holder: LeaseHolder, predecessor: str | None, deaths: int) -> bool:
         """Return True if the holder must have ended before this process started."""
@@ -152,23 +153,31 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._stopped.wait(RENEW_INTERVAL_S):
-            if self._has_newer() and (newer := newest_lease(self._run)):
-                self._stopped.set()
-                self._on_loss(newer.holder)
-                return
-            self._me = replace(self._me, beat=self._me.beat + 1)
             try:
-                self._write_holder(self._me)
+                newer = self._renew_once()
             except OSError as error:
                 log.warning("cannot renew the lease on the run folder: %s", error)
+                continue
+            if newer is not None:
+                self._stopped.set()
+                self._on_loss(newer)
+                return
 
-    def _has_newer(self) -> bool:
-        number = self._number  # Another thread may release it concurrently.
-        return number is not None and max(self._run.leases(), default=-1) > number
+    def _renew_once(self) -> LeaseHolder | None:
+        """Renew the lease unless it was released. Return the holder of a newer lease."""
+        with self._writing:
+            if self._number is None:
+                return None
+            newest = max(self._run.leases(), default=-1)
+            if newest > self._number and (newer := newest_lease(self._run)):
+                return newer.holder
+            self._me = replace(self._me, beat=self._me.beat + 1)
+            self._write_holder(self._number, self._me)
+            return None
 
-    def _write_holder(self, holder: LeaseHolder) -> None:
+    def _write_holder(self, number: int, holder: LeaseHolder) -> None:
         # Written in place: other hosts see new content of a file sooner than a new file of the same name.
-        fd = os.open(self._run.lease(self._number or 0), os.O_WRONLY)
+        fd = os.open(self._run.lease(number), os.O_WRONLY)
         try:
             os.pwrite(fd, holder.text(), 0)
         finally:

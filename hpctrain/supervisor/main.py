@@ -107,7 +107,11 @@ def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) ->
     """Report the failure of this job, and record it unless another job now owns the run."""
     print(f"Error: {cause}", file=sys.stderr)
     own_id = LocalJobControl(spec).job_id if spec.backend == "local" else own_job_id(environ)
-    record = read_run_record(run)
+    try:
+        record = read_run_record(run)
+    except OSError as error:
+        log.error("cannot read the run's record, so the failure is not recorded: %s", error)
+        return RunFailed.exit_code
     if record.job_id in (None, own_id) or record.finished is not None:
         finish_run(run, "FAILED", cause)
     return RunFailed.exit_code

@@ -12,6 +12,7 @@ from signal import Signals
 
 from hpctrain import system
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
+from hpctrain.records.run_record import read_run_record
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
@@ -124,6 +125,8 @@ class Requeuer:
 
     def requeue_orphaned(self) -> None:
         """Continue the run in another job, although Slurm is about to end this process."""
+        if read_run_record(self.run).finished is not None:
+            return
         attempt = max(self.run.attempts(), default=0)
         methods: list[Callable[[], object]] = [self.job_control.requeue]
         if self.job_control.successors is not None:
