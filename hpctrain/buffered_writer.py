@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpctrain import system
 from hpctrain.files import append_lines
 
 #: Shows a message to the user.
@@ -29,7 +28,7 @@ class BufferedLineWriter:
         self._path, self._report = path, say
         self._pending: deque[str] = deque(maxlen=_MAX_PENDING)
         self._retry_at = 0.0
-        self._writing = threading.RLock()
+        self._writing = system.RLock()
         self.last_error: OSError | None = None
         """Reason why the file cannot be written; None if it is writable."""
 
@@ -51,13 +50,13 @@ class BufferedLineWriter:
     def append_all(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append all `records` after the buffered lines. Opens the file only once."""
         self._pending.extend(json.dumps(record) for record in records)
-        if time.monotonic() >= self._retry_at:
+        if system.monotonic() >= self._retry_at:
             self.flush()
 
     def append_line(self, line: str) -> None:
         """Append `line` after the buffered lines, immediately or later."""
         self._pending.append(line)
-        if time.monotonic() >= self._retry_at:
+        if system.monotonic() >= self._retry_at:
             self.flush()
 
     def flush(self) -> None:
@@ -70,7 +69,7 @@ class BufferedLineWriter:
             append_lines(self._path, self._pending)
         except OSError as error:
             said, self.last_error = self.last_error is not None, error
-            self._retry_at = time.monotonic() + _RETRY_AFTER_S
+            self._retry_at = system.monotonic() + _RETRY_AFTER_S
             if not said:
                 self._report(
                     f"hpctrain: cannot write {self._path}: {error.strerror}. The run continues. Lines are "

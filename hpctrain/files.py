@@ -8,11 +8,12 @@ import functools
 import json
 import os
 import stat
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hpctrain import system
 
 #: Modes of a run's files. The umask controls read access; only the owner has write access, regardless of the
 #: umask.
@@ -62,7 +63,7 @@ def replace_files(
     Raises:
         OSError: a folder is not writable or the disk is full; files that were not replaced are untouched.
     """
-    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
+    temporaries = {path: path.with_name(f".{path.name}.{system.getpid()}.tmp") for path in contents}
     mode = _PRIVATE if private else _SHARED
     try:
         for path, content in contents.items():
@@ -349,14 +350,14 @@ def _lock_fd(fd: int) -> None:
         BlockingIOError: another process holds it.
         OSError: the file system has no locks.
     """
-    deadline = time.monotonic() + _POLL_INTERVAL_S
+    deadline = system.monotonic() + _POLL_INTERVAL_S
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if system.monotonic() > deadline:
                 raise
-        time.sleep(_POLL_INTERVAL_S / 20)
+        system.sleep(_POLL_INTERVAL_S / 20)
 
 
 def is_locked(path: Path) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain import system
 from hpctrain.errors import UserError
 from hpctrain.files import IsValid, append_json_line, make_folder, read_json_lines, read_regular, write_atomic
 
@@ -514,7 +514,7 @@ def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, 
 
 def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:
     """Return a record of an event at the current time."""
-    return {"time": time.time(), "attempt": attempt, "kind": kind, **fields}
+    return {"time": system.time(), "attempt": attempt, "kind": kind, **fields}
 
 
 def checkpoint_folder_name(step: int) -> str:

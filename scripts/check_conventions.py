@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hpctrain"
 
 MAX_MODULES = 20
+#: Code that `tests/simulation` runs in virtual time.
+SIMULATED = ("supervisor", "records", "slurm")
 #: One module per command is the clearest layout.
 UNLIMITED = {PACKAGE / "cli"}
 
@@ -36,6 +38,7 @@ def main() -> int:
         *_imports_of_own_package(),
         *(problem for path, tree in modules.items() for problem in _docstrings(path, tree)),
         *(problem for path in modules for problem in _words(path)),
+        *_direct_uses_of_system(modules),
     ]
     for path, line, message in problems:
         print(f"{path.relative_to(ROOT)}:{line}: {message}")
@@ -71,6 +74,31 @@ def _imports_of_own_package() -> Iterator[tuple[Path, int, str]]:
                 path = ROOT / module.replace(".", "/")
                 path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
                 yield path, detail["line_number"], f"{module} imports its own package {imported}"
+
+
+def _direct_uses_of_system(modules: dict[Path, ast.Module]) -> Iterator[tuple[Path, int, str]]:
+    """Find simulated code that takes time, threads or processes from the standard library."""
+    origins = {
+        (node.module, alias.name): alias.asname or alias.name
+        for node in ast.walk(modules[PACKAGE / "system.py"])
+        if isinstance(node, ast.ImportFrom) and node.module not in ("__future__", "typing", "importlib")
+        for alias in node.names
+    }
+    for path, tree in modules.items():
+        simulated = path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0] in SIMULATED
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "hpctrain.system":
+                yield path, node.lineno, "import the module: from hpctrain import system"
+            if not simulated:
+                continue
+            used = []
+            if isinstance(node, ast.ImportFrom):
+                used = [(node.module, alias.name) for alias in node.names]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                used = [(node.value.id, node.attr)]
+            for module, name in used:
+                if own := origins.get((module, name)):
+                    yield path, node.lineno, f"use system.{own} instead of {module}.{name}"
 
 
 def _docstrings(path: Path, tree: ast.Module) -> Iterator[tuple[Path, int, str]]:

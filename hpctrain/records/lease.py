@@ -16,13 +16,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import make_folder, open_regular, own_file
 from hpctrain.rundir import RunDir
@@ -95,9 +94,9 @@ class Lease:
             on_loss: called with the new holder if this process was considered dead.
         """
         self._run, self._environ, self._on_loss = run, environ, on_loss
-        self._me = LeaseHolder(job_id, start, socket.gethostname(), os.getpid())
+        self._me = LeaseHolder(job_id, start, system.gethostname(), system.getpid())
         self._number: int | None = None
-        self._stopped = threading.Event()
+        self._stopped, self._writing = system.Event(), system.Lock()
 
     def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
         """Acquire the lease, and renew it from now on.
@@ -117,15 +116,16 @@ class Lease:
                 raise LeaseHeld(held.holder)
             if self._claim(held.number + 1 if held else 0):
                 break
-        threading.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()
+        system.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()
 
     def release(self) -> None:
         """Release the lease if it is held."""
         self._stopped.set()
-        if self._number is not None:
-            with suppress(OSError):
-                self._write_holder(replace(self._me, released=True))
-            self._number = None
+        with self._writing:
+            number, self._number = self._number, None
+            if number is not None:
+                with suppress(OSError):
+                    self._write_holder(number, replace(self._me, released=True))
 
     def _inherits(self, holder: LeaseHolder, predecessor: str | None, deaths: int) -> bool:
         """Return True if the holder must have ended before this process started."""
@@ -153,23 +153,31 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._stopped.wait(RENEW_INTERVAL_S):
-            if self._has_newer() and (newer := newest_lease(self._run)):
-                self._stopped.set()
-                self._on_loss(newer.holder)
-                return
-            self._me = replace(self._me, beat=self._me.beat + 1)
             try:
-                self._write_holder(self._me)
+                newer = self._renew_once()
             except OSError as error:
                 log.warning("cannot renew the lease on the run folder: %s", error)
+                continue
+            if newer is not None:
+                self._stopped.set()
+                self._on_loss(newer)
+                return
 
-    def _has_newer(self) -> bool:
-        number = self._number  # Another thread may release it concurrently.
-        return number is not None and max(self._run.leases(), default=-1) > number
+    def _renew_once(self) -> LeaseHolder | None:
+        """Renew the lease unless it was released. Return the holder of a newer lease."""
+        with self._writing:
+            if self._number is None:
+                return None
+            newest = max(self._run.leases(), default=-1)
+            if newest > self._number and (newer := newest_lease(self._run)):
+                return newer.holder
+            self._me = replace(self._me, beat=self._me.beat + 1)
+            self._write_holder(self._number, self._me)
+            return None
 
-    def _write_holder(self, holder: LeaseHolder) -> None:
+    def _write_holder(self, number: int, holder: LeaseHolder) -> None:
         # Written in place: other hosts see new content of a file sooner than a new file of the same name.
-        fd = os.open(self._run.lease(self._number or 0), os.O_WRONLY)
+        fd = os.open(self._run.lease(number), os.O_WRONLY)
         try:
             os.pwrite(fd, holder.text(), 0)
         finally:
@@ -216,7 +224,7 @@ def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
 
 def _now(folder: Path) -> float:
     """Return the current time on the clock of the folder's file system."""
-    probe = folder / f".now.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
+    probe = folder / f".now.{system.gethostname()}.{system.getpid()}.{system.get_ident()}"
     try:
         with open(probe, "wb") as file:
             file.write(b"\n")

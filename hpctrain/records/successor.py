@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import make_folder, own_file, read_regular
 from hpctrain.records.run_record import RunRecord, read_run_record
@@ -190,15 +190,15 @@ def _submit_once(
     run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], changes: JobChanges
 ) -> str:
     """Submit the successor unless it exists: an earlier response of the scheduler may have been lost."""
-    deadline = time.monotonic() + _TIMEOUT_S
+    deadline = system.monotonic() + _TIMEOUT_S
     while True:
         try:
             return find_successor(run, job_id, environ) or _submit(run, spec, job_id, environ, changes)
         except SchedulerError as error:
-            if not is_transient(str(error)) or time.monotonic() > deadline:
+            if not is_transient(str(error)) or system.monotonic() > deadline:
                 raise
             log.warning("cannot submit a successor of job %s (%s); retrying", job_id, error)
-            time.sleep(_PAUSE_S)
+            system.sleep(_PAUSE_S)
 
 
 def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], changes: JobChanges) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError
 
 #: Time limit of one call: longer than Slurm's own commands wait for a busy controller.
@@ -48,8 +48,8 @@ class SlurmCall:
         timeout_s: float = COMMAND_LIMIT_S,
         text: str = "",
     ) -> None:
-        self._name, self._timeout_s, self._started_at = command[0], timeout_s, time.monotonic()
-        self._process: subprocess.Popen[str] | None = None
+        self._name, self._timeout_s, self._started_at = command[0], timeout_s, system.monotonic()
+        self._process: system.Popen[str] | None = None
         try:
             self._process = _start(command, environ, text)
         except SchedulerError as error:
@@ -69,7 +69,7 @@ class SlurmCall:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self._process as process:
             try:
-                left_s = self._started_at + limit_s - time.monotonic()
+                left_s = self._started_at + limit_s - system.monotonic()
                 # The command may have exited within its limit, although the limit has passed since.
                 least_s = 0.0 if process.poll() is None else _READING_S
                 out, err = process.communicate(timeout=max(left_s, least_s))
@@ -131,13 +131,13 @@ def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list
     return answers
 
 
-def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> system.Popen[str]:
     # Without this file, Slurm's commands retry for a minute.
     if (conf := environ.get("SLURM_CONF")) and not os.path.exists(conf):
         raise SchedulerError(f"SLURM_CONF is {conf!r}, but this file does not exist")
     stdin = _memfd_of(text) if text else subprocess.DEVNULL
     try:
-        return subprocess.Popen(
+        return system.Popen(
             command,
             env=environ,
             stdin=stdin,

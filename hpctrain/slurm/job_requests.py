@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import signal
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 
+from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm.command import list_rank_steps, run_slurm
@@ -74,8 +74,8 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
     """
     left = set(job_ids)
     tried: dict[str, str] = {}
-    deadline = time.monotonic() + _STEP_LIMIT_S
-    while left and time.monotonic() < deadline:
+    deadline = system.monotonic() + _STEP_LIMIT_S
+    while left and system.monotonic() < deadline:
         steps = {step.rpartition(".")[0]: step for step in list_rank_steps(sorted(left), environ)}
         left -= {job for job, step in tried.items() if steps.get(job) != step}
         steps = {job: step for job, step in steps.items() if job in left}
@@ -89,7 +89,7 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
                 raise
             tried = steps
         if left:
-            time.sleep(0.2)
+            system.sleep(0.2)
     if left:
         others = " The other jobs received the signal." if len(left) < len(job_ids) else ""
         raise SchedulerError(

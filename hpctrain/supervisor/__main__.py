@@ -3,6 +3,7 @@
 import os
 import sys
 
+from hpctrain import system
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.lossy_stdio import make_stdio_lossy
 from hpctrain.supervisor.watchdog import run_under_watchdog
@@ -20,5 +21,5 @@ if exit_code == EXIT_CONTINUE and "SLURM_JOB_ID" in os.environ:
     start_soon(os.environ)
     # Python's cleanup delays the next start.
     sys.stdout.flush()
-    os._exit(exit_code)
+    system.exit_now(exit_code)
 sys.exit(exit_code)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import try_lock
 from hpctrain.records.lease import LeaseHeld
@@ -176,9 +176,9 @@ def register_job(
     Raises:
         NotInJob: the script was started manually while the run is active, or before it was cancelled.
     """
-    deadline = time.monotonic() + _RECORD_LIMIT_S
-    while (events := _since_submission(run, job_id)) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    deadline = system.monotonic() + _RECORD_LIMIT_S
+    while (events := _since_submission(run, job_id)) is None and system.monotonic() < deadline:
+        system.sleep(0.02)
     if events is None:
         if spec.backend == "local":
             _take_lock(run)
@@ -277,4 +277,4 @@ def _take_lock(run: RunDir) -> None:
         )
     with suppress(OSError):  # On a full disk, the lock file lacks only the owner's pid.
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(lock, f"{system.getpid()}\n".encode(), 0)

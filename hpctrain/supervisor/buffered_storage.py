@@ -6,13 +6,12 @@ import errno
 import json
 import logging
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpctrain import system
 from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.errors import HpctrainError
 from hpctrain.files import IsValid, own_file
@@ -61,7 +60,7 @@ class BufferedStorage(RunStorage):
         self._lines: dict[Path, BufferedLineWriter] = {}
         self._files: dict[Path, str] = {}
         self._folders: set[Path] = set()
-        self._retrying = threading.Lock()
+        self._retrying = system.Lock()
 
     @property
     def pending_reason(self) -> str | None:  # type: ignore[override]
@@ -129,14 +128,14 @@ class BufferedStorage(RunStorage):
 
     def flush_pending(self, limit_s: float = FLUSH_TIMEOUT_S) -> None:
         """Write the buffered data within `limit_s` seconds; print the lines that could not be written."""
-        deadline = time.monotonic() + limit_s
+        deadline = system.monotonic() + limit_s
         with suppress(OSError):
             self.reserve_file.unlink(missing_ok=True)
         while not self._flush():
-            if time.monotonic() > deadline:
+            if system.monotonic() > deadline:
                 self._print_waiting()
                 return
-            time.sleep(min(_RETRY_INTERVAL_S, limit_s))
+            system.sleep(min(_RETRY_INTERVAL_S, limit_s))
 
     def _print_waiting(self) -> None:
         for path, lines in list(self._lines.items()):
@@ -146,14 +145,14 @@ class BufferedStorage(RunStorage):
 
     def _wait_for_run(self) -> None:
         """Wait for the run folder. Without it, ranks would start over and write to the wrong place."""
-        deadline = time.monotonic() + _VANISHED_LIMIT_S
+        deadline = system.monotonic() + _VANISHED_LIMIT_S
         while not _is_there(self._run.spec):
-            if time.monotonic() > deadline:
+            if system.monotonic() > deadline:
                 raise HpctrainError(
                     f"The run folder {str(self._run)!r} or its {self._run.spec.name} no longer exists, or "
                     "the file system is unavailable. Restore the folder, then submit the run again."
                 )
-            time.sleep(min(_RETRY_INTERVAL_S, _VANISHED_LIMIT_S))
+            system.sleep(min(_RETRY_INTERVAL_S, _VANISHED_LIMIT_S))
 
     @property
     def _is_waiting(self) -> bool:
@@ -174,12 +173,12 @@ class BufferedStorage(RunStorage):
     def _start_retrying(self) -> None:
         """Start a thread that retries while data is buffered."""
         if self._is_waiting and self._retrying.acquire(blocking=False):
-            threading.Thread(target=self._retry_until_written, name="hpctrain-record", daemon=True).start()
+            system.Thread(target=self._retry_until_written, name="hpctrain-record", daemon=True).start()
 
     def _retry_until_written(self) -> None:
         try:
             while not self._flush():
-                time.sleep(_RETRY_INTERVAL_S)
+                system.sleep(_RETRY_INTERVAL_S)
         finally:
             self._retrying.release()
 

@@ -7,10 +7,10 @@ may use other nodes, and memory that is never freed is unavailable to all jobs o
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Container
 from pathlib import Path
 
+from hpctrain import system
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.auxiliary_step import run_auxiliary_step
@@ -48,7 +48,7 @@ def drain_local_tier(
     hosts = [host for host in all_hosts if host not in lost]
     if base is None or not hosts:
         return
-    begun = time.monotonic()
+    begun = system.monotonic()
     command = [*module_command(spec, "drain_local_tier"), str(base), f"{limit_s / 2:g}"]
     launcher.hosts = hosts
     try:
@@ -61,7 +61,7 @@ def drain_local_tier(
     finally:
         launcher.hosts = all_hosts
     if end is not None and end.returncode == 0:
-        log.info("emptied the fast folder %s on the nodes in %.1f s", base, time.monotonic() - begun)
+        log.info("emptied the fast folder %s on the nodes in %.1f s", base, system.monotonic() - begun)
     elif end is not None:
         log.warning(
             "the fast folder %s may still contain files on the nodes: %s",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import subprocess
-import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import FrameType
 
+from hpctrain import system
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.files import own_file, try_lock
 from hpctrain.records.run_record import read_run_record
@@ -40,10 +39,10 @@ class LocalArray:
                 f"not in {spec.array}. Submit the array with hpctrain submit --array."
             )
         self._run, self._spec, self._environ = run, spec, environ
-        self._job_id = str(os.getpid())
+        self._job_id = str(system.getpid())
         self._array = JobArray.parse(spec.array)
-        self._events: queue.SimpleQueue[int | signal.Signals] = queue.SimpleQueue()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._events: system.SimpleQueue[int | signal.Signals] = system.SimpleQueue()
+        self._running: dict[int, system.Popen[bytes]] = {}
         self._free_slots = deque(range(self._array.throttle or 1))
         self._slot_of: dict[int, int] = {}
         self._cancelled = False
@@ -51,7 +50,7 @@ class LocalArray:
     def run(self) -> int:
         """Run all tasks until they end. Returns the exit code of the job."""
         for number in (*_CANCELS, signal.SIGUSR2):
-            signal.signal(number, self._on_signal)
+            system.handle_signal(number, self._on_signal)
         register_job(self._run, self._spec, self._job_id)
         waiting = deque(self._array.indices)
         while waiting or self._running:
@@ -84,7 +83,7 @@ class LocalArray:
         place = self._free_slots.popleft()
         try:
             with open(task.slurm_log, "ab", opener=own_file) as output:
-                process = subprocess.Popen(
+                process = system.Popen(
                     [self._spec.python, "-m", "hpctrain.supervisor", str(task.path)],
                     cwd=task.path,
                     env={**self._environ, **self._gpus_of(place)},
@@ -100,7 +99,7 @@ class LocalArray:
         finally:
             os.close(lock)
         self._running[index], self._slot_of[index] = process, place
-        threading.Thread(target=self._wait_for_task, args=(index, process), daemon=True).start()
+        system.Thread(target=self._wait_for_task, args=(index, process), daemon=True).start()
         log.info("task %d: started process %d", index, process.pid)
 
     def _gpus_of(self, place: int) -> dict[str, str]:
@@ -108,7 +107,7 @@ class LocalArray:
         count = self._spec.nodes * self._spec.gpus_per_node
         return gpu_variables(visible_gpus(self._environ)[place * count : (place + 1) * count])
 
-    def _wait_for_task(self, index: int, process: subprocess.Popen[bytes]) -> None:
+    def _wait_for_task(self, index: int, process: system.Popen[bytes]) -> None:
         process.wait()
         self._events.put(index)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain import system
 from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.errors import HpctrainError, RunFailed
 from hpctrain.files import make_folder
@@ -82,7 +82,7 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         job = SlurmJobControl(run, spec, environ)
         try:
             supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace)
-            signal.signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
+            system.handle_signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
             return supervisor.run(deaths)
         finally:
             job.successors.lease.release()
@@ -107,7 +107,11 @@ def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) ->
     """Report the failure of this job, and record it unless another job now owns the run."""
     print(f"Error: {cause}", file=sys.stderr)
     own_id = LocalJobControl(spec).job_id if spec.backend == "local" else own_job_id(environ)
-    record = read_run_record(run)
+    try:
+        record = read_run_record(run)
+    except OSError as error:
+        log.error("cannot read the run's record, so the failure is not recorded: %s", error)
+        return RunFailed.exit_code
     if record.job_id in (None, own_id) or record.finished is not None:
         finish_run(run, "FAILED", cause)
     return RunFailed.exit_code

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field
 
+from hpctrain import system
 from hpctrain.files import read_json
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
@@ -53,7 +53,7 @@ class NodeCheckRunner:
 
     def run_check(self, attempt: int) -> NodeCheckResult:
         """Check the nodes before the attempt."""
-        begun = time.monotonic()
+        begun = system.monotonic()
         end = run_auxiliary_step(
             self.run,
             self.launcher,
@@ -65,7 +65,7 @@ class NodeCheckRunner:
         found = self._read(attempt)
         bad = describe_nodes(found.bad_nodes) or "no faulty node identified"
         words = "stop requested" if found.stopped else bad
-        log.info("node check took %.1f s: %s", time.monotonic() - begun, words)
+        log.info("node check took %.1f s: %s", system.monotonic() - begun, words)
         if end is not None and not any(self.run.node_check_results(attempt)):
             # If no process could start, no single node is to blame.
             log.warning("the node check did not start: %s", end.stderr_tail)

@@ -6,18 +6,16 @@ import http.client
 import json
 import logging
 import os
-import queue
 import signal
 import socket
 import subprocess
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from hpctrain import system
 from hpctrain.spec.notify import is_address
 
 log = logging.getLogger(__name__)
@@ -33,9 +31,9 @@ class NotificationTarget:
 
     def __init__(self, target: str, environ: Mapping[str, str]) -> None:
         self._target, self._environ = target, environ
-        self._running: subprocess.Popen[bytes] | None = None
-        self._messages: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._deliver_all, name="hpctrain-notification", daemon=True)
+        self._running: system.Popen[bytes] | None = None
+        self._messages: system.SimpleQueue[Mapping[str, Any] | None] = system.SimpleQueue()
+        self._thread = system.Thread(target=self._deliver_all, name="hpctrain-notification", daemon=True)
         self._thread.start()
 
     def enqueue(self, message: Mapping[str, Any]) -> None:
@@ -51,7 +49,7 @@ class NotificationTarget:
 
     def wait(self, deadline: float) -> None:
         """Wait until all messages are sent, or until `deadline` on the monotonic clock."""
-        self._thread.join(max(0.05, deadline - time.monotonic()))
+        self._thread.join(max(0.05, deadline - system.monotonic()))
         if self._thread.is_alive():
             log.warning(
                 "a notification was not delivered before the supervisor exited: the target is too slow"
@@ -60,7 +58,7 @@ class NotificationTarget:
                 _kill(process)
                 self._thread.join(0.2)
 
-    def _set_process(self, process: subprocess.Popen[bytes]) -> None:
+    def _set_process(self, process: system.Popen[bytes]) -> None:
         self._running = process
 
     def _deliver_all(self) -> None:
@@ -85,14 +83,14 @@ class _DeadlineConnection(http.client.HTTPConnection):
     """A connection with a time limit for the complete response; a socket timeout restarts with each byte."""
 
     def getresponse(self) -> http.client.HTTPResponse:
-        limit_s, begun = _ANSWER_LIMIT_S, time.monotonic()
-        timer = threading.Timer(limit_s, _shut_down, (self.sock,))
+        limit_s, begun = _ANSWER_LIMIT_S, system.monotonic()
+        timer = system.Timer(limit_s, _shut_down, (self.sock,))
         timer.daemon = True
         timer.start()
         try:
             return super().getresponse()
         except (OSError, http.client.HTTPException):
-            if time.monotonic() - begun >= limit_s:
+            if system.monotonic() - begun >= limit_s:
                 raise TimeoutError(f"no complete response within {limit_s:g} s") from None
             raise
         finally:
@@ -147,7 +145,7 @@ def post_json(address: str, message: Mapping[str, Any]) -> None:
         except OSError as error:
             failure = error
         if left:
-            time.sleep(_PAUSE_S)
+            system.sleep(_PAUSE_S)
     raise failure
 
 
@@ -155,7 +153,7 @@ def run_notification_command(
     line: str,
     message: Mapping[str, Any],
     environ: Mapping[str, str],
-    set_process: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    set_process: Callable[[system.Popen[bytes]], None] | None = None,
 ) -> None:
     """Run a shell command in the run folder.
 
@@ -169,7 +167,7 @@ def run_notification_command(
         "HPCTRAIN_OCCASION": str(message["occasion"]),
         "HPCTRAIN_TEXT": str(message["text"]).replace("\0", ""),
     }
-    with subprocess.Popen(
+    with system.Popen(
         ["/bin/sh", "-c", line],
         cwd=message["folder"],
         stdin=subprocess.PIPE,
@@ -190,7 +188,7 @@ def run_notification_command(
         raise OSError(f"the command exited with code {process.returncode}" + (output and f": {output}"))
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: system.Popen[bytes]) -> None:
     """Kill a command and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from hpctrain import system
 from hpctrain.crash_output import file_size
 from hpctrain.errors import SpecError
 from hpctrain.records.checkpoint_health import full_disk
@@ -44,7 +43,7 @@ def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None
         yield
         return
     notifier = Notifier(run, notify, environ)
-    thread = threading.Thread(target=notifier.run, name="hpctrain-notifications", daemon=True)
+    thread = system.Thread(target=notifier.run, name="hpctrain-notifications", daemon=True)
     thread.start()
     try:
         yield
@@ -68,8 +67,8 @@ class Notifier:
             while self._events.read():
                 pass
         except OSError:
-            self._not_before = time.time()
-        self.ended = threading.Event()
+            self._not_before = system.time()
+        self.ended = system.Event()
         self._stall = StallDetector(notify.stall_s)
 
     def run(self) -> None:
@@ -77,7 +76,7 @@ class Notifier:
         while not self.ended.wait(_POLL_INTERVAL_S):
             self._check_with_retries()
         self._check_with_retries()
-        deadline = time.monotonic() + _LAST_LIMIT_S
+        deadline = system.monotonic() + _LAST_LIMIT_S
         for target in self._targets:
             target.close()
         for target in self._targets:
@@ -98,7 +97,7 @@ class Notifier:
         size = file_size(self._run.metrics)
         logged_by = self._newest_attempt() if size != self._logged_bytes else None
         self._logged_bytes = size
-        now = time.monotonic()
+        now = system.monotonic()
         self._check_disk()
         for event in self._events.read():
             if event.get("time", 0.0) < self._not_before:
@@ -147,5 +146,5 @@ def notification_message(run: RunDir, occasion: str, event: Mapping[str, Any]) -
         words = f"Run {run.run_id} has stalled" if occasion == "stall" else f"Failure in run {run.run_id}"
     text = f"{words}: {cause}" if cause else f"{words}."
     known = {name: event[name] for name in ("state", "attempt", "rank", "host", "log") if name in event}
-    about = {"run_id": run.run_id, "folder": str(run.path), "time": event.get("time", time.time())}
+    about = {"run_id": run.run_id, "folder": str(run.path), "time": event.get("time", system.time())}
     return {"occasion": occasion, "text": text, "content": text, "cause": cause, **about, **known}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import queue
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from signal import Signals
 
+from hpctrain import system
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
+from hpctrain.records.run_record import read_run_record
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
@@ -52,7 +53,7 @@ class Requeuer:
     run: RunDir
     spec: JobSpec
     job_control: JobControl
-    events: queue.SimpleQueue[StepEvent]
+    events: system.SimpleQueue[StepEvent]
 
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
@@ -71,10 +72,12 @@ class Requeuer:
         self.run.log_event(
             "requeue", attempt, seconds=seconds, by=methods[0].value, **memory, **{"class": kind}
         )
-        deadline = time.monotonic() + _UNREACHABLE_TIMEOUT_S
+        deadline = system.monotonic() + _UNREACHABLE_TIMEOUT_S
         while True:
             moved = self._try_methods(methods, attempt, changes)
-            if not (isinstance(moved, RequeueRefused) and moved.is_transient) or time.monotonic() > deadline:
+            if not isinstance(moved, RequeueRefused) or not moved.is_transient:
+                return moved
+            if system.monotonic() > deadline:
                 return moved
             log.warning("cannot reach the Slurm controller; retrying in %.0f s", _PAUSE_S)
             # Any signal means that Slurm is ending this job, so there is no more time to wait.
@@ -122,6 +125,8 @@ class Requeuer:
 
     def requeue_orphaned(self) -> None:
         """Continue the run in another job, although Slurm is about to end this process."""
+        if read_run_record(self.run).finished is not None:
+            return
         attempt = max(self.run.attempts(), default=0)
         methods: list[Callable[[], object]] = [self.job_control.requeue]
         if self.job_control.successors is not None:

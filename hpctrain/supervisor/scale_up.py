@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from hpctrain import system
 from hpctrain.errors import HpctrainError, SchedulerError
 from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
@@ -53,12 +53,12 @@ class ScaleUpMonitor:
     """Nodes that train now."""
 
     def __post_init__(self) -> None:
-        self._stopped = threading.Event()
+        self._stopped = system.Event()
 
     def __enter__(self) -> Self:
         is_wanted = self.spec.scale_up_after_s > 0 and self.num_nodes < self.spec.nodes
         if is_wanted and self.job_control.nodes is not None:
-            watch = threading.Thread(
+            watch = system.Thread(
                 target=self._watch, args=(self.job_control.nodes,), name="hpctrain-scale-up", daemon=True
             )
             watch.start()

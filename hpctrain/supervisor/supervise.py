@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
 import signal
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from hpctrain import system
 from hpctrain.cluster.orphans import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.records.successor import JobChanges
@@ -69,7 +67,7 @@ class Supervisor:
         grace: Mapping[str, str] | None = None,
     ) -> None:
         self._run, self._spec, self._launcher, self._job_control = run, spec, launcher, job_control
-        self._events: queue.SimpleQueue[StepEvent] = queue.SimpleQueue()
+        self._events: system.SimpleQueue[StepEvent] = system.SimpleQueue()
         self._worker_group = WorkerGroup(run, spec, launcher)
         self._attempt_runner = AttemptRunner(
             run, spec, launcher, job_control, self._events, self._worker_group, grace or {}
@@ -86,7 +84,7 @@ class Supervisor:
             deaths: number of earlier supervisors of this job that were killed.
         """
         for number in self._job_control.on_signal:
-            signal.signal(number, self._on_signal)
+            system.handle_signal(number, self._on_signal)
         next_step = acquire_run(self._run, self._spec, self._job_control, deaths)
         if isinstance(next_step, Exit):
             log.info("nothing to do; this job exits")
@@ -100,9 +98,9 @@ class Supervisor:
     def _run_attempts(self) -> int:
         last: EndKind | None = None
         while True:
-            attempt, begun = self._run.new_attempt(), time.monotonic()
+            attempt, begun = self._run.new_attempt(), system.monotonic()
             ended = self._check_nodes(attempt, last) or self._train(attempt)
-            ended = replace(ended, seconds=time.monotonic() - begun)
+            ended = replace(ended, seconds=system.monotonic() - begun)
             next_step = self._carry_out(self._decide(ended), ended)
             if isinstance(next_step, Exit):
                 return next_step.code
@@ -148,7 +146,7 @@ class Supervisor:
         return self._carry_out(self._decide(ended), ended)
 
     def _decide(self, ended: FinishedAttempt) -> Decision:
-        decision = decide(self._situation(ended), ended.diagnosis.end, time.monotonic())
+        decision = decide(self._situation(ended), ended.diagnosis.end, system.monotonic())
         log.info("attempt %d ended (%s): %s", ended.number, ended.kind, decision)
         return decision
 
@@ -169,7 +167,7 @@ class Supervisor:
             memory = self._job_control.nodes.larger_memory(self._launcher.hosts, history.excluded)
             known = replace(known, larger_memory=memory)
         left_s = None if ended.kind.is_stop else known_seconds_left(self._job_control)
-        return replace(known, nodes=nodes, ends_at=None if left_s is None else time.monotonic() + left_s)
+        return replace(known, nodes=nodes, ends_at=None if left_s is None else system.monotonic() + left_s)
 
     def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> Continue | Exit:
         end, lost = ended.diagnosis.end, ended.diagnosis.lost
@@ -212,7 +210,7 @@ class Supervisor:
 
     def on_watchdog_death(self, _number: int, _frame: FrameType | None) -> None:
         """Continue the run in another job: the batch script was killed, and Slurm is ending this job."""
-        threading.Thread(target=self._requeuer.requeue_orphaned, name="hpctrain-orphaned").start()
+        system.Thread(target=self._requeuer.requeue_orphaned, name="hpctrain-orphaned").start()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         # SimpleQueue.put is reentrant, as a signal handler requires.

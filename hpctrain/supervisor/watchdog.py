@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from types import FrameType
 
+from hpctrain import system
 from hpctrain.cluster.parent_death import die_with_parent
 
 #: Maximum number of killed supervisors in a job.
@@ -30,12 +31,12 @@ def run_under_watchdog(environ: Mapping[str, str]) -> int:
     if "SLURM_JOB_ID" not in environ or sys.platform != "linux":
         return 0
     for deaths in range(_MAX_DEATHS + 1):
-        guardian = os.getpid()
+        guardian = system.getpid()
         child = os.fork()
         if child == 0:
             die_with_parent(ORPHANED_SIGNAL)
             if os.getppid() != guardian:
-                os.kill(os.getpid(), ORPHANED_SIGNAL)
+                os.kill(system.getpid(), ORPHANED_SIGNAL)
             return deaths
         told = _SignalForwarder(child)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -52,7 +53,7 @@ class _SignalForwarder:
         self._child = child
         self.signals: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._forward)
+            system.handle_signal(number, self._forward)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)

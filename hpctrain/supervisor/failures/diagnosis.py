@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import shlex
 import signal
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from hpctrain import system
 from hpctrain.crash_output import describe_unfinished
 from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json
@@ -215,7 +215,7 @@ class FailureAnalyzer:
         """
         if first.final or self.run.function.exists():
             return first.final
-        if not is_deterministic(first) or time.time() - result.started_at > SHORT_ATTEMPT_S:
+        if not is_deterministic(first) or system.time() - result.started_at > SHORT_ATTEMPT_S:
             return False
         saved = any(event["kind"] in ("checkpoint", "resumed") for event in self.run.read_events())
         newest = next(read_last_records(self.run.metrics, is_metrics), {})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain import system
 from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, CrashOutput, find_crash_output
 from hpctrain.files import read_json
 from hpctrain.rundir import RunDir
@@ -91,7 +91,7 @@ def collect_failures(
         if rank not in failures:
             host, log = hosts[rank // spec.ntasks_per_node], run.rank_log(attempt, rank)
             failure = RankFailure(
-                rank, host, UNFINISHED, where, UNFINISHED_ADVICE, str(log), None, time.time()
+                rank, host, UNFINISHED, where, UNFINISHED_ADVICE, str(log), None, system.time()
             )
             failures[rank] = _write(run, attempt, failure)
     if spec.torchrun is not None and failures:
@@ -166,8 +166,9 @@ def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFa
     if task.out_of_memory:
         message = "out of memory: the job exceeded its memory limit on this node (see --mem)"
     kind, error = ("signal", task.signal.name) if task.signal else ("exit", f"exit code {task.code}")
+    now = system.time()
     return RankFailure(
-        rank, host, kind, error, message, str(crash.log), None, time.time(), out_of_memory=task.out_of_memory
+        rank, host, kind, error, message, str(crash.log), None, now, out_of_memory=task.out_of_memory
     )
 
 

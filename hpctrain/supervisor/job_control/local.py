@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 
+from hpctrain import system
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
@@ -24,9 +24,9 @@ class LocalJobControl:
 
     def __init__(self, spec: JobSpec) -> None:
         in_array = spec.array_task is not None
-        self.job_id = f"{os.getppid()}_{spec.array_task}" if in_array else str(os.getpid())
+        self.job_id = f"{os.getppid()}_{spec.array_task}" if in_array else str(system.getpid())
         self._limit_s = spec.time_limit_s
-        self._started_at = time.monotonic()
+        self._started_at = system.monotonic()
 
     @property
     def ends_job_at(self) -> float | None:
@@ -35,7 +35,7 @@ class LocalJobControl:
 
     def seconds_left(self) -> float | None:
         """Return the remaining time until the limit in the specification. See `JobTime.seconds_left`."""
-        return None if self.ends_job_at is None else self.ends_job_at - time.monotonic()
+        return None if self.ends_job_at is None else self.ends_job_at - system.monotonic()
 
     def disposition(self) -> JobDisposition:
         """Return `STAYS`: only the user ends a local job."""
@@ -43,7 +43,7 @@ class LocalJobControl:
 
     def requeue(self) -> bool:
         """Restart the job immediately in this process, with the full time limit: there is no queue."""
-        self._started_at = time.monotonic()
+        self._started_at = system.monotonic()
         return False
 
     def can_requeue(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import sys
 from collections.abc import Mapping
 
+from hpctrain import system
 from hpctrain.crash_output import file_size
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import open_regular
@@ -158,4 +158,4 @@ def _leave(claimed_by: LeaseHolder) -> None:
     )
     log.critical(words)
     print(f"Error: {words}", file=sys.stderr, flush=True)
-    os._exit(SpecError.exit_code)
+    system.exit_now(SpecError.exit_code)

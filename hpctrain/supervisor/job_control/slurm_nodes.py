@@ -11,10 +11,9 @@ import logging
 import re
 import signal
 import socket
-import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
+from hpctrain import system
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError
 from hpctrain.records.successor import JobChanges, can_start, excluded_nodes
@@ -55,7 +54,7 @@ class SlurmNodes:
     def lost(self, hosts: Sequence[str]) -> dict[str, str]:
         """Query the slurmd of each node. See `AllocatedNodes.lost`."""
         nodes = query_nodes(hosts, self._environ)
-        with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(nodes)))) as pool:
+        with system.ThreadPoolExecutor(min(_AT_ONCE, max(1, len(nodes)))) as pool:
             troubles = pool.map(node_trouble, nodes)
             return {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
 
@@ -106,7 +105,7 @@ class SlurmNodes:
         if changes.memory:
             option, _, value = changes.memory.partition("=")
             fields[dict(_MEMORY_OPTIONS.values())[option]] = value
-        deadline = time.monotonic() + _UPDATE_LIMIT_S
+        deadline = system.monotonic() + _UPDATE_LIMIT_S
         while True:
             refusals = {}
             for name, value in fields.items():
@@ -116,11 +115,11 @@ class SlurmNodes:
                     refusals[name] = str(error)
             if not refusals:
                 return
-            if time.monotonic() > deadline:
+            if system.monotonic() > deadline:
                 raise SchedulerError("; ".join(refusals.values()))
             # Slurm may refuse while it still ends the processes of the job.
             fields = {name: fields[name] for name in refusals}
-            time.sleep(_POLL_INTERVAL_S)
+            system.sleep(_POLL_INTERVAL_S)
 
     def stop_ranks(self) -> None:
         """Signal the ranks' step with `scancel`. See `AllocatedNodes.stop_ranks`."""
@@ -128,11 +127,11 @@ class SlurmNodes:
 
     def kill_steps(self) -> None:
         """Kill the steps with `scancel`. See `AllocatedNodes.kill_steps`."""
-        deadline = time.monotonic() + _STEPS_END_S
+        deadline = system.monotonic() + _STEPS_END_S
         try:
-            while (steps := list_rank_steps([self._job_id], self._environ)) and time.monotonic() < deadline:
+            while (steps := list_rank_steps([self._job_id], self._environ)) and system.monotonic() < deadline:
                 signal_steps(steps, signal.SIGKILL, self._environ)
-                time.sleep(_POLL_INTERVAL_S)
+                system.sleep(_POLL_INTERVAL_S)
         except SchedulerError as error:
             log.warning("ranks of an earlier attempt may still be running: %s", error)
 
@@ -142,7 +141,7 @@ def node_trouble(node: NodeRecord) -> str | None:
     if _DOWN.search(node.state):
         return f"Slurm reports the state {node.state}"
     try:
-        socket.create_connection((node.address, node.port), timeout=_ANSWER_S).close()
+        system.create_connection((node.address, node.port), timeout=_ANSWER_S).close()
     except (ConnectionRefusedError, ConnectionResetError, TimeoutError) as error:
         return f"slurmd is not responding ({type(error).__name__})"
     except ValueError:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
-import time
 from collections.abc import Mapping
 
+from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.supervisor.launch.job_step import Launcher, StepEnded, StepEvent
@@ -39,8 +39,8 @@ def run_auxiliary_step(
     Returns:
         Result of the step; None if the step was killed.
     """
-    deadline = time.monotonic() + limit_s
-    events: queue.SimpleQueue[StepEvent] = queue.SimpleQueue()
+    deadline = system.monotonic() + limit_s
+    events: system.SimpleQueue[StepEvent] = system.SimpleQueue()
     with RendezvousStore(launcher.address) as rendezvous:
         told = {
             **rendezvous.variables,
@@ -54,7 +54,7 @@ def run_auxiliary_step(
             rendezvous.serve()
             while True:
                 try:
-                    event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+                    event = events.get(timeout=max(0.0, deadline - system.monotonic()))
                 except queue.Empty:
                     log.warning("timed out after %.0f s waiting for %s", limit_s, what)
                     return None

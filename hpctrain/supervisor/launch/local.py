@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 
+from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, list_amd_gpus
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
@@ -59,7 +59,7 @@ class LocalLauncher:
             **variables,
             # Simulated nodes share the CPUs of the machine.
             **({CPU_BINDING_VARIABLE: "none"} if num_nodes > 1 else {}),
-            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_ID": str(system.getpid()),
             "SLURM_STEP_ID": str(self._num_steps),
             "SLURM_STEP_NODELIST": compress_hostlist(self.hosts),
             "SLURM_STEP_NUM_NODES": str(num_nodes),
@@ -98,8 +98,8 @@ def kill_session(environ: Mapping[str, str]) -> None:
     Such processes would hold the run's lock. Does nothing in a session led by another process, such as a
     shell.
     """
-    if "SLURM_JOB_ID" not in environ and os.getsid(0) == os.getpid():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "SLURM_JOB_ID" not in environ and os.getsid(0) == system.getpid():
+        system.handle_signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
 
 
@@ -124,16 +124,16 @@ class LocalStep:
         self, command: list[str], workdir: str, tasks: list[dict[str, str]], emit: EmitEvent
     ) -> None:
         self._emit = emit
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._killed = False
         # Tasks watch the read end, which closes when this process exits for any reason.
         reading, self._lifeline = os.pipe()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[system.Popen[bytes]] = []
         try:
             for task in tasks:
                 environ = {**task, LIFELINE_VARIABLE: str(reading)}
                 self._processes.append(
-                    subprocess.Popen(
+                    system.Popen(
                         command,
                         env=environ,
                         cwd=workdir,
@@ -151,10 +151,10 @@ class LocalStep:
         finally:
             os.close(reading)
         self._waiters = [
-            threading.Thread(target=self._wait_for, args=(rank,), daemon=True)
+            system.Thread(target=self._wait_for, args=(rank,), daemon=True)
             for rank in range(len(self._processes))
         ]
-        self._ender = threading.Thread(target=self._end, daemon=True)
+        self._ender = system.Thread(target=self._end, daemon=True)
         for thread in (*self._waiters, self._ender):
             thread.start()
 

@@ -6,10 +6,10 @@ import contextlib
 import re
 import signal
 import subprocess
-import threading
 from collections import deque
 from collections.abc import Mapping
 
+from hpctrain import system
 from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.env_defaults import apply_env_defaults
@@ -124,7 +124,7 @@ class SrunStep:
         self._outer = strip_job_env(environ)
         self._killed = False
         self._stderr_tail: deque[str] = deque(maxlen=5)
-        self._srun = subprocess.Popen(
+        self._srun = system.Popen(
             command,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -134,7 +134,7 @@ class SrunStep:
             # A signal to the supervisor must not reach srun, which would end the step at once.
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = system.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def signal(self, number: signal.Signals) -> None:
@@ -152,7 +152,7 @@ class SrunStep:
         For a lost node, srun would wait for tasks until Slurm marks the node down; srun is killed earlier.
         """
         if not self._killed:
-            threading.Thread(target=self._kill_until_gone, daemon=True).start()
+            system.Thread(target=self._kill_until_gone, daemon=True).start()
         self._killed = True
         try:
             self.signal(signal.SIGKILL)

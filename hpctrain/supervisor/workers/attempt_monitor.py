@@ -6,9 +6,9 @@ import logging
 import math
 import queue
 import signal
-import time
 from dataclasses import dataclass, field
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.supervisor.job_control.base import JobTime, known_seconds_left
 from hpctrain.supervisor.launch.job_step import (
@@ -46,7 +46,7 @@ _KILL_LIMIT_S = 60.0
 class AttemptMonitor:
     """Waits for the end of a step, and ends it if necessary."""
 
-    events: queue.SimpleQueue[StepEvent]
+    events: system.SimpleQueue[StepEvent]
     job_control: JobTime
     ends_at: float | None
     """End of the job's time on the monotonic clock; None if the scheduler enforces it."""
@@ -138,7 +138,7 @@ class AttemptMonitor:
 
     def _limit(self, seconds: float, awaited: str) -> None:
         """Wait at most `seconds` from now on. An earlier deadline is kept."""
-        deadline = time.monotonic() + seconds
+        deadline = system.monotonic() + seconds
         if self._deadline is None or deadline < self._deadline:
             self._deadline, self._awaited = deadline, awaited
 
@@ -147,10 +147,10 @@ class AttemptMonitor:
         if self.ends_at is not None and not self._killed:
             moments.append(self.ends_at if self._warned else self.ends_at - self.stop_before_limit_s)
         known = [moment for moment in moments if moment is not None]
-        return max(0.0, min(known) - time.monotonic()) if known else None
+        return max(0.0, min(known) - system.monotonic()) if known else None
 
     def _on_time_limit(self, step: JobStep) -> None:
-        now = time.monotonic()
+        now = system.monotonic()
         if self._deadline is not None and now >= self._deadline:
             if self._killed:
                 raise TimeoutError(f"the job step is still running {_KILL_LIMIT_S:.0f} s after it was killed")
@@ -178,7 +178,7 @@ class AttemptMonitor:
 
     def _kill(self, step: JobStep) -> None:
         self._killed = True
-        self._deadline = time.monotonic() + _KILL_LIMIT_S
+        self._deadline = system.monotonic() + _KILL_LIMIT_S
         step.kill()
 
     def _outcome(self) -> AttemptOutcome:

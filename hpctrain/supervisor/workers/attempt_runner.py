@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from hpctrain import system
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.crash_output import file_size
@@ -67,7 +66,7 @@ class AttemptRunner:
     spec: JobSpec
     launcher: Launcher
     job_control: JobTime
-    events: queue.SimpleQueue[StepEvent]
+    events: system.SimpleQueue[StepEvent]
     worker_group: WorkerGroup
     grace_variables: Mapping[str, str]
     """Variables with the grace time of each signal."""
@@ -87,7 +86,7 @@ class AttemptRunner:
             stop_before_limit_s=lead,
             process_name="rank" if self.spec.torchrun is None else "agent",
         )
-        hosts, begun = self.launcher.hosts, time.time()
+        hosts, begun = self.launcher.hosts, system.time()
         script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints)
         with RendezvousStore(self.launcher.address) as rendezvous:
             self.run.log_event("started", attempt, nodes=len(hosts), world_size=self.world_size, hosts=hosts)
@@ -115,7 +114,7 @@ class AttemptRunner:
         if self.job_control.ends_job_at is not None or lead <= self.spec.stop_before_limit_s:
             return self.job_control.ends_job_at
         left = known_seconds_left(self.job_control)
-        return None if left is None else time.monotonic() + left
+        return None if left is None else system.monotonic() + left
 
     def _variables(self, attempt: int, lead: float) -> dict[str, str]:
         spec = self.spec

@@ -6,14 +6,13 @@ import logging
 import os
 import selectors
 import socket
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from hpctrain import system
 from hpctrain.authentication import NONCE_LENGTH, Signed, new_nonce, new_secret, sign_connection
 from hpctrain.cluster.connection_owners import connection_owner
 from hpctrain.errors import Unauthenticated
@@ -42,7 +41,7 @@ class RankConnection:
     connection: socket.socket
     peer: tuple[str, int]
     nonce: bytes = field(default_factory=new_nonce)
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: system.monotonic())
     attempt: int = -1
     rank: int = -1
     received: bytearray = field(default_factory=bytearray)
@@ -93,12 +92,12 @@ class HeartbeatServer:
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._connections: dict[tuple[int, int], RankConnection] = {}
         self._unproven: dict[RankConnection, None] = {}
         self._num_refused = 0
         self._next_tick = 0.0
-        self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
+        self._thread = system.Thread(target=self._serve, name="lines", daemon=True)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -149,10 +148,10 @@ class HeartbeatServer:
                     return
             except Exception:
                 log.exception("could not receive messages from the ranks; retrying in %g s", _PAUSE_S)
-                time.sleep(_PAUSE_S)
+                system.sleep(_PAUSE_S)
 
     def _poll(self) -> bool:
-        ready = self._selector.select(max(0.0, self._next_tick - time.monotonic()))
+        ready = self._selector.select(max(0.0, self._next_tick - system.monotonic()))
         # Read from existing connections first: accepting a new connection may drop an existing one.
         for key, _ in sorted(ready, key=lambda event: event[0].data is None):
             if key.fileobj == self._wake_read:
@@ -161,8 +160,8 @@ class HeartbeatServer:
                 self._accept()
             elif key.data.connection.fileno() >= 0:
                 self._read(key.data)
-        if time.monotonic() >= self._next_tick:
-            self._next_tick = time.monotonic() + TICK_INTERVAL_S
+        if system.monotonic() >= self._next_tick:
+            self._next_tick = system.monotonic() + TICK_INTERVAL_S
             for rank_connection in [
                 each for each in self._unproven if self._next_tick - each.since > _UNPROVEN_S
             ]:
@@ -181,7 +180,7 @@ class HeartbeatServer:
             if self._unproven:
                 self._drop(next(iter(self._unproven)))
             else:
-                time.sleep(_PAUSE_S / 10)
+                system.sleep(_PAUSE_S / 10)
             return
         rank_connection = RankConnection(connection, peer[:2])
         if len(self._unproven) >= _MAX_UNPROVEN:

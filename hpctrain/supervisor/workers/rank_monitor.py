@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.launch.job_step import (
@@ -93,19 +92,19 @@ class RankMonitor:
         self._probe: _HangProbe | None = None
         self._stopped = False
         self._empty_since: float | None = None
-        self._last_tick = time.monotonic()
+        self._last_tick = system.monotonic()
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
         self._reported: set[int] = set()
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank."""
-        self._hang_detector.on_message(rank, time.monotonic())
+        self._hang_detector.on_message(rank, system.monotonic())
         self._stop_agreement.on_message(rank, message)
         if "beats" in message:
             self._empty_since = None
             phase, step = str(message["phase"]), int(message["step"])
-            self._hang_detector.on_heartbeat(rank, phase, step, int(message["beats"]), time.monotonic())
+            self._hang_detector.on_heartbeat(rank, phase, step, int(message["beats"]), system.monotonic())
             data_s, compute_s, exchange_s = map(float, message["spent"])
             self._straggler_detector.on_heartbeat(rank, StepTimes(step, data_s, compute_s, exchange_s))
             self._modules[rank] = [str(name) for name in message["modules"]]
@@ -118,7 +117,7 @@ class RankMonitor:
     def on_disconnect(self, rank: int) -> None:
         """Record that a rank has disconnected."""
         self._hang_detector.remove_rank(rank)
-        self._empty_since = None if self._hang_detector.ranks else time.monotonic()
+        self._empty_since = None if self._hang_detector.ranks else system.monotonic()
 
     @property
     def modules(self) -> list[str] | None:
@@ -140,7 +139,7 @@ class RankMonitor:
 
     def on_tick(self) -> None:
         """Check for hangs, stragglers and a missed end of the step."""
-        now = time.monotonic()
+        now = system.monotonic()
         if (paused := now - self._last_tick) > _PAUSE_S:
             self._hang_detector.discount_pause(paused)
         self._last_tick = now
@@ -149,7 +148,7 @@ class RankMonitor:
         if self._empty_since is not None and now - self._empty_since > _LAUNCHER_TIMEOUT_S:
             self._empty_since = now
             # Slurm may be slow; this thread must keep receiving from the ranks.
-            threading.Thread(target=self._check_launcher, daemon=True).start()
+            system.Thread(target=self._check_launcher, daemon=True).start()
         if self._probe is not None:
             self._probe_ranks(self._probe, now)
         elif (hang := self._hang_detector.find_hang(now)) is not None:
@@ -184,7 +183,7 @@ class RankMonitor:
             )
             probe.signalled_at = now
             # Slurm may be slow; this thread must keep receiving from the ranks.
-            threading.Thread(target=self._signal, daemon=True).start()
+            system.Thread(target=self._signal, daemon=True).start()
 
     def _check_launcher(self) -> None:
         """Report a launcher that missed the end of the step and would wait forever."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain import system
 from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.workers.heartbeat_server import HeartbeatServer
@@ -49,7 +49,7 @@ class StandbyWorkers:
         self.attempt = int(variables[ATTEMPT_VARIABLE])
         self.hosts = list(launcher.hosts)
         self._server, self._world_size = server, world_size
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._emit: EmitEvent | None = None
         self._ready: set[int] = set()
         self._is_broken = False

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
@@ -39,7 +38,7 @@ class WorkerGroup:
         self._run, self._spec, self._launcher = run, spec, launcher
         self._server: HeartbeatServer
         self._limits = PhaseLimits(spec.hang_timeout_s, _read_phase_durations(run))
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._attempt = -1
         self._monitor: RankMonitor | None = None
         self._standby: StandbyWorkers | None = None
@@ -47,12 +46,12 @@ class WorkerGroup:
         self._imported_at: float | None = None
         self._modules: list[str] = []
         self._standby_started = False
-        self._closed = threading.Event()
+        self._closed = system.Event()
 
     def __enter__(self) -> Self:
         self._server = HeartbeatServer(self._launcher.address, self)
         self._server.__enter__()
-        threading.Thread(target=self._send_requests, name="requests", daemon=True).start()
+        system.Thread(target=self._send_requests, name="requests", daemon=True).start()
         return self
 
     def __exit__(
@@ -190,7 +189,7 @@ class WorkerGroup:
             return
         if (modules := monitor.modules) is None:
             return
-        now = time.monotonic()
+        now = system.monotonic()
         if self._imported_at is None or modules != self._modules:
             # Late imports, such as in the first step, are also slow.
             self._imported_at, self._modules = now, modules

@@ -1,0 +1,127 @@
+"""The site, the run and the faults of a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.notify import NotifyConfig
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, at a time in seconds or at a count of events."""
+
+    kind: str
+    at: float
+    value: float = 0.0
+    """Duration in seconds, or number of the rank or node."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.at:g}" + (f":{self.value:g}" if self.value else "")
+
+
+#: Faults with a duration in seconds.
+_SLURM_WINDOWS = ("slurm-away", "slurm-silent", "slurm-slow", "slurm-lost-answers", "slurm-stale", "slurm-refuse")
+_DISK_WINDOWS = ("disk-full", "disk-slow", "disk-away", "disk-stale")
+_RANKS = ("crash", "gpu-fault", "kill", "oom", "hang", "silence", "lost-report")
+_OTHERS = ("messages-late", "preempt", "kill-node", "kill-batch", "pause-supervisor", "cancel", "requeue")
+FAULT_KINDS = (*_SLURM_WINDOWS, *_DISK_WINDOWS, *_RANKS, *_OTHERS, "kill-supervisor", "torn-write")
+
+
+@dataclass(frozen=True)
+class SimConfig:
+    """A site and a run."""
+
+    spec: JobSpec
+    num_cluster_nodes: int
+    requeues: bool
+    """True if the site requeues jobs."""
+    job_requeue_flag: bool
+    preempt_mode: str
+    grace_s: float
+    kill_wait_s: float
+    has_free_nodes: bool
+    array_task: int | None
+    num_steps: int
+    step_range_s: tuple[float, float]
+    save_range_s: tuple[float, float]
+    save_every: int
+    keep_last: int
+    agrees_through_supervisor: bool
+    submit_delay_s: float
+    """Seconds after the submission at which `submit` records the job."""
+    yield_probability: float
+
+
+def make_config(seed: int, run_dir: str) -> SimConfig:
+    """Return the site and the run of a seed."""
+    rng = random.Random(f"config-{seed}")
+    nodes = rng.choice((1, 2, 2, 3))
+    limit = rng.choice((None, None, 150.0, 400.0))
+    array_task = rng.choice((None, None, None, 3))
+    spec = JobSpec(
+        script="/w/train.py",
+        name="sim",
+        run_id="run",
+        run_dir=run_dir,
+        backend="slurm",
+        array_task=array_task,
+        nodes=nodes,
+        min_nodes=rng.choice((nodes, nodes, 1)),
+        spare_nodes=rng.choice((0, 0, 1)),
+        scale_up_after_s=rng.choice((0, 60)),
+        ntasks_per_node=rng.choice((1, 2)),
+        python="python",
+        workdir="/w",
+        time_limit_s=limit,
+        stop_before_limit_s=30 if limit else 0,
+        standby_workers_s=rng.choice((None, 10)),
+        hang_timeout_s=rng.choice((30, 30, 60)),
+        resume_mode=rng.choice(("auto", "auto", "requeue", "successor")),
+        node_check=rng.choice(("auto", "never")),
+        notify=NotifyConfig(targets=("true",), stall_s=60) if rng.random() < 0.1 else NotifyConfig(),
+    )
+    step_s = rng.uniform(2.0, 8.0)
+    requeues = rng.random() < 0.7
+    return SimConfig(
+        spec=spec,
+        num_cluster_nodes=spec.most_granted + rng.choice((0, 1, 2)),
+        requeues=requeues,
+        job_requeue_flag=requeues,
+        preempt_mode=rng.choice(("REQUEUE", "CANCEL")),
+        grace_s=rng.choice((0.0, 30.0, 60.0)),
+        kill_wait_s=rng.choice((5.0, 30.0)),
+        has_free_nodes=rng.random() < 0.5,
+        array_task=array_task,
+        num_steps=rng.randint(6, 16),
+        step_range_s=(step_s, step_s * rng.uniform(1.0, 2.0)),
+        save_range_s=(0.5, rng.uniform(0.5, 8.0)),
+        save_every=rng.randint(2, 5),
+        keep_last=rng.choice((1, 2)),
+        agrees_through_supervisor=rng.random() < 0.3,
+        submit_delay_s=rng.choice((0.0, 0.1, 6.0)),
+        yield_probability=rng.choice((0.0, 0.05, 0.3)),
+    )
+
+
+def make_faults(seed: int) -> list[Fault]:
+    """Return the faults of a seed, at most six."""
+    rng = random.Random(f"faults-{seed}")
+    return [_make_fault(rng) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
+
+
+def _make_fault(rng: random.Random) -> Fault:
+    kind = rng.choice((*FAULT_KINDS, "kill-supervisor", "kill-supervisor", "preempt", "kill-batch"))
+    if kind == "kill-supervisor":
+        return Fault(kind, rng.randint(1, rng.choice((60, 200, 500))))
+    if kind == "torn-write":
+        return Fault(kind, rng.randint(1, 30))
+    at = round(rng.uniform(0.0, rng.choice((10.0, 60.0, 200.0, 500.0))), 1)
+    if kind in _RANKS:
+        return Fault(kind, at, rng.randint(0, 5))
+    if kind == "kill-node":
+        return Fault(kind, at, rng.randint(0, 3))
+    return Fault(kind, at, round(rng.choice((5.0, 20.0, 90.0, 200.0)) * rng.uniform(0.5, 1.0), 1))

@@ -1,0 +1,294 @@
+"""A simulated world: the run folder, Slurm, the ranks, the faults and the invariants."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.records.run_record import RunRecord, read_run_record
+from hpctrain.rundir import RunDir, event_record
+from hpctrain.supervisor import main as supervisor_main
+from hpctrain.supervisor.job_control.slurm import start_soon
+from simulation import simulated_system as system
+from simulation.config import Fault, SimConfig
+from simulation.rank_step import HeartbeatServer, RankStep, SimRank
+from simulation.scheduler import Scheduler, Violation
+from simulation.simulated_disk import SimDisk, use_disk
+from simulation.simulated_slurm import Job, SimPopen, SimSlurm
+
+#: Virtual seconds after which a run must have ended.
+_HORIZON_S = 20_000.0
+_MAX_ATTEMPTS = 40
+
+
+class World:
+    """A run on a simulated cluster."""
+
+    def __init__(self, seed: int, config: SimConfig, faults: Sequence[Fault], root: Path) -> None:
+        self.config, self.faults, self.root = config, faults, root
+        self.scheduler = Scheduler(seed)
+        self.scheduler.world = self  # type: ignore[attr-defined]
+        self.scheduler.yield_probability = config.yield_probability
+        self.disk = SimDisk(self.scheduler, str(root))
+        self.run = RunDir(Path(config.spec.run_dir))
+        self.array_folder = (self.run.array or self.run).path.name
+        self.slurm = SimSlurm(self)
+        self.servers: dict[str, HeartbeatServer] = {}
+        self.stale_states: dict[str, tuple[str, int]] = {}
+        self.committed: list[tuple[int, int]] = []
+        """Step and attempt of each commit."""
+        self.has_trained = False
+        self.user_cancelled = False
+        self._jobs_after: dict[str, set[str]] = {}
+        self._steps: list[RankStep] = []
+        self._finished: str | None = None
+
+    # -- life
+
+    def simulate(self) -> None:
+        """Run until nothing happens any more, and check the end."""
+        self.run.path.mkdir(parents=True)
+        self.run.logs.mkdir()
+        self.run.spec.write_text("simulated")
+        for fault in self.faults:
+            self._plan(fault)
+        self.scheduler.call_at(_HORIZON_S, self._fail_horizon)
+        self._submit()
+        use_disk(self.disk)
+        try:
+            self.scheduler.run()
+        finally:
+            use_disk(None)
+        self._check_end()
+
+    def _submit(self) -> None:
+        job = self.slurm.submit()
+        record = event_record("submitted", 0, job_id=job.name, backend="slurm")
+        self.scheduler.call_later(self.config.submit_delay_s, lambda: self.append(self.run.events, record))
+
+    def run_supervisor(self, job: Job, environ: Mapping[str, str], deaths: int) -> int:
+        """The main thread of a supervisor process. See `hpctrain.supervisor.__main__`."""
+        system.sleep(self.scheduler.random.uniform(0.2, 2.0))
+        code = supervisor_main.main([str(self.run.array or self.run)], environ, deaths=deaths)
+        if code == EXIT_CONTINUE:
+            start_soon(environ)
+        return code
+
+    def on_supervisor_exit(self, job: Job, code: int) -> None:
+        for server in list(self.servers.values()):
+            if server.process is not None and server.process.killed:
+                server.on_process_end()
+
+    def start_step(self, popen: SimPopen, words: list[str]) -> None:
+        self._steps.append(RankStep(self, popen, words))
+        popen.step = self._steps[-1]  # type: ignore[attr-defined]
+
+    def step_of(self, popen: SimPopen) -> RankStep | None:
+        return getattr(popen, "step", None)
+
+    def kill_orphans(self, host: str, before: int) -> None:
+        """Kill the ranks and the sruns of earlier attempts on a host."""
+        for step in self._steps:
+            if step.attempt < before:
+                for rank in step.ranks:
+                    if rank.host == host:
+                        rank.exit(None, signal.SIGKILL)
+                if step.popen.owner is not None and step.popen.owner.host == host:
+                    step.popen.finish(-signal.SIGKILL)
+
+    def print(self, line: str) -> None:
+        """Print to the log of the job."""
+        with open(self.run.slurm_log, "a") as log:
+            log.write(line + "\n")
+
+    def append(self, path: Path, record: Mapping[str, Any]) -> None:
+        with open(path, "ab+") as file:
+            if file.tell() and not _ends_line(file):
+                file.write(b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
+        self.scheduler.trace("event", record.get("kind"), record.get("step"))
+
+    # -- faults
+
+    def _plan(self, fault: Fault) -> None:
+        scheduler, kind = self.scheduler, fault.kind
+        if kind == "kill-supervisor":
+            scheduler.kill_at_steps.add(int(fault.at))
+        elif kind == "torn-write":
+            self.disk.torn_writes.add(int(fault.at))
+        elif kind.startswith("slurm-"):
+            self.slurm.windows.append((kind.removeprefix("slurm-"), fault.at, fault.at + fault.value))
+            if kind == "slurm-stale":
+                scheduler.call_at(fault.at, self._remember_states)
+        elif kind.startswith("disk-"):
+            self.disk.windows.append((kind.removeprefix("disk-"), fault.at, fault.at + fault.value))
+        elif kind == "messages-late":
+            self.slurm.windows.append(("late", fault.at, fault.at + fault.value))
+        else:
+            scheduler.call_at(fault.at, lambda: self._inject(fault))
+
+    def _remember_states(self) -> None:
+        self.stale_states = {job.name: (job.state, job.restarts) for job in self.slurm.jobs}
+
+    def _inject(self, fault: Fault) -> None:
+        running = [job for job in self.slurm.jobs if job.state == "RUNNING"]
+        step = next((step for step in reversed(self._steps) if step.trains), None)
+        self.scheduler.trace("fault", fault)
+        match fault.kind:
+            case "preempt" if running:
+                self.slurm.preempt(running[0])
+            case "kill-batch" if running and running[0].batch is not None:
+                running[0].batch.kill_script()
+            case "kill-node" if running:
+                nodes = running[0].nodes
+                self.slurm.kill_node(nodes[int(fault.value) % len(nodes)], 300.0)
+            case "pause-supervisor" if running and running[0].batch is not None:
+                running[0].batch.supervisor.paused_until = self.scheduler.now + fault.value
+            case "cancel":
+                self._cancel()
+            case "requeue" if step is not None:
+                self.run.requeue_request.write_text(f"{step.attempt}\n")
+                step.signal(signal.SIGTERM)
+            case _ if step is not None:
+                self._harm(step, step.ranks[int(fault.value) % len(step.ranks)], fault.kind)
+
+    def _harm(self, step: RankStep, rank: SimRank, kind: str) -> None:
+        match kind:
+            case "crash":
+                step.fail(rank, "ValueError", f"bad value at {self.scheduler.now:.0f}")
+            case "gpu-fault":
+                step.fail(rank, "RuntimeError", "CUDA error: uncorrectable ECC error encountered")
+            case "kill":
+                rank.exit(None, signal.SIGKILL)
+            case "oom":
+                rank.exit(None, signal.SIGKILL, words="Out Of Memory")
+            case "hang":
+                rank.is_hung = True
+            case "silence":
+                rank.is_hung = rank.is_silent = True
+            case "lost-report":
+                step.report_is_lost = True
+
+    def _cancel(self) -> None:
+        """Cancel the run as `hpctrain cancel` does."""
+        job = self.slurm.jobs[-1]
+        if not job.is_active:
+            return
+        self.user_cancelled = True
+        self.run.cancel_request.touch()
+        moment = system.time()
+        os.utime(self.run.cancel_request, (moment, moment))
+        if job.state == "PENDING":
+            self.slurm.cancel(job.name)
+        else:
+            self.slurm.signal_steps(job, signal.SIGTERM)
+            self.scheduler.call_later(200.0, self._cancel_again)
+
+    def _cancel_again(self) -> None:
+        for job in self.slurm.jobs:
+            if job.is_active:
+                self.slurm.cancel(job.name)
+
+    # -- invariants
+
+    def fail(self, words: str) -> None:
+        self.scheduler.trace("VIOLATION", words)
+        raise Violation(words)
+
+    def _fail_horizon(self) -> None:
+        if any(job.is_active for job in self.slurm.jobs):
+            self.fail(f"the run has not ended after {_HORIZON_S:.0f} s")
+
+    def on_rank_start(self, step: RankStep, rank: SimRank) -> None:
+        if rank is step.ranks[-1] and not step.is_standby and not step.is_check:
+            self.on_attempt_start(step)
+
+    def on_attempt_start(self, step: RankStep) -> None:
+        others = [other for other in self._steps if other.attempt != step.attempt and other.trains]
+        if others:
+            self.fail(f"attempt {step.attempt} starts while attempt {others[0].attempt} is alive")
+        if step.attempt > _MAX_ATTEMPTS:
+            self.fail(f"{_MAX_ATTEMPTS} attempts")
+        if (state := (self.record().finished or {}).get("state")) in ("COMPLETED", "CANCELLED", "FAILED"):
+            self.fail(f"attempt {step.attempt} starts although the run is {state}")
+        if (predecessor := step.job.predecessor) is not None:
+            jobs = self._jobs_after.setdefault(predecessor, set())
+            jobs.add(step.job.name)
+            if len(jobs) > 1:
+                self.fail(f"jobs {sorted(jobs)} both continue job {predecessor}")
+
+    def on_job_start(self, job: Job) -> None:
+        pass
+
+    def on_requeue(self, job: Job) -> None:
+        if (finished := self.record().finished) is not None:
+            self.fail(f"job {job.name} is requeued although the run is {finished['state']}")
+
+    def on_submit(self, job: Job) -> None:
+        if (finished := self.record().finished) is not None:
+            self.fail(f"a successor is submitted although the run is {finished['state']}")
+
+    def on_resume(self, step: RankStep) -> None:
+        newest = max((step for step, _ in self.committed), default=0)
+        if step.base != newest:
+            self.fail(f"attempt {step.attempt} resumes from step {step.base}, but step {newest} is committed")
+
+    def on_training(self, step: RankStep) -> None:
+        pass
+
+    def before_commit(self, step: RankStep, number: int) -> None:
+        newest, by = max(self.committed, default=(0, step.attempt))
+        if newest != max(step.last_commit, 0):
+            self.fail(
+                f"attempt {step.attempt} commits step {number} after step {step.last_commit}, "
+                f"but attempt {by} has committed step {newest}"
+            )
+
+    def after_commit(self, step: RankStep, number: int) -> None:
+        self.committed.append((number, step.attempt))
+        self.scheduler.trace("commit", number, "by attempt", step.attempt)
+
+    def after_retention(self) -> None:
+        newest = max(self.committed)[0]
+        if not (self.run.checkpoint(newest) / "manifest.json").exists():
+            self.fail(f"the newest checkpoint (step {newest}) was deleted")
+
+    def on_trained(self, step: RankStep) -> None:
+        self.has_trained = True
+
+    def record(self) -> RunRecord:
+        return read_run_record(self.run)
+
+    def _check_end(self) -> None:
+        for step in self._steps:
+            if any(rank.is_alive for rank in step.ranks) or step.popen.returncode is None:
+                self.fail(f"step {step.name} of job {step.job.name} is left behind")
+        record = self.record()
+        state = (record.finished or {}).get("state")
+        self.scheduler.trace("end", state, (record.finished or {}).get("cause"))
+        last = self.slurm.jobs[-1]
+        self.outcome = state or f"none ({last.state})"
+        if state == "COMPLETED" and not self.has_trained:
+            self.fail("the run is COMPLETED, but no attempt has trained to the end")
+        if state == "COMPLETED" and max(self.committed)[0] != self.config.num_steps:
+            self.fail("the run is COMPLETED, but its last step is not committed")
+        if state == "CANCELLED" and not self.user_cancelled:
+            self.fail("the run is CANCELLED, but not by the user")
+        if state == "FAILED" and not (record.finished or {}).get("cause"):
+            self.fail("the run is FAILED without a cause")
+        if not self.faults and state != "COMPLETED":
+            self.fail(f"without faults, the run ended as {self.outcome}")
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _ends_line(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return bool(file.read(1) == b"\n")
