@@ -135,9 +135,11 @@ def write_page(record: dict[str, Any]) -> str:
         lines += [f"| {anchor} | {row.name} | {format_figure(row.value)} {row.unit} |" for row in rows]
     lines += [
         "",
-        "`make bench` runs all benchmarks and writes this page. Ratios compare measurements made alternately on",
-        "the same machine. Absolute times differ on other machines. A figure with a range is the median of several",
-        f"rounds. The column *before* contains the previous figure. Machine: {'; '.join(sorted(machines))}.",
+        "`make bench` runs all benchmarks and writes this page. Ratios compare measurements made alternately",
+        "on the same machine. Absolute times differ on other machines. A figure with a range is the median of",
+        "several rounds. The column *before* contains the previous figure.",
+        "",
+        f"Machine: {'; '.join(sorted(machines))}.",
     ]
     for section in sections:
         lines += write_section(section, record[section.name], results[section.name])
