@@ -136,8 +136,8 @@ def write_page(record: dict[str, Any]) -> str:
     lines += [
         "",
         "`make bench` runs all benchmarks and writes this page. Ratios compare measurements made alternately",
-        "on the same machine. Absolute times differ on other machines. A figure with a range is the median of",
-        "several rounds. The column *before* contains the previous figure.",
+        "on the same machine. Absolute times differ on other machines. A figure with a range is the median",
+        "of several rounds. The column *before* contains the previous figure.",
         "",
         f"Machine: {'; '.join(sorted(machines))}.",
     ]
