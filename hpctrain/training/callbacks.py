@@ -193,7 +193,8 @@ class CallbackList:
         ending: str | None = self._trainer.ending
         return ending
 
-    def fit_start(self) -> None:
+    def fit_start(self, step: int) -> None:
+        self._trainer.step = step
         for callback in self._callbacks:
             callback.on_fit_start(self._trainer, self._module)
 

@@ -98,6 +98,21 @@ def test_extra_state_of_the_module_is_restored(tmp_path):
     assert resumed.seen["words"] == ("a", None, 0.1)
 
 
+class StepsAtStart(hpctrain.Callback):
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_fit_start(self, trainer, module):
+        self.seen.append(trainer.step)
+
+
+def test_callbacks_see_the_completed_steps_at_the_start(tmp_path):
+    at_start = StepsAtStart()
+    fit(tmp_path, max_steps=4)
+    fit(tmp_path, max_steps=6, callbacks=[at_start])
+    assert at_start.seen == [4]
+
+
 def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
     module = Line()
     module.seen["deep"] = [{"lock": threading.Lock()}]

@@ -205,7 +205,7 @@ class TrainingLoop:
             self._validator.check_sanity()
         if num_workers := parts.source.loading.num_workers:
             self._print_hint(warn_too_many_workers(num_workers, self._cpus))
-        parts.callbacks.fit_start()
+        parts.callbacks.fit_start(state.step)
         parts.end_if_requested()
         if self._validator.due():  # a stop was requested before or during this validation
             if not self._validator.run():
