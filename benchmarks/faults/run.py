@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from hpctrain import sandbox
 from hpctrain.files import read_json_lines
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
+from run_all import describe_machine  # noqa: E402
 from training import GLOBAL_BATCH, NUM_SAMPLES, NUM_STEPS  # noqa: E402
 
 #: Step after which a fault occurs.
@@ -78,8 +80,8 @@ class Job:
 
     def __init__(self, tool: Tool, folder: Path, cluster: sandbox.Sandbox) -> None:
         self.tool, self.folder, self.cluster, self.manual_steps = tool, folder, cluster, 0
-        folder.mkdir(parents=True)
-        (folder / "checkpoints").mkdir()
+        self.disk = folder / "disk"
+        (self.disk / "checkpoints").mkdir(parents=True)
         self.env = {
             **os.environ,
             **cluster.env,
@@ -197,7 +199,7 @@ def submit_submitit(job: Job, nodes: int) -> str:
 
 def submit_hpctrain(job: Job, nodes: int) -> str:
     options = ["--nodes", str(nodes), "--ntasks-per-node", "1", "--cpus-per-task", "1", "--time", "30"]
-    options += ["--name", job.folder.name, "--run-dir", str(job.folder / "run"), "--no-code-snapshot"]
+    options += ["--name", job.folder.name, "--run-dir", str(job.disk / "run"), "--no-code-snapshot"]
     job.call(
         sys.executable,
         "-m",
@@ -217,7 +219,7 @@ def submit_torchft(job: Job, nodes: int) -> str:
     port = 20_000 + os.getpid() % 9000
     flags = ["--bind", f"127.0.0.1:{port}", "--min_replicas", "1", "--join_timeout_ms", "3000"]
     job.lighthouse = subprocess.Popen(
-        [sys.executable, "-c", "from torchft._torchft import lighthouse_main; lighthouse_main()", *flags],
+        [sys.executable, f"{FOLDER}/torchft_lighthouse.py", *flags],
         env=job.env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -274,7 +276,7 @@ def preempt(job: Job) -> None:
 
 def fill_disk(job: Job) -> None:
     """The disk of the checkpoints is full for some seconds."""
-    filler = job.folder / "filler"
+    filler = job.disk / "filler"
     with suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(bytes(2**20))
@@ -303,11 +305,10 @@ def run(
     tool: Tool, fault: str, folder: Path, cluster: sandbox.Sandbox
 ) -> tuple[Score, dict[str, Any] | None]:
     """Train with a tool, with a fault, and score the result."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
     if fault == "full disk":
-        folder.mkdir(parents=True)
-        subprocess.run(mount, check=True)
-        folder = folder / f"{folder.name}-disk"
+        disk = folder / "disk"
+        disk.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
     try:
         job = Job(tool, folder, cluster)
         try:
@@ -323,7 +324,7 @@ def run(
         return score(tool.name, fault, job.steps(), seconds, job.manual_steps), result
     finally:
         if fault == "full disk":
-            subprocess.run(["umount", "--lazy", str(folder.parent)], check=True)
+            subprocess.run(["umount", "--lazy", str(folder / "disk")], check=True)
 
 
 def score(tool: str, fault: str, steps: list[dict[str, Any]], seconds: float | None, manual: int) -> Score:
@@ -361,6 +362,9 @@ def main() -> None:
             for tool in TOOLS:
                 if tool.name not in options.tools:
                     continue
+                if tool.name == "torchft" and not find_spec("torchft"):
+                    print("torchft is not installed: pip install --no-deps torchft", file=sys.stderr)
+                    continue
                 undisturbed: tuple[Score, dict[str, Any] | None] | None = None
                 for fault in ["none", *(each for each in options.faults if each != "none")]:
                     name = f"{tool.name.split()[0]}-{fault.replace(' ', '-')}".lower()
@@ -372,7 +376,13 @@ def main() -> None:
     finally:
         cluster.down()
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(each) for each in scores], indent=1) + "\n")
+        record = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{describe_machine()}, load {os.getloadavg()[2]:.1f}",
+            "faults": {name: fault.__doc__ for name, fault in FAULTS.items()},
+            "scores": [asdict(each) for each in scores],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def compare(score: Score, result: Any, undisturbed: Score, reference: Any) -> None:

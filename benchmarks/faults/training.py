@@ -17,7 +17,7 @@ NUM_SAMPLES, GLOBAL_BATCH, NUM_STEPS, SAVE_EVERY, STEP_S = 960, 16, 120, 10, 0.1
 SEED = 1
 
 folder = Path(os.environ.get("FAULTS_FOLDER", "."))
-checkpoints = folder / "checkpoints"
+checkpoints = folder / "disk" / "checkpoints"
 
 
 class Samples(Dataset):
@@ -50,9 +50,9 @@ def adam(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def record_step(step: int, batch: tuple[Tensor, Tensor], rank: int) -> None:
-    """Append a completed step of this rank to the record."""
-    line = {"step": step, "rank": rank, "samples": batch[1].tolist(), "time": time.time(), "pid": os.getpid()}
+def record_step(step: int, samples: list[int], rank: int) -> None:
+    """Append a completed step of this rank, with the indices of its samples, to the record."""
+    line = {"step": step, "rank": rank, "samples": samples, "time": time.time(), "pid": os.getpid()}
     fd = os.open(folder / "steps.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(fd, json.dumps(line).encode() + b"\n")
     os.close(fd)

@@ -26,9 +26,10 @@ class Module(hpctrain.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = Net()
+        self.samples: set[int] = set()
 
     def training_step(self, batch, _batch_idx):
-        self.batch = batch
+        self.samples.update(batch[1].tolist())
         return loss_of(self.net, batch)
 
     def configure_optimizers(self):
@@ -38,7 +39,8 @@ class Module(hpctrain.Module):
 
     def record(self, *_) -> None:
         self.step += 1
-        record_step(self.step, self.batch, RANK)
+        record_step(self.step, sorted(self.samples), RANK)
+        self.samples.clear()
 
 
 class CountSteps(hpctrain.Callback):
@@ -54,6 +56,8 @@ if __name__ == "__main__":
         global_batch_size=GLOBAL_BATCH,
         checkpoint_every=SAVE_EVERY,
         seed=SEED,
+        elastic_determinism=True,
+        grain_size=GLOBAL_BATCH // 2,
         callbacks=[CountSteps()],
     )
     module = Module()

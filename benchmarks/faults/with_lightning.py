@@ -31,7 +31,7 @@ class Module(lightning.LightningModule):
         return loss_of(self.net, batch)
 
     def on_train_batch_end(self, _outputs, batch, _batch_idx):
-        record_step(self.global_step, batch, self.global_rank)
+        record_step(self.global_step, batch[1].tolist(), self.global_rank)
 
     def configure_optimizers(self):
         return adam(self.parameters())
@@ -49,7 +49,7 @@ if __name__ == "__main__":
         max_steps=NUM_STEPS,
         max_epochs=-1,
         callbacks=[save],
-        default_root_dir=checkpoints.parent,
+        default_root_dir=checkpoints,
         logger=False,
         enable_progress_bar=False,
     )

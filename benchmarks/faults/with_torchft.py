@@ -63,7 +63,7 @@ def train(replica: int, num_replicas: int) -> None:
             is_committed = manager.current_step() == step + 1
             if is_committed:
                 step += 1
-                record_step(step, batch, replica)
+                record_step(step, batch[1].tolist(), replica)
                 if step % SAVE_EVERY == 0 and replica == 0:
                     torch.save({**state_dict(), "manager": manager.state_dict()}, checkpoints / "state.new")
                     os.replace(checkpoints / "state.new", newest)

@@ -47,7 +47,7 @@ def train() -> None:
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            record_step(step, batch, rank)
+            record_step(step, batch[1].tolist(), rank)
             if step % SAVE_EVERY == 0 and rank == 0:
                 state = {"step": step, "net": net.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(state, checkpoints / "state.new")
