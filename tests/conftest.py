@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -37,9 +38,12 @@ _RESIDENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption("--slurm-version", help="Slurm version of all clusters, such as 26.05")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if version := config.getoption("--slurm-version"):
+        sandbox.up = partial(sandbox.up, slurm=version)
     # Background jobs of a shell without job control ignore SIGINT, and so do their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -43,6 +43,12 @@ def command() -> None:
     metavar="KEY=VALUE",
     help="Setting of slurm.conf, such as JobRequeue=0. Replaces the default. May be repeated.",
 )
+@click.option(
+    "--slurm",
+    default="",
+    metavar="VERSION",
+    help="Slurm version, such as 26.05. Downloaded from the Debian mirror of this machine; not installed.",
+)
 @_name_option
 @json_option
 def up(
@@ -53,6 +59,7 @@ def up(
     accounting: bool,
     gpu_type: str,
     conf: tuple[str, ...],
+    slurm: str,
     name: str,
     as_json: bool,
 ) -> None:
@@ -69,6 +76,7 @@ def up(
         accounting=accounting,
         gpu_type=gpu_type,
         settings=conf,
+        slurm=slurm,
     )
     if as_json:
         echo_json({**_facts(box), "was_up": found is not None and not dead, "restarted": dead})
@@ -162,6 +170,7 @@ def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
         "preempt_grace_s": box.shape.preempt_grace_s,
         "accounting": box.shape.accounting,
         "partitions": ["preemptible", "urgent"],
+        "slurm": box.shape.slurm or sandbox.installed_version(),
         "folder": str(box.plan.folder),
         "env": box.env,
         "sandboxes": sandbox.list_names(),
@@ -169,7 +178,10 @@ def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
 
 
 def _exports(box: sandbox.Sandbox) -> str:
-    return "\n".join(f"export {key}={shlex.quote(value)}" for key, value in box.env.items())
+    lines = [f"export SLURM_CONF={shlex.quote(str(box.conf))}"]
+    if box.shape.slurm:
+        lines.append(f'export PATH={shlex.quote(str(box.plan.commands))}:"$PATH"')
+    return "\n".join(lines)
 
 
 def _not_there(name: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hpctrain.sandbox.cluster import Sandbox, find
+from hpctrain.sandbox.download_slurm import installed_version
 from hpctrain.sandbox.layout import list_names
 from hpctrain.sandbox.setup import up
 from hpctrain.sandbox.teardown import down
 
-__all__ = ["Sandbox", "down", "find", "list_names", "up"]
+__all__ = ["Sandbox", "down", "find", "installed_version", "list_names", "up"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from hpctrain.sandbox import commands, teardown
 from hpctrain.sandbox.daemons import Daemon, belongs_to_sandbox, daemons
 from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, folder_of
 from hpctrain.sandbox.processes import kill_all
+from hpctrain.sandbox.requirements import SEARCH_PATH
 
 #: States in which a node accepts or runs jobs. A trailing `*` means that its slurmd does not respond.
 _READY = {"idle", "mixed", "allocated", "completing", "planned"}
@@ -43,7 +45,10 @@ class Sandbox:
     @property
     def env(self) -> dict[str, str]:
         """Environment variables that make Slurm's commands use this sandbox."""
-        return {"SLURM_CONF": str(self.conf)}
+        variables = {"SLURM_CONF": str(self.conf)}
+        if self.shape.slurm:
+            variables["PATH"] = f"{self.plan.commands}:{os.environ.get('PATH', SEARCH_PATH)}"
+        return variables
 
     def daemons(self) -> dict[str, int | None]:
         """Return the pid of each daemon, or None if it is not running."""

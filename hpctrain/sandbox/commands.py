@@ -7,7 +7,6 @@ import time
 
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.layout import SandboxLayout
-from hpctrain.sandbox.requirements import SEARCH_PATH
 
 #: Maximum seconds for jobs to end before their processes are killed.
 _CANCEL_LIMIT_S = 8.0
@@ -19,7 +18,7 @@ def run_command(plan: SandboxLayout, *argv: str, limit_s: float = 20.0) -> str:
     Raises:
         SchedulerError: it failed, or took longer than `limit_s` seconds.
     """
-    environ = {"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8", "TZ": "UTC", "SLURM_CONF": str(plan.conf)}
+    environ = {"PATH": plan.search_path, "LC_ALL": "C.UTF-8", "TZ": "UTC", "SLURM_CONF": str(plan.conf)}
     try:
         done = subprocess.run(
             argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s

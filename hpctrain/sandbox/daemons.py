@@ -15,7 +15,6 @@ from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.accounting import ACCOUNTING_USER, SOCKET_VARIABLE, mariadbd_argv
 from hpctrain.sandbox.layout import SandboxLayout, conf_path
-from hpctrain.sandbox.requirements import SEARCH_PATH
 
 #: Set for every daemon and its children: the sandbox's folder, and for a slurmd also the node.
 SANDBOX_VARIABLE = "HPCTRAIN_SANDBOX"
@@ -41,6 +40,8 @@ class Daemon:
     stays_in_front: bool = False
     #: Socket or port of the running daemon, if the next daemon depends on it.
     address: Path | int | None = None
+    #: Command that runs the program, and then has its command line.
+    launcher: tuple[str, ...] = ()
 
     def start(self) -> None:
         """Start the program in the background; with an address, wait until it accepts connections.
@@ -49,17 +50,17 @@ class Daemon:
             SchedulerError: the program exited with an error, or does not accept connections.
         """
         output: AbstractContextManager[int | IO[bytes]] = nullcontext(subprocess.PIPE)
-        launcher: tuple[str, ...] = ()
+        launcher = self.launcher
+        if self.user is not None:
+            # Only root can run a launcher, so the user changes afterwards.
+            launcher += ("setpriv", f"--reuid={self.user}", f"--regid={self.user}", "--clear-groups")
         if self.stays_in_front:
-            output, launcher = open(self.log, "ab"), ("setsid", "--fork")
+            output, launcher = open(self.log, "ab"), ("setsid", "--fork", *launcher)
         try:
             with output as out:
                 done = subprocess.run(
                     (*launcher, *self.argv),
                     env=dict(self.environ),
-                    user=self.user,
-                    group=self.user,
-                    extra_groups=None if self.user is None else [],
                     cwd="/",
                     stdin=subprocess.DEVNULL,
                     stdout=out,
@@ -106,7 +107,7 @@ class Daemon:
 def daemons(plan: SandboxLayout) -> list[Daemon]:
     """Return all daemons of a sandbox, in start order."""
     environ = {
-        "PATH": SEARCH_PATH,
+        "PATH": plan.search_path,
         "LC_ALL": "C.UTF-8",
         "SLURM_CONF": str(plan.conf),
         SANDBOX_VARIABLE: str(plan.folder),
@@ -120,10 +121,11 @@ def daemons(plan: SandboxLayout) -> list[Daemon]:
         f"--log-file={plan.munge / 'log'}",
     )
     slurmctld = ("slurmctld", "-f", str(plan.conf))
+    launcher = (str(plan.launcher),) if plan.shape.slurm else ()
     return [
-        Daemon("munged", munged, plan.munge / "log", environ, user=MUNGE_USER),
-        *(_accounting_daemons(plan, environ) if plan.shape.accounting else ()),
-        Daemon("slurmctld", slurmctld, plan.logs / "slurmctld.log", environ),
+        Daemon("munged", munged, plan.munge / "log", environ, user=MUNGE_USER, launcher=launcher),
+        *(_accounting_daemons(plan, environ, launcher) if plan.shape.accounting else ()),
+        Daemon("slurmctld", slurmctld, plan.logs / "slurmctld.log", environ, launcher=launcher),
         *(
             Daemon(
                 f"slurmd {node}",
@@ -131,13 +133,16 @@ def daemons(plan: SandboxLayout) -> list[Daemon]:
                 plan.logs / f"slurmd-{node}.log",
                 {**environ, NODE_VARIABLE: node},
                 node=node,
+                launcher=launcher,
             )
             for node in plan.nodes
         ),
     ]
 
 
-def _accounting_daemons(plan: SandboxLayout, environ: Mapping[str, str]) -> list[Daemon]:
+def _accounting_daemons(
+    plan: SandboxLayout, environ: Mapping[str, str], launcher: tuple[str, ...]
+) -> list[Daemon]:
     return [
         Daemon(
             "mariadbd",
@@ -157,6 +162,7 @@ def _accounting_daemons(plan: SandboxLayout, environ: Mapping[str, str]) -> list
             {**environ, SOCKET_VARIABLE: str(plan.database_socket)},
             user=ACCOUNTING_USER,
             address=plan.slurmdbd_port,
+            launcher=launcher,
         ),
     ]
 

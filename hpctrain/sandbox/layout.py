@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError
 from hpctrain.files import write_atomic
+from hpctrain.sandbox.requirements import SEARCH_PATH
 from hpctrain.text import pluralize
 
 #: Parent of the sandbox folders, owned by root. The path is short, because the path of a Unix socket has at
@@ -46,6 +47,8 @@ class SandboxSize:
     gpu_type: str = ""
     #: Lines of `slurm.conf` that replace default lines or are added.
     settings: tuple[str, ...] = ()
+    #: Slurm version, such as `26.05`; empty for the installed one.
+    slurm: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(self.settings))  # JSON only has lists
@@ -70,7 +73,8 @@ class SandboxSize:
         return (
             f"{pluralize(self.nodes, 'node')} × ({pluralize(self.cpus_per_node, 'CPU')},"
             f" {pluralize(self.gpus_per_node, f'{kind}GPU')}), {self.preempt_grace_s} s grace time"
-            f"{', accounting' if self.accounting else ''}{''.join(f', {line}' for line in self.settings)}"
+            f"{', accounting' if self.accounting else ''}{f', Slurm {self.slurm}' if self.slurm else ''}"
+            f"{''.join(f', {line}' for line in self.settings)}"
         )
 
     @property
@@ -145,6 +149,21 @@ class SandboxLayout:
     def state(self) -> Path:
         """State folder of the controller."""
         return self.folder / "state"
+
+    @property
+    def commands(self) -> Path:
+        """Folder of Slurm's commands, if the sandbox has another version than the installed one."""
+        return self.folder / "bin"
+
+    @property
+    def launcher(self) -> Path:
+        """Script that runs a command with the sandbox's Slurm version, if that is not the installed one."""
+        return self.folder / "run-with-slurm"
+
+    @property
+    def search_path(self) -> str:
+        """Search path with Slurm's commands."""
+        return f"{self.commands}:/usr/sbin:/usr/bin:/sbin:/bin" if self.shape.slurm else SEARCH_PATH
 
     @property
     def spool(self) -> Path:

@@ -12,7 +12,7 @@ from hpctrain.errors import UserError
 #: Search path for daemons and commands, because root's own PATH may lack the sbin folders.
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-#: Additional programs of a sandbox with accounting; the last one belongs to MariaDB's clients.
+#: Additional programs of a sandbox with accounting; the last three belong to MariaDB.
 _ACCOUNTING_PROGRAMS = (
     "slurmdbd",
     "sacct",
@@ -31,8 +31,9 @@ def check_requirements(
     search_path: str = SEARCH_PATH,
     *,
     accounting: bool = False,
+    slurm: str = "",
 ) -> None:
-    """Check that a sandbox can be started on this machine, optionally with accounting.
+    """Check that a sandbox can be started, optionally with accounting or another Slurm version.
 
     Raises:
         UserError: not Linux, not root, or a program is missing; the message contains the remedy.
@@ -42,12 +43,14 @@ def check_requirements(
             f"A sandbox requires Linux, but this is {system}. Run it in a Linux container or virtual machine."
             " A sandbox is not needed for `hpctrain submit --backend local`."
         )
-    if missing := _missing(_PROGRAMS, search_path):
+    if not slurm and (missing := _missing(_PROGRAMS, search_path)):
         raise UserError(
             f"A sandbox requires Slurm, but these programs are missing: {', '.join(missing)}. On Debian and "
             "Ubuntu, run `apt-get install slurm-wlm munge`."
         )
-    if accounting and (missing := _missing(_ACCOUNTING_PROGRAMS, search_path)):
+    # Another version brings Slurm's own programs.
+    programs = _ACCOUNTING_PROGRAMS[-3:] if slurm else _ACCOUNTING_PROGRAMS
+    if accounting and (missing := _missing(programs, search_path)):
         raise UserError(
             f"A sandbox with --accounting requires slurmdbd and MariaDB, but these programs are missing: "
             f"{', '.join(missing)}. On Debian and Ubuntu, run `apt-get install slurmdbd mariadb-server`, or "

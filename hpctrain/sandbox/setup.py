@@ -16,6 +16,12 @@ from hpctrain.sandbox.accounting import create_accounting as lay_out_accounting
 from hpctrain.sandbox.allocate import allocate
 from hpctrain.sandbox.cluster import Sandbox
 from hpctrain.sandbox.daemons import MUNGE_USER
+from hpctrain.sandbox.download_slurm import (
+    download_slurm,
+    installed_version,
+    link_commands,
+    matches_version,
+)
 from hpctrain.sandbox.layout import ROOT, SandboxLayout, SandboxSize, folder_of
 from hpctrain.sandbox.lock import sandbox_lock
 from hpctrain.sandbox.requirements import check_requirements
@@ -36,6 +42,7 @@ def up(
     accounting: bool = False,
     gpu_type: str = "",
     settings: Sequence[str] = (),
+    slurm: str = "",
     limit_s: float = 60.0,
 ) -> Sandbox:
     """Start a sandbox and wait until all its nodes accept jobs.
@@ -52,17 +59,23 @@ def up(
         gpu_type: GPU type in Slurm.
         settings: lines of `slurm.conf` that replace default lines with the same key or partition, or are
             added.
+        slurm: Slurm version, such as `26.05`, which is downloaded the first time. Default: the installed one.
         limit_s: seconds until the sandbox must be up.
 
     Raises:
         UserError: this machine cannot run a sandbox, or the existing sandbox has another size.
+        DownloadError: the requested Slurm version could not be downloaded.
         SchedulerError: a daemon did not start within `limit_s` seconds; a new sandbox is removed again.
     """
+    if matches_version(slurm, installed_version()):
+        slurm = ""
     shape = SandboxSize(
-        nodes, gpus_per_node, cpus_per_node, preempt_grace_s, accounting, gpu_type, tuple(settings)
+        nodes, gpus_per_node, cpus_per_node, preempt_grace_s, accounting, gpu_type, tuple(settings), slurm
     )
     folder = folder_of(name)
-    check_requirements(accounting=accounting)
+    check_requirements(accounting=accounting, slurm=slurm)
+    if slurm:
+        download_slurm(slurm)
     with sandbox_lock(ROOT):
         plan = SandboxLayout.load(folder)
         if plan is not None:
@@ -101,6 +114,8 @@ def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
     (plan.munge / "key").chmod(0o400)
     for path in (plan.munge, plan.munge / "key"):
         shutil.chown(path, MUNGE_USER, MUNGE_USER)
+    if shape.slurm:
+        link_commands(plan, download_slurm(shape.slurm))
     if shape.accounting:
         lay_out_accounting(plan)
     try:

@@ -28,7 +28,8 @@ def down(name: str = "default") -> bool:
         SchedulerError: a process does not end.
     """
     folder = folder_of(name)
-    check_requirements()
+    plan = SandboxLayout.load(folder)
+    check_requirements(slurm=plan.shape.slurm if plan else "")
     with sandbox_lock(ROOT):
         was_there = folder.exists()
         remove(folder)
