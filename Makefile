@@ -13,11 +13,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 
-.PHONY: help demo test-fast test test-long bench check format docs clean
+.PHONY: help demo test-fast test test-long test-slurm-versions bench check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # A file inside .venv: gone with it, and older than these two files once they change.
 .venv/installed: pyproject.toml constraints.txt
@@ -41,6 +41,21 @@ test: .venv/installed  ## all tests, on a real Slurm cluster that they start on 
 test-long: .venv/installed  ## the tests that take minutes
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m long --durations=15
+	@$(MAKE) --no-print-directory test-slurm-versions SLURM_VERSIONS="24.11 26.05"
+
+# The versions are downloaded, not installed. The tests share one cluster, so they run one after another.
+SLURM_VERSIONS ?= installed 24.11 26.05
+SLURM_TESTS ?= tests/jobs/*live.py tests/cluster/test_*live*.py tests/cluster/test_rendezvous_in_slurm.py \
+    tests/cluster/test_hostlist.py tests/sandbox/test_sandbox_live.py tests/e2e/test_slurm.py \
+    tests/e2e/test_faults_on_slurm.py tests/e2e/test_executor.py tests/e2e/test_requeue_rules.py \
+    tests/e2e/test_successors.py tests/e2e/test_elastic.py
+
+test-slurm-versions: .venv/bin/installed  ## tests on Slurm with each version: half an hour per version
+	@scripts/install_for_tests.sh
+	@failed=; for version in $(SLURM_VERSIONS); do \
+	    echo "Slurm $$version"; \
+	    $(BIN)/pytest -q --long -m slurm --slurm-version $$version $(SLURM_TESTS) || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "Tests failed with Slurm$$failed" >&2; exit 1; }
 
 bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 25 minutes on two idle cores
 	@scripts/install_for_tests.sh

@@ -38,11 +38,12 @@ _RESIDENT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
-    parser.addoption("--slurm-version", help="Slurm version of all clusters, such as 26.05")
+    parser.addoption("--slurm-version", help="Slurm version of all clusters: installed, 24.11, …")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if version := config.getoption("--slurm-version"):
+    version = config.getoption("--slurm-version")
+    if version not in (None, "installed"):
         sandbox.up = partial(sandbox.up, slurm=version)
     # Background jobs of a shell without job control ignore SIGINT, and so do their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -48,7 +48,7 @@ case ${{0##*/}} in
 *)
     set -- "/usr/bin/${{0##*/}}" "$@"
     # Another cluster: run the installed command.
-    [ "$SLURM_CONF" = {conf} ] || exec "$@"
+    /bin/grep -qsx ClusterName={cluster} "$SLURM_CONF" || exec "$@"
     ;;
 esac
 # Jobs of the sandbox already see these files.
@@ -119,7 +119,7 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
 
 
 def link_commands(plan: SandboxLayout, packages: Path) -> None:
-    """Create the launcher of a sandbox, and its folder of Slurm's commands.
+    """Create the launcher of a sandbox and its folder of Slurm's commands, and configure the plugins.
 
     Args:
         plan: layout of the sandbox.
@@ -132,7 +132,7 @@ def link_commands(plan: SandboxLayout, packages: Path) -> None:
     text = _LAUNCHER.format(
         version=plan.shape.slurm,
         name=plan.launcher.name,
-        conf=plan.conf,
+        cluster=plan.name,
         mark=f"/{_MARK}",
         mount=shlex.quote(mount),
     )
@@ -141,6 +141,10 @@ def link_commands(plan: SandboxLayout, packages: Path) -> None:
     plan.commands.mkdir()
     for name in (packages / "commands").read_text(encoding="utf-8").split():
         (plan.commands / name).symlink_to(plan.launcher)
+    # The same folder of /usr also contains the installed plugins.
+    (plugins,) = packages.glob("usr/lib/*/slurm-wlm")
+    with plan.conf.open("a", encoding="utf-8") as conf:
+        conf.write(f"PluginDir={plugins}\n")
     done = subprocess.run([plan.launcher, "true"], capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise UserError(

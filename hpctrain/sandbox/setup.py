@@ -28,8 +28,9 @@ from hpctrain.sandbox.requirements import check_requirements
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.sandbox.teardown import remove
 
-#: Device number of /dev/null: Slurm requires a character device for a GPU, which is never opened.
-_DEVICE = os.makedev(1, 3)
+#: Slurm requires a character device for a GPU, which is never opened. Major number without a driver, for local
+#: use. Each GPU has its own minor number, by which control groups distinguish devices.
+_DEVICE_MAJOR = 120
 
 
 def up(
@@ -119,8 +120,8 @@ def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
     if shape.accounting:
         lay_out_accounting(plan)
     try:
-        for device in plan.devices:
-            os.mknod(device, 0o666 | stat.S_IFCHR, _DEVICE)
+        for number, device in enumerate(plan.devices):
+            os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(_DEVICE_MAJOR, number))
     except OSError as error:
         raise UserError(
             f"Cannot create the device file {device}, which simulates a GPU: {error.strerror}. Add "

@@ -17,11 +17,12 @@ from train_classifier import dataset
 
 from helpers import SCRIPTS
 from helpers.commands import run_command
-from helpers.processes import run_processes
+from helpers.processes import assert_no_process_left, run_processes
 from helpers.waiting import wait_for
 from hpctrain.cluster.processes import ProcessInfo
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
+from hpctrain.sandbox import Sandbox
 
 JOB = SCRIPTS / "train_classifier.py"
 NUM_EPOCHS, GLOBAL_BATCH_SIZE = 4, 16
@@ -126,6 +127,18 @@ def preempt(env: Mapping[str, str], *, nodes: int = 4, seconds: int = 2) -> None
     """Submit an urgent job that preempts that many nodes of the cluster."""
     options = ["--partition=urgent", f"--nodes={nodes}", "--exclusive", "--output=/dev/null"]
     run_command(["sbatch", *options, f"--wrap=sleep {seconds}"], env)
+
+
+def check_preempted_run_continues(run: Run, cluster: Sandbox) -> None:
+    """Preempt a run with a single signal on all nodes, and fail unless it resumes and completes."""
+    run.wait_for_step(2)
+    preempt(cluster.env, nodes=len(cluster.nodes), seconds=0)
+    assert run.wait() == 0
+    (stop,), (resumed,) = run.events("signal"), run.events("resumed")
+    assert (stop["signal"], stop["saved"], len(run.events("requeue"))) == ("SIGTERM", True, 1)
+    assert resumed["step"] == stop["step"] < LAST_STEP
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+    assert_no_process_left(run.path)
 
 
 def assert_undisturbed(run: Run, reference: Run, num_epochs: int = NUM_EPOCHS) -> None:

@@ -27,6 +27,8 @@ SHAPE = ["--ntasks-per-node", "2", "--cpus-per-task", "3", "--mem", "100"]
 #: Variables that differ per job or belong to the shell.
 OF_EACH_JOB = {
     *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_TASK_PID", "SLURM_STEP_LAUNCHER_PORT", "SLURM_SRUN_COMM_PORT"),
+    # Slurm 22.05 has none of these.
+    *("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SLURM_JOB_SLUID"),
     *(
         "SLURM_JOB_NODELIST",
         "SLURM_NODELIST",

@@ -40,7 +40,7 @@ def test_commands_are_those_of_the_version_in_its_sandbox_only(plan: SandboxLayo
     names = {path.name for path in plan.commands.iterdir()}
     assert {"sbatch", "srun", "squeue", "scontrol", "sacct"} < names
     other = tmp_path / "slurm.conf"
-    other.write_text(plan.conf.read_text())
+    other.write_text(plan.conf.read_text().replace("ClusterName=box", "ClusterName=boxes"))
     for conf, version in ((plan.conf, VERSION), (other, sandbox.installed_version())):
         result = run_command([plan.commands / "sbatch", "--version"], {"SLURM_CONF": str(conf)})
         assert result.stdout.split()[1].startswith(version)
