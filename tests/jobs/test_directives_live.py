@@ -32,7 +32,7 @@ live = settings(max_examples=50, deadline=None, suppress_health_check=[HealthChe
 # Free text has its own line; all other fields contain no blanks.
 FREE_TEXTS = {
     "JobName": r"^JobId=\d+ JobName=(.*)$",
-    "Comment": r"^   Comment=(.*) $",
+    "Comment": r"^   Comment=(.*)$",
     "MailUser": r"^   MailUser=(.*?)(?: MailType=\S+)?$",
     "WorkDir": r"^   WorkDir=(.*)$",
     "StdOut": r"^   StdOut=(.*)$",
@@ -83,8 +83,8 @@ def test_texts_arrive_character_by_character(held_jobs, make, name, comment, mai
     directives = {"comment": comment, "mail-user": mail_user, "mail-type": "END"}
     fields = held_jobs.submit(make(name=name, directives=directives))
     assert (fields["JobName"], fields["MailUser"]) == (name, mail_user)
-    # Slurm 26.05 removes blanks at both ends.
-    assert fields["Comment"].strip() == comment.strip()
+    # Slurm 22.05 prints another blank.
+    assert fields["Comment"] in (comment, f"{comment} ")
 
 
 @live
