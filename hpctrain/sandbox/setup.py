@@ -28,8 +28,8 @@ from hpctrain.sandbox.requirements import check_requirements
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.sandbox.teardown import remove
 
-#: Slurm requires a character device for a GPU, which is never opened. Major number without a driver, for local
-#: use. Each GPU has its own minor number, by which control groups distinguish devices.
+#: Major number for local use, without a driver: Slurm requires a character device per GPU, but never opens it.
+#: Control groups distinguish the devices by their minor numbers.
 _DEVICE_MAJOR = 120
 
 

@@ -15,7 +15,7 @@ from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.states import RunState
 
-_BY_HAND = re.compile(r"^# By hand:  (?P<command>.*?)   \(script and arguments: spec\.yaml\)$", re.MULTILINE)
+_MANUALLY = re.compile(r"^# To submit manually:  (?P<command>.*?)   \(script", re.MULTILINE)
 
 
 @pytest.mark.long
@@ -33,7 +33,7 @@ def test_script_started_manually_runs_the_next_attempt(backend, extra_options, t
     )
     run.wait(timeout=60)
     assert "Written by `hpctrain submit` " in run.dir.job_script.read_text()
-    command = _BY_HAND.search(run.dir.job_script.read_text())
+    command = _MANUALLY.search(run.dir.job_script.read_text())
     assert command is not None
     run_command(["bash", "-c", command["command"]], environ, cwd=run.dir.path, timeout=60)
     for each in run.tasks() or [run]:
