@@ -28,8 +28,8 @@ from hpctrain.sandbox.requirements import check_requirements
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.sandbox.teardown import remove
 
-#: Major number for local use, without a driver: Slurm requires a character device per GPU, but never opens it.
-#: Control groups distinguish the devices by their minor numbers.
+#: Major number for local use, without a driver. Slurm requires a character device per GPU, but never opens
+#: it. Control groups distinguish the devices by their minor numbers.
 _DEVICE_MAJOR = 120
 
 
