@@ -15,6 +15,7 @@ from string import ascii_lowercase
 import pytest
 from helpers import fork_server
 from helpers.distribution import SharedSlurmScheduling
+from helpers.slurm_versions import need_slurm_version
 from xdist.remote import Producer
 
 from hpctrain import sandbox
@@ -71,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     fork_server.may_start = item.get_closest_marker("ranks") is not None
     if item.get_closest_marker("slurm"):
+        if (version := item.config.getoption("--slurm-version")) not in (None, "installed"):
+            need_slurm_version(version)
         _need_slurm(accounting="accounting" in getattr(item, "fixturenames", ()))
     if item.get_closest_marker("gpu"):
         import torch

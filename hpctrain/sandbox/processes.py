@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable
 
@@ -23,8 +24,10 @@ def kill_all(wanted: Callable[[ProcessInfo], bool], what: str, limit_s: float = 
                 f"{what}: these processes are still running {limit_s:.0f} s after SIGKILL: {pids}. Inspect "
                 "them with ps."
             )
-        for victim in victims:
-            victim.kill()
+        # All at the same time, as in a power failure: no parent sees and reports the end of a child.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for victim in victims:
+                victim.signal(number)
         time.sleep(0.02)
 
 

@@ -44,7 +44,7 @@ JobRequeue=1
 JobFileAppend=1
 
 # A lost node is detected within seconds, and returns to service with its slurmd.
-SlurmdTimeout=3
+SlurmdTimeout={slurmd_timeout_s}
 # Seconds from SIGTERM to SIGKILL when a job is cancelled or reaches its limit (Slurm's default).
 KillWait=30
 MessageTimeout=10
@@ -92,6 +92,8 @@ def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
         memory_mib=memory_mib,
         gres=f" Gres=gpu:{f'{kind}:' if kind else ''}{gpus}" if gpus else "",
         grace=plan.shape.preempt_grace_s,
+        # With 3 s, Slurm 24.11 regards healthy nodes as lost.
+        slurmd_timeout_s=5 if plan.shape.slurm else 3,
     )
     for line in plan.shape.settings:
         text = _with(text, line)

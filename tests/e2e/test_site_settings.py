@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
 def cluster_of(version: str, settings: list[str], **options: Any) -> Iterator[sandbox.Sandbox]:
     if version:
         need_slurm_version(version)
-    name = f"site-{os.getpid()}"
+    name = f"pytest-s{os.getpid()}"
     try:
         yield sandbox.up(
             name, nodes=2, gpus_per_node=2, settings=["KillWait=5", *settings], slurm=version, **options
@@ -77,7 +77,7 @@ def test_devices_constrained_by_control_groups(version, tmp_path):
             check_preempted_run_continues(run, cluster)
     finally:
         # slurmd does not remove the groups of its node.
-        for group in Path("/sys/fs/cgroup").glob(f"*/slurm_site-{os.getpid()}-*"):
+        for group in Path("/sys/fs/cgroup").glob(f"*/slurm_pytest-s{os.getpid()}-*"):
             group.rmdir()
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(params=SLURM_VERSIONS)
 def cluster(request: pytest.FixtureRequest) -> Iterator[sandbox.Sandbox]:
     need_slurm_version(request.param)
-    name = f"version-{os.getpid()}"
+    name = f"pytest-v{os.getpid()}"
     try:
         yield sandbox.up(name, nodes=1, gpus_per_node=1, slurm=request.param)
     finally:
