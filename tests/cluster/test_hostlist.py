@@ -43,7 +43,7 @@ class Scontrol:
         # It repeats each query after its prompt.
         first, *lines, last = lines
         assert (first, last) == (f"scontrol: show {kind} {text}", f"scontrol: show hostnames {self._LAST}")
-        if any(line.startswith("Invalid hostlist") for line in lines):
+        if any(line.startswith(("Invalid hostlist", "scontrol: error")) for line in lines):
             return None
         return list(filter(None, lines))
 
@@ -191,7 +191,8 @@ def test_any_text_is_refused_or_expanded_like_scontrol(scontrol, text):
     assume(len(expanded) < 10_000)
     oracle = scontrol.expand(text)
     text_after_bracket = re.search(r"\][^\[\],]+(,|$)", text)
-    assert oracle is None if text_after_bracket else expanded == oracle
+    # Refused before 23.11.
+    assert oracle == expanded or (oracle is None and text_after_bracket)
 
 
 @FEWER_EXAMPLES
@@ -201,7 +202,7 @@ def test_text_after_the_last_bracket_is_appended_to_each_name(item, text):
 
 
 class TestDifferencesFromSlurm:
-    """Deliberate differences, listed in the docstring of the module."""
+    """Deliberate differences from Slurm 22.05, listed in the module. There are fewer from newer versions."""
 
     @pytest.mark.parametrize(
         ("hostlist", "names"),
@@ -213,7 +214,7 @@ class TestDifferencesFromSlurm:
         ],
     )
     def test_lists_accepted_here_but_refused_by_slurm(self, scontrol, hostlist, names):
-        assert scontrol.expand(hostlist) is None
+        assert scontrol.expand(hostlist) in (None, names)
         assert expand_hostlist(hostlist) == names
 
     @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ class TestDifferencesFromSlurm:
         ],
     )
     def test_lists_refused_here_but_accepted_by_slurm(self, scontrol, hostlist, by_slurm):
-        assert scontrol.expand(hostlist) == by_slurm
+        assert scontrol.expand(hostlist) in (by_slurm, None)
         with pytest.raises(UserError, match="malformed"):
             expand_hostlist(hostlist)
 
