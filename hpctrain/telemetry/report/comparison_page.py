@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.html_renderer import render_page
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
@@ -44,10 +46,17 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
     )
 
 
+def _label(run: RunData, varying: Sequence[str]) -> str:
+    """Return the name of a curve: the hyper-parameters that differ between the runs, or the run id."""
+    words = [f"{name}={run.hparams[name]}" for name in varying if name in run.hparams]
+    return f"{Path(run.folder).name}: {' '.join(words)}" if words else run.run_id
+
+
 def _chart(name: str, place: int, runs: Sequence[RunData], charts: list[dict[str, Any]]) -> dict[str, Any]:
     identity = f"metric-{place}"
+    varying = varying_hparams([run.hparams for run in runs])
     curves = [
-        curve_data(run.run_id, points, _MAX_POINTS, run.curves.not_finite(name))
+        curve_data(_label(run, varying), points, _MAX_POINTS, run.curves.not_finite(name))
         for run in runs[:_MAX_CURVES]
         if (points := run.curves.points(name))
     ]

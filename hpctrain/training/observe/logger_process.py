@@ -51,8 +51,10 @@ class LoggerProcess:
         elif loggers and run is not None:
             parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
             pickled = dumps(list(loggers), "Trainer", parts)
-            plain = {name: value for name, value in environment.items() if name != "settings"}
-            config = {**plain, **environment["settings"]}
+            parts_of_config = ("settings", "hparams")
+            config = {name: value for name, value in environment.items() if name not in parts_of_config}
+            for name in parts_of_config:
+                config |= environment.get(name, {})
             self._order = LoggerConfig(str(run.path), config, [*sys.path], pickled).to_bytes()
 
     def __enter__(self) -> Self:
