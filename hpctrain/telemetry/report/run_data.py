@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.redaction import redact_environment, redact_spec
-from hpctrain.rundir import RunDir, is_event
+from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
 from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
@@ -127,7 +127,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         (breakdown.spans[0].start_us, breakdown.spans[-1].end_us) if breakdown.spans else (0, 0)
     )
     attempts = read_attempts(events, breakdown, curves.by_attempt)
-    if attempts and name == "CANCELLED":
+    if attempts and name in ("CANCELLED", STOPPED_EARLY):
         mark_cancelled(attempts[-1])
     elif attempts and attempts[-1].end is None and name == "FAILED":
         attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
