@@ -18,12 +18,12 @@ TrialValues = dict[str, str]
 
 _NAME = re.compile(r"[A-Za-z_][\w./@-]*")
 _RANGE = re.compile(r"(-?\d+):(-?\d+)(?::(-?\d+))?", re.ASCII)
-_INTERVAL = re.compile(r"(log:)?([^.].*?)\.\.(.+)")
+_BOUNDS = re.compile(r"(log:)?([^.].*?)\.\.(.+)")
 _FORMS = "Examples: lr=1e-4,3e-4; seed=0:5 (0 to 4); lr=log:1e-5..1e-1 (with --random); name=@values.txt"
 
 
 @dataclass(frozen=True)
-class Interval:
+class ValueRange:
     """A continuous or integer range, from which only random samples can be drawn."""
 
     low: float
@@ -41,7 +41,7 @@ class Interval:
         return str(round(value)) if self.is_integer else f"{value:.6g}"
 
 
-Values = Sequence[str] | Interval
+Values = Sequence[str] | ValueRange
 SearchSpace = Mapping[str, Values]
 
 
@@ -60,7 +60,7 @@ def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[
         if not _NAME.fullmatch(name):
             raise UserError(f"{name!r} is not a valid name of a hyper-parameter (--over). {_FORMS}.")
         values = _parse(name, text, folder) if isinstance(text, str) else list(map(str, text))
-        if not isinstance(values, Interval):
+        if not isinstance(values, ValueRange):
             values = list(dict.fromkeys(values))
             if not values or "" in values:
                 raise UserError(f"--over {name}={text!r} has an empty value. {_FORMS}.")
@@ -87,12 +87,12 @@ def _parse(name: str, text: str, folder: Path) -> Values:
                 f"--over {name}={text} has {len(numbers)} values, not 1 to {MAX_TASKS}. {_FORMS}."
             )
         return list(map(str, numbers))
-    if match := _INTERVAL.fullmatch(text):
-        return _parse_interval(name, text, match)
+    if match := _BOUNDS.fullmatch(text):
+        return _parse_bounds(name, text, match)
     return [part.strip() for part in text.split(",")]
 
 
-def _parse_interval(name: str, text: str, match: re.Match[str]) -> Interval:
+def _parse_bounds(name: str, text: str, match: re.Match[str]) -> ValueRange:
     try:
         low, high = float(match[2]), float(match[3])
     except ValueError:
@@ -102,7 +102,7 @@ def _parse_interval(name: str, text: str, match: re.Match[str]) -> Interval:
         least = "positive, and " if is_log else ""
         raise UserError(f"--over {name}={text}: the bounds must be {least}in ascending order. {_FORMS}.")
     is_integer = all(re.fullmatch(r"-?\d+", bound) for bound in (match[2], match[3]))
-    return Interval(low, high, is_log, is_integer)
+    return ValueRange(low, high, is_log, is_integer)
 
 
 def grid(space: SearchSpace) -> list[TrialValues]:
@@ -113,7 +113,7 @@ def grid(space: SearchSpace) -> list[TrialValues]:
     """
     lists: list[Sequence[str]] = []
     for name, values in space.items():
-        if isinstance(values, Interval):
+        if isinstance(values, ValueRange):
             raise UserError(
                 f"{name} is a range (--over), which a grid cannot enumerate. Add --random N, or list values."
             )
@@ -130,7 +130,7 @@ def draw_trials(space: SearchSpace, numbers: Iterable[int], seed: int) -> list[T
         generator = random.Random(f"{seed}:{number}")
         trials.append(
             {
-                name: values.draw(generator) if isinstance(values, Interval) else generator.choice(values)
+                name: values.draw(generator) if isinstance(values, ValueRange) else generator.choice(values)
                 for name, values in space.items()
             }
         )

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.sweeps.search_space import Interval, draw_trials, grid, parse_space
+from hpctrain.sweeps.search_space import ValueRange, draw_trials, grid, parse_space
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,10 @@ from hpctrain.sweeps.search_space import Interval, draw_trials, grid, parse_spac
         ("8:0:-4", ["8", "4"]),
         ("16:9:00", None),
         ("s3://bucket,gs://bucket", ["s3://bucket", "gs://bucket"]),
-        ("0..5", Interval(0, 5, is_integer=True)),
-        ("1e-5..0.1", Interval(1e-5, 0.1)),
-        ("log:1e-5..0.1", Interval(1e-5, 0.1, is_log=True)),
-        ("log:1..1000", Interval(1, 1000, is_log=True, is_integer=True)),
+        ("0..5", ValueRange(0, 5, is_integer=True)),
+        ("1e-5..0.1", ValueRange(1e-5, 0.1)),
+        ("log:1e-5..0.1", ValueRange(1e-5, 0.1, is_log=True)),
+        ("log:1..1000", ValueRange(1, 1000, is_log=True, is_integer=True)),
         (["a,b", "../x..y"], ["a,b", "../x..y"]),
         ("3:3", None),
         ("a,,b", None),
@@ -59,13 +59,17 @@ def test_grid_has_all_combinations():
     assert [tuple(trial.values()) for trial in trials][:4] == [("1", "0"), ("1", "1"), ("1", "2"), ("2", "0")]
     assert len(trials) == 6
     with pytest.raises(UserError, match="x is a range"):
-        grid({"x": Interval(0, 1)})
+        grid({"x": ValueRange(0, 1)})
     with pytest.raises(UserError, match="1000000 trials"):
         grid({"x": list(map(str, range(1000))), "y": list(map(str, range(1000)))})
 
 
 def test_random_trials_depend_on_seed_and_number_only():
-    space = {"lr": Interval(1e-5, 0.1, is_log=True), "n": Interval(1, 3, is_integer=True), "opt": ["a", "b"]}
+    space = {
+        "lr": ValueRange(1e-5, 0.1, is_log=True),
+        "n": ValueRange(1, 3, is_integer=True),
+        "opt": ["a", "b"],
+    }
     trials = draw_trials(space, range(200), seed=1)
     assert draw_trials(space, range(150, 200), seed=1) == trials[150:]
     assert draw_trials(space, range(5), seed=2) != trials[:5]
