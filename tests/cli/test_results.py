@@ -65,3 +65,10 @@ def test_report_leads_with_the_metric_and_its_checkpoint(hpctrain, array):
     comparison = hpctrain("report", "a", "-o", "-").stdout
     assert '<th scope="row">lr</th>' in comparison
     assert "task-1: lr=0.01" in comparison
+    assert (
+        '<td>a/task-1</td><td class="n">COMPLETED</td><td class="n">0.01</td><td class="n">0.25</td>'
+        in comparison
+    )
+    rows = [comparison.index(f"<td>a/task-{number}</td>") for number in (1, 0, 2)]
+    assert rows == sorted(rows)
+    assert comparison.count("<polyline") == 2

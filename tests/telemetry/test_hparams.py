@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 
 import pytest
+from helpers.commands import run_command
 from helpers.run_histories import started_run
 
 from hpctrain.redaction import REDACTED_TEXT
@@ -83,3 +85,49 @@ def test_best_value_and_its_checkpoint(tmp_path, asked, expected):
     found = best and (best.metric, best.mode, best.value, best.step, best.checkpoint_step)
     assert found == expected
     assert best is None or best.checkpoint == str(run.checkpoint(best.checkpoint_step))
+
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import TensorDataset
+import hpctrain
+
+class Line(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = TensorDataset(torch.ones(8, 1))
+settings = {"hparams": {"model": {"width": 1}, "unset": None}, "loggers": ["tensorboard"]}
+hpctrain.Trainer(max_steps=2, global_batch_size=4, run_dir="trained", **settings).fit(Line(), data)
+with hpctrain.session(run_dir="looped", **settings) as session:
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in session.batches(data, global_batch_size=4, max_steps=2):
+        session.backward(model(x).square().mean())
+        optimizer.step()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_training_records_hparams_and_passes_them_to_loggers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run_command([sys.executable, "train.py", "--lr", "0.1"], cwd=tmp_path)
+    for name in ("trained", "looped"):
+        run = RunDir(tmp_path / name)
+        assert read_results(run).hparams == {"lr": 0.1, "model.width": 1, "unset": None}
+        events = EventAccumulator(str(run.path / "tensorboard"))
+        events.Reload()
+        content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+        logged = HParamsPluginData.FromString(content).session_start_info.hparams
+        assert {name: value.number_value for name, value in logged.items()} == {"lr": 0.1, "model.width": 1}

@@ -11,6 +11,7 @@ from hpctrain.telemetry.report.html_renderer import render_page
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
 from hpctrain.telemetry.report.summary import comparison_rows, spec_differences
+from hpctrain.telemetry.report.trial_table import make_trial_table
 from hpctrain.text import format_duration
 
 _MAX_POINTS = 2000
@@ -40,6 +41,7 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
         charts=shown,
         curves_omitted=[run.run_id for run in runs[_MAX_CURVES:]],
         figures=comparison_rows(runs),
+        trials=make_trial_table(runs),
         ledgers=[each for each in ledgers if each[2]],
         kinds=next((rows for _, _, rows in ledgers if rows), []),
         differences=spec_differences(runs),
