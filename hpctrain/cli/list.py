@@ -37,6 +37,8 @@ def command(runs_dir: Path, as_json: bool, array: str | None, sort: str | None, 
     """
     from hpctrain.jobs.runs.run import list_runs, query_statuses
 
+    if reverse and sort is None:
+        raise click.UsageError("--reverse reverses the order of --sort. Add --sort NAME.")
     runs = list_runs(runs_dir, os.environ)
     if array is not None:
         opened = open_run(array, runs_dir)

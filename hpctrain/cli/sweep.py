@@ -88,6 +88,15 @@ _random_option = click.option(
 )
 
 
+_concurrent_option = click.option(
+    "--concurrent",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of concurrent trials.  [default: that of the sweep; otherwise Slurm's limits, or 1 "
+    "on this machine]",
+)
+
+
 @command.command(
     "submit",
     cls=_SweepSubmitCommand,
@@ -95,7 +104,7 @@ _random_option = click.option(
 )
 @_over_option
 @_random_option
-@click.option("--sweep-seed", type=int, default=0, show_default=True, help="Seed of --random.")
+@click.option("--sweep-seed", type=int, metavar="SEED", help="Seed of --random.  [default: 0]")
 @click.option(
     "--as",
     "form",
@@ -104,12 +113,7 @@ _random_option = click.option(
     metavar="FORMAT",
     help="Format of a hyper-parameter's arguments, such as '{name}={value}' for Hydra.",
 )
-@click.option(
-    "--concurrent",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Maximum number of concurrent trials.  [default: Slurm's limits; 1 on this machine]",
-)
+@_concurrent_option
 @click.option(
     "--metric",
     metavar="NAME",
@@ -125,10 +129,8 @@ _random_option = click.option(
 @click.option(
     "--min-steps",
     type=click.IntRange(min=1),
-    default=100,
-    show_default=True,
     metavar="N",
-    help="With --stop-early, the first step at which a trial can be stopped.",
+    help="With --stop-early, the first step at which a trial can be stopped.  [default: 100]",
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -138,13 +140,13 @@ def submit_(
     /,
     over: dict[str, str],
     number: int | None,
-    sweep_seed: int,
+    sweep_seed: int | None,
     form: str,
     concurrent: int | None,
     metric: str | None,
     mode: Mode | None,
     rule: str | None,
-    min_steps: int,
+    min_steps: int | None,
     args: tuple[str, ...],
     **asked: Any,
 ) -> None:
@@ -161,17 +163,22 @@ def submit_(
         raise click.UsageError("No hyper-parameters. Use --over NAME=VALUES, or `sweep:` in hpctrain.yaml.")
     if rule is not None and metric is None:
         raise click.UsageError("--stop-early compares trials by a metric. Add --metric NAME.")
+    if rule is None and min_steps is not None:
+        raise click.UsageError("--min-steps has no effect without --stop-early. Add --stop-early asha.")
+    if number is None and sweep_seed is not None:
+        raise click.UsageError("--sweep-seed has no effect on a grid. Add --random N.")
+    stopping = StoppingRule.parse(rule, metric, mode or "min", min_steps or 100) if rule and metric else None
     record = SweepRecord(
         args=args,
         format=form,
         space=space,
         folder=str(Path.cwd()),
         sampler="grid" if number is None else "random",
-        seed=sweep_seed,
+        seed=sweep_seed or 0,
         concurrent=concurrent or 0,
         metric=metric,
         mode=mode,
-        stopping=StoppingRule.parse(rule, metric, mode or "min", min_steps) if rule and metric else None,
+        stopping=stopping,
     ).with_trials(number or 0)
     _submit(ctx, record, range(len(record.trials)), asked)
 
@@ -223,6 +230,8 @@ def _rows(run: Run, record: SweepRecord | None, metric: str | None, mode: Mode |
     from hpctrain.cli.results_table import read_rows, sort_rows
     from hpctrain.jobs.runs.run import query_statuses
 
+    if not run.dir.tasks():
+        raise UserError(f"Run {run.run_id} is neither a sweep nor a job array. Use `hpctrain status`.")
     if record is not None:
         metric, mode = metric or record.metric, mode or (record.mode if metric is None else None)
     rows = read_rows(query_statuses(run.tasks(), skip_unreadable=True), metric, mode)
@@ -300,9 +309,12 @@ def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_jso
 
 @command.command("resume", context_settings={"ignore_unknown_options": True})
 @click.pass_context
+@_concurrent_option
 @run_argument
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def resume(ctx: click.Context, run: str, runs_dir: Path, options: tuple[str, ...]) -> None:
+def resume(
+    ctx: click.Context, run: str, runs_dir: Path, concurrent: int | None, options: tuple[str, ...]
+) -> None:
     """Submit the trials of the sweep RUN that failed, were cancelled, or never ran.
 
     Completed and active trials are left unchanged. OPTIONS of `hpctrain submit`, such as --time 4:00:00,
@@ -320,13 +332,14 @@ def resume(ctx: click.Context, run: str, runs_dir: Path, options: tuple[str, ...
     ]
     if not missing:
         raise SpecError(f"Nothing to resume: every trial of {found.run_id} is complete or active.")
-    _resubmit(ctx, found, record, missing, options)
+    _resubmit(ctx, found, record, missing, concurrent, options)
 
 
 @command.command("extend", context_settings={"ignore_unknown_options": True})
 @click.pass_context
 @_over_option
 @_random_option
+@_concurrent_option
 @run_argument
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def extend(
@@ -335,6 +348,7 @@ def extend(
     runs_dir: Path,
     over: dict[str, str],
     number: int | None,
+    concurrent: int | None,
     options: tuple[str, ...],
 ) -> None:
     """Add trials to the sweep RUN: other values of the grid, or more random trials.
@@ -355,7 +369,7 @@ def extend(
     new = range(len(record.trials), len(larger.trials))
     if not new:
         raise SpecError(f"The sweep {found.run_id} already has all of these trials.")
-    _resubmit(ctx, found, larger, new, options)
+    _resubmit(ctx, found, larger, new, concurrent, options)
 
 
 @command.command("cancel")
@@ -377,7 +391,12 @@ def _open_sweep(run: str, runs_dir: Path) -> tuple[Run, SweepRecord]:
 
 
 def _resubmit(
-    ctx: click.Context, run: Run, record: SweepRecord, indices: Sequence[int], options: Sequence[str]
+    ctx: click.Context,
+    run: Run,
+    record: SweepRecord,
+    indices: Sequence[int],
+    concurrent: int | None,
+    options: Sequence[str],
 ) -> None:
     """Submit trials with the options of the last submission."""
     from hpctrain.cli.resubmit_command import submit_arguments
@@ -387,6 +406,7 @@ def _resubmit(
     words, call = submit_arguments({**asdict(spec), "array": None, "args": record.args})
     os.chdir(spec.workdir)
     arguments = [*words, *options, "--run-dir", str(run.dir.path.absolute()), *call]
+    record = replace(record, concurrent=concurrent or record.concurrent)
     with submit.command.make_context("submit", arguments, parent=ctx.parent) as inner:
         _submit(inner, record, indices, inner.params)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from hpctrain import system
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines, write_atomic
 from hpctrain.records.log_tail import RecordTail
@@ -22,6 +21,8 @@ from hpctrain.sweeps.sweep_record import read_sweep
 log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 1.0
+#: Seconds per trial between two comparisons, to limit the load on the file system.
+_INTERVAL_PER_TRIAL_S = 0.02
 
 
 @dataclass
@@ -33,14 +34,14 @@ class EarlyStoppingMonitor:
     """
 
     run: RunDir
-    events: queue.SimpleQueue[StepEvent]
+    events: system.SimpleQueue[StepEvent]
 
     def __post_init__(self) -> None:
-        self._ended = threading.Event()
+        self._ended = system.Event()
 
     def __enter__(self) -> Self:
         if (rule := self._rule()) is not None:
-            threading.Thread(
+            system.Thread(
                 target=self._watch, args=(rule,), name="hpctrain-early-stopping", daemon=True
             ).start()
         return self
@@ -65,22 +66,29 @@ class EarlyStoppingMonitor:
     def _watch(self, rule: StoppingRule) -> None:
         tail, curve = RecordTail(self.run.metrics, is_metrics), TrialCurve(rule)
         newest = max(self._reports(self.run), key=lambda report: report.step, default=None)
+        due = 0.0
         while not self._ended.wait(_POLL_INTERVAL_S):
             with suppress(OSError):
-                for report in (report for line in tail.read() for report in curve.add(line)):
+                for report in filter(None, map(curve.add, tail.read())):
                     if newest is None or report.step > newest.step:
                         self.run.storage.append(self.run.early_stopping, report.record())
-                        newest = report
-                if newest is not None and (reason := rule.reason_to_stop(newest, self._others(newest.step))):
+                        newest, due = report, 0.0
+                if newest is None or system.monotonic() < due:
+                    continue
+                trials = self._trials()
+                due = system.monotonic() + _INTERVAL_PER_TRIAL_S * len(trials)
+                others = [
+                    each for trial in trials for each in self._reports(trial) if each.step == newest.step
+                ]
+                if reason := rule.reason_to_stop(newest, others):
                     self._stop(reason)
                     return
 
-    def _others(self, step: int) -> list[TrialReport]:
-        """Return the other trials' reports of a step."""
+    def _trials(self) -> list[RunDir]:
+        """Return the other trials of the sweep."""
         array = self.run.array
         assert array is not None
-        trials = [trial for trial in map(array.task, array.tasks()) if trial.path != self.run.path]
-        return [report for trial in trials for report in self._reports(trial) if report.step == step]
+        return [trial for trial in map(array.task, array.tasks()) if trial.path != self.run.path]
 
     def _reports(self, trial: RunDir) -> Iterator[TrialReport]:
         for record in read_json_lines(trial.early_stopping):

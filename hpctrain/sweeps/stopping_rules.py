@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,12 +68,23 @@ class StoppingRule:
             return cls("asha", metric, mode, min_steps, int(factor or cls.factor))
         raise UserError(f"--stop-early is {text!r}, but must be median, asha or asha:FACTOR (2 or more).")
 
-    def decision_steps(self) -> Iterator[int]:
-        """Yield the steps of decisions: multiples of `min_steps`, or its products with powers of `factor`."""
-        step = self.min_steps
-        while True:
-            yield step
-            step = step + self.min_steps if self.name == "median" else step * self.factor
+    def __post_init__(self) -> None:
+        if self.min_steps < 1 or self.factor < 2:
+            raise ValueError(f"min_steps is {self.min_steps} and factor is {self.factor}")
+
+    def last_decision(self, step: int) -> int | None:
+        """Return the last step of a decision up to `step`; None if there is none.
+
+        Decisions are at multiples of `min_steps`, or at its products with powers of `factor`.
+        """
+        if step < self.min_steps:
+            return None
+        if self.name == "median":
+            return step - step % self.min_steps
+        decision = self.min_steps
+        while decision * self.factor <= step:
+            decision *= self.factor
+        return decision
 
     def reason_to_stop(self, own: TrialReport, others: Sequence[TrialReport]) -> str | None:
         """Return the reason to stop a trial; None if it continues.
@@ -107,25 +118,23 @@ class StoppingRule:
 
 
 class TrialCurve:
-    """Running best and mean of a trial's metric, as reports at the steps of decisions."""
+    """Running best and mean of a trial's metric, with a report at each step of a decision."""
 
     def __init__(self, rule: StoppingRule) -> None:
-        self._rule, self._steps = rule, rule.decision_steps()
-        self._next = next(self._steps)
+        self._rule, self._reported = rule, 0
         self._best, self._sum, self._count = math.inf, 0.0, 0
 
-    def add(self, record: Mapping[str, Any]) -> list[TrialReport]:
-        """Add a line of `metrics.jsonl`. Return a report for each step of a decision that it reached."""
+    def add(self, record: Mapping[str, Any]) -> TrialReport | None:
+        """Add a line of `metrics.jsonl`. Return a report if it reached another step of a decision."""
         step, value = record.get("step"), record.get(self._rule.metric)
         if not isinstance(step, int) or not isinstance(value, int | float):
-            return []
+            return None
         if math.isfinite(value):
             signed = -value if self._rule.mode == "max" else float(value)
             self._best = min(self._best, signed)
             self._sum, self._count = self._sum + signed, self._count + 1
-        reports = []
-        while step >= self._next:
-            mean = self._sum / self._count if self._count else math.inf
-            reports.append(TrialReport(self._next, self._best, mean))
-            self._next = next(self._steps)
-        return reports
+        decision = self._rule.last_decision(step)
+        if decision is None or decision <= self._reported:
+            return None
+        self._reported = decision
+        return TrialReport(decision, self._best, self._sum / self._count if self._count else math.inf)

@@ -52,6 +52,8 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
             ["--over", "lr=1", "--metric=x", "--stop-early=best", "train.py"],
             "must be median, asha or asha:FACTOR",
         ),
+        (["--over", "lr=1", "--min-steps", "5", "train.py"], "Add --stop-early"),
+        (["--over", "lr=1", "--sweep-seed", "5", "train.py"], "Add --random N"),
         (["best", "none"], "There is no run 'none'"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
@@ -27,9 +26,12 @@ def test_rules_are_parsed():
             StoppingRule.parse(text, "loss", "min", 5)
 
 
-def test_decision_steps():
-    assert list(itertools.islice(MEDIAN.decision_steps(), 4)) == [10, 20, 30, 40]
-    assert list(itertools.islice(ASHA.decision_steps(), 4)) == [10, 30, 90, 270]
+def test_steps_of_decisions():
+    steps = (9, 10, 29, 30, 10**12)
+    assert [MEDIAN.last_decision(step) for step in steps] == [None, 10, 20, 30, 10**12]
+    assert [ASHA.last_decision(step) for step in (*steps[:4], 269, 270)] == [None, 10, 10, 30, 90, 270]
+    with pytest.raises(ValueError, match="min_steps is 0"):
+        StoppingRule("median", "loss", "min", 0)
 
 
 def test_median_rule_compares_with_the_means_of_the_others():
@@ -57,15 +59,15 @@ def test_asha_keeps_the_best_part():
 def test_curve_reports_the_best_and_the_mean():
     curve = TrialCurve(StoppingRule("asha", "acc", "max", 2, 2))
     reports = [
-        one
+        curve.add({"step": step, "acc": value})
         for step, value in enumerate([0.5, 0.1, math.nan, 0.9, 0.8], 1)
-        for one in curve.add({"step": step, "acc": value})
     ]
-    assert [(one.step, one.best) for one in reports] == [(2, -0.5), (4, -0.9)]
-    assert reports[1].mean == pytest.approx(-0.5)
-    assert [one.step for one in curve.add({"step": 16, "other": 1})] == []
-    assert [one.step for one in curve.add({"step": 16, "acc": 1})] == [8, 16]
-    nothing = TrialCurve(MEDIAN).add({"step": 10, "loss": math.inf})[0]
+    assert [one and (one.step, one.best) for one in reports] == [None, (2, -0.5), None, (4, -0.9), None]
+    assert reports[3].mean == pytest.approx(-0.5)
+    assert curve.add({"step": 16, "other": 1}) is None
+    assert curve.add({"step": 17, "acc": 1}) == TrialReport(16, -1, pytest.approx(-0.66))
+    assert curve.add({"step": 9, "acc": 1}) is None
+    nothing = TrialCurve(MEDIAN).add({"step": 10, "loss": math.inf})
     assert TrialReport.from_record(nothing.record()) == nothing == TrialReport(10, math.inf, math.inf)
 
 
@@ -84,7 +86,7 @@ def test_simulated_sweeps_keep_the_best_trial_and_save_a_third_of_the_steps(rule
             trial = generator.choice(active)
             position[trial] += 1
             loss = levels[trial] + 1 / position[trial] + generator.uniform(-0.02, 0.02)
-            for one in curves[trial].add({"step": position[trial], "loss": loss}):
+            if one := curves[trial].add({"step": position[trial], "loss": loss}):
                 reports[trial][one.step] = one
             if reports[trial]:
                 own = reports[trial][max(reports[trial])]

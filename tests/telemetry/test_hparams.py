@@ -42,6 +42,21 @@ def test_values_of_the_training_override_the_arguments():
     assert found == {"width": 8, "seed": 1, "optim.lr": 0.5, "optim.betas": "(0.9, 0.95)", "none": None}
 
 
+def test_overrides_and_configs_of_hydra_are_recorded():
+    hydra = pytest.importorskip("hydra")
+    from hydra.core.hydra_config import HydraConfig
+
+    words = ["+model.lr=0.5", "+seed=3"]
+    with hydra.initialize(config_path=None, version_base=None):
+        config = hydra.compose(overrides=words, return_hydra_config=True)
+    try:
+        HydraConfig.instance().set_config(config)
+        assert collect_hparams(args=["--seed", "1"]) == {"seed": 3, "model.lr": 0.5}
+    finally:
+        HydraConfig.instance().cfg = None
+    assert plain_hparams(config.model) == {"lr": 0.5}
+
+
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match="3 is not a mapping"):
         plain_hparams(3)

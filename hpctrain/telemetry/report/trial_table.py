@@ -30,6 +30,20 @@ class TrialTable:
     height: int = _HEIGHT
 
 
+def best_first(runs: Sequence[RunData]) -> list[RunData]:
+    """Sort runs by their best values, if their hyper-parameters differ."""
+    if not varying_hparams([run.hparams for run in runs]):
+        return list(runs)
+    sign = -1 if any(run.best and run.best.mode == "max" for run in runs) else 1
+    metric = next((run.best.metric for run in runs if run.best), None)
+
+    def rank(run: RunData) -> tuple[bool, float]:
+        known = run.best is not None and run.best.metric == metric
+        return not known, sign * run.best.value if known and run.best else 0.0
+
+    return sorted(runs, key=rank)
+
+
 def make_trial_table(runs: Sequence[RunData]) -> TrialTable | None:
     """Return the table of runs whose hyper-parameters differ; None if none differ."""
     names = varying_hparams([run.hparams for run in runs])
@@ -38,16 +52,9 @@ def make_trial_table(runs: Sequence[RunData]) -> TrialTable | None:
         return None
 
     def value_of(run: RunData) -> float | None:
-        own = run.best if best is not None and run.best and run.best.metric == best.metric else None
-        return own.value if own else None
+        return run.best.value if best and run.best and run.best.metric == best.metric else None
 
-    sign = -1 if best is not None and best.mode == "max" else 1
-
-    def rank(run: RunData) -> tuple[bool, float]:
-        value = value_of(run)
-        return value is None, sign * (value or 0.0)
-
-    ordered = sorted(runs, key=rank)
+    ordered = best_first(runs)
     metric = f"{best.metric} (best)" if best is not None else "best"
     rows = [
         [
