@@ -26,6 +26,7 @@ from hpctrain.errors import SpecError, UserError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.rundir import RunDir
 from hpctrain.spec.program import ProgramKind
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep
@@ -203,6 +204,13 @@ def _submit(
         program=kind,
         dry_run=params["dry_run"],
     )
+    folder = RunDir(Path(submission.spec.run_dir))
+    if "over" in ctx.params and folder.sweep.exists():
+        handle = run_reference(submission.spec.run_dir)
+        raise SpecError(
+            f"{short_path(folder.path)} (--run-dir) already contains a sweep. Use "
+            f"`hpctrain sweep resume {handle}` or `sweep extend`, or choose another folder."
+        )
     for note in submission.notes:
         click.echo(note.replace(f"--array {record.array(indices)}%2", "--concurrent 2"), err=True)
     if params["dry_run"]:
@@ -233,7 +241,8 @@ def _rows(run: Run, record: SweepRecord | None, metric: str | None, mode: Mode |
     if not run.dir.tasks():
         raise UserError(f"Run {run.run_id} is neither a sweep nor a job array. Use `hpctrain status`.")
     if record is not None:
-        metric, mode = metric or record.metric, mode or (record.mode if metric is None else None)
+        mode = mode or (record.mode if metric in (None, record.metric) else None)
+        metric = metric or record.metric
     rows = read_rows(query_statuses(run.tasks(), skip_unreadable=True), metric, mode)
     best = next((results.best for _, results in rows if results.best), None)
     return rows if best is None else sort_rows(rows, best.metric, reverse=best.mode == "max")

@@ -81,6 +81,8 @@ def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
     assert "\nbest        val_acc 1.1 at step 3\n" in hpctrain("sweep", "best", "s").stdout
 
     assert "whose trials have different arguments" in hpctrain("resume", "s").stderr
+    again = hpctrain("sweep", "--over", "lr=0.5", "--backend", "local", "--run-dir", "runs/s", "train.py")
+    assert "already contains a sweep" in again.stderr
     (tmp_path / "mended").touch()
     result = hpctrain("sweep", "resume", "s", "--name", "again")
     assert result.stdout.startswith("Sweep s: 1 trial, job "), result.stderr
