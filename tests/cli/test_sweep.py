@@ -1,25 +1,8 @@
-"""`hpctrain sweep` on this machine: trials are tasks of a job array."""
+"""`hpctrain sweep`: dry runs and errors."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-
-from hpctrain.rundir import RunDir
-from hpctrain.spec.load_spec import load_spec
-
-SCRIPT = """
-import argparse, os
-import hpctrain
-parser = argparse.ArgumentParser()
-parser.add_argument("--lr", type=float)
-parser.add_argument("--seed", type=int)
-args = parser.parse_args()
-if args.lr == 0.5 and args.seed and not os.path.exists("mended"):
-    raise ValueError("these values do not work")
-hpctrain.log_metrics({"val_acc": args.lr + args.seed}, step=3)
-"""
 
 
 def test_trials_of_a_dry_run(hpctrain, tmp_path):
@@ -61,42 +44,3 @@ def test_errors(hpctrain, args, words):
     result = hpctrain("sweep", *args)
     assert result.returncode == 2
     assert words in result.stderr
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["--metric", "val_acc", "--mode", "max", "--concurrent", "2", "--backend", "local", "--json"]
-    result = hpctrain(
-        "sweep", "--over", "lr=0.1,0.5", *words, "--run-dir", "runs/s", "train.py", "--seed", "1"
-    )
-    assert json.loads(result.stdout)["trials"] == [0, 1]
-    assert hpctrain("wait", "s").returncode == 4
-    text = hpctrain("sweep", "status", "s").stdout
-    assert text.startswith("s: 2 tasks: 1 FAILED, 1 COMPLETED\n")
-    assert (
-        "\ns/task-1: rank 0 on local-0: ValueError: these values do not work\n    log: runs/s/task-1" in text
-    )
-    assert "\nbest        val_acc 1.1 at step 3\n" in hpctrain("sweep", "best", "s").stdout
-
-    assert "whose trials have different arguments" in hpctrain("resume", "s").stderr
-    again = hpctrain("sweep", "--over", "lr=0.5", "--backend", "local", "--run-dir", "runs/s", "train.py")
-    assert "already contains a sweep" in again.stderr
-    (tmp_path / "mended").touch()
-    result = hpctrain("sweep", "resume", "s", "--name", "again")
-    assert result.stdout.startswith("Sweep s: 1 trial, job "), result.stderr
-    assert hpctrain("wait", "s").returncode == 0
-    assert "Nothing to resume" in hpctrain("sweep", "resume", "s").stderr
-    result = hpctrain("sweep", "extend", "s", "--over", "lr=0.1,0.7", "--json")
-    assert json.loads(result.stdout)["trials"] == [2], result.stderr
-    assert hpctrain("wait", "s").returncode == 0
-
-    document = json.loads(hpctrain("sweep", "status", "s", "--json").stdout)
-    assert document["states"] == {"COMPLETED": 3}
-    values = [(one["hparams"]["lr"], one["best"]["value"], one["attempt"]) for one in document["trials"]]
-    assert values == [(0.7, 1.7, 0), (0.5, 1.5, 1), (0.1, 1.1, 0)]
-    best = json.loads(hpctrain("sweep", "best", "s", "--json").stdout)
-    assert (best["run_id"], best["hparams"]) == ("s/task-2", {"seed": 1, "lr": 0.7})
-    spec = load_spec(RunDir(tmp_path / "runs/s").task(1).spec)
-    assert (spec.args, spec.name) == (("--seed", "1", "--lr", "0.5"), "again")
