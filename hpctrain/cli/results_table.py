@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.common import one_line
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import varying_hparams
@@ -25,8 +27,6 @@ def read_rows(
     statuses: Sequence[RunStatus], metric: str | None = None, mode: Mode | None = None
 ) -> list[ResultRow]:
     """Read the results of each run. See `read_results`."""
-    from pathlib import Path
-
     return [(status, read_results(RunDir(Path(status.run_dir)), metric, mode)) for status in statuses]
 
 
@@ -83,6 +83,7 @@ def echo_rows(rows: Sequence[ResultRow], names: Sequence[str] = ()) -> None:
             own = results.best
             cells += [format_number(own.value), format_count(own.step)] if own else [NOTHING, NOTHING]
         lines.append(cells)
+    lines = [[one_line(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -54,7 +54,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "nodes": status.nodes,
         "step": describe_progress(status),
         "loss": None if status.loss is None else format_number(status.loss),
-        **(describe_results(results) if results else {}),
+        **{name: one_line(text) for name, text in (describe_results(results) if results else {}).items()},
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
         "not saved": status.not_saved,
         "note": one_line(status.note) if status.note else None,

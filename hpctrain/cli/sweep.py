@@ -30,8 +30,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.program import ProgramKind
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep
-from hpctrain.telemetry.report.run_results import Mode
-from hpctrain.text import format_number, pluralize
+from hpctrain.telemetry.report.run_results import Mode, describe_results
+from hpctrain.text import pluralize
 
 if TYPE_CHECKING:
     from hpctrain.cli.results_table import ResultRow
@@ -307,8 +307,8 @@ def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_jso
         echo_json(as_document(rows[0]))
         return
     click.echo(f"{'trial':<12}{its.run_id} ({its.state})")
-    click.echo(f"{'best':<12}{value.metric} {format_number(value.value)} at step {value.step}")
-    click.echo(f"{'hparams':<12}" + " ".join(f"{name}={its}" for name, its in results.hparams.items()))
+    for title, text in describe_results(results).items():
+        click.echo(f"{title:<12}{one_line(text)}")
     if value.checkpoint is not None:
         handle = run_reference(its.run_dir)
         click.echo(f"{'checkpoint':<12}{short_path(value.checkpoint)}")

@@ -72,3 +72,13 @@ def test_report_leads_with_the_metric_and_its_checkpoint(hpctrain, array):
     rows = [comparison.index(f"<td>a/task-{number}</td>") for number in (1, 0, 2)]
     assert rows == sorted(rows)
     assert comparison.count("<polyline") == 2
+
+
+def test_escape_sequences_are_not_printed(hpctrain, array):
+    task = array.task(0)
+    task.storage.append(task.environment, {"hparams": {"x\x1b[31m": "y\x1b[2J"}})
+    task.storage.append(task.metrics, {"step": 10, "val_loss": 0.1, "z\x1b[31m": 1.0})
+    for args in (["status", "a/task-0"], ["list", "a"], ["sweep", "best", "a"], ["sweep", "status", "a"]):
+        result = hpctrain(*args)
+        assert result.returncode == 0, result.stderr
+        assert "\x1b" not in result.stdout
