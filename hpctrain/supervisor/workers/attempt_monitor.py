@@ -100,6 +100,7 @@ class AttemptMonitor:
                     self._kill(step)
             case StopRequested(reason):
                 if not self._killed:
+                    self.signals.append(signal.SIGTERM)
                     log.info("stopping the ranks: %s", reason)
                     self._signal_ranks(step, signal.SIGTERM)
                     self._limit(STOP_GRACE_S, "the ranks to stop")
