@@ -161,7 +161,10 @@ def submit_(
         for file in resolve_options(given, cwd=Path.cwd(), environ=os.environ).files:  # type: ignore[arg-type]
             space |= file.sweep
     if not space:
-        raise click.UsageError("No hyper-parameters. Use --over NAME=VALUES, or `sweep:` in hpctrain.yaml.")
+        where = " before SCRIPT" if "--over" in args else ""
+        raise click.UsageError(
+            f"No hyper-parameters. Use --over NAME=VALUES{where}, or `sweep:` in hpctrain.yaml."
+        )
     if rule is not None and metric is None:
         raise click.UsageError("--stop-early compares trials by a metric. Add --metric NAME.")
     if rule is None and min_steps is not None:
@@ -417,6 +420,10 @@ def _resubmit(
     arguments = [*words, *options, "--run-dir", str(run.dir.path.absolute()), *call]
     record = replace(record, concurrent=concurrent or record.concurrent)
     with submit.command.make_context("submit", arguments, parent=ctx.parent) as inner:
+        if inner.params["follow"] or inner.params["explain"]:
+            raise click.UsageError(
+                "A sweep has no --follow and no --show-config. Use `hpctrain logs -f RUN`."
+            )
         _submit(inner, record, indices, inner.params)
 
 

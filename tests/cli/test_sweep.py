@@ -25,6 +25,8 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
     ("args", "words"),
     [
         (["train.py"], "No hyper-parameters. Use --over NAME=VALUES"),
+        (["train.py", "--over", "lr=1"], "Use --over NAME=VALUES before SCRIPT"),
+        (["--over", "lr=1", "--follow", "train.py"], "No such option '--follow'"),
         (["--over", "lr", "train.py"], "'lr' is not of the form NAME=VALUES"),
         (["--over", "lr=1..2", "train.py"], "lr is a range (--over)"),
         (["--over", "lr=1", "--array", "0-1", "train.py"], "A sweep sets --array itself"),
