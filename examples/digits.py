@@ -97,6 +97,7 @@ def main() -> None:
         checkpoint_every=args.checkpoint_every,
         record_samples=args.record_samples,
         seed=args.seed,
+        hparams=args,
     )
     trainer.fit(Digits(args.max_steps, args.lr), train_dataset, val_dataset)
     if trainer.is_main:

@@ -117,6 +117,8 @@ CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
 #: The address on which the supervisor listens for its ranks: ADDRESS:PORT:TOKEN.
 SUPERVISOR_ADDRESS_VARIABLE = "HPCTRAIN_LINE"
+#: Final state of a trial that a sweep stopped early.
+STOPPED_EARLY = "STOPPED_EARLY"
 #: Prefix for passing a variable of `--env` without its value on a command line.
 ENV_PREFIX = "HPCTRAIN_ENV_"
 #: Modules, in JSON, that a standby worker imports before waiting for the start command.
@@ -219,6 +221,11 @@ class RunDir:
         return self.path / "job.sbatch"
 
     @property
+    def sweep(self) -> Path:
+        """The record of a sweep, in the folder of its job array."""
+        return self.path / "sweep.json"
+
+    @property
     def git_ignore(self) -> Path:
         """Excludes the run from the enclosing Git repository, and from copies of the code."""
         return self.path / ".gitignore"
@@ -300,6 +307,18 @@ class RunDir:
     def cancel_request(self) -> Path:
         """Exists after a cancel request of the user: after a saved stop, the run ends without a requeue."""
         return self.path / "cancel-requested"
+
+    def early_stop_reason(self) -> str | None:
+        """Return the reason if the cancel request is that of early stopping; None for a user's request."""
+        try:
+            return read_regular(self.cancel_request).decode(errors="replace").strip() or None
+        except OSError:
+            return None
+
+    @property
+    def early_stopping(self) -> Path:
+        """The values by which the trials of a sweep are compared to stop losing ones."""
+        return self.path / "early_stopping.jsonl"
 
     @property
     def requeue_request(self) -> Path:

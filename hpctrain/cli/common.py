@@ -159,7 +159,7 @@ def exit_for(status: RunStatus) -> None:
     """Exit with an error code if the run did not complete; the cause is already printed."""
     from hpctrain.slurm.states import RunState
 
-    if status.state is not RunState.COMPLETED:
+    if status.state not in (RunState.COMPLETED, RunState.STOPPED_EARLY):
         sys.exit(RunFailed.exit_code)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.common import echo_json, json_option, runs_dir_option
+from hpctrain.cli.common import echo_json, json_option, open_run, runs_dir_option
 from hpctrain.text import NOTHING, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
@@ -21,13 +21,34 @@ _HEADER = ("RUN", "STATE", "JOB", "AGE", "STEP", "LOSS", "")
 
 
 @click.command("list")
+@click.argument("array", metavar="[ARRAY]", required=False)
 @runs_dir_option
+@click.option(
+    "--sort",
+    metavar="NAME",
+    help="Sort by a hyper-parameter or a metric, and show hyper-parameters that differ.",
+)
+@click.option("--reverse", is_flag=True, help="Reverse the order of --sort.")
 @json_option
-def command(runs_dir: Path, as_json: bool) -> None:
-    """List all runs, newest last, with one line per job array."""
+def command(runs_dir: Path, as_json: bool, array: str | None, sort: str | None, reverse: bool) -> None:
+    """List all runs, newest last, with one line per job array.
+
+    With ARRAY, list the tasks of this job array or sweep, with the hyper-parameters that differ.
+    """
     from hpctrain.jobs.runs.run import list_runs, query_statuses
 
-    found = query_statuses(list_runs(runs_dir, os.environ), skip_unreadable=True)
+    if reverse and sort is None:
+        raise click.UsageError("--reverse reverses the order of --sort. Add --sort NAME.")
+    runs = list_runs(runs_dir, os.environ)
+    if array is not None:
+        opened = open_run(array, runs_dir)
+        runs = opened.tasks() or [opened]
+    elif sort is not None:
+        runs = [each for run in runs for each in run.tasks() or [run]]
+    found = query_statuses(runs, skip_unreadable=True)
+    if array is not None or sort is not None:
+        _print_results(found, sort, reverse=reverse, as_json=as_json)
+        return
     if as_json:
         echo_json([asdict(status) for status in found])
         return
@@ -41,6 +62,18 @@ def command(runs_dir: Path, as_json: bool) -> None:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         click.echo("  ".join(cells).rstrip())
+
+
+def _print_results(found: list[RunStatus], sort: str | None, *, reverse: bool, as_json: bool) -> None:
+    from hpctrain.cli.results_table import as_document, echo_rows, read_rows, sort_rows
+
+    rows = read_rows(found)
+    if sort is not None:
+        rows = sort_rows(rows, sort, reverse=reverse)
+    if as_json:
+        echo_json([as_document(row) for row in rows])
+    else:
+        echo_rows(rows, [sort] if sort not in (None, "step", "state") else [])
 
 
 def _row(status: RunStatus, now: float) -> tuple[str, ...]:

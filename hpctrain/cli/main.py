@@ -18,6 +18,7 @@ from hpctrain.text import suggest
 _COMMANDS = (
     "init",
     "submit",
+    "sweep",
     "status",
     "list",
     "logs",

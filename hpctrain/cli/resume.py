@@ -42,6 +42,11 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
             f"Run {found.run_id} calls a function that was submitted from Python. Submit the function "
             "from Python again."
         )
+    if found.sweep.exists():
+        raise SpecError(
+            f"Run {found.run_id} is a sweep, whose trials have different arguments. Use `hpctrain sweep "
+            f"resume {run_reference(str(found.path))}`, or resume a single trial."
+        )
     _check_state(opened.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
     # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.
     target = found.array or found

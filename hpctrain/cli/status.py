@@ -18,6 +18,7 @@ from hpctrain.cli.common import (
     runs_dir_option,
     short_path,
 )
+from hpctrain.telemetry.report.run_results import describe_results, read_results
 from hpctrain.text import format_number
 
 
@@ -38,8 +39,9 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         return
     found = open_run(run, runs_dir)
     status = found.status()
+    results = None if status.tasks is not None else read_results(found.dir)
     if as_json:
-        echo_json(asdict(status))
+        echo_json(asdict(status) | (asdict(results) if results else {}))
         return
     from hpctrain.jobs.runs.error_report import job_log_tail
 
@@ -52,6 +54,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "nodes": status.nodes,
         "step": describe_progress(status),
         "loss": None if status.loss is None else format_number(status.loss),
+        **{name: one_line(text) for name, text in (describe_results(results) if results else {}).items()},
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
         "not saved": status.not_saved,
         "note": one_line(status.note) if status.note else None,

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,7 +215,7 @@ def command(
 
         print_option_sources(resolve_options(asked, **where), as_json=as_json)  # type: ignore[arg-type]
         return
-    program: ProgramKind = "module" if as_module else "command" if ctx.meta.get(_IS_COMMAND) else "script"
+    program: ProgramKind = "module" if as_module else "command" if is_command(ctx) else "script"
     submission = prepare_submission(
         script,
         args,
@@ -262,6 +263,16 @@ def _report(run: Run, submission: PreparedSubmission, *, follow: bool, as_json: 
         handle = run_reference(run_dir)
         next_commands = (f"logs -f {handle}", f"status {handle}", f"cancel {handle}")
         click.echo("Next: " + "  |  ".join(f"{program_name()} {command}" for command in next_commands))
+
+
+def options() -> list[click.Option]:
+    """Return new options of the command, for another command that submits."""
+    return [copy(param) for param in command.params if isinstance(param, click.Option)]
+
+
+def is_command(ctx: click.Context) -> bool:
+    """Return true if the program follows a `--`."""
+    return bool(ctx.meta.get(_IS_COMMAND))
 
 
 command.params[:0] = map(_click_option, all_options().values())

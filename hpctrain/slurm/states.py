@@ -16,12 +16,14 @@ class RunState(StrEnum):
     COMPLETED = "COMPLETED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
+    #: A sweep stopped this trial, because others were better.
+    STOPPED_EARLY = "STOPPED_EARLY"
     #: The scheduler gives no definite answer.
     UNKNOWN = "UNKNOWN"
 
     @property
     def ended(self) -> bool:
-        return self in (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
+        return self not in (RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ _PRECEDENCE = (
     RunState.FAILED,
     RunState.CANCELLED,
     RunState.COMPLETED,
+    RunState.STOPPED_EARLY,
 )
 
 

@@ -15,7 +15,7 @@ from hpctrain.files import try_lock
 from hpctrain.records.lease import LeaseHeld
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.records.successor import claim_successor, record_successor
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control.base import JobControl, SuccessorJobs
 from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
@@ -191,7 +191,7 @@ def register_job(
     ends = [event for event in events if event["kind"] == "finished"]
     if not ends:
         return Continue()
-    if ends[-1]["state"] == "COMPLETED":
+    if ends[-1]["state"] in ("COMPLETED", STOPPED_EARLY):
         return Exit(int(ends[-1].get("exit_code", 0)))
     # The user restarts a run that has ended.
     record_manual_submission(run, spec, job_id)

@@ -15,7 +15,7 @@ from hpctrain import system
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.files import own_file, try_lock
 from hpctrain.records.run_record import read_run_record
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.acquire_run import record_manual_submission, register_job
@@ -65,7 +65,7 @@ class LocalArray:
                     self._has_ended(index)
         states = [self._state(index) for index in self._array.indices]
         log.info("all tasks have ended: %s", ", ".join(map(str, states)))
-        return 0 if set(states) == {"COMPLETED"} else RunFailed.exit_code
+        return 0 if set(states) <= {"COMPLETED", STOPPED_EARLY} else RunFailed.exit_code
 
     def _start(self, index: int) -> None:
         """Start a task, unless it is cancelled or already running."""

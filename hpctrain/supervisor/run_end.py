@@ -10,7 +10,7 @@ from typing import Literal
 
 from hpctrain.errors import RunFailed
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.policy.outcome import Exit
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
@@ -28,15 +28,21 @@ def finish_run(
     cause: str | None = None,
     note: str | None = None,
 ) -> Exit:
-    """Record the end of a run, with its last attempt. The cause of a failure includes disk problems."""
+    """Record the end of a run, with its last attempt. The cause of a failure includes disk problems.
+
+    A cancelled run whose request came from early stopping ends as stopped early.
+    """
+    final: str = state
+    if state == "CANCELLED" and (reason := run.early_stop_reason()):
+        final, note = STOPPED_EARLY, reason
     if state == "FAILED":
         cause = "; ".join(filter(None, [cause, run.storage.pending_reason])) or None
     exit_code = RunFailed.exit_code if state == "FAILED" else 0
     more = {"note": note} if note else {}
     attempt = max(run.attempts(), default=0)
-    run.log_event("finished", attempt, state=state, exit_code=exit_code, cause=cause, **more)
+    run.log_event("finished", attempt, state=final, exit_code=exit_code, cause=cause, **more)
     words = "; ".join(filter(None, [cause, note]))
-    log.info("run %s%s", state, words and f": {words}")
+    log.info("run %s%s", final, words and f": {words}")
     return Exit(exit_code)
 
 

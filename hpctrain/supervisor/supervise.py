@@ -17,6 +17,7 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.drain_step import drain_local_tier
+from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
 from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer, describe_nodes
 from hpctrain.supervisor.job_control.base import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
@@ -122,7 +123,10 @@ class Supervisor:
     def _train(self, attempt: int) -> FinishedAttempt:
         """Start the workers, monitor them until they exit, and find the cause."""
         try:
-            with ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)):
+            with (
+                ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)),
+                EarlyStoppingMonitor(self._run, self._events),
+            ):
                 result = self._attempt_runner.start(attempt)
         finally:
             # The ranks of the next attempt kill orphaned processes on the other hosts.

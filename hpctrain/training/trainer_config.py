@@ -13,6 +13,7 @@ import torch
 
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import UserError
+from hpctrain.telemetry.hparams import plain_hparams
 from hpctrain.telemetry.loggers import Logger, find_loggers
 from hpctrain.training.base.device_selection import Devices, parse_devices
 from hpctrain.training.base.precision import canonical_precision
@@ -204,6 +205,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
+    hparams: Any = None
+    """Hyper-parameters to record, in addition to the arguments of the script.
+
+    A mapping, an argparse Namespace, a dataclass or a config of Hydra.
+    """
     record_samples: bool = False
     """Write the indices of all trained samples to `samples/`."""
     run_dir: str | os.PathLike[str] | None = None
@@ -280,6 +286,10 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
         self.loggers = find_loggers(self.loggers)
+        try:
+            self.hparams = plain_hparams(self.hparams or {})
+        except TypeError as error:
+            raise UserError(f"hparams: {error}. Pass one of these.") from None
         if self.devices is not None:
             parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)

@@ -31,7 +31,8 @@ LONG = {
     f"docs/{name}.md"
     for name in (
         *("algorithms", "checkpoints", "cluster", "index", "loggers", "loop", "notifications", "python"),
-        *("report", "restart", "sandbox", "strategies", "telemetry", "templates", "training", "porting"),
+        *("report", "restart", "sandbox", "strategies", "sweeps", "telemetry", "templates"),
+        *("training", "porting"),
     )
 }
 

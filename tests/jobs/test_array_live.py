@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from helpers.commands import environment, run_command
@@ -15,6 +16,8 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.states import RunState
+from hpctrain.spec.load_spec import load_spec
+from hpctrain.sweeps.sweep_record import SweepRecord, read_sweep
 
 #: The first attempt lasts until it is stopped; the second prints its variables.
 _SCRIPT = """
@@ -131,6 +134,21 @@ def test_dependent_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_pa
     assert after.status().state is RunState.PENDING
     run_command(["scontrol", "release", f"{array.job_id}_0"], environ)
     assert after.wait(timeout=30).state is RunState.COMPLETED
+
+
+def test_sweep_is_extended_while_it_is_pending(prepared, environ):
+    """With fake supervisors."""
+    small = SweepRecord(args=(), space={"n": "0:2"}, folder="/").with_trials()
+    options = {"run_dir": "s", "backend": "slurm", "environ": environ}
+    sweep = submit_prepared(prepared(array=small.array([0, 1]), sbatch={"hold": ""}, **options), sweep=small)
+    large = replace(small, space={"n": "0:3"}).with_trials()
+    submit_prepared(prepared(array=large.array([2]), **options), sweep=large)
+    assert sweep.tasks()[2].wait(timeout=40).state is RunState.COMPLETED
+    assert sweep.status().tasks == {"PENDING": 2, "COMPLETED": 1}
+    run_command(["scontrol", "release", sweep.tasks()[0].job_id.partition("_")[0]], environ)
+    assert sweep.wait(timeout=40).tasks == {"COMPLETED": 3}
+    assert [load_spec(task.dir.spec).args for task in sweep.tasks()] == [("--n", str(n)) for n in range(3)]
+    assert read_sweep(sweep.dir) == large
 
 
 def has_started(task: Run) -> bool:

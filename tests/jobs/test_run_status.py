@@ -44,6 +44,17 @@ def silence(run: Run, seconds: float) -> None:
     os.utime(run.dir.events, (0, time.time() - seconds))
 
 
+def test_trial_whose_early_stop_was_not_recorded_is_stopped_early(fake_slurm, run):
+    """Its supervisor was killed after its job had stopped the ranks."""
+    fake_slurm.answer("squeue", queued("17", "COMPLETED"))
+    fake_slurm.controller()
+    assert run.status().state is RunState.FAILED
+    run.dir.cancel_request.write_text("stopped early at step 10\n")
+    assert run.status().state is RunState.STOPPED_EARLY
+    run.dir.cancel_request.write_text("")
+    assert run.status().state is RunState.CANCELLED
+
+
 @pytest.mark.parametrize(
     ("squeue", "sacct"),
     [

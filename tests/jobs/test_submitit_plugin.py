@@ -19,7 +19,9 @@ from submitit.slurm.slurm import _make_sbatch_string
 from hpctrain import Executor
 from hpctrain.errors import SpecError
 from hpctrain.jobs.executor.parameters import to_options
+from hpctrain.jobs.runs.run import find_run
 from hpctrain.serialization import CallPayload
+from hpctrain.slurm.states import RunState
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
 
@@ -190,3 +192,26 @@ def test_hydra_submits_a_multirun(installed, tmp_path):
         logs = [log.read_text() for log in (array / f"task-{task}").glob("logs/attempt-000/rank-*.log")]
         assert [f"total {total}" in log for log in logs] == [True, True]
     assert "lr=2" in (tmp_path / "sweep/1/.hydra/overrides.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_hydra_submits_a_multirun_without_waiting(tmp_path):
+    """The jobs wait for a file that does not exist yet."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    app = REPOSITORY / "tests/scripts/hydra_app.py"
+    setup = "while [ ! -e go ]; do sleep 0.1; done"
+    done = run_command(
+        [
+            *(sys.executable, app, "--multirun", "+lr=1,2", "hydra.sweep.dir=sweep"),
+            *("hydra/launcher=hpctrain", "hydra.launcher.wait=false", f"hydra.launcher.setup=['{setup}']"),
+            *("+hydra.launcher.backend=local", "+hydra.launcher.code_snapshot=false"),
+        ],
+        cwd=tmp_path,
+        env={**environment(), "PYTHONPATH": str(REPOSITORY)},
+    )
+    (array,) = (tmp_path / "sweep" / "runs").iterdir()
+    assert f"#1: +lr=2, {array}/task-1" in done.stdout
+    run = find_run(str(array), tmp_path, environment())
+    assert run.status().state is RunState.PENDING
+    run.cancel()
+    assert run.wait_for_end(timeout=60).state is RunState.CANCELLED

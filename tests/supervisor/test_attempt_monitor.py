@@ -14,7 +14,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
-from hpctrain.supervisor.launch.job_step import SignalReceived, StepEnded, TaskExit
+from hpctrain.supervisor.launch.job_step import SignalReceived, StepEnded, StopRequested, TaskExit
 from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers import attempt_monitor
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
@@ -91,6 +91,13 @@ def test_preemption_is_forwarded_and_unresponsive_ranks_are_killed():
     assert step.signals == [signal.SIGTERM]
     assert step.killed
     assert outcome is AttemptOutcome.STOPPED
+
+
+def test_requested_stop_is_sent_to_the_ranks_and_unresponsive_ranks_are_killed():
+    outcome, step, _ = monitor(StopRequested("stopped early"), TaskExit(0, 75), StepEnded(75))
+    assert (outcome, step.signals, step.killed) == (AttemptOutcome.STOPPED, [signal.SIGTERM], False)
+    outcome, step, _ = monitor(StopRequested("stopped early"))
+    assert (outcome, step.signals, step.killed) == (AttemptOutcome.STOPPED, [signal.SIGTERM], True)
 
 
 def test_second_cancel_kills_unresponsive_ranks(monkeypatch):

@@ -15,6 +15,7 @@ from hpctrain.jobs.options.option import Option
 from hpctrain.jobs.options.option_value import (
     PROFILES_KEY,
     SITE_KEY,
+    SWEEP_KEY,
     OptionSource,
     OptionValue,
     find_option,
@@ -31,6 +32,8 @@ class ConfigFile:
     profiles: dict[str, list[OptionValue]] = field(default_factory=dict)
     site: list[yaml.Node] = field(default_factory=list)
     """The `site:` section: empty, or a single node."""
+    sweep: dict[str, str | list[str]] = field(default_factory=dict)
+    """The `sweep:` section: values of each hyper-parameter."""
 
 
 def read_config_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
@@ -75,12 +78,21 @@ class _Reader:
         for key, line, node in self._entries(root, "the file"):
             if key == SITE_KEY:
                 found.site.append(node)
+            elif key == SWEEP_KEY:
+                found.sweep.update(self._sweep(node))
             elif key != PROFILES_KEY:
                 found.plain.extend(self._option(key, node, line, None))
             elif not _is_null(node):
                 for name, _, section in self._entries(node, PROFILES_KEY):
                     found.profiles[name] = list(self._section(name, section))
         return found
+
+    def _sweep(self, node: yaml.Node) -> Iterator[tuple[str, str | list[str]]]:
+        for name, line, entry in self._entries(node, SWEEP_KEY):
+            source = OptionSource("", self._path, line)
+            entries = entry.value if isinstance(entry, yaml.SequenceNode) else [entry]
+            words = [self._text(f"{SWEEP_KEY}.{name}", each, source) or "" for each in entries]
+            yield name, words if isinstance(entry, yaml.SequenceNode) else words[0]
 
     def _section(self, profile: str, node: yaml.Node) -> Iterator[OptionValue]:
         if not _is_null(node):

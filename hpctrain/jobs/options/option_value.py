@@ -15,6 +15,8 @@ from hpctrain.text import suggest
 PROFILES_KEY = "profiles"
 #: Key of the site description in a file.
 SITE_KEY = "site"
+#: Key of the search space of `hpctrain sweep` in a file.
+SWEEP_KEY = "sweep"
 
 
 class OptionSource(NamedTuple):
@@ -57,10 +59,10 @@ def find_option(key: str, where: str) -> Option:
         return known[key]
     if key in known:
         raise SpecError(f"{where}{key!r} is only accepted on the command line, as {known[key].flag}.")
-    if key in (PROFILES_KEY, SITE_KEY):
+    if key in (PROFILES_KEY, SITE_KEY, SWEEP_KEY):
         raise SpecError(f"{where}{key!r} is a section of configuration files, not an option.")
     names = [name for name, option in known.items() if option.about.in_files]
-    hint = explain_foreign(key) or suggest(key, (*names, PROFILES_KEY, SITE_KEY))
+    hint = explain_foreign(key) or suggest(key, (*names, PROFILES_KEY, SITE_KEY, SWEEP_KEY))
     raise SpecError(f"{where}unknown option {key!r}. {hint}")
 
 

@@ -170,7 +170,7 @@ def check_completed(status: RunStatus) -> RunStatus:
     """
     from hpctrain.slurm.states import RunState
 
-    if status.state is RunState.COMPLETED:
+    if status.state in (RunState.COMPLETED, RunState.STOPPED_EARLY):
         return status
     if status.state is RunState.CANCELLED:
         raise RunFailed(f"Run {status.run_id} was cancelled.")

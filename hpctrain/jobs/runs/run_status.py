@@ -92,7 +92,7 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
     elif view is None:
         state, words = RunState.UNKNOWN, "the run record contains no job id, so the run was never submitted"
     elif view.state.ended and run.cancel_request.exists():
-        state = RunState.CANCELLED
+        state = RunState.STOPPED_EARLY if run.early_stop_reason() else RunState.CANCELLED
     elif view.state is RunState.COMPLETED:
         # A completed run records its completion: this run was stopped before that.
         state = RunState.FAILED

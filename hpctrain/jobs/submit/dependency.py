@@ -15,15 +15,15 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 from hpctrain.text import suggest
 
-_ANY_END = (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
+_ANY_END = tuple(state for state in RunState if state.ended)
 #: Kinds of sbatch(1) and the final states of a run that satisfy each; None if no state does.
 _FULFILLED_BY = {
     "after": _ANY_END,
     "afterany": _ANY_END,
     "afterburstbuffer": None,
-    "aftercorr": (RunState.COMPLETED,),
+    "aftercorr": (RunState.COMPLETED, RunState.STOPPED_EARLY),
     "afternotok": (RunState.FAILED, RunState.CANCELLED),
-    "afterok": (RunState.COMPLETED,),
+    "afterok": (RunState.COMPLETED, RunState.STOPPED_EARLY),
     "expand": None,
     "singleton": None,
 }

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
@@ -25,17 +25,23 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.validation import check_spec
 
+if TYPE_CHECKING:
+    from hpctrain.sweeps.sweep_record import SweepRecord
+
 #: Seconds: a supervisor that has recorded the end may not have exited yet, and checking the lock takes a
 #: moment.
 _LOCK_TIMEOUT_S = 5.0
 
 
-def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] = ()) -> Run:
+def submit_prepared(
+    submission: PreparedSubmission, functions: Sequence[bytes] = (), sweep: SweepRecord | None = None
+) -> Run:
     """Write the run folder and submit the job; for a job array, also write the folder of each task.
 
     Args:
         submission: the job.
         functions: the pickled calls of the run or of each task; empty if the ranks run a script.
+        sweep: the sweep whose trials are the tasks of the job array.
 
     Raises:
         SpecError: the folder cannot be written, or its run is still active.
@@ -45,6 +51,8 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
     folder = _folder(spec)
     run = Run(folder, submission.environ)
     tasks = spec.tasks()
+    if sweep is not None:
+        tasks = [replace(task, args=sweep.trial_args(task.array_task or 0)) for task in tasks]
     try:
         with (
             _claim_run(run, list(map(_folder, tasks))) as lock,
@@ -57,6 +65,8 @@ def submit_prepared(submission: PreparedSubmission, functions: Sequence[bytes] =
             function_of = dict(zip((part.run_dir for part in tasks or [spec]), functions, strict=False))
             for part in (*tasks, spec):
                 _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
+            if sweep is not None:
+                write_atomic(folder.sweep, sweep.text(), private=True)
             write_atomic(folder.git_ignore, "*\n", durable=False)
             # Slurm's forecast must be complete by now: it would count this job as a pending one.
             submission.preflight.get_forecast()
@@ -210,7 +220,14 @@ def _active_job_error(run: Run, job: str = "") -> SpecError:
 
 
 def _rollback(folder: RunDir) -> None:
-    for path in (folder.spec, folder.job_script, folder.slurm_log, folder.lock, folder.git_ignore):
+    for path in (
+        folder.spec,
+        folder.job_script,
+        folder.slurm_log,
+        folder.lock,
+        folder.git_ignore,
+        folder.sweep,
+    ):
         path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.logs.rmdir()

@@ -70,6 +70,13 @@ class SignalReceived:
 
 
 @dataclass(frozen=True)
+class StopRequested:
+    """A request of the supervisor itself to stop the ranks and end the run."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class HangDetected:
     """A hang: no rank makes progress, and the step must be ended."""
 
@@ -98,7 +105,9 @@ class LauncherStuck:
     """All tasks of the step have exited, but the launcher was not notified and would wait forever."""
 
 
-StepEvent = TaskExit | StepEnded | SignalReceived | HangDetected | StragglerDetected | LauncherStuck
+StepEvent = (
+    TaskExit | StepEnded | SignalReceived | StopRequested | HangDetected | StragglerDetected | LauncherStuck
+)
 EmitEvent = Callable[[StepEvent], None]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from hpctrain.rundir import STOPPED_EARLY
 from hpctrain.spec.job_spec import ResumeMode
 
 
@@ -131,4 +132,4 @@ def decide_ownership(state: OwnershipState) -> OwnershipDecision:
             return OwnershipDecision.OVER
         return OwnershipDecision.CANCEL if it.cancelled else OwnershipDecision.BEGIN
     # A run that ended in another state continues if the user restarts its job.
-    return OwnershipDecision.OVER if it.ended == "COMPLETED" else OwnershipDecision.BEGIN
+    return OwnershipDecision.OVER if it.ended in ("COMPLETED", STOPPED_EARLY) else OwnershipDecision.BEGIN

@@ -18,6 +18,7 @@ from hpctrain.supervisor.launch.job_step import (
     SignalReceived,
     StepEnded,
     StepEvent,
+    StopRequested,
     StragglerDetected,
     TaskExit,
     TaskResult,
@@ -97,6 +98,12 @@ class AttemptMonitor:
                     self.hang = event
                     log.error("%s", event.cause)
                     self._kill(step)
+            case StopRequested(reason):
+                if not self._killed:
+                    self.signals.append(signal.SIGTERM)
+                    log.info("stopping the ranks: %s", reason)
+                    self._signal_ranks(step, signal.SIGTERM)
+                    self._limit(STOP_GRACE_S, "the ranks to stop")
             case LauncherStuck():
                 if not self._killed:
                     log.warning(

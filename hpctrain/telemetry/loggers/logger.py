@@ -21,7 +21,9 @@ class LoggedRun:
     known: str | None = None
     """Value returned by `start` in an earlier attempt: the name of the run in the tracker."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the training, as plain values."""
+    """Settings and hyper-parameters of the training, as plain values."""
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    """Hyper-parameters alone."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -36,10 +36,11 @@ class LoggerConfig:
     """The module search path of the training, because a logger may be defined in one of its modules."""
     loggers: bytes
     """Pickled separately, because unpickling requires those modules."""
+    hparams: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Serialize the configuration for `read`."""
-        data = pickle.dumps((self.folder, self.config, self.sys_path, self.loggers))
+        data = pickle.dumps((self.folder, self.config, self.sys_path, self.loggers, self.hparams))
         return len(data).to_bytes(_HEAD, "big") + data
 
     @classmethod
@@ -62,7 +63,7 @@ def main() -> int:
         return 0
     sys.path += [path for path in config.sys_path if path not in sys.path]
     run = RunDir(Path(config.folder))
-    logged = LoggedRun(run.run_id, run.path, config=config.config)
+    logged = LoggedRun(run.run_id, run.path, config=config.config, hparams=config.hparams)
     ended, endings = threading.Event(), list[TrainingEnd]()
     dispatchers = [
         LoggerDispatcher(

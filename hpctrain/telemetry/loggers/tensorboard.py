@@ -25,6 +25,16 @@ class TensorBoard:
 
         folder = Path(self.folder) / run.run_id if self.folder else run.folder / "tensorboard"
         self._events: Any = EventFileWriter(str(folder))
+        if run.hparams:
+            self._log_hparams(run)
+
+    def _log_hparams(self, run: LoggedRun) -> None:
+        """Write the hyper-parameters for TensorBoard's HParams page; each attempt may write them."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        values = {name: value for name, value in run.hparams.items() if value is not None}
+        self._events.add_event(Event(summary=hparams_pb(values, trial_id=run.run_id)))
 
     def log(self, lines: Sequence[MetricRecord]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

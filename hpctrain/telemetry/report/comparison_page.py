@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.html_renderer import render_page
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
 from hpctrain.telemetry.report.summary import comparison_rows, spec_differences
+from hpctrain.telemetry.report.trial_table import best_first, make_trial_table
 from hpctrain.text import format_duration
 
 _MAX_POINTS = 2000
@@ -23,8 +26,9 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
     See `render_page`.
     """
     charts: list[dict[str, Any]] = []
+    ordered = best_first(runs)
     names = dict.fromkeys(name for run in runs for name in run.curves.names)
-    shown = [_chart(name, place, runs, charts) for place, name in enumerate(list(names)[:_MAX_METRICS])]
+    shown = [_chart(name, place, ordered, charts) for place, name in enumerate(list(names)[:_MAX_METRICS])]
     ledgers = [
         (run.run_id, format_duration(run.breakdown.wall_us / 1e6), time_breakdown_rows(run.breakdown))
         for run in runs
@@ -36,18 +40,26 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
         data={"charts": charts, "heats": []},
         runs=runs,
         charts=shown,
-        curves_omitted=[run.run_id for run in runs[_MAX_CURVES:]],
+        curves_omitted=[run.run_id for run in ordered[_MAX_CURVES:]],
         figures=comparison_rows(runs),
+        trials=make_trial_table(runs),
         ledgers=[each for each in ledgers if each[2]],
         kinds=next((rows for _, _, rows in ledgers if rows), []),
         differences=spec_differences(runs),
     )
 
 
+def _label(run: RunData, varying: Sequence[str]) -> str:
+    """Return the name of a curve: the hyper-parameters that differ between the runs, or the run id."""
+    words = [f"{name}={run.hparams[name]}" for name in varying if name in run.hparams]
+    return f"{Path(run.folder).name}: {' '.join(words)}" if words else run.run_id
+
+
 def _chart(name: str, place: int, runs: Sequence[RunData], charts: list[dict[str, Any]]) -> dict[str, Any]:
     identity = f"metric-{place}"
+    varying = varying_hparams([run.hparams for run in runs])
     curves = [
-        curve_data(run.run_id, points, _MAX_POINTS, run.curves.not_finite(name))
+        curve_data(_label(run, varying), points, _MAX_POINTS, run.curves.not_finite(name))
         for run in runs[:_MAX_CURVES]
         if (points := run.curves.points(name))
     ]

@@ -25,6 +25,8 @@ def json_report(run_data: RunData) -> dict[str, Any]:
         "step": run_data.step,
         "loss": run_data.curves.last("loss"),
         "loss_is_no_number_since": run_data.curves.no_number_since("loss"),
+        "hparams": run_data.hparams,
+        "best": None if run_data.best is None else asdict(run_data.best),
         "lowest_loss": None if lowest is None else {"step": lowest[0], "loss": lowest[1]},
         "last": {name: run_data.curves.last(name) for name in run_data.curves.names},
         "steps_per_s": run_data.steps_per_s,

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.redaction import redact_environment, redact_spec
-from hpctrain.rundir import RunDir, is_event
+from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
 from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
+from hpctrain.telemetry.hparams import HparamValue, merge_hparams
 from hpctrain.telemetry.report.artifacts import (
     CheckpointRecord,
     CodeVersion,
@@ -25,6 +26,7 @@ from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_can
 from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
 from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
 from hpctrain.telemetry.report.metric_curves import CurvePoint, MetricCurves, step_rates
+from hpctrain.telemetry.report.run_results import BestValue, find_best
 
 _ACTIVE_STATES = ("PENDING", "RUNNING")
 
@@ -63,6 +65,9 @@ class RunData:
     devices: DeviceMetrics
     environment: dict[str, Any]
     """Environment of the newest attempt, and the settings of its training."""
+    hparams: dict[str, HparamValue]
+    best: BestValue | None
+    """Best value of the metric that the user steers by."""
     resubmit_command: list[str]
     reports_steps: bool | None
     """True if the script reports its steps; None if unknown."""
@@ -122,10 +127,13 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         (breakdown.spans[0].start_us, breakdown.spans[-1].end_us) if breakdown.spans else (0, 0)
     )
     attempts = read_attempts(events, breakdown, curves.by_attempt)
-    if attempts and name == "CANCELLED":
+    if attempts and name in ("CANCELLED", STOPPED_EARLY):
         mark_cancelled(attempts[-1])
     elif attempts and attempts[-1].end is None and name == "FAILED":
         attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
+    spec, environment = redact_spec(read_spec(run.spec)), redact_environment(read_environment(run))
+    hparams = merge_hparams(spec, environment)
+    environment.pop("hparams", None)
     return RunData(
         run_id=run.run_id,
         folder=str(run.path),
@@ -134,7 +142,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         cause=state.cause or _recorded_cause(events, attempts, name),
         now=now,
         events=events,
-        spec=redact_spec(read_spec(run.spec)),
+        spec=spec,
         breakdown=breakdown,
         goodput=compute_goodput(breakdown, curves.effective.values()),
         curves=curves,
@@ -142,7 +150,9 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         checkpoints=read_checkpoints(run, events),
         rates=step_rates(metrics, start_us / 1e6),
         codes=read_codes(run),
-        environment=redact_environment(read_environment(run)),
+        environment=environment,
+        hparams=hparams,
+        best=find_best(run.checkpoints, curves, environment),
         devices=read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6),
         resubmit_command=list(state.resubmit_command),
         reports_steps=reports,

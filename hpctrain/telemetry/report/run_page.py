@@ -62,6 +62,7 @@ def render_run_page(run_data: RunData, *, live_s: int | None = None) -> str:
         data={"charts": charts, "heats": [{**heat, "means": None} for heat in heats]},
         facts=run_data,
         subtitle=_subtitle(run_data),
+        hparams=[(name, format_setting(value)) for name, value in run_data.hparams.items()],
         story=summarize(run_data),
         figures=key_figures(run_data),
         loss=loss,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from hpctrain.telemetry.accounting.metric_fields import describe_step, why_unknown
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.attempts import Attempt
 from hpctrain.telemetry.report.run_data import RunData, format_setting
-from hpctrain.text import format_duration, format_number, format_share, pluralize
+from hpctrain.text import format_count, format_duration, format_number, format_share, pluralize
 
 #: Short description of each category of the time breakdown.
 CATEGORY_TEXT = {
@@ -136,6 +137,7 @@ def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
         why = why_unknown(run_data.reports_steps)
         steps, productive, lost = ((name, "unknown", why) for name in ("Steps", "Productive", "Lost work"))
     shown = [
+        *_best(run_data),
         steps,
         ("Loss", run_data.curves.last_text("loss"), at),
         ("Time", format_duration(run_data.breakdown.wall_us / 1e6), "from submission to " + _until(run_data)),
@@ -146,6 +148,16 @@ def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
     if run_data.goodput.mfu is not None:
         shown.append(("MFU", format_share(run_data.goodput.mfu), "model FLOPs utilization"))
     return shown
+
+
+def _best(run_data: RunData) -> list[tuple[str, str, str]]:
+    """Return the best value of the metric that the user steers by, unless it is the training loss."""
+    if (best := run_data.best) is None or best.metric == "loss":
+        return []
+    saved = ""
+    if best.checkpoint_step is not None:
+        saved = f"; best checkpoint: step {format_count(best.checkpoint_step)}"
+    return [(best.metric, format_number(best.value), f"best, at step {format_count(best.step)}{saved}")]
 
 
 def _rate(run_data: RunData) -> str:
@@ -164,7 +176,15 @@ _OWN = frozenset({"run_id", "run_dir", "code"})
 
 def comparison_rows(runs: Sequence[RunData]) -> list[list[str]]:
     """Return one row per figure: the name, and the value in each run."""
-    told = [{"State": run.state, **{name: value for name, value, _ in key_figures(run)}} for run in runs]
+    varying = varying_hparams([run.hparams for run in runs])
+    told = [
+        {
+            **{name: format_setting(run.hparams[name]) for name in varying if name in run.hparams},
+            "State": run.state,
+            **{name: value for name, value, _ in key_figures(run)},
+        }
+        for run in runs
+    ]
     names = list(dict.fromkeys(name for each in told for name in each))
     return [[name, *(each.get(name, "–") for each in told)] for name in names]
 

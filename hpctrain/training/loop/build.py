@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import MICRO_BATCH_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.telemetry.hparams import collect_hparams
 from hpctrain.telemetry.loggers import find_loggers
 from hpctrain.training.base.precision import cast_module, make_scaler
 from hpctrain.training.callbacks import CallbackList
@@ -221,6 +223,11 @@ def _make_loggers(parts: Components, environ: Mapping[str, str]) -> LoggerProces
     if not parts.context.ranks.is_main:
         return LoggerProcess([], None, {}, parts.progress.print_message)
     environment = collect_environment(parts.settings, parts.context, parts.strategy.gradient_parts())
+    # A LightningModule has the values of `save_hyperparameters()`.
+    own = getattr(parts.module, "hparams", None)
+    environment["hparams"] = collect_hparams(
+        own if isinstance(own, Mapping) else None, parts.settings.hparams, args=sys.argv[1:]
+    )
     parts.log.write_environment({**environment, "code": hash_code(environ)})
     # A verification is not a run of its own for the user's trackers.
     loggers = [] if VERIFY_STEPS_VARIABLE in environ else find_loggers(parts.settings.loggers)

@@ -46,6 +46,7 @@ _OPTIONS = (
     "loss_spike_threshold",
     "log_every",
     "loggers",
+    "hparams",
     "record_samples",
     "num_workers",
     "prefetch_factor",

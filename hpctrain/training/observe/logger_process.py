@@ -51,9 +51,12 @@ class LoggerProcess:
         elif loggers and run is not None:
             parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
             pickled = dumps(list(loggers), "Trainer", parts)
-            plain = {name: value for name, value in environment.items() if name != "settings"}
-            config = {**plain, **environment["settings"]}
-            self._order = LoggerConfig(str(run.path), config, [*sys.path], pickled).to_bytes()
+            plain = {
+                name: value for name, value in environment.items() if name not in ("settings", "hparams")
+            }
+            hparams = environment.get("hparams", {})
+            config = {**plain, **environment["settings"], **hparams}
+            self._order = LoggerConfig(str(run.path), config, [*sys.path], pickled, hparams).to_bytes()
 
     def __enter__(self) -> Self:
         if self._order:

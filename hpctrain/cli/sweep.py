@@ -1,0 +1,433 @@
+"""`hpctrain sweep`: submit a script with many hyper-parameters, as one job array."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from hpctrain.cli import submit
+from hpctrain.cli.common import (
+    echo_json,
+    json_option,
+    one_line,
+    open_run,
+    program_name,
+    run_argument,
+    run_reference,
+    short_path,
+)
+from hpctrain.errors import SpecError, UserError
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
+from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.rundir import RunDir
+from hpctrain.spec.program import ProgramKind
+from hpctrain.sweeps.stopping_rules import StoppingRule
+from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep
+from hpctrain.telemetry.report.run_results import Mode, describe_results
+from hpctrain.text import pluralize
+
+if TYPE_CHECKING:
+    from hpctrain.cli.results_table import ResultRow
+    from hpctrain.jobs.runs.run import Run
+
+
+class _SubmitByDefault(click.Group):
+    """A group that submits a sweep if the first word is not a subcommand."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["submit", *args]
+        return super().parse_args(ctx, args)
+
+
+class _SweepSubmitCommand(submit.SubmitCommand):
+    """The options of `submit` also apply, but its help lists them."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        click.Command.format_options(self, ctx, formatter)
+
+
+@click.group("sweep", cls=_SubmitByDefault)
+def command() -> None:
+    """Submit a script with many hyper-parameters as one job array, and compare the results.
+
+    \b
+        hpctrain sweep --over lr=1e-4,3e-4,1e-3 --over seed=0:5 train.py
+        hpctrain sweep status RUN
+        hpctrain sweep best RUN
+    """  # noqa: D301
+
+
+def _over(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
+    pairs = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{value!r} is not of the form NAME=VALUES.")
+        pairs[name] = text
+    return pairs
+
+
+_over_option = click.option(
+    "--over",
+    "over",
+    multiple=True,
+    callback=_over,
+    metavar="NAME=VALUES",
+    help="Hyper-parameter and its values: a list (1e-4,3e-4), integers (0:5 is 0 to 4), a range for --random "
+    "(1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",
+)
+_random_option = click.option(
+    "--random", "number", type=click.IntRange(min=1), metavar="N", help="Draw N random trials, not a grid."
+)
+
+
+_concurrent_option = click.option(
+    "--concurrent",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of concurrent trials.  [default: that of the sweep; otherwise Slurm's limits, or 1 "
+    "on this machine]",
+)
+
+
+@command.command(
+    "submit",
+    cls=_SweepSubmitCommand,
+    context_settings=submit.command.context_settings,
+)
+@_over_option
+@_random_option
+@click.option("--sweep-seed", type=int, metavar="SEED", help="Seed of --random.  [default: 0]")
+@click.option(
+    "--as",
+    "form",
+    default=DEFAULT_FORMAT,
+    show_default=True,
+    metavar="FORMAT",
+    help="Format of a hyper-parameter's arguments, such as '{name}={value}' for Hydra.",
+)
+@_concurrent_option
+@click.option(
+    "--metric",
+    metavar="NAME",
+    help="Metric that ranks the trials.  [default: that of keep_best, otherwise a validation metric]",
+)
+@click.option("--mode", type=click.Choice(get_args(Mode)), help="Direction of --metric.  [default: min]")
+@click.option(
+    "--stop-early",
+    "rule",
+    metavar="RULE",
+    help="Stop losing trials by --metric: median, asha or asha:FACTOR.  [default: run all trials to the end]",
+)
+@click.option(
+    "--min-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --stop-early, the first step at which a trial can be stopped.  [default: 100]",
+)
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def submit_(
+    ctx: click.Context,
+    /,
+    over: dict[str, str],
+    number: int | None,
+    sweep_seed: int | None,
+    form: str,
+    concurrent: int | None,
+    metric: str | None,
+    mode: Mode | None,
+    rule: str | None,
+    min_steps: int | None,
+    args: tuple[str, ...],
+    **asked: Any,
+) -> None:
+    """Submit SCRIPT once per trial. A trial's hyper-parameters are passed to it after ARGS.
+
+    All options of `hpctrain submit` apply to each trial. Each trial is a normal run.
+    """
+    space: dict[str, str | list[str]] = {**over}
+    if not over:
+        given = {name: value for name, value in asked.items() if name in all_options()}
+        for file in resolve_options(given, cwd=Path.cwd(), environ=os.environ).files:  # type: ignore[arg-type]
+            space |= file.sweep
+    if not space:
+        where = " before SCRIPT" if "--over" in args else ""
+        raise click.UsageError(
+            f"No hyper-parameters. Use --over NAME=VALUES{where}, or `sweep:` in hpctrain.yaml."
+        )
+    if rule is not None and metric is None:
+        raise click.UsageError("--stop-early compares trials by a metric. Add --metric NAME.")
+    if rule is None and min_steps is not None:
+        raise click.UsageError("--min-steps has no effect without --stop-early. Add --stop-early asha.")
+    if number is None and sweep_seed is not None:
+        raise click.UsageError("--sweep-seed has no effect on a grid. Add --random N.")
+    stopping = StoppingRule.parse(rule, metric, mode or "min", min_steps or 100) if rule and metric else None
+    record = SweepRecord(
+        args=args,
+        format=form,
+        space=space,
+        folder=str(Path.cwd()),
+        sampler="grid" if number is None else "random",
+        seed=sweep_seed or 0,
+        concurrent=concurrent or 0,
+        metric=metric,
+        mode=mode,
+        stopping=stopping,
+    ).with_trials(number or 0)
+    _submit(ctx, record, range(len(record.trials)), asked)
+
+
+def _submit(
+    ctx: click.Context, record: SweepRecord, indices: Sequence[int], params: Mapping[str, Any]
+) -> None:
+    """Submit trials as one job array. `params` are those of `hpctrain submit`."""
+    asked = {name: value for name, value in params.items() if name in all_options()}
+    if asked.get("array") is not None:
+        raise click.UsageError("A sweep sets --array itself. Use --concurrent to limit concurrent trials.")
+    kind: ProgramKind = "module" if params["as_module"] else "command" if submit.is_command(ctx) else "script"
+    submission = prepare_submission(
+        params["script"],
+        record.args,
+        asked,  # type: ignore[arg-type]
+        source=COMMAND_LINE_SOURCE,
+        assignments=[*params["assignments"], f"array={record.array(indices)}"],
+        environ=os.environ,
+        cwd=Path.cwd(),
+        python=sys.executable,
+        program=kind,
+        dry_run=params["dry_run"],
+    )
+    folder = RunDir(Path(submission.spec.run_dir))
+    if "over" in ctx.params and folder.sweep.exists():
+        handle = run_reference(submission.spec.run_dir)
+        raise SpecError(
+            f"{short_path(folder.path)} (--run-dir) already contains a sweep. Use "
+            f"`hpctrain sweep resume {handle}` or `sweep extend`, or choose another folder."
+        )
+    for note in submission.notes:
+        click.echo(note.replace(f"--array {record.array(indices)}%2", "--concurrent 2"), err=True)
+    if params["dry_run"]:
+        for index in indices:
+            click.echo(f"task-{index}: {' '.join(record.trial_args(index))}")
+        return
+    from hpctrain.jobs.submit.submit import submit_prepared
+
+    run = submit_prepared(submission, sweep=record)
+    if params["as_json"]:
+        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": str(run.dir)}
+        echo_json(facts | {"backend": submission.backend.name, "trials": list(indices)})
+        return
+    handle, name = run_reference(str(run.dir)), program_name()
+    click.echo(
+        f"Sweep {run.run_id}: {pluralize(len(indices), 'trial')}, job {run.job_id} "
+        f"({submission.backend.name}), folder {short_path(run.dir.path)}"
+    )
+    words = ("status", "best", "cancel")
+    click.echo("Next: " + "  |  ".join(f"{name} sweep {word} {handle}" for word in words))
+
+
+def _rows(run: Run, record: SweepRecord | None, metric: str | None, mode: Mode | None) -> list[ResultRow]:
+    """Return the trials of a sweep, best first."""
+    from hpctrain.cli.results_table import read_rows, sort_rows
+    from hpctrain.jobs.runs.run import query_statuses
+
+    if not run.dir.tasks():
+        raise UserError(f"Run {run.run_id} is neither a sweep nor a job array. Use `hpctrain status`.")
+    if record is not None:
+        mode = mode or (record.mode if metric in (None, record.metric) else None)
+        metric = metric or record.metric
+    rows = read_rows(query_statuses(run.tasks(), skip_unreadable=True), metric, mode)
+    best = next((results.best for _, results in rows if results.best), None)
+    return rows if best is None else sort_rows(rows, best.metric, reverse=best.mode == "max")
+
+
+_metric_options = (
+    click.option(
+        "--metric", metavar="NAME", help="Metric that ranks the trials.  [default: that of the sweep]"
+    ),
+    click.option("--mode", type=click.Choice(get_args(Mode)), help="Direction of --metric."),
+)
+
+
+def _ranking(function: Any) -> Any:
+    for option in reversed(_metric_options):
+        function = option(function)
+    return run_argument(json_option(function))
+
+
+@command.command("status")
+@_ranking
+def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_json: bool) -> None:
+    """Show all trials of the sweep RUN, best first, with their states and causes of failures."""
+    from hpctrain.cli.results_table import as_document, echo_rows
+
+    found = open_run(run, runs_dir)
+    record = read_sweep(found.dir)
+    whole, rows = found.status(), _rows(found, record, metric, mode)
+    if as_json:
+        echo_json(
+            {
+                "run_id": found.run_id,
+                "state": whole.state,
+                "states": whole.tasks,
+                "sweep": None if record is None else asdict(record),
+                "trials": [as_document(row) for row in rows],
+            }
+        )
+        return
+    click.echo(f"{found.run_id}: {whole.words}")
+    echo_rows(rows, list(record.space) if record is not None else ())
+    for its, _ in rows:
+        if its.cause or its.note:
+            click.echo(f"{its.run_id}: {one_line(its.cause or its.note or '')}")
+            if its.cause and its.log:
+                click.echo(f"    log: {short_path(its.log)}")
+
+
+@command.command("best")
+@_ranking
+def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_json: bool) -> None:
+    """Show the best trial of the sweep RUN, with its hyper-parameters and its best checkpoint."""
+    from hpctrain.cli.results_table import as_document
+
+    found = open_run(run, runs_dir)
+    rows = _rows(found, read_sweep(found.dir), metric, mode)
+    if not rows or (value := rows[0][1].best) is None:
+        name = f"the metric {metric!r}" if metric else "a metric"
+        raise UserError(f"No trial of {found.run_id} has logged {name} yet. See `hpctrain list {run}`.")
+    its, results = rows[0]
+    if as_json:
+        echo_json(as_document(rows[0]))
+        return
+    click.echo(f"{'trial':<12}{its.run_id} ({its.state})")
+    for title, text in describe_results(results).items():
+        click.echo(f"{title:<12}{one_line(text)}")
+    if value.checkpoint is not None:
+        handle = run_reference(its.run_dir)
+        click.echo(f"{'checkpoint':<12}{short_path(value.checkpoint)}")
+        step = f"--step {value.checkpoint_step}"
+        click.echo(f"{'next':<12}{program_name()} checkpoints export {handle} model.safetensors {step}")
+
+
+@command.command("resume", context_settings={"ignore_unknown_options": True})
+@click.pass_context
+@_concurrent_option
+@run_argument
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def resume(
+    ctx: click.Context, run: str, runs_dir: Path, concurrent: int | None, options: tuple[str, ...]
+) -> None:
+    """Submit the trials of the sweep RUN that failed, were cancelled, or never ran.
+
+    Completed and active trials are left unchanged. OPTIONS of `hpctrain submit`, such as --time 4:00:00,
+    override those of the last submission.
+    """
+    found, record = _open_sweep(run, runs_dir)
+    from hpctrain.jobs.runs.run import query_statuses
+    from hpctrain.slurm.states import RunState
+
+    done = (RunState.FAILED, RunState.CANCELLED)
+    statuses = zip(found.dir.tasks(), query_statuses(found.tasks()), strict=True)
+    states = {index: its.state for index, its in statuses}
+    missing = [
+        index for index in range(len(record.trials)) if (state := states.get(index)) is None or state in done
+    ]
+    if not missing:
+        raise SpecError(f"Nothing to resume: every trial of {found.run_id} is complete or active.")
+    _resubmit(ctx, found, record, missing, concurrent, options)
+
+
+@command.command("extend", context_settings={"ignore_unknown_options": True})
+@click.pass_context
+@_over_option
+@_random_option
+@_concurrent_option
+@run_argument
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def extend(
+    ctx: click.Context,
+    run: str,
+    runs_dir: Path,
+    over: dict[str, str],
+    number: int | None,
+    concurrent: int | None,
+    options: tuple[str, ...],
+) -> None:
+    """Add trials to the sweep RUN: other values of the grid, or more random trials.
+
+    Existing trials are not repeated. OPTIONS are those of `hpctrain submit`.
+    """
+    found, record = _open_sweep(run, runs_dir)
+    if unknown := [name for name in over if name not in record.space]:
+        raise UserError(
+            f"The sweep has no hyper-parameter {unknown[0]!r} (--over), but {', '.join(record.space)}. "
+            "Submit another sweep."
+        )
+    if record.sampler != "grid" and number is None:
+        raise click.UsageError("This sweep draws random trials. Add --random N.")
+    if record.sampler == "grid" and not over:
+        raise click.UsageError("This sweep is a grid. Add values: --over NAME=VALUES.")
+    larger = replace(record, space={**record.space, **over}).with_trials(number or 0)
+    new = range(len(record.trials), len(larger.trials))
+    if not new:
+        raise SpecError(f"The sweep {found.run_id} already has all of these trials.")
+    _resubmit(ctx, found, larger, new, concurrent, options)
+
+
+@command.command("cancel")
+@run_argument
+@json_option
+@click.pass_context
+def cancel(ctx: click.Context, /, **arguments: Any) -> None:
+    """Cancel all trials of the sweep RUN that have not ended, after saving their states."""
+    from hpctrain.cli.cancel import command as cancel_command
+
+    ctx.invoke(cancel_command, **arguments)
+
+
+def _open_sweep(run: str, runs_dir: Path) -> tuple[Run, SweepRecord]:
+    found = open_run(run, runs_dir)
+    if (record := read_sweep(found.dir)) is None:
+        raise UserError(f"Run {found.run_id} is not a sweep. Use `hpctrain resume` for other runs.")
+    return found, record
+
+
+def _resubmit(
+    ctx: click.Context,
+    run: Run,
+    record: SweepRecord,
+    indices: Sequence[int],
+    concurrent: int | None,
+    options: Sequence[str],
+) -> None:
+    """Submit trials with the options of the last submission."""
+    from hpctrain.cli.resubmit_command import submit_arguments
+    from hpctrain.spec.load_spec import load_spec
+
+    spec = load_spec(run.dir.spec)
+    words, call = submit_arguments({**asdict(spec), "array": None, "args": record.args})
+    os.chdir(spec.workdir)
+    arguments = [*words, *options, "--run-dir", str(run.dir.path.absolute()), *call]
+    record = replace(record, concurrent=concurrent or record.concurrent)
+    with submit.command.make_context("submit", arguments, parent=ctx.parent) as inner:
+        if inner.params["follow"] or inner.params["explain"]:
+            raise click.UsageError(
+                "A sweep has no --follow and no --show-config. Use `hpctrain logs -f RUN`."
+            )
+        _submit(inner, record, indices, inner.params)
+
+
+for _param in submit.options():
+    if _param.name not in ("explain", "follow"):
+        _param.hidden = True
+        submit_.params.append(_param)

@@ -1,0 +1,103 @@
+"""Early stopping of a sweep's losing trials: each supervisor compares its trial with the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from hpctrain import system
+from hpctrain.errors import UserError
+from hpctrain.files import read_json_lines, write_atomic
+from hpctrain.records.log_tail import RecordTail
+from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
+from hpctrain.supervisor.launch.job_step import StepEvent, StopRequested
+from hpctrain.sweeps.stopping_rules import StoppingRule, TrialCurve, TrialReport
+from hpctrain.sweeps.sweep_record import read_sweep
+
+log = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 1.0
+#: Seconds per trial between two comparisons, to limit the load on the file system.
+_INTERVAL_PER_TRIAL_S = 0.02
+
+
+@dataclass
+class EarlyStoppingMonitor:
+    """Watches the metric of a trial while an attempt trains, and stops the ranks if the trial loses.
+
+    A trial reports its metric at the steps of decisions in its own folder, where the others read it. It is
+    judged by its newest report, again whenever another trial has reached that step.
+    """
+
+    run: RunDir
+    events: system.SimpleQueue[StepEvent]
+
+    def __post_init__(self) -> None:
+        self._ended = system.Event()
+
+    def __enter__(self) -> Self:
+        if (rule := self._rule()) is not None:
+            system.Thread(
+                target=self._watch, args=(rule,), name="hpctrain-early-stopping", daemon=True
+            ).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+
+    def _rule(self) -> StoppingRule | None:
+        """Return the rule of the sweep; None if the user resumed a trial that had been stopped early."""
+        if self.run.array is None:
+            return None
+        try:
+            sweep = read_sweep(self.run.array)
+        except UserError as error:
+            log.warning("the trial will not be stopped early: %s", error)
+            return None
+        stopped = any(event.get("state") == STOPPED_EARLY for event in self.run.read_events())
+        return None if sweep is None or stopped else sweep.stopping
+
+    def _watch(self, rule: StoppingRule) -> None:
+        tail, curve = RecordTail(self.run.metrics, is_metrics), TrialCurve(rule)
+        newest = max(self._reports(self.run), key=lambda report: report.step, default=None)
+        due = 0.0
+        while not self._ended.wait(_POLL_INTERVAL_S):
+            with suppress(OSError):
+                for report in filter(None, map(curve.add, tail.read())):
+                    if newest is None or report.step > newest.step:
+                        self.run.storage.append(self.run.early_stopping, report.record())
+                        newest, due = report, 0.0
+                if newest is None or system.monotonic() < due:
+                    continue
+                trials = self._trials()
+                due = system.monotonic() + _INTERVAL_PER_TRIAL_S * len(trials)
+                others = [
+                    each for trial in trials for each in self._reports(trial) if each.step == newest.step
+                ]
+                if reason := rule.reason_to_stop(newest, others):
+                    self._stop(reason)
+                    return
+
+    def _trials(self) -> list[RunDir]:
+        """Return the other trials of the sweep."""
+        array = self.run.array
+        assert array is not None
+        return [trial for trial in map(array.task, array.tasks()) if trial.path != self.run.path]
+
+    def _reports(self, trial: RunDir) -> Iterator[TrialReport]:
+        for record in read_json_lines(trial.early_stopping):
+            with suppress(KeyError, TypeError, ValueError):
+                yield TrialReport.from_record(record)
+
+    def _stop(self, reason: str) -> None:
+        if self._ended.is_set():
+            return
+        # The reason distinguishes this request from that of a user.
+        write_atomic(self.run.cancel_request, f"{reason}\n", durable=False)
+        self.events.put(StopRequested(reason))

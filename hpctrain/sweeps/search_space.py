@@ -1,0 +1,137 @@
+"""Search space of a sweep: values and ranges of hyper-parameters, as grid or random samples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import UserError
+from hpctrain.slurm.job_array import MAX_TASKS
+
+#: Values of a trial by hyper-parameter, as they are passed to the script.
+TrialValues = dict[str, str]
+
+_NAME = re.compile(r"[A-Za-z_][\w./@-]*")
+_RANGE = re.compile(r"(-?\d+):(-?\d+)(?::(-?\d+))?", re.ASCII)
+_BOUNDS = re.compile(r"(log:)?([^.].*?)\.\.(.+)")
+_FORMS = "Examples: lr=1e-4,3e-4; seed=0:5 (0 to 4); lr=log:1e-5..1e-1 (with --random); name=@values.txt"
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """A continuous or integer range, from which only random samples can be drawn."""
+
+    low: float
+    high: float
+    is_log: bool = False
+    is_integer: bool = False
+
+    def draw(self, generator: random.Random) -> str:
+        """Return a uniform sample; uniform in the logarithm if `is_log`."""
+        if self.is_integer and not self.is_log:
+            return str(generator.randint(int(self.low), int(self.high)))
+        if not self.is_log:
+            return f"{generator.uniform(self.low, self.high):.6g}"
+        value = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
+        return str(round(value)) if self.is_integer else f"{value:.6g}"
+
+
+Values = Sequence[str] | ValueRange
+SearchSpace = Mapping[str, Values]
+
+
+def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[str, Values]:
+    """Parse the values of each hyper-parameter; a list contains the values themselves.
+
+    Args:
+        given: text by name, such as `1e-4,3e-4`, `0:5`, `log:1e-5..1e-1` or `@values.txt`.
+        folder: folder of files with values.
+
+    Raises:
+        UserError: a name or its values are invalid, or a file cannot be read.
+    """
+    space: dict[str, Values] = {}
+    for name, text in given.items():
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{name!r} is not a valid name of a hyper-parameter (--over). {_FORMS}.")
+        values = _parse(name, text, folder) if isinstance(text, str) else list(map(str, text))
+        if not isinstance(values, ValueRange):
+            values = list(dict.fromkeys(values))
+            if not values or "" in values:
+                raise UserError(f"--over {name}={text!r} has an empty value. {_FORMS}.")
+        space[name] = values
+    return space
+
+
+def _parse(name: str, text: str, folder: Path) -> Values:
+    if text.startswith("@"):
+        path = folder / text[1:]
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            words = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"Cannot read the values of {name} from {str(path)!r} (--over): {words}."
+            ) from error
+        return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if match := _RANGE.fullmatch(text):
+        step = int(match[3] or 1)
+        numbers = range(int(match[1]), int(match[2]), step) if step else range(0)
+        if not 0 < len(numbers) <= MAX_TASKS:
+            raise UserError(
+                f"--over {name}={text} has {len(numbers)} values, not 1 to {MAX_TASKS}. {_FORMS}."
+            )
+        return list(map(str, numbers))
+    if match := _BOUNDS.fullmatch(text):
+        return _parse_bounds(name, text, match)
+    return [part.strip() for part in text.split(",")]
+
+
+def _parse_bounds(name: str, text: str, match: re.Match[str]) -> ValueRange:
+    try:
+        low, high = float(match[2]), float(match[3])
+    except ValueError:
+        raise UserError(f"--over {name}={text}: the bounds must be numbers. {_FORMS}.") from None
+    is_log = match[1] is not None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high) or (is_log and low <= 0):
+        least = "positive, and " if is_log else ""
+        raise UserError(f"--over {name}={text}: the bounds must be {least}in ascending order. {_FORMS}.")
+    is_integer = all(re.fullmatch(r"-?\d+", bound) for bound in (match[2], match[3]))
+    return ValueRange(low, high, is_log, is_integer)
+
+
+def grid(space: SearchSpace) -> list[TrialValues]:
+    """Return all combinations of the values; the last hyper-parameter varies fastest.
+
+    Raises:
+        UserError: a hyper-parameter has a range, or there are too many combinations.
+    """
+    lists: list[Sequence[str]] = []
+    for name, values in space.items():
+        if isinstance(values, ValueRange):
+            raise UserError(
+                f"{name} is a range (--over), which a grid cannot enumerate. Add --random N, or list values."
+            )
+        lists.append(values)
+    if (number := math.prod(map(len, lists))) > MAX_TASKS:
+        raise UserError(f"The grid has {number} trials (--over), but a sweep has at most {MAX_TASKS}.")
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*lists)]
+
+
+def draw_trials(space: SearchSpace, numbers: Iterable[int], seed: int) -> list[TrialValues]:
+    """Draw the values of trials. Those of a trial depend only on the seed and its number."""
+    trials = []
+    for number in numbers:
+        generator = random.Random(f"{seed}:{number}")
+        trials.append(
+            {
+                name: values.draw(generator) if isinstance(values, ValueRange) else generator.choice(values)
+                for name, values in space.items()
+            }
+        )
+    return trials

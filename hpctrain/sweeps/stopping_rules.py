@@ -1,0 +1,140 @@
+"""Rules that stop losing trials early, by comparing a metric at the same step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpctrain.errors import UserError
+from hpctrain.text import format_number, pluralize
+
+RuleName = Literal["median", "asha"]
+
+#: Number of other trials that the median rule requires.
+_MIN_OTHERS = 3
+
+
+@dataclass(frozen=True)
+class TrialReport:
+    """Values of a trial up to a step; lower is better, and infinite without a finite value."""
+
+    step: int
+    best: float
+    mean: float
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as a line of `early_stopping.jsonl`."""
+        values = {"best": self.best, "mean": self.mean}
+        return {"step": self.step} | {name: v if math.isfinite(v) else None for name, v in values.items()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> TrialReport:
+        """Read a line of `early_stopping.jsonl`."""
+        best, mean = (math.inf if record[name] is None else float(record[name]) for name in ("best", "mean"))
+        return cls(int(record["step"]), best, mean)
+
+
+@dataclass(frozen=True)
+class StoppingRule:
+    """A rule that decides if a trial is stopped.
+
+    `median`: the best value of the trial is worse than the median of the other trials' running means
+    (Golovin et al., Google Vizier, 2017). `asha`: the trial is not among the best 1/`factor` trials that have
+    reached the step (Li et al., A System for Massively Parallel Hyperparameter Tuning, 2020).
+    """
+
+    name: RuleName
+    metric: str
+    mode: Literal["min", "max"]
+    min_steps: int
+    """No trial is stopped before this step."""
+    factor: int = 3
+    """Ratio between the steps of two decisions, and of the trials before and after it; for `asha`."""
+
+    @classmethod
+    def parse(cls, text: str, metric: str, mode: Literal["min", "max"], min_steps: int) -> StoppingRule:
+        """Parse `median`, `asha` or `asha:FACTOR`.
+
+        Raises:
+            UserError: there is no such rule, or the factor is not an integer of at least 2.
+        """
+        name, colon, factor = text.partition(":")
+        if name == "median" and not colon:
+            return cls("median", metric, mode, min_steps)
+        if name == "asha" and (not colon or (factor.isascii() and factor.isdecimal() and int(factor) >= 2)):
+            return cls("asha", metric, mode, min_steps, int(factor or cls.factor))
+        raise UserError(f"--stop-early is {text!r}, but must be median, asha or asha:FACTOR (2 or more).")
+
+    def __post_init__(self) -> None:
+        if self.min_steps < 1 or self.factor < 2:
+            raise ValueError(f"min_steps is {self.min_steps} and factor is {self.factor}")
+
+    def last_decision(self, step: int) -> int | None:
+        """Return the last step of a decision up to `step`; None if there is none.
+
+        Decisions are at multiples of `min_steps`, or at its products with powers of `factor`.
+        """
+        if step < self.min_steps:
+            return None
+        if self.name == "median":
+            return step - step % self.min_steps
+        decision = self.min_steps
+        while decision * self.factor <= step:
+            decision *= self.factor
+        return decision
+
+    def reason_to_stop(self, own: TrialReport, others: Sequence[TrialReport]) -> str | None:
+        """Return the reason to stop a trial; None if it continues.
+
+        Args:
+            own: the newest report of the trial.
+            others: the other trials' reports of the same step.
+        """
+        if self.name == "median":
+            if len(others) < _MIN_OTHERS:
+                return None
+            limit = statistics.median(other.mean for other in others)
+            if own.best <= limit:
+                return None
+            return (
+                f"stopped early at step {own.step} by the median rule: the best {self.metric} so far is "
+                f"{self._text(own.best)}, worse than {self._text(limit)}, the median of {len(others)} other "
+                "trials"
+            )
+        kept = max(1, (len(others) + 1) // self.factor)
+        better = sum(other.best < own.best for other in others)
+        if len(others) + 1 < self.factor or better < kept:
+            return None
+        return (
+            f"stopped early at step {own.step} by ASHA: {pluralize(better, 'trial')} of {len(others) + 1} "
+            f"had a better {self.metric} than {self._text(own.best)}, and the best {kept} continue"
+        )
+
+    def _text(self, value: float) -> str:
+        return format_number(-value if self.mode == "max" else value)
+
+
+class TrialCurve:
+    """Running best and mean of a trial's metric, with a report at each step of a decision."""
+
+    def __init__(self, rule: StoppingRule) -> None:
+        self._rule, self._reported = rule, 0
+        self._best, self._sum, self._count = math.inf, 0.0, 0
+
+    def add(self, record: Mapping[str, Any]) -> TrialReport | None:
+        """Add a line of `metrics.jsonl`. Return a report if it reached another step of a decision."""
+        step, value = record.get("step"), record.get(self._rule.metric)
+        if not isinstance(step, int) or not isinstance(value, int | float):
+            return None
+        if math.isfinite(value):
+            signed = -value if self._rule.mode == "max" else float(value)
+            self._best = min(self._best, signed)
+            self._sum, self._count = self._sum + signed, self._count + 1
+        decision = self._rule.last_decision(step)
+        if decision is None or decision <= self._reported:
+            return None
+        self._reported = decision
+        return TrialReport(decision, self._best, self._sum / self._count if self._count else math.inf)

@@ -1,0 +1,103 @@
+"""Record of a sweep in the folder of its job array: `sweep.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from hpctrain.errors import UserError
+from hpctrain.files import read_json
+from hpctrain.rundir import RunDir
+from hpctrain.sweeps.search_space import SearchSpace, TrialValues, draw_trials, grid, parse_space
+from hpctrain.sweeps.stopping_rules import StoppingRule
+
+Sampler = Literal["grid", "random"]
+
+DEFAULT_FORMAT = "--{name} {value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """A sweep. Trial n is task n of the job array."""
+
+    args: tuple[str, ...]
+    """Arguments of the script before those of the trial."""
+    format: str = DEFAULT_FORMAT
+    """Format of the arguments of a hyper-parameter, with `{name}` and `{value}`."""
+    space: dict[str, str | list[str]]
+    """Values of each hyper-parameter, as given by the user."""
+    folder: str
+    """Folder of files with values."""
+    sampler: Sampler = "grid"
+    seed: int = 0
+    concurrent: int = 0
+    """Maximum number of concurrent trials; 0 means no maximum."""
+    metric: str | None = None
+    """The metric that ranks the trials; None selects that of `keep_best`, or a validation metric."""
+    mode: Literal["min", "max"] | None = None
+    stopping: StoppingRule | None = None
+    """Rule that stops losing trials early."""
+    trials: list[TrialValues] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        try:
+            self.format.format(name="n", value="v")
+        except (LookupError, ValueError):
+            found = False
+        else:
+            found = "{value}" in self.format
+        if not found:
+            raise UserError(
+                f"{self.format!r} is not a format of arguments (--as). Use {{name}} and {{value}}, as in "
+                f"{DEFAULT_FORMAT!r} or '{{name}}={{value}}'."
+            )
+
+    @property
+    def parsed_space(self) -> SearchSpace:
+        return parse_space(self.space, Path(self.folder))
+
+    def with_trials(self, number: int = 0) -> SweepRecord:
+        """Add the missing trials of the grid, or `number` trials drawn by the sampler."""
+        if self.sampler == "grid":
+            new = [trial for trial in grid(self.parsed_space) if trial not in self.trials]
+        else:
+            first = len(self.trials)
+            new = draw_trials(self.parsed_space, range(first, first + number), self.seed)
+        return replace(self, trials=[*self.trials, *new])
+
+    def trial_args(self, index: int) -> tuple[str, ...]:
+        """Return the arguments of the script in a trial."""
+        words = self.format.split()
+        own = [word.format(name=n, value=v) for n, v in self.trials[index].items() for word in words]
+        return (*self.args, *own)
+
+    def array(self, indices: Sequence[int]) -> str:
+        """Return the job array of these trials, in sbatch's notation."""
+        if list(indices) == list(range(indices[0], indices[0] + len(indices))) and len(indices) > 1:
+            listed = f"{indices[0]}-{indices[-1]}"
+        else:
+            listed = ",".join(map(str, indices))
+        return listed + (f"%{self.concurrent}" if self.concurrent else "")
+
+    def text(self) -> str:
+        """Return the record as JSON."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def read_sweep(run: RunDir) -> SweepRecord | None:
+    """Return the record of a sweep; None for any other run.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    try:
+        record = read_json(run.sweep)
+        rule = record["stopping"] and StoppingRule(**record["stopping"])
+        return SweepRecord(**{**record, "args": tuple(record["args"]), "stopping": rule})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"Cannot read the record of the sweep in {str(run.sweep)!r}: {error}.") from error

@@ -1,0 +1,119 @@
+"""Hyper-parameters of a run: arguments of its script, overrides of Hydra, and values of its training."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from hpctrain.redaction import REDACTED_TEXT, redact, redact_args
+
+HparamValue = str | int | float | bool | None
+
+_OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z][\w./@-]*)=(.*)", re.DOTALL)
+_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
+
+
+def parse_hparams(args: Sequence[str]) -> dict[str, HparamValue]:
+    """Return the named arguments of a script: `--name value`, `--name=value`, `--flag` and `name=value`.
+
+    Dashes in names become underscores, as in argparse. Numbers are converted.
+    """
+    found: dict[str, HparamValue] = {}
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        if match := _OPTION.fullmatch(word):
+            value: HparamValue = True
+            if match[2] is not None:
+                value = as_value(match[2])
+            elif words and (_NUMBER.fullmatch(words[0]) or not words[0].startswith("-")):
+                value = as_value(words.pop(0))
+            found[match[1].replace("-", "_")] = value
+        elif match := _OVERRIDE.fullmatch(word):
+            found[match[1].replace("-", "_")] = as_value(match[2])
+    return found
+
+
+def as_value(text: str) -> HparamValue:
+    """Return a number if the text is one, otherwise the text."""
+    if not _NUMBER.fullmatch(text):
+        return text
+    number = float(text)
+    if math.isinf(number) or len(text) > 15:
+        return text
+    return int(text) if text.lstrip("-").isdecimal() else number
+
+
+def plain_hparams(given: object) -> dict[str, HparamValue]:
+    """Return the values of a mapping, an argparse Namespace or a dataclass; nested names are joined by dots.
+
+    Raises:
+        TypeError: `given` has another type.
+    """
+    if isinstance(given, Namespace):
+        given = vars(given)
+    elif is_dataclass(given) and not isinstance(given, type):
+        given = asdict(given)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{given!r} is not a mapping, an argparse Namespace or a dataclass")
+    found: dict[str, HparamValue] = {}
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{inner}": its for inner, its in plain_hparams(value).items()}
+        else:
+            is_plain = value is None or isinstance(value, str | int | float | bool)
+            found[str(name)] = value if is_plain else str(value)
+    return found
+
+
+def collect_hparams(*given: object, args: Sequence[str]) -> dict[str, HparamValue]:
+    """Return the hyper-parameters of this process, without secrets.
+
+    The `given` ones override the arguments and the overrides of Hydra.
+    """
+    found = parse_hparams(redact_args([*args, *_hydra_overrides()]))
+    for each in given:
+        if each:
+            found |= plain_hparams(each)
+    return _without_secrets(found)
+
+
+def merge_hparams(spec: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, HparamValue]:
+    """Return the hyper-parameters of a run: its arguments, and those that its training recorded.
+
+    Args:
+        spec: content of `spec.yaml`; its arguments are known before the run starts.
+        environment: the newest fields of `environment.jsonl`.
+    """
+    args, recorded = spec.get("args"), environment.get("hparams")
+    found = parse_hparams(redact_args(args) if isinstance(args, list | tuple) else [])
+    if isinstance(recorded, Mapping):
+        found |= plain_hparams(recorded)
+    return _without_secrets(found)
+
+
+def varying_hparams(runs: Sequence[Mapping[str, HparamValue]]) -> list[str]:
+    """Return the names of the hyper-parameters that differ between runs."""
+    names = dict.fromkeys(name for each in runs for name in each)
+    return [name for name in names if len({repr(each.get(name)) for each in runs}) > 1]
+
+
+def _without_secrets(hparams: Mapping[str, HparamValue]) -> dict[str, HparamValue]:
+    return {
+        name: REDACTED_TEXT if redact(text := f"{name}={value}") != text else value
+        for name, value in hparams.items()
+    }
+
+
+def _hydra_overrides() -> list[str]:
+    """Return the overrides of this process's Hydra job; empty without Hydra."""
+    config: Any = getattr(sys.modules.get("hydra.core.hydra_config"), "HydraConfig", None)
+    if config is None or not config.initialized():
+        return []
+    return [str(each) for each in config.get().overrides.task]

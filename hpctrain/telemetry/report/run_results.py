@@ -1,0 +1,99 @@
+"""Results of a run: hyper-parameters, last metrics, and the best value with its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.rundir import RunDir, list_checkpoint_steps
+from hpctrain.telemetry.hparams import HparamValue, merge_hparams
+from hpctrain.telemetry.report.artifacts import read_environment, read_spec
+from hpctrain.telemetry.report.jsonl import read_jsonl
+from hpctrain.telemetry.report.metric_curves import MetricCurves
+from hpctrain.text import format_count, format_number
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class BestValue:
+    """Best value of the metric that the user steers by."""
+
+    metric: str
+    mode: Mode
+    value: float
+    step: int
+    checkpoint: str | None
+    """Folder of the best kept checkpoint by this metric; None if no kept checkpoint has a value."""
+    checkpoint_step: int | None
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """Hyper-parameters and metrics of a run."""
+
+    hparams: dict[str, HparamValue]
+    metrics: dict[str, float]
+    """Last finite value of each metric."""
+    best: BestValue | None
+
+
+def read_results(run: RunDir, metric: str | None = None, mode: Mode | None = None) -> RunResults:
+    """Read the results of a run; missing or damaged files are skipped.
+
+    Args:
+        run: the run.
+        metric: the metric to steer by; None selects the metric of `keep_best`, or a validation metric.
+        mode: direction of the metric; None is that of `keep_best`, otherwise `min`.
+    """
+    curves = MetricCurves.from_records(read_jsonl(run.metrics))
+    environment = read_environment(run)
+    last = {name: value for name in curves.names if (value := curves.last(name)) is not None}
+    best = find_best(run.checkpoints, curves, environment, metric, mode)
+    return RunResults(merge_hparams(read_spec(run.spec), environment), last, best)
+
+
+def find_best(
+    checkpoints: Path,
+    curves: MetricCurves,
+    environment: Mapping[str, Any],
+    metric: str | None = None,
+    mode: Mode | None = None,
+) -> BestValue | None:
+    """Return the best value of a metric, and the best kept checkpoint. See `read_results`."""
+    settings = environment.get("settings")
+    monitor, direction = "val_loss", "min"
+    if isinstance(settings, Mapping):
+        monitor, direction = str(settings.get("monitor", monitor)), str(settings.get("mode", direction))
+    names = curves.names
+    if metric is None:
+        metric = next((name for name in (monitor, *_validation_first(names)) if name in names), None)
+    if metric is None:
+        return None
+    if mode is None:
+        mode = "max" if metric == monitor and direction == "max" else "min"
+    sign = -1 if mode == "max" else 1
+    known = {step: value for step, value in curves.points(metric) if value is not None}
+    if not known:
+        return None
+    step = min(known, key=lambda at: (sign * known[at], at))
+    kept = [at for at in list_checkpoint_steps(checkpoints) if at in known]
+    kept_step = min(kept, key=lambda at: (sign * known[at], at), default=None)
+    folder = None if kept_step is None else str(RunDir(checkpoints.parent).checkpoint(kept_step))
+    return BestValue(metric, mode, known[step], int(step), folder, kept_step)
+
+
+def _validation_first(names: list[str]) -> list[str]:
+    return sorted(names, key=lambda name: (not name.startswith("val"), name != "loss"))
+
+
+def describe_results(results: RunResults) -> dict[str, str]:
+    """Return the best value and the hyper-parameters as text, by title."""
+    told = {}
+    if (best := results.best) is not None:
+        told["best"] = f"{best.metric} {format_number(best.value)} at step {format_count(best.step)}"
+    if results.hparams:
+        told["hparams"] = " ".join(f"{name}={value}" for name, value in results.hparams.items())
+    return told

@@ -1,0 +1,106 @@
+"""Runs by their hyper-parameters: a table, best first, and parallel coordinates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.telemetry.hparams import HparamValue, varying_hparams
+from hpctrain.telemetry.report.run_data import RunData, format_setting
+from hpctrain.text import NOTHING, format_count, format_number
+
+#: Size of the drawing, and its largest number of axes.
+_WIDTH, _HEIGHT, _MAX_AXES = 1000, 260, 10
+#: Values over more than this ratio are drawn on a logarithmic axis.
+_LOG_RATIO = 30.0
+
+
+@dataclass(frozen=True)
+class TrialTable:
+    """Table of runs, best first, and their lines in parallel coordinates."""
+
+    titles: list[str]
+    rows: list[list[str]]
+    axes: list[dict[str, Any]]
+    """Name, position, and labels of each axis."""
+    lines: list[dict[str, Any]]
+    """Name, points and opacity of each run, worst first, so that the best are drawn on top."""
+    height: int = _HEIGHT
+
+
+def best_first(runs: Sequence[RunData]) -> list[RunData]:
+    """Sort runs by their best values, if their hyper-parameters differ."""
+    if not varying_hparams([run.hparams for run in runs]):
+        return list(runs)
+    sign = -1 if any(run.best and run.best.mode == "max" for run in runs) else 1
+    metric = next((run.best.metric for run in runs if run.best), None)
+
+    def rank(run: RunData) -> tuple[bool, float]:
+        known = run.best is not None and run.best.metric == metric
+        return not known, sign * run.best.value if known and run.best else 0.0
+
+    return sorted(runs, key=rank)
+
+
+def make_trial_table(runs: Sequence[RunData]) -> TrialTable | None:
+    """Return the table of runs whose hyper-parameters differ; None if none differ."""
+    names = varying_hparams([run.hparams for run in runs])
+    best = next((run.best for run in runs if run.best), None)
+    if not names:
+        return None
+
+    def value_of(run: RunData) -> float | None:
+        return run.best.value if best and run.best and run.best.metric == best.metric else None
+
+    ordered = best_first(runs)
+    metric = f"{best.metric} (best)" if best is not None else "best"
+    rows = [
+        [
+            run.run_id,
+            run.state,
+            *(format_setting(run.hparams[name]) if name in run.hparams else NOTHING for name in names),
+            format_number(value_of(run)),
+            format_count(run.best.step) if value_of(run) is not None and run.best else NOTHING,
+        ]
+        for run in ordered
+    ]
+    columns: dict[str, list[HparamValue]] = {
+        name: [run.hparams.get(name) for run in ordered] for name in names[: _MAX_AXES - 1]
+    }
+    columns[metric] = [value_of(run) for run in ordered]
+    drawn = [place for place, run in enumerate(ordered) if value_of(run) is not None]
+    axes, positions = [], []
+    for number, (name, values) in enumerate(columns.items()):
+        ys, low, high = _scale([values[place] for place in drawn])
+        x = round(60 + number * (_WIDTH - 120) / max(1, len(columns) - 1), 1)
+        axes.append({"name": name, "x": x, "low": low, "high": high})
+        positions.append([(x, y) for y in ys])
+    lines = [
+        {
+            "name": f"{ordered[place].run_id}: {format_number(value_of(ordered[place]))}",
+            "points": " ".join(f"{x},{y}" for x, y in (axis[number] for axis in positions)),
+            "opacity": round(1 - 0.85 * number / len(drawn), 2),
+        }
+        for number, place in enumerate(drawn)
+    ]
+    titles = ["run", "state", *names, metric, "at step"]
+    return TrialTable(titles, rows, axes, lines[::-1])
+
+
+def _scale(values: Sequence[HparamValue]) -> tuple[list[float], str, str]:
+    """Return the heights of values on an axis, and the labels of its ends; text values are in order."""
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    if len(numbers) == len(values) and numbers and all(map(math.isfinite, numbers)):
+        labels = format_number(min(numbers)), format_number(max(numbers))
+        if min(numbers) > 0 and max(numbers) / min(numbers) > _LOG_RATIO:
+            numbers = [math.log(number) for number in numbers]
+    else:
+        texts = sorted({str(value) for value in values})
+        numbers = [float(texts.index(str(value))) for value in values]
+        labels = (texts[0], texts[-1]) if texts else ("", "")
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
+    span = (high - low) or 1.0
+    top, bottom = 30, _HEIGHT - 30
+    return [round(bottom - (bottom - top) * (number - low) / span, 1) for number in numbers], *labels

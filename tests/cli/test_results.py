@@ -1,0 +1,84 @@
+"""Hyper-parameters and metrics in `status`, `list` and the report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.rundir import RunDir
+
+
+@pytest.fixture
+def array(tmp_path) -> RunDir:
+    """A completed array of three tasks with a learning rate each; the last one has no metrics."""
+    array = RunDir(tmp_path / "runs" / "a")
+    for index, (lr, val) in enumerate([(0.1, 0.5), (0.01, 0.25), (0.001, None)]):
+        task = array.task(index)
+        task.path.mkdir(parents=True)
+        task.spec.write_text(f"script: /x/train.py\nargs: [--lr, '{lr}', --seed, '1']\n")
+        task.log_event("submitted", 0, job_id=f"7_{index}", backend="local")
+        task.log_event("finished", 0, state="COMPLETED", exit_code=0)
+        if val is not None:
+            task.storage.append(task.metrics, {"step": 9, "loss": 1.0, "val_loss": val})
+            task.checkpoint(9).mkdir(parents=True)
+    array.spec.write_text("script: /x/train.py\n")
+    array.log_event("submitted", 0, job_id="7", backend="local")
+    return array
+
+
+def test_status_shows_the_best_value_and_the_hyper_parameters(hpctrain, array):
+    text = hpctrain("status", "a/task-1").stdout
+    assert "best        val_loss 0.25 at step 9\n" in text
+    assert "hparams     lr=0.01 seed=1\n" in text
+    document = json.loads(hpctrain("status", "a/task-1", "--json").stdout)
+    assert document["hparams"] == {"lr": 0.01, "seed": 1}
+    assert document["metrics"] == {"loss": 1.0, "val_loss": 0.25}
+    assert document["best"]["checkpoint"] == str(array.task(1).checkpoint(9))
+
+
+def test_list_sorts_the_tasks_of_an_array(hpctrain, array):
+    lines = [line.split() for line in hpctrain("list", "a", "--sort", "val_loss").stdout.splitlines()]
+    assert lines == [
+        ["RUN", "STATE", "STEP", "lr", "val_loss", "(min)", "AT"],
+        ["a/task-1", "COMPLETED", "9", "0.01", "0.25", "9"],
+        ["a/task-0", "COMPLETED", "9", "0.1", "0.5", "9"],
+        ["a/task-2", "COMPLETED", "–", "0.001", "–", "–"],
+    ]
+    by_rate = json.loads(hpctrain("list", "--sort", "lr", "--json").stdout)
+    assert [one["hparams"]["lr"] for one in by_rate] == [0.001, 0.01, 0.1]
+    backwards = json.loads(hpctrain("list", "a", "--sort", "lr", "--reverse", "--json").stdout)
+    assert backwards == by_rate[::-1]
+
+
+def test_unknown_name_is_an_error_with_a_suggestion(hpctrain, array):
+    result = hpctrain("list", "a", "--sort", "val_los")
+    assert result.returncode == 2
+    assert "'val_los' (--sort). Did you mean 'val_loss'?" in result.stderr
+
+
+def test_report_leads_with_the_metric_and_its_checkpoint(hpctrain, array):
+    page = hpctrain("report", "a/task-1", "-o", "-").stdout
+    assert page.index("<dt>val_loss</dt><dd>0.25</dd>") < page.index("<dt>Steps</dt>")
+    assert f"Best checkpoint: <code>{array.task(1).checkpoint(9)}</code>" in page
+    assert "<code>lr=0.01</code>" in page
+    comparison = hpctrain("report", "a", "-o", "-").stdout
+    assert '<th scope="row">lr</th>' in comparison
+    assert "task-1: lr=0.01" in comparison
+    assert (
+        '<td>a/task-1</td><td class="n">COMPLETED</td><td class="n">0.01</td><td class="n">0.25</td>'
+        in comparison
+    )
+    rows = [comparison.index(f"<td>a/task-{number}</td>") for number in (1, 0, 2)]
+    assert rows == sorted(rows)
+    assert comparison.count("<polyline") == 2
+
+
+def test_escape_sequences_are_not_printed(hpctrain, array):
+    task = array.task(0)
+    task.storage.append(task.environment, {"hparams": {"x\x1b[31m": "y\x1b[2J"}})
+    task.storage.append(task.metrics, {"step": 10, "val_loss": 0.1, "z\x1b[31m": 1.0})
+    for args in (["status", "a/task-0"], ["list", "a"], ["sweep", "best", "a"], ["sweep", "status", "a"]):
+        result = hpctrain(*args)
+        assert result.returncode == 0, result.stderr
+        assert "\x1b" not in result.stdout

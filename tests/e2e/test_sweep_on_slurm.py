@@ -1,0 +1,130 @@
+"""Sweeps on a real Slurm: preempted trials, a trial that crashes, and early stopping."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import SCRIPTS
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
+
+from hpctrain.rundir import RunDir
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(460)]
+
+TRIAL = str(SCRIPTS / "train_trial.py")
+RATES, SEEDS, STEPS = (0.01, 0.02, 0.03), range(8), 60
+
+#: Trains all trials in one process, without hpctrain's supervisor.
+REFERENCE = """
+import contextlib, sys
+sys.path[:0] = [{scripts!r}]
+from train_trial import CRASH, train
+for number, (lr, seed) in enumerate([(lr, seed) for lr in {rates} for seed in {seeds}]):
+    if (lr, seed) != CRASH:
+        train(lr, seed, {steps}, run_dir=f"{{sys.argv[1]}}/task-{{number}}")
+"""
+
+
+@pytest.fixture
+def hpctrain(slurm, tmp_path) -> Callable[..., str]:
+    variables = environment({**slurm.env, "OMP_NUM_THREADS": "1"})
+
+    def call(*args: str) -> str:
+        return run_command([sys.executable, "-m", "hpctrain", *args], variables, cwd=tmp_path).stdout
+
+    return call
+
+
+def results(trial: RunDir) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step, from the attempt that trained it last."""
+    lines = [json.loads(line) for line in trial.metrics.read_text().splitlines()]
+    return {
+        line["step"]: {name: value for name, value in line.items() if name in ("loss", "val_loss")}
+        for line in lines
+    }
+
+
+def kinds(trial: RunDir) -> list[str]:
+    return [event["kind"] for event in trial.read_events()]
+
+
+def preempt_trial(slurm: Any, sweep: RunDir, spared: set[str]) -> str:
+    """Preempt a trial that trains its first attempt; return its name."""
+
+    def training() -> RunDir | None:
+        for trial in map(sweep.task, sweep.tasks()):
+            is_spared = trial.path.name in spared or "finished" in kinds(trial)
+            if not is_spared and trial.metrics.exists() and 3 < len(results(trial)) < STEPS // 2:
+                return trial
+        return None
+
+    trial = wait_for(training, 200, "a trial to train")
+    node = next(event["hosts"][0] for event in trial.read_events() if event["kind"] == "started")
+    urgent = ["sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null"]
+    run_command([*urgent, "--wrap=sleep 1"], slurm.env)
+    wait_for(lambda: "requeue" in kinds(trial), 60, f"the requeue of {trial}")
+    return trial.path.name
+
+
+def test_sweep_with_preemptions_and_a_crash_has_undisturbed_results(slurm, hpctrain, tmp_path):
+    """Twenty-four trials on four nodes."""
+    rates, seeds = ",".join(map(str, RATES)), f"0:{len(SEEDS)}"
+    shape = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8", "--standby-workers=never"]
+    words = ["--over", f"lr={rates}", "--over", f"seed={seeds}", "--concurrent=4", "--run-dir=s", *shape]
+    assert "24 trials" in hpctrain("sweep", *words, TRIAL, "--steps", str(STEPS), "--step-s", "0.15")
+    sweep = RunDir(tmp_path / "s")
+    preempted: set[str] = set()
+    for _ in range(2):
+        preempted.add(preempt_trial(slurm, sweep, preempted))
+
+    script = REFERENCE.format(scripts=str(SCRIPTS), rates=RATES, seeds=list(SEEDS), steps=STEPS)
+    plain = environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
+    run_command([sys.executable, "-c", script, str(tmp_path / "reference")], plain, timeout=200)
+
+    def status() -> dict[str, Any]:
+        return json.loads(hpctrain("sweep", "status", "./s", "--json"))
+
+    wait_for(lambda: status()["state"] == "FAILED", 400, "the end of the sweep", interval=2.0)
+    assert status()["states"] == {"FAILED": 1, "COMPLETED": 23}
+    crashed = len(SEEDS) * RATES.index(0.03) + 3
+    for number in range(24):
+        if number != crashed:
+            expected = results(RunDir(tmp_path / "reference" / f"task-{number}"))
+            assert results(sweep.task(number)) == expected, number
+            assert len(expected) == STEPS
+    assert {name for name in preempted if "resumed" in kinds(RunDir(sweep.path / name))} == preempted
+    text = hpctrain("sweep", "status", "./s")
+    assert f"s/task-{crashed}: rank 0 on " in text
+    assert "ValueError: lr 0.03 is too high for seed 3" in text
+    best = json.loads(hpctrain("sweep", "best", "./s", "--json"))
+    finals = {n: results(sweep.task(n))[STEPS]["val_loss"] for n in range(24) if n != crashed}
+    assert best["best"]["value"] <= min(finals.values())
+    assert Path(best["best"]["checkpoint"]).is_dir()
+
+
+def test_early_stopping_saves_a_third_of_the_steps(slurm, hpctrain, tmp_path):
+    rates = [0.1, 0.03, 0.01, 0.003, 0.001, 3e-4, 1e-4, 3e-5, 1e-5]
+    shape = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8", "--standby-workers=never"]
+    words = ["--over", f"lr={','.join(map(str, rates))}", "--concurrent=4", "--run-dir=s", *shape]
+    rule = ["--metric=val_loss", "--stop-early=asha", "--min-steps=10"]
+    hpctrain("sweep", *words, *rule, TRIAL, "--steps", "100", "--step-s", "0.15")
+
+    def status() -> dict[str, Any]:
+        return json.loads(hpctrain("sweep", "status", "./s", "--json"))
+
+    wait_for(lambda: status()["state"] == "COMPLETED", 400, "the end of the sweep", interval=2.0)
+    trials = status()["trials"]
+    states = {one["run_id"]: one["state"] for one in trials}
+    assert (trials[0]["hparams"]["lr"], trials[0]["state"], trials[0]["step"]) == (0.1, "COMPLETED", 100)
+    assert set(states.values()) == {"COMPLETED", "STOPPED_EARLY"}
+    assert sum(one["step"] for one in trials) < 2 / 3 * 100 * len(rates), trials
+    stopped = next(one for one in trials if one["state"] == "STOPPED_EARLY")
+    assert "by ASHA" in stopped["note"]
+    assert stopped["checkpoint"], "a stopped trial has saved its state"

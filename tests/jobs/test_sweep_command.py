@@ -1,0 +1,90 @@
+"""`hpctrain sweep` with fake supervisors: trials are tasks of a job array."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from helpers.commands import environment
+
+from hpctrain.cli.main import cli
+from hpctrain.rundir import RunDir
+from hpctrain.spec.load_spec import load_spec
+
+
+@pytest.fixture
+def hpctrain(tmp_path, script, fake_python, monkeypatch) -> Callable[..., Result]:
+    """Run the command in this process, in the folder of a script whose only argument is its fate."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", fake_python)
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+
+    def call(*args: str) -> Result:
+        return CliRunner().invoke(cli, args, catch_exceptions=False)
+
+    return call
+
+
+def document(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
+    words = ["--as", "{value}", "--concurrent", "2", "--backend", "local", "--no-code-snapshot", "--json"]
+    result = hpctrain("sweep", "--over", "fate=nap,fail", *words, "--run-dir", "runs/s", "train.py")
+    assert document(result)["trials"] == [0, 1]
+    assert hpctrain("wait", "s").exit_code == 4
+    text = hpctrain("sweep", "status", "s").stdout
+    assert text.startswith("s: 2 tasks: 1 FAILED, 1 COMPLETED\n")
+    assert "\ns/task-1: rank 3 crashed: RuntimeError: boom\n    log: runs/s/task-1/logs/" in text
+    assert "\nbest        loss 0.5 at step 7\n" in hpctrain("sweep", "best", "s").stdout
+    assert "whose trials have different arguments" in hpctrain("resume", "s").output
+    result = hpctrain("sweep", "--over", "fate=nap", "--backend", "local", "--run-dir", "runs/s", "train.py")
+    assert "already contains a sweep" in result.output
+
+    assert "has no --follow" in hpctrain("sweep", "resume", "s", "--follow").output
+    result = hpctrain("sweep", "resume", "s", "--name", "again")
+    assert result.stdout.startswith("Sweep s: 1 trial, job "), result.output
+    assert hpctrain("wait", "s").exit_code == 4
+    result = hpctrain("sweep", "extend", "s", "--over", "fate=nap,twice", "--concurrent", "1", "--json")
+    assert document(result)["trials"] == [2]
+    hpctrain("wait", "s")
+    assert "already has all of these trials" in hpctrain("sweep", "extend", "s", "--over", "fate=nap").output
+
+    status = document(hpctrain("sweep", "status", "s", "--json"))
+    assert status["states"] == {"FAILED": 1, "COMPLETED": 2}
+    attempts = {one["run_id"]: (one["state"], one["attempt"]) for one in status["trials"]}
+    assert attempts == {
+        "s/task-0": ("COMPLETED", 0),
+        "s/task-1": ("FAILED", 1),
+        "s/task-2": ("COMPLETED", 1),
+    }
+    sweep = RunDir(tmp_path / "runs/s")
+    assert [load_spec(sweep.task(n).spec).args for n in range(3)] == [("nap",), ("fail",), ("twice",)]
+    assert [load_spec(sweep.task(n).spec).name for n in range(3)] == ["train", "again", "again"]
+
+
+def test_cancelled_trials_are_resumed(hpctrain, tmp_path):
+    words = ["--as", "{value}", "--backend", "local", "--no-code-snapshot", "--run-dir", "runs/s", "train.py"]
+    assert hpctrain("sweep", "--over", "fate=nap,sleep", "--concurrent", "2", *words).exit_code == 0
+    assert "run s" in hpctrain("sweep", "cancel", "s").output
+    hpctrain("wait", "s")
+    states = document(hpctrain("sweep", "status", "s", "--json"))["states"]
+    assert states.get("CANCELLED"), states
+    assert "Sweep s: " in hpctrain("sweep", "resume", "s").output
+    assert hpctrain("sweep", "cancel", "s").exit_code == 0
+    hpctrain("wait", "s")
+
+
+def test_runs_that_are_not_sweeps_are_refused(hpctrain):
+    hpctrain("submit", "--backend", "local", "--no-code-snapshot", "--run-dir", "runs/r", "train.py", "nap")
+    hpctrain("wait", "r")
+    assert "neither a sweep nor a job array" in hpctrain("sweep", "status", "r").output
+    assert "is not a sweep" in hpctrain("sweep", "resume", "r").output

@@ -1,0 +1,83 @@
+"""Early stopping of a trial: the supervisor compares the trial with the others."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.supervisor import early_stopping
+from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
+from hpctrain.supervisor.launch.job_step import StopRequested
+from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
+from hpctrain.supervisor.run_end import finish_run
+from hpctrain.sweeps.stopping_rules import StoppingRule
+from hpctrain.sweeps.sweep_record import SweepRecord
+
+
+@pytest.fixture
+def trials(tmp_path, monkeypatch) -> list[RunDir]:
+    """Three trials of a sweep with ASHA; two have reported losses of 1 and 2 at step 10."""
+    monkeypatch.setattr(early_stopping, "_POLL_INTERVAL_S", 0.01)
+    array = RunDir(tmp_path / "sweep")
+    trials = [array.task(number) for number in range(3)]
+    for trial in trials:
+        trial.path.mkdir(parents=True)
+        trial.events.touch()
+    rule = StoppingRule("asha", "loss", "min", 10, 3)
+    array.sweep.write_text(SweepRecord(args=(), space={"lr": "0:3"}, folder="/", stopping=rule).text())
+    for number in (0, 1):
+        line = {"step": 10, "best": number + 1.0, "mean": number + 1.0}
+        trials[number].storage.append(trials[number].early_stopping, line)
+    return trials
+
+
+def test_losing_trial_is_stopped_with_a_reason(trials):
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    with EarlyStoppingMonitor(trials[2], events):
+        for step in range(1, 12):
+            trials[2].storage.append(trials[2].metrics, {"step": step, "loss": 5 - step / 10})
+        request = events.get(timeout=30)
+    assert request == StopRequested(
+        "stopped early at step 10 by ASHA: 2 trials of 3 had a better loss than 4, and the best 1 continue"
+    )
+    assert trials[2].early_stop_reason() == request.reason
+    assert finish_run(trials[2], "CANCELLED").code == 0
+    end = list(trials[2].read_events())[-1]
+    assert (end["state"], end["note"]) == (STOPPED_EARLY, request.reason)
+    # The user resumes the trial.
+    with EarlyStoppingMonitor(trials[2], events), pytest.raises(queue.Empty):
+        events.get(timeout=0.3)
+
+
+def test_better_trial_continues_until_others_overtake_it(trials):
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    with EarlyStoppingMonitor(trials[1], events):
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.3)
+        trials[2].storage.append(trials[2].early_stopping, {"step": 10, "best": 0.5, "mean": 0.5})
+        assert "by ASHA" in events.get(timeout=30).reason
+
+
+def test_damaged_records_do_not_stop_a_trial(trials):
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    for line in ("{", "{}", '{"step": "x", "best": 0, "mean": 0}', '{"step": 10, "best": [], "mean": 0}'):
+        with trials[0].early_stopping.open("a") as file:
+            file.write(line + "\n")
+    with EarlyStoppingMonitor(trials[1], events), pytest.raises(queue.Empty):
+        events.get(timeout=0.3)
+    trials[0].array.sweep.write_text("{")
+    with EarlyStoppingMonitor(trials[1], events), pytest.raises(queue.Empty):
+        events.get(timeout=0.3)
+
+
+def test_user_cancellation_is_not_early_stopping(trials):
+    trials[0].cancel_request.touch()
+    finish_run(trials[0], "CANCELLED")
+    assert list(trials[0].read_events())[-1]["state"] == "CANCELLED"
+
+
+def test_stopped_trial_is_not_trained_again_if_slurm_requeues_its_job():
+    ended = OwnershipState("7", newest="7", ended=STOPPED_EARLY)
+    assert decide_ownership(ended) is OwnershipDecision.OVER
