@@ -23,7 +23,7 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.files import make_folder, open_regular, own_file
+from hpctrain.files import create_atomic, open_regular
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.states import RunState, parse_job_state
@@ -135,17 +135,8 @@ class Lease:
 
     def _claim(self, number: int) -> bool:
         """Create the lease with this number. Return False if another process was faster."""
-        lease = self._run.lease(number)
-        make_folder(lease.parent, private=True)
-        mine = lease.with_name(f".{lease.name}.{self._me.host}.{self._me.pid}")
-        with open(mine, "wb", opener=own_file) as file:
-            file.write(self._me.text())
-        try:
-            os.link(mine, lease)
-        except FileExistsError:
+        if not create_atomic(self._run.lease(number), self._me.text(), f"{self._me.host}.{self._me.pid}"):
             return False
-        finally:
-            mine.unlink()
         self._number = number
         for older in self._run.leases()[:-2]:
             self._run.lease(older).unlink(missing_ok=True)
