@@ -1,9 +1,7 @@
 """A model of the jobs of a run: lease, claim, requeue and successor, with the product's own decisions.
 
-The model contains the steps between two accesses to a shared file or to Slurm. Each step of a supervisor may
-be followed by any step of another, by its death, or by the end of its job. All decisions are the product's
-functions: `decide_ownership`, `inherits_lease`, `counts_as_alive`, `summarize_events`, `recorded_successor`,
-`events_since_submission`, `resolve_intent`, `continuation_methods` and `decide`.
+A step ends with an access to a shared file or to Slurm. Each step of a supervisor may be followed by any step
+of another, by its death, or by the end of its job. All decisions are those of the product's functions.
 
 Jobs: 17 is submitted by the user. 18 and 19 are its successors; 19 exists if Slurm accepts 18 so late that
 the supervisor submits again. 30 is a manual `sbatch` of the same script. A model has three of them.
@@ -98,10 +96,6 @@ class Job(NamedTuple):
     @property
     def predecessor(self) -> str | None:
         return None if self.id in (FIRST, MANUAL) else FIRST
-
-    @property
-    def is_alive(self) -> bool:
-        return self.slurm in ("late", "pending", "running")
 
 
 class World(NamedTuple):
@@ -325,15 +319,8 @@ def _register(world: World, job: Job) -> Iterator[Step]:
 
 
 def _train(world: World, job: Job) -> World:
-    facts = {
-        "newest": None,
-        "newest_after": None,
-        "ended": None,
-        "handover": False,
-        "claimed_by": None,
-        "seen": -1,
-    }
-    return world.log("started", job.id).put(job, pc="train", **facts)
+    trainer = Job(job.id, job.slurm, job.early, job.start, job.deaths, "train", lease=job.lease)
+    return world.put(trainer).log("started", job.id)
 
 
 def _end_attempt(world: World, job: Job) -> Iterator[Step]:
