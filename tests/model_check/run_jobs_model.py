@@ -55,7 +55,7 @@ FIRST, MANUAL = "17", "30"
 _POLICY = RestartPolicy.with_changes({}, max_failures=3)
 
 #: Number of the newest leases that a listing may lack.
-MAX_HIDDEN = 3
+MAX_HIDDEN = 1
 
 #: kind, job, and the predecessor or the final state.
 Event = tuple[str, str, str | None]
@@ -283,7 +283,7 @@ def _link(world: World, job: Job) -> Iterator[Step]:
             world._replace(leases=tuple(leases)).put(job, pc="register", lease=number),
         )
     else:
-        # No listing is so old that it ends with the first of five.
+        # No listing is so old that it ends with an earlier lease.
         forgotten = [("", 0, True)] * (len(world.leases) - MAX_HIDDEN)
         leases = (*forgotten, *world.leases[len(forgotten) :], (job.id, job.start, False))
         yield Step(

@@ -112,11 +112,15 @@ def reach(begin: Iterable[int], sources: array, targets: array) -> set[int]:
 @pytest.fixture
 def few_faults(monkeypatch):
     monkeypatch.setattr(model, "MAX_DEATHS", 0)
-    monkeypatch.setattr(model, "MAX_HIDDEN", 1)
+
+
+@pytest.fixture
+def old_listings(monkeypatch):
+    monkeypatch.setattr(model, "MAX_HIDDEN", 3)
 
 
 @pytest.mark.slow
-def test_two_jobs():
+def test_two_jobs(old_listings):
     assert check_all_states((FIRST, "18")) > 5000
 
 
@@ -151,7 +155,7 @@ def test_planted_exit_of_a_requeued_successor(few_faults, monkeypatch):
         check_all_states((FIRST, "18"))
 
 
-def test_planted_early_deletion_of_leases(monkeypatch):
+def test_planted_early_deletion_of_leases(old_listings, monkeypatch):
     """An old listing lacks the newest lease; the number after its last lease must not be free again."""
     monkeypatch.setattr(model, "KEPT_LEASES", 2)
     with pytest.raises(Violation, match="created again"):
