@@ -79,16 +79,11 @@ class _Change:
 
 
 class Disk:
-    """A folder and its history of calls.
-
-    Attributes:
-        root: the folder.
-        calls: number of calls so far.
-    """
+    """The folder `root`, and its history of calls."""
 
     def __init__(self, root: Path) -> None:
         """Start with the present content of the folder, which counts as synced."""
-        self.root, self.calls = root, 0
+        self.root = root
         self._durable: dict[_Entry, int] = {}
         self._newest: dict[_Entry, int] = {}
         self._files: dict[int, _File] = {}
@@ -202,7 +197,6 @@ class Disk:
             self._persist(
                 {one for one, each in self._changes.items() if any(at == number for at, _ in each.entries)}
             )
-        self.calls += self.contains(path)
 
     # The states.
 
@@ -260,7 +254,6 @@ class Disk:
 
     def _put(self, number: int, content: bytes) -> None:
         self._files[number].unsynced.append(content)
-        self.calls += 1
 
     def _change(self, entries: dict[_Entry, int | None]) -> None:
         keys, removed = set(entries), {self._newest.get(key) for key, new in entries.items() if new is None}
@@ -273,7 +266,6 @@ class Disk:
         change = _Change(entries, after)
         self._changes[next(self._numbers)] = change
         self._apply(change, self._newest)
-        self.calls += 1
 
     @staticmethod
     def _apply(change: _Change, names: dict[_Entry, int]) -> None:
