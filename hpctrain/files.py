@@ -86,6 +86,42 @@ def replace_files(
             fsync_path(folder)
 
 
+def create_atomic(path: Path, content: bytes, writer: str) -> bool:
+    """Create a private file with its content, unless it exists. Only one of several processes succeeds.
+
+    The file is created by a hard link, which is atomic on file systems shared between hosts. It survives a
+    power failure, with its folder and all of its content.
+
+    Args:
+        path: the file. Its folder is created if needed, and is private.
+        content: the content.
+        writer: a name that is unique among concurrent processes.
+
+    Returns:
+        False if the file exists.
+
+    Raises:
+        OSError: the folder is not writable or the disk is full.
+    """
+    make_folder(path.parent, private=True)
+    temporary = path.with_name(f".{path.name}.{writer}")
+    # A killed process may have left this name as a second link to the file.
+    temporary.unlink(missing_ok=True)
+    try:
+        with open(temporary, "xb", opener=own_file) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    for folder in (path.parent, path.parent.parent):
+        fsync_path(folder)
+    return True
+
+
 def fsync_path(path: Path) -> None:
     """Sync the content of a file, or the names in a folder, to survive a power failure.
 

@@ -15,6 +15,7 @@ from helpers.commands import run_command
 from hpctrain.files import (
     append_json_line,
     append_line,
+    create_atomic,
     make_folder,
     own_file,
     read_json_lines,
@@ -142,3 +143,15 @@ def test_readable_lock_becomes_private(tmp_path):
     path.chmod(0o644)
     os.close(try_lock(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_existing_file_survives_a_writer_killed_before_its_cleanup(tmp_path):
+    """The temporary name is then a second link to the file, and must not be opened for writing."""
+    path = tmp_path / "chain" / "after-7"
+    assert create_atomic(path, b"8", "8")
+    os.link(path, path.with_name(".after-7.8"))
+    reader = path.open("rb")
+    assert not create_atomic(path, b"other", "8")
+    with reader:
+        assert (reader.read(), path.read_bytes()) == (b"8", b"8")
+    assert os.listdir(path.parent) == ["after-7"]

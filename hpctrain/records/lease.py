@@ -23,7 +23,7 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.files import make_folder, open_regular, own_file
+from hpctrain.files import create_atomic, open_regular
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.states import RunState, parse_job_state
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 RENEW_INTERVAL_S = 10.0
 #: Seconds without a renewal after which a holder counts as dead.
 EXPIRY_S = 60.0
+#: Number of leases to keep. On NFS, other hosts may list old names for a minute: if these names were free
+#: again, two processes could create the newest lease.
+KEPT_LEASES = 100
 #: A lease is written in one block of this fixed length, for renewals in place.
 _BYTES = 512
 
@@ -111,7 +114,7 @@ class Lease:
         """
         while True:
             held = newest_lease(self._run)
-            inherits = held is None or self._inherits(held.holder, predecessor, deaths)
+            inherits = held is None or inherits_lease(self._me, held.holder, predecessor, deaths)
             if held and not inherits and is_lease_alive(held, self._environ):
                 raise LeaseHeld(held.holder)
             if self._claim(held.number + 1 if held else 0):
@@ -127,27 +130,12 @@ class Lease:
                 with suppress(OSError):
                     self._write_holder(number, replace(self._me, released=True))
 
-    def _inherits(self, holder: LeaseHolder, predecessor: str | None, deaths: int) -> bool:
-        """Return True if the holder must have ended before this process started."""
-        if holder.job_id == self._me.job_id:
-            return deaths > 0 or holder.start < self._me.start
-        return holder.job_id == predecessor
-
     def _claim(self, number: int) -> bool:
         """Create the lease with this number. Return False if another process was faster."""
-        lease = self._run.lease(number)
-        make_folder(lease.parent, private=True)
-        mine = lease.with_name(f".{lease.name}.{self._me.host}.{self._me.pid}")
-        with open(mine, "wb", opener=own_file) as file:
-            file.write(self._me.text())
-        try:
-            os.link(mine, lease)
-        except FileExistsError:
+        if not create_atomic(self._run.lease(number), self._me.text(), f"{self._me.host}.{self._me.pid}"):
             return False
-        finally:
-            mine.unlink()
         self._number = number
-        for older in self._run.leases()[:-2]:
+        for older in self._run.leases()[:-KEPT_LEASES]:
             self._run.lease(older).unlink(missing_ok=True)
         return True
 
@@ -184,6 +172,13 @@ class Lease:
             os.close(fd)
 
 
+def inherits_lease(me: LeaseHolder, holder: LeaseHolder, predecessor: str | None, deaths: int) -> bool:
+    """Return True if the holder must have ended before this process, `me`, started. See `Lease.acquire`."""
+    if holder.job_id == me.job_id:
+        return deaths > 0 or holder.start < me.start
+    return holder.job_id == predecessor
+
+
 def newest_lease(run: RunDir) -> LeaseState | None:
     """Return the newest lease on the run's folder, or None.
 
@@ -217,6 +212,13 @@ def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
     except SchedulerError as error:
         log.info("cannot determine the state of job %s: %s", held.holder.job_id, error)
         state = RunState.UNKNOWN
+    return counts_as_alive(held, state)
+
+
+def counts_as_alive(held: LeaseState, state: RunState) -> bool:
+    """Return True if the holder of the lease may be alive, given the state of its job in Slurm."""
+    if held.holder.released:
+        return False
     if state is RunState.UNKNOWN:
         return held.age_s < EXPIRY_S
     return state is RunState.RUNNING

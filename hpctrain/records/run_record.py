@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,13 @@ def read_run_record(run: RunDir) -> RunRecord:
     An end is ignored if workers were started afterwards. A failure without a rank is also ignored: it is a
     failed checkpoint, after which the run continues.
     """
+    return summarize_events(run, read_last_records(run.events, is_event, unless=_IGNORED_EVENTS, whole=True))
+
+
+def summarize_events(run: RunDir, newest_first: Iterable[dict[str, Any]]) -> RunRecord:
+    """Return the record of a run from its events. See `read_run_record`."""
     last: dict[str, dict[str, Any]] = {}
-    for event in read_last_records(run.events, is_event, unless=_IGNORED_EVENTS, whole=True):
+    for event in newest_first:
         kind = str(event.get("kind"))
         if kind in ("finished", "failure", "seen", "handover") and "started" in last:
             continue

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.files import make_folder, own_file, read_regular
+from hpctrain.files import create_atomic, read_regular
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import is_transient, run_slurm
@@ -123,17 +123,7 @@ def claim_successor(run: RunDir, job_id: str, predecessor: str) -> str:
         OSError: the folder cannot be written.
     """
     claim = run.successor_claim(predecessor)
-    make_folder(claim.parent, private=True)
-    mine = claim.with_name(f".{claim.name}.{job_id}")
-    with open(mine, "w", encoding="ascii", opener=own_file) as file:
-        file.write(job_id)
-    try:
-        # A hard link appears atomically with its content, also on file systems shared between hosts.
-        os.link(mine, claim)
-    except FileExistsError:
-        pass
-    finally:
-        mine.unlink()
+    create_atomic(claim, job_id.encode("ascii"), job_id)
     return read_regular(claim).decode("ascii")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -91,17 +91,25 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
         case OwnershipDecision.SUPERSEDED:
             return Exit(0)
         case OwnershipDecision.OVER if state.predecessor is not None:
-            return Exit(int((read_run_record(run).finished or {}).get("exit_code", 0)))
+            return Exit(_exit_code(run))
         case OwnershipDecision.CANCEL:
             return finish_run(run, "CANCELLED")
     if job_control.successors is not None:
         _lock_run_folder(run, job_control.successors, deaths)
     if state.predecessor is None:
         return register_job(run, spec, job_control.job_id, job_control.successors)
+    if read_run_record(run).finished is not None:
+        # The previous holder of the lease ended the run in the meantime.
+        return Exit(_exit_code(run))
     if state.newest != job_control.job_id:
         # The predecessor was killed before it could record this job.
         record_successor(run, job_control.job_id, state.predecessor)
     return Continue()
+
+
+def _exit_code(run: RunDir) -> int:
+    """Return the exit code of an ended run."""
+    return int((read_run_record(run).finished or {}).get("exit_code", 0))
 
 
 def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
@@ -110,6 +118,7 @@ def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
     return OwnershipState(
         job_control.job_id,
         newest=record.job_id,
+        newest_after=(record.submitted or {}).get("after"),
         ended=(record.finished or {}).get("state"),
         cancelled=run.cancel_request.exists(),
         predecessor=predecessor,
@@ -136,9 +145,8 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
     """Return the successor of this job, if Slurm requeued this job after submitting it."""
     job_id = job_control.job_id
-    for event in run.read_events():
-        if event["kind"] == "submitted" and event.get("after") == job_id:
-            return str(event["job_id"])
+    if (recorded := recorded_successor(run.read_events(), job_id)) is not None:
+        return recorded
     if record.job_id != job_id or record.handover is None or job_control.successors is None:
         return None
     try:
@@ -150,6 +158,12 @@ def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str |
     if successor is not None:
         record_successor(run, successor, job_id)
     return successor
+
+
+def recorded_successor(events: Iterable[Mapping[str, Any]], job_id: str) -> str | None:
+    """Return the first recorded successor of a job."""
+    found = (each["job_id"] for each in events if each["kind"] == "submitted" and each.get("after") == job_id)
+    return next(map(str, found), None)
 
 
 def register_job(
@@ -177,7 +191,9 @@ def register_job(
         NotInJob: the script was started manually while the run is active, or before it was cancelled.
     """
     deadline = system.monotonic() + _RECORD_LIMIT_S
-    while (events := _since_submission(run, job_id)) is None and system.monotonic() < deadline:
+    while (
+        events := events_since_submission(run.read_events(), job_id)
+    ) is None and system.monotonic() < deadline:
         system.sleep(0.02)
     if events is None:
         if spec.backend == "local":
@@ -198,10 +214,10 @@ def register_job(
     return Continue()
 
 
-def _since_submission(run: RunDir, job_id: str) -> list[dict[str, Any]] | None:
+def events_since_submission(recorded: Iterable[dict[str, Any]], job_id: str) -> list[dict[str, Any]] | None:
     """Return the events since this job was submitted; None if its submission is not recorded."""
     events: list[dict[str, Any]] | None = None
-    for event in run.read_events():
+    for event in recorded:
         if event["kind"] == "submitted":
             events = [] if event["job_id"] == job_id else None
         elif events is not None:

@@ -72,7 +72,7 @@ def start_forked(
     processes = []
     for rank, output in enumerate(outputs):
         variables = environment(env) | (torchrun_variables(rank, ranks, nodes, port) if ranks > 1 else {})
-        processes.append(start_process(_run_script, (script, list(args), variables, output)))
+        processes.append(start_process(run_script, (script, list(args), variables, output)))
     return processes
 
 
@@ -149,7 +149,8 @@ def enter_rank(variables: Mapping[str, str], output: Path) -> None:
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", "1")))
 
 
-def _run_script(script: Path, args: list[str], variables: dict[str, str], output: Path) -> None:
+def run_script(script: Path, args: list[str], variables: dict[str, str], output: Path) -> None:
+    """Run a Python script in this forked process, with these variables."""
     enter_rank(variables, output)
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.parent))

@@ -102,6 +102,30 @@ def test_manual_job_restarts_an_ended_run(run, spec, state, after_s):
     assert not run.cancel_request.exists()
 
 
+def test_successor_exits_if_the_run_ends_while_it_waits_for_the_lease(run, spec):
+    def acquire(predecessor, deaths):
+        run.log_event("finished", 0, state="COMPLETED", exit_code=0, cause=None)
+
+    successors = SimpleNamespace(predecessor="7", lease=SimpleNamespace(acquire=acquire))
+    job_control = SimpleNamespace(job_id="8", successors=successors)
+    assert acquire_run.acquire_run(run, spec, job_control) == Exit(0)
+    assert newest_job(run) == "7"
+
+
+def test_one_of_two_successors_continues_after_the_other_was_recorded(run, spec):
+    """Slurm accepted job 8 so late that the supervisor also submitted, and recorded, job 9."""
+    run.log_event("handover", 0, job_id="7")
+    run.log_event("submitted", 1, job_id="9", backend="slurm", after="7")
+    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
+    found = {}
+    for job_id in ("8", "9"):
+        successors = SimpleNamespace(predecessor="7", lease=lease)
+        job_control = SimpleNamespace(job_id=job_id, successors=successors)
+        found[job_id] = acquire_run.acquire_run(run, spec, job_control)
+    assert found == {"8": Continue(), "9": Exit(0)}
+    assert newest_job(run) == "8"
+
+
 @pytest.mark.parametrize("array", [None, "0-1"])
 def test_slurm_script_must_run_in_a_job(run, spec, array):
     spec = replace(spec, array=array)

@@ -366,6 +366,8 @@ def test_continuation_methods_are_ordered_by_mode(resume_mode, intent, requeues,
         (OwnershipState("8", "7", predecessor="7", claimed_by="8"), OwnershipDecision.BEGIN),
         (OwnershipState("8", "7", predecessor="7", claimed_by="9"), OwnershipDecision.SUPERSEDED),
         (OwnershipState("8", "20", predecessor="7", claimed_by="8"), OwnershipDecision.SUPERSEDED),
+        (OwnershipState("8", "9", "7", predecessor="7", claimed_by="8"), OwnershipDecision.BEGIN),
+        (OwnershipState("9", "9", "7", predecessor="7", claimed_by="8"), OwnershipDecision.SUPERSEDED),
         (
             OwnershipState("8", "8", predecessor="7", claimed_by="8", successor="9"),
             OwnershipDecision.SUPERSEDED,

@@ -62,6 +62,13 @@ def test_released_lease_is_free(acquire):
     acquire("8")
 
 
+def test_names_of_old_leases_are_not_free_again(acquire, run):
+    """Other hosts may list old names, and create the lease after the last of them."""
+    for job_id in ("7", "8", "9", "10"):
+        acquire(job_id).release()
+    assert run.leases() == [0, 1, 2, 3]
+
+
 def test_silent_holder_loses_the_lease(acquire, run):
     acquire("7")
     expire(run)

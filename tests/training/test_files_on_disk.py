@@ -39,8 +39,8 @@ def test_metrics_are_on_disk_before_the_checkpoint_is_committed(tmp_path, monkey
     for step, text in on_disk.items():
         assert [json.loads(line)["step"] for line in text.splitlines()][:step] == list(range(1, step + 1))
     last = len(order) - 1 - order[::-1].index("commit")
-    # The folder of the checkpoints, and then the run folder.
-    assert order[last + 1 : last + 3] == [str(run.checkpoints.resolve()), str(run.path.resolve())]
+    # The names of the records in the run folder, and then the name of the checkpoint.
+    assert order[last - 1 : last + 2] == [str(run.path.resolve()), "commit", str(run.checkpoints.resolve())]
     assert steps(run.path)[-1] == 8
 
 

@@ -81,7 +81,12 @@ class CheckpointDir:
             OSError: the folder cannot be created.
         """
         path = self.folder / name
+        is_new = not self.folder.exists()
         make_folder(self.folder)
+        if is_new and self.durable:  # The run folder and its parents may be new, too.
+            for parent in self.folder.parents:
+                with suppress(OSError):
+                    fsync_path(parent)
         path.mkdir(0o755)
         lock = None
         try:
@@ -123,13 +128,13 @@ class CheckpointDir:
             for record in self.records:
                 with suppress(OSError):  # a checkpoint without metrics is better than no checkpoint
                     fsync_path(record)
+            fsync_path(self.folder.parent)  # the names of the records
         final = self.folder / checkpoint_folder_name(step)
         if final.exists():
             return False
         path.rename(final)
         if self.durable:
-            for folder in (self.folder, self.folder.parent):
-                fsync_path(folder)
+            fsync_path(self.folder)
         return True
 
     def steps(self) -> list[int]:

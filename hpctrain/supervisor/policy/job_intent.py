@@ -95,6 +95,8 @@ class OwnershipState:
     job_id: str
     newest: str | None
     """The newest job in the run's record; None without a job."""
+    newest_after: str | None = None
+    """The predecessor of that job; None if the user submitted it."""
     ended: str | None = None
     """The final state of the run since the submission of that job."""
     cancelled: bool = False
@@ -126,7 +128,9 @@ def decide_ownership(state: OwnershipState) -> OwnershipDecision:
     if it.successor is not None:
         return OwnershipDecision.SUPERSEDED
     if it.predecessor is not None:
-        if it.claimed_by != it.job_id or it.newest not in (it.job_id, it.predecessor):
+        # The claim decides between several successors, also if another one was recorded.
+        is_newest = it.newest in (it.job_id, it.predecessor) or it.newest_after == it.predecessor
+        if it.claimed_by != it.job_id or not is_newest:
             return OwnershipDecision.SUPERSEDED
         if it.ended is not None:
             return OwnershipDecision.OVER

@@ -68,8 +68,8 @@ def build_timeline(run_data: RunData) -> Timeline:
         return round(min(max((time - start) / (end - start), 0.0), 1.0) * WIDTH, 2)
 
     attempts, hosts = TimelineRow("attempts"), dict[str, TimelineRow]()
-    ends = [attempt.started for attempt in run_data.attempts[1:]] + [end]
-    for attempt, until in zip(run_data.attempts, ends, strict=True):
+    ends = [*(attempt.started for attempt in run_data.attempts[1:]), end]
+    for attempt, until in zip(run_data.attempts, ends, strict=False):  # Without attempts, `end` remains.
         ended = attempt.ended if attempt.ended is not None else until
         words = f"attempt {attempt.number}, {format_clock(attempt.started)}: {describe_attempt_end(attempt)}"
         left = x(attempt.started)
