@@ -13,7 +13,6 @@
     ├── RendezvousError           exit 1: the ranks of a job did not form a group
     ├── BadLoss                   exit 1: the loss of a step is not finite, or far above previous losses
     ├── SilentCorruption          exit 1: the replicas of the state differ, so a device computed wrong results
-    ├── DownloadError         exit 1: packages could not be downloaded or unpacked
     ├── Unauthenticated           exit 1: a peer did not prove that it belongs to the run
     └── CheckpointError           exit 1: a checkpoint could not be written or read
         ├── CorruptCheckpoint     a part of it is missing or changed
@@ -103,10 +102,6 @@ class SilentCorruption(HpctrainError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.suspects, self.verified_step)
-
-
-class DownloadError(HpctrainError):
-    """Packages could not be downloaded or unpacked."""
 
 
 class Unauthenticated(HpctrainError):

@@ -48,6 +48,14 @@ JobAcctGatherType=jobacct_gather/none
 """
 
 
+def slurmdbd_user(plan: SandboxLayout) -> str:
+    """Return the user of slurmdbd, who is also the administrator of the database.
+
+    Slurm 26.05 requires the user of the controller, which is root in a sandbox.
+    """
+    return "root" if plan.shape.slurm else ACCOUNTING_USER
+
+
 def slurm_conf_lines(plan: SandboxLayout) -> str:
     """Return the accounting lines of `slurm.conf`."""
     if not plan.shape.accounting:
@@ -67,14 +75,14 @@ def create_accounting(plan: SandboxLayout) -> None:
     conf = _SLURMDBD_CONF.format(
         munge_socket=plan.munge_socket,
         port=plan.slurmdbd_port,
-        user=ACCOUNTING_USER,
+        user=slurmdbd_user(plan),
         log=plan.slurmdbd_log,
         folder=plan.accounting,
     )
     plan.slurmdbd_conf.write_text(conf, encoding="utf-8")
     # Required by slurmdbd, because the file may contain a password.
     plan.slurmdbd_conf.chmod(0o600)
-    shutil.chown(plan.slurmdbd_conf, ACCOUNTING_USER, ACCOUNTING_USER)
+    shutil.chown(plan.slurmdbd_conf, slurmdbd_user(plan))
     _install_database(plan)
 
 
@@ -111,7 +119,7 @@ def _install_database(plan: SandboxLayout) -> None:
         "mariadb-install-db",
         *_storage(plan),
         "--auth-root-authentication-method=socket",
-        f"--auth-root-socket-user={ACCOUNTING_USER}",
+        f"--auth-root-socket-user={slurmdbd_user(plan)}",
         "--skip-test-db",
         "--skip-name-resolve",
     ]

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.errors import DownloadError, SpecError, UserError
+from hpctrain.errors import SpecError, UserError
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.sandbox.lock import sandbox_lock
 from hpctrain.sandbox.requirements import SEARCH_PATH
@@ -88,8 +88,8 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
 
     Raises:
         SpecError: no such version, neither in the cache nor in the mirror.
-        UserError: this machine is not a Debian, or its disk is full.
-        DownloadError: the mirror does not respond, or a package cannot be unpacked.
+        UserError: this machine is not a Debian, its disk is full, the mirror does not respond, or a package
+            cannot be unpacked.
     """
     if not _VERSION.fullmatch(version):
         raise SpecError(f"{version!r} is not a Slurm version. Use the form 26.05 or 26.05.5.")
@@ -244,12 +244,12 @@ def _run(command: Sequence[str]) -> str:
             timeout=_COMMAND_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        raise DownloadError(f"{command[0]} did not finish within {_COMMAND_LIMIT_S:.0f} s") from None
+        raise UserError(f"{command[0]} did not finish within {_COMMAND_LIMIT_S:.0f} s") from None
     except FileNotFoundError:
         raise UserError(f"Another Slurm version requires {command[0]}, which is missing.") from None
     if done.returncode:
         errors = [
             line for line in done.stderr.splitlines() if line.startswith("E: ")
         ] or done.stderr.splitlines()
-        raise DownloadError(f"{command[0]} failed with exit code {done.returncode}: {' '.join(errors[:3])}")
+        raise UserError(f"{command[0]} failed with exit code {done.returncode}: {' '.join(errors[:3])}")
     return done.stdout

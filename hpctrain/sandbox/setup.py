@@ -64,8 +64,8 @@ def up(
         limit_s: seconds until the sandbox must be up.
 
     Raises:
-        UserError: this machine cannot run a sandbox, or the existing sandbox has another size.
-        DownloadError: the requested Slurm version could not be downloaded.
+        UserError: this machine cannot run a sandbox, the existing sandbox has another size, or the Slurm
+            version cannot be downloaded.
         SchedulerError: a daemon did not start within `limit_s` seconds; a new sandbox is removed again.
     """
     if matches_version(slurm, installed_version()):

@@ -9,7 +9,7 @@ from helpers.commands import run_command
 from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version
 
 from hpctrain import sandbox
-from hpctrain.errors import DownloadError, SpecError
+from hpctrain.errors import SpecError, UserError
 from hpctrain.sandbox.download_slurm import CACHE, download_slurm, link_commands, matches_version
 from hpctrain.sandbox.layout import SandboxLayout, SandboxSize
 
@@ -75,7 +75,7 @@ def test_mirror_that_does_not_respond_is_reported(tmp_path: Path, monkeypatch: p
     # Nothing listens on this port.
     for variable in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
-    with pytest.raises(DownloadError, match=r"apt-get failed with exit code 100: E: .*127\.0\.0\.1"):
+    with pytest.raises(UserError, match=r"apt-get failed with exit code 100: E: .*127\.0\.0\.1"):
         download_slurm(VERSION, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
