@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 
-.PHONY: help demo test-fast test test-long test-slurm-versions bench check format docs clean
+.PHONY: help demo test-fast test test-long test-slurm-versions bench simulate check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -60,6 +60,11 @@ test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half 
 bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 25 minutes on two idle cores
 	@scripts/install_for_tests.sh
 	$(BIN)/python benchmarks/run_all.py
+
+# Set iteration depends on the hash seed, and a seed must replay exactly.
+SEEDS ?= 0:10000
+simulate: .venv/installed  ## the supervisor in virtual time: SEEDS=0:10000, TIME=60 (seconds)
+	@PYTHONHASHSEED=0 PYTHONPATH=tests $(BIN)/python -m simulation.simulate --seeds $(SEEDS) $(if $(TIME),--time $(TIME)) $(FAULTS)
 
 check: .venv/installed  ## format, lint, types, layers, conventions, documentation
 	$(BIN)/ruff format --check

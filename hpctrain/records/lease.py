@@ -37,6 +37,8 @@ EXPIRY_S = 60.0
 #: Number of leases to keep. On NFS, other hosts may list old names for a minute: if these names were free
 #: again, two processes could create the newest lease.
 KEPT_LEASES = 100
+#: Seconds after another process was faster.
+_CLAIM_PAUSE_S = 1.0
 #: A lease is written in one block of this fixed length, for renewals in place.
 _BYTES = 512
 
@@ -112,6 +114,7 @@ class Lease:
             LeaseHeld: another process holds it.
             OSError: the folder cannot be written.
         """
+        deadline = system.monotonic() + EXPIRY_S
         while True:
             held = newest_lease(self._run)
             inherits = held is None or inherits_lease(self._me, held.holder, predecessor, deaths)
@@ -119,6 +122,10 @@ class Lease:
                 raise LeaseHeld(held.holder)
             if self._claim(held.number + 1 if held else 0):
                 break
+            if system.monotonic() > deadline:
+                raise TimeoutError(f"other processes created newer leases for {EXPIRY_S:.0f} s")
+            # Network file systems list a new lease of another host late.
+            system.sleep(_CLAIM_PAUSE_S)
         system.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()
 
     def release(self) -> None:

@@ -84,13 +84,13 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
     Raises:
         NotInJob: the script was started manually while the run is active, or before it was cancelled.
     """
-    state = _ownership_state(run, job_control)
+    state = _ownership_state(run, job_control, deaths)
     decision = decide_ownership(state)
     log.info("job %s: %s (%s)", job_control.job_id, decision.value, state)
     match decision:
         case OwnershipDecision.SUPERSEDED:
             return Exit(0)
-        case OwnershipDecision.OVER if state.predecessor is not None:
+        case OwnershipDecision.OVER if state.predecessor is not None or state.newest == state.job_id:
             return Exit(_exit_code(run))
         case OwnershipDecision.CANCEL:
             return finish_run(run, "CANCELLED")
@@ -98,7 +98,7 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
         _lock_run_folder(run, job_control.successors, deaths)
     if state.predecessor is None:
         return register_job(run, spec, job_control.job_id, job_control.successors)
-    if read_run_record(run).finished is not None:
+    if _recorded_end(run) is not None:
         # The previous holder of the lease ended the run in the meantime.
         return Exit(_exit_code(run))
     if state.newest != job_control.job_id:
@@ -109,22 +109,37 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
 
 def _exit_code(run: RunDir) -> int:
     """Return the exit code of an ended run."""
-    return int((read_run_record(run).finished or {}).get("exit_code", 0))
+    return int((_recorded_end(run) or {}).get("exit_code", 0))
 
 
-def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
-    record = read_run_record(run)
+def _ownership_state(run: RunDir, job_control: JobControl, deaths: int) -> OwnershipState:
+    end, record = _recorded_end(run), read_run_record(run)
     predecessor = job_control.successors.predecessor if job_control.successors is not None else None
     return OwnershipState(
         job_control.job_id,
         newest=record.job_id,
         newest_after=(record.submitted or {}).get("after"),
-        ended=(record.finished or {}).get("state"),
+        ended=(end or {}).get("state"),
         cancelled=run.cancel_request.exists(),
         predecessor=predecessor,
         claimed_by=claim_successor(run, job_control.job_id, predecessor) if predecessor else None,
         successor=_successor(run, record, job_control),
+        replaces_supervisor=deaths > 0,
     )
+
+
+def _recorded_end(run: RunDir) -> dict[str, Any] | None:
+    """Return the end of the run since the user's last submission; None if ranks were started afterwards.
+
+    A successor may be recorded after the end: the supervisor of a killed batch script submits it in a thread.
+    """
+    end: dict[str, Any] | None = None
+    for event in run.read_events():
+        if event["kind"] == "finished":
+            end = event
+        elif event["kind"] == "started" or (event["kind"] == "submitted" and "after" not in event):
+            end = None
+    return end
 
 
 def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
@@ -262,7 +277,12 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
         NotInJob: the run was cancelled in that time.
     """
     finished = read_run_record(run).finished or _unrecorded_cancellation(run)
-    if finished.get("state") not in ("COMPLETED", "CANCELLED") or (submitted := jobs.submitted_at()) is None:
+    if finished.get("state") not in ("COMPLETED", "CANCELLED"):
+        return False
+    # Slurm may have requeued a recorded job.
+    recorded = [event for event in run.read_events() if event["kind"] == "submitted"]
+    submitted = next((float(event["time"]) for event in recorded if event["job_id"] == job_id), None)
+    if submitted is None and (submitted := jobs.submitted_at()) is None:
         return False
     # Slurm truncates the submission time to seconds; the run may have ended earlier in that second.
     if submitted + 1.0 > float(finished["time"]):

@@ -6,10 +6,10 @@ import errno
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpctrain import system
 from hpctrain.buffered_writer import BufferedLineWriter
@@ -18,6 +18,8 @@ from hpctrain.files import IsValid, own_file
 from hpctrain.rundir import RunDir, RunStorage
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _RETRY_INTERVAL_S = 2.0
 #: Seconds to retry writing the buffered data when the supervisor exits; later the data is lost.
@@ -76,9 +78,13 @@ class BufferedStorage(RunStorage):
         self._start_retrying()
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
-        """Yield the JSON lines of a file, including buffered lines."""
+        """Yield the JSON lines of a file, including buffered lines.
+
+        Raises:
+            OSError: the file cannot be read, also after a while.
+        """
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
-            return super().read(path, is_valid)
+            return iter(_retry_while_away(lambda: list(super(BufferedStorage, self).read(path, is_valid))))
         with lines.pending() as waiting:
             try:
                 written = list(super().read(path, is_valid))
@@ -114,7 +120,8 @@ class BufferedStorage(RunStorage):
 
     def names(self, folder: Path) -> list[str]:
         """Return the names in a folder, including folders that could not be created."""
-        return [*{*super().names(folder), *(path.name for path in self._folders if path.parent == folder)}]
+        names = _retry_while_away(lambda: super(BufferedStorage, self).names(folder))
+        return [*{*names, *(path.name for path in self._folders if path.parent == folder)}]
 
     @property
     def reserve_file(self) -> Path:
@@ -181,6 +188,19 @@ class BufferedStorage(RunStorage):
                 system.sleep(_RETRY_INTERVAL_S)
         finally:
             self._retrying.release()
+
+
+def _retry_while_away(read: Callable[[], _T]) -> _T:
+    """Repeat a read while the file system is briefly unreachable."""
+    deadline = system.monotonic() + _VANISHED_LIMIT_S
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _AWAY or system.monotonic() > deadline:
+                raise
+            log.warning("cannot read the run folder (%s); will retry", error)
+        system.sleep(_RETRY_INTERVAL_S)
 
 
 def _is_there(path: Path) -> bool:

@@ -7,7 +7,6 @@ import queue
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from signal import Signals
 
 from hpctrain import system
@@ -125,18 +124,19 @@ class Requeuer:
 
     def requeue_orphaned(self) -> None:
         """Continue the run in another job, although Slurm is about to end this process."""
-        if read_run_record(self.run).finished is not None:
-            return
-        attempt = max(self.run.attempts(), default=0)
         methods: list[Callable[[], object]] = [self.job_control.requeue]
-        if self.job_control.successors is not None:
-            methods.append(partial(self.job_control.successors.submit, attempt, JobChanges()))
+        if (jobs := self.job_control.successors) is not None:
+            methods.append(lambda: jobs.submit(max(self.run.attempts(), default=0), JobChanges()))
         for method in methods:
+            # The supervisor may end the run at the same time.
+            with suppress(OSError):
+                if read_run_record(self.run).finished is not None:
+                    return
             try:
                 method()
                 log.warning("the batch script was killed, but the run will continue")
                 return
-            except SchedulerError as error:
+            except (SchedulerError, OSError) as error:
                 log.warning(
                     "the batch script was killed, and the attempt to continue the run failed: %s", error
                 )

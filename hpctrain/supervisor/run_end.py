@@ -63,9 +63,12 @@ def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
 
 
 def _loss_not_finite(run: RunDir) -> str | None:
-    for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
-        with suppress(KeyError, TypeError, ValueError, OverflowError):
-            loss = float(record["loss"])
-            step = record.get("step")
-            return None if math.isfinite(loss) else f"The last loss is {format_number(loss)} (step {step})."
+    # An unreadable file is no reason to fail a completed run.
+    with suppress(OSError):
+        for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
+                loss = float(record["loss"])
+                step = record.get("step")
+                words = f"The last loss is {format_number(loss)} (step {step})."
+                return None if math.isfinite(loss) else words
     return None

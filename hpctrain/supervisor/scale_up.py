@@ -76,7 +76,7 @@ class ScaleUpMonitor:
             try:
                 if self._try_scale_up(nodes):
                     return
-            except HpctrainError as error:
+            except (HpctrainError, OSError) as error:
                 log.warning("cannot scale up the run (%s); will retry", error)
 
     def _try_scale_up(self, nodes: AllocatedNodes) -> bool:

@@ -136,12 +136,14 @@ class Supervisor:
 
     def _take_over(self) -> Continue | Exit:
         """Continue after the previous supervisor was killed; its ranks may still be running."""
-        if not (attempts := self._run.attempts()):
-            return Continue()
-        attempt = attempts[-1]
+        attempts = self._run.attempts()
+        attempt = max(attempts, default=0)
+        # On a full disk, an attempt may have no folder.
         if self._job_control.nodes is not None:
             self._job_control.nodes.kill_steps()
         kill_orphans(str(self._run.path), attempt + 1)
+        if not attempts:
+            return Continue()
         stop = self._failure_analyzer.recorded_stop(attempt)
         end = self._failure_analyzer.record_supervisor_death(attempt)
         # If the supervisor was killed after the ranks had exited, complete its record.
@@ -203,8 +205,14 @@ class Supervisor:
 
     def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
         """Continue in another allocation, by a requeue or in a successor job."""
-        history = History.from_events(self._run.read_events())
-        changes = JobChanges(history.excluded, memory or history.memory)
+        history, nodes = History.from_events(self._run.read_events()), self._job_control.nodes
+        excluded = history.excluded
+        if excluded and nodes is not None and not nodes.can_reallocate(excluded):
+            log.warning(
+                "not excluding %s: the job could not start without these nodes", ", ".join(sorted(excluded))
+            )
+            excluded = frozenset()
+        changes = JobChanges(excluded, memory or history.memory)
         moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, changes)
         if isinstance(moved, RequeueRefused):
             if cause := ended.diagnosis.end.cause:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.notify import NotifyConfig
@@ -19,16 +18,75 @@ class Fault:
     value: float = 0.0
     """Duration in seconds, or number of the rank or node."""
 
+    @property
+    def is_survivable(self) -> bool:
+        """True if a run with this fault alone completes."""
+        return self.kind in _SURVIVABLE or (self.kind == "disk-away" and self.value < _BRIEF_S)
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        kind, _, rest = text.partition("@")
+        at, _, value = rest.partition(":")
+        return cls(kind, float(at), float(value or 0))
+
     def __str__(self) -> str:
         return f"{self.kind}@{self.at:g}" + (f":{self.value:g}" if self.value else "")
 
 
 #: Faults with a duration in seconds.
-_SLURM_WINDOWS = ("slurm-away", "slurm-silent", "slurm-slow", "slurm-lost-answers", "slurm-stale", "slurm-refuse")
+_SLURM_WINDOWS = (
+    "slurm-away",
+    "slurm-silent",
+    "slurm-slow",
+    "slurm-lost-answers",
+    "slurm-stale",
+    "slurm-refuse",
+)
 _DISK_WINDOWS = ("disk-full", "disk-slow", "disk-away", "disk-stale")
 _RANKS = ("crash", "gpu-fault", "kill", "oom", "hang", "silence", "lost-report")
-_OTHERS = ("messages-late", "preempt", "kill-node", "kill-batch", "pause-supervisor", "cancel", "requeue")
+_OTHERS = (
+    "messages-late",
+    "preempt",
+    "kill-node",
+    "kill-batch",
+    "pause-supervisor",
+    "cancel",
+    "requeue",
+    "start-by-hand",
+)
 FAULT_KINDS = (*_SLURM_WINDOWS, *_DISK_WINDOWS, *_RANKS, *_OTHERS, "kill-supervisor", "torn-write")
+
+
+_FREQUENT = (
+    "kill-supervisor",
+    "kill-supervisor",
+    "preempt",
+    "kill-batch",
+    "start-by-hand",
+    "start-by-hand",
+    "kill-node",
+)
+#: Duration of an I/O error that a run survives.
+_BRIEF_S = 45.0
+_SURVIVABLE = frozenset(
+    {
+        *_SLURM_WINDOWS,
+        "disk-slow",
+        "disk-stale",
+        "gpu-fault",
+        "kill",
+        "oom",
+        "hang",
+        "silence",
+        "lost-report",
+        "messages-late",
+        "pause-supervisor",
+        "requeue",
+        "start-by-hand",
+        "kill-supervisor",
+        "torn-write",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +97,6 @@ class SimConfig:
     num_cluster_nodes: int
     requeues: bool
     """True if the site requeues jobs."""
-    job_requeue_flag: bool
     preempt_mode: str
     grace_s: float
     kill_wait_s: float
@@ -90,7 +147,6 @@ def make_config(seed: int, run_dir: str) -> SimConfig:
         spec=spec,
         num_cluster_nodes=spec.most_granted + rng.choice((0, 1, 2)),
         requeues=requeues,
-        job_requeue_flag=requeues,
         preempt_mode=rng.choice(("REQUEUE", "CANCEL")),
         grace_s=rng.choice((0.0, 30.0, 60.0)),
         kill_wait_s=rng.choice((5.0, 30.0)),
@@ -102,7 +158,7 @@ def make_config(seed: int, run_dir: str) -> SimConfig:
         save_every=rng.randint(2, 5),
         keep_last=rng.choice((1, 2)),
         agrees_through_supervisor=rng.random() < 0.3,
-        submit_delay_s=rng.choice((0.0, 0.1, 6.0)),
+        submit_delay_s=rng.choice((0.0, 0.1, 1.0)),
         yield_probability=rng.choice((0.0, 0.05, 0.3)),
     )
 
@@ -114,7 +170,7 @@ def make_faults(seed: int) -> list[Fault]:
 
 
 def _make_fault(rng: random.Random) -> Fault:
-    kind = rng.choice((*FAULT_KINDS, "kill-supervisor", "kill-supervisor", "preempt", "kill-batch"))
+    kind = rng.choice((*FAULT_KINDS, *_FREQUENT))
     if kind == "kill-supervisor":
         return Fault(kind, rng.randint(1, rng.choice((60, 200, 500))))
     if kind == "torn-write":

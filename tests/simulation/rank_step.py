@@ -87,7 +87,6 @@ class RankStep:
         self.is_standby = STANDBY_VARIABLE in environ
         self.is_check = any("node_check" in word for word in words)
         self.number = len(job.steps)
-        job.steps.append(self)
         count = int(options["nodes"])
         self.hosts = expand_hostlist(options["nodelist"]) if "nodelist" in options else job.nodes[:count]
         per_node = int(options["ntasks-per-node"])
@@ -100,7 +99,7 @@ class RankStep:
         self.stop_after: int | None = None
         self.is_saving = self.is_leaving = self.is_launched = False
         self.report_is_lost = False
-        self.trained_any = False
+        job.steps.append(self)
         self.later(0.5, 2.0, self._launch)
 
     @property
@@ -134,7 +133,9 @@ class RankStep:
         lost = [host for host in self.hosts if host in slurm.down | slurm.unresponsive]
         if lost or self.job.state != "RUNNING" or not set(self.hosts) <= set(self.job.nodes):
             host = lost[0] if lost else self.hosts[0]
-            self.popen.print_line(f"srun: error: Task launch for StepId=1 failed on node {host}: Communication failure")
+            self.popen.print_line(
+                f"srun: error: Task launch for StepId=1 failed on node {host}: Communication failure"
+            )
             self.later(1.0, 5.0, lambda: self.popen.finish(1))
             return
         self.is_launched = True
@@ -160,8 +161,10 @@ class RankStep:
         self.server = self.world.servers.get(self.address)
         if self.server is not None:
             for rank in self.ranks:
-                if rank.is_alive and not rank.is_silent:
+                if rank.is_alive:
                     self.server.connect(self.attempt, rank)
+                    if not self.is_standby:
+                        self.server.receive(self.attempt, rank.rank, rank.heartbeat())
         if self.is_standby:
             self.later(1.0, 4.0, self._report_ready)
         else:
@@ -197,7 +200,6 @@ class RankStep:
     def _after_step(self) -> None:
         """Decide what follows the step that has just ended."""
         config = self.world.config
-        self.world.on_training(self)
         if self.steps_done >= config.num_steps:
             self._save(lambda: self._leave(0))
         elif self._must_stop():
@@ -222,7 +224,6 @@ class RankStep:
     def _end_step(self) -> None:
         if self._can_progress and not self.is_saving:
             self.steps_done += 1
-            self.trained_any = True
             self.beats += 1
             self._after_step()
 
@@ -422,7 +423,7 @@ class HeartbeatServer:
     def __init__(self, address: str, handler: Any) -> None:
         self._handler = handler
         self._scheduler = Scheduler.current
-        self.world: World = self._scheduler.world  # type: ignore[attr-defined]
+        self.world: World = self._scheduler.world
         self._address = f"{address}:{len(self.world.servers)}"
         self.process = self._scheduler.process
         self.world.servers[self._address] = self

@@ -1,7 +1,7 @@
 """Virtual time, and threads of which only one runs at a time.
 
-A thread that waits picks the next event itself. It runs callbacks inline, and hands over to another thread only
-if that thread is next. Ties are broken by the seed.
+A thread that waits picks the next event itself. It runs callbacks inline, and hands over only to another
+thread. Ties are broken by the seed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 #: Start of the virtual time, in seconds since the epoch.
 EPOCH = 1_790_000_000.0
@@ -97,7 +97,8 @@ class SimThread:
     ) -> None:
         self.scheduler = Scheduler.current
         self.process = process or self.scheduler.process
-        assert self.process is not None and target is not None
+        assert self.process is not None
+        assert target is not None
         self.name, self.daemon = name or "thread", bool(daemon)
         self._target, self._args = target, args
         self.started = self.ended = False
@@ -163,7 +164,7 @@ class Scheduler:
     """The events of a simulated world in virtual time."""
 
     current: Scheduler
-    idle_workers: list[_Worker] = []
+    idle_workers: ClassVar[list[_Worker]] = []
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -172,6 +173,7 @@ class Scheduler:
         self.process: SimProcess | None = None
         """The process whose code is running."""
         self.failure: BaseException | None = None
+        self.world: Any = None
         self.processes: list[SimProcess] = []
         self.num_events = self.num_steps = 0
         self.trace_hash = 0

@@ -1,7 +1,4 @@
-"""Run seeds: `python -m simulation.simulate --seeds 0:1000`.
-
-A failing seed is shrunk: its faults are dropped one by one while it still fails.
-"""
+"""Run seeds of the simulation. A failing seed is shrunk, and printed with the command that repeats it."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -25,17 +23,18 @@ from hpctrain import system as real_system
 from hpctrain.records import lease
 from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor import notifications, supervise
-from hpctrain.supervisor.launch import srun
+from hpctrain.supervisor.launch import auxiliary_step, srun
 from hpctrain.supervisor.workers import attempt_runner, worker_group
-from hpctrain.supervisor.launch import auxiliary_step
 from simulation import simulated_system
 from simulation.config import Fault, make_config, make_faults
-from simulation.rank_step import TICK_S, HeartbeatServer
+from simulation.rank_step import HeartbeatServer
 from simulation.scheduler import Scheduler, Violation
 from simulation.simulated_disk import simulated_files
 from simulation.simulated_slurm import SimPopen
 from simulation.world import World
 
+#: Seconds between searches for requests of the user, which the simulation does not make.
+_REQUESTS_INTERVAL_S = 60.0
 _ROOT = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path("/tmp")
 
 
@@ -59,7 +58,7 @@ class _Store:
 
 
 def _world() -> World:
-    return Scheduler.current.world  # type: ignore[attr-defined, no-any-return]
+    return Scheduler.current.world
 
 
 def _kill_orphans(_run: str, before: int) -> list[int]:
@@ -114,7 +113,7 @@ def simulated_supervisor(*, log: bool = False) -> Iterator[None]:
         put(supervisor_main, "raise_fd_limit", lambda _: None)
         put(supervise, "kill_orphans", _kill_orphans)
         put(worker_group, "HeartbeatServer", HeartbeatServer)
-        put(worker_group, "TICK_INTERVAL_S", TICK_S)
+        put(worker_group, "TICK_INTERVAL_S", _REQUESTS_INTERVAL_S)
         put(attempt_runner, "RendezvousStore", _Store)
         put(auxiliary_step, "RendezvousStore", _Store)
         put(srun, "_address_of_this_host", lambda hosts: hosts[0])
@@ -143,8 +142,6 @@ class SeedResult:
     violation: str | None = None
     trace: tuple[str, ...] = ()
     num_events: int = 0
-    num_steps: int = 0
-    seconds: float = 0.0
 
 
 @functools.cache
@@ -169,12 +166,18 @@ def run_seed(seed: int, faults: Sequence[Fault] | None = None, *, record: bool =
         world.simulate()
     except Violation as error:
         violation = str(error)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (any error is a finding)
         place = next(
-            (frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if "/hpctrain/" in frame.filename),
+            (
+                frame
+                for frame in reversed(traceback.extract_tb(error.__traceback__))
+                if "/hpctrain/" in frame.filename
+            ),
             traceback.extract_tb(error.__traceback__)[-1],
         )
-        violation = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno}, {place.name})"
+        violation = (
+            f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno}, {place.name})"
+        )
         if record:
             violation += f"\n{traceback.format_exc()}"
     finally:
@@ -188,8 +191,6 @@ def run_seed(seed: int, faults: Sequence[Fault] | None = None, *, record: bool =
         violation,
         tuple(scheduler.log or ()),
         scheduler.num_events,
-        scheduler.num_steps,
-        scheduler.now,
     )
 
 
@@ -211,40 +212,83 @@ def shrink(result: SeedResult) -> SeedResult:
     return result
 
 
+def command_of(result: SeedResult) -> str:
+    """Describe a failure, with the command that repeats it."""
+    faults = "".join(f" --fault {fault}" for fault in result.faults) or " --fault none"
+    command = f"make simulate SEEDS={result.seed} FAULTS='{faults.strip()}'"
+    return f"seed {result.seed}: {result.violation}\n    {command}"
+
+
+_entered = contextlib.ExitStack()
+
+
+def _enter(core: int | None) -> None:
+    if core is not None:
+        # The threads hand over faster on one core.
+        os.sched_setaffinity(0, {core})
+    _entered.enter_context(simulated_supervisor())
+
+
+def _run_chunk(seeds: Sequence[int]) -> tuple[int, Counter[str], list[str]]:
+    """Run some seeds; returns the number of events, the outcomes and the failures."""
+    events, outcomes, failures = 0, Counter[str](), []
+    for seed in seeds:
+        result = run_seed(seed)
+        events += result.num_events
+        outcomes[result.outcome] += 1
+        if result.violation is not None:
+            failures.append(command_of(shrink(result)))
+    return events, outcomes, failures
+
+
+def _repeat(seed: int, names: Sequence[str] | None) -> int:
+    """Run one seed and print its trace."""
+    faults = None if names is None else [Fault.parse(name) for name in names if name != "none"]
+    out = sys.stdout
+    with simulated_supervisor(log=True):
+        result = run_seed(seed, faults, record=True)
+    print(*result.trace, sep="\n", file=out)
+    print(f"{result.outcome}: {result.violation or 'no violation'}", file=out)
+    return 1 if result.violation else 0
+
+
 def main() -> int:
     """Run the seeds that the arguments name."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", default="0:1000")
-    parser.add_argument("--time", type=float)
-    parser.add_argument("--trace", action="store_true")
-    parser.add_argument("--max-failures", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:10000", help="FIRST:LAST, or one seed, whose trace is printed")
+    parser.add_argument("--fault", action="append", help="replaces the faults of one seed; none: no faults")
+    parser.add_argument("--time", type=float, help="stop after this many seconds")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     first, _, last = args.seeds.partition(":")
-    seeds = range(int(first), int(last) if last else int(first) + 1)
-    begun, failures, outcomes = time.perf_counter(), 0, Counter[str]()
-    out = sys.stdout
-    done = events = 0
-    with simulated_supervisor(log=args.trace):
-        for seed in seeds:
-            result = run_seed(seed, record=args.trace)
-            done += 1
-            events += result.num_events
-            outcomes[result.outcome] += 1
-            if args.trace and result.violation is None:
-                print(*result.trace, sep="\n", file=out)
-            if result.violation is not None:
-                failures += 1
-                small = shrink(result)
-                if args.trace:
-                    print(*run_seed(seed, small.faults, record=True).trace, sep="\n", file=out)
-                print(f"seed {seed}: {small.violation}", *small.faults, sep="\n    ", file=out, flush=True)
-                if failures >= args.max_failures:
-                    break
-            if args.time and time.perf_counter() - begun > args.time:
-                break
+    if not last:
+        return _repeat(int(first), args.fault)
+    cores = sorted(os.sched_getaffinity(0))
+    chunks = (range(i, min(i + 100, int(last))) for i in range(int(first), int(last), 100))
+    begun, done, events, failures, outcomes = time.perf_counter(), 0, 0, 0, Counter[str]()
+    with contextlib.ExitStack() as stack:
+        pools = [
+            stack.enter_context(ProcessPoolExecutor(1, initializer=_enter, initargs=(cores[i % len(cores)],)))
+            for i in range(args.processes)
+        ]
+        running = {pool.submit(_run_chunk, chunk): pool for pool, chunk in zip(pools, chunks, strict=False)}
+        while running:
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                pool = running.pop(future)
+                some_events, some_outcomes, some_failures = future.result()
+                events += some_events
+                outcomes += some_outcomes
+                done += some_outcomes.total()
+                failures += len(some_failures)
+                for words in some_failures:
+                    print(words, flush=True)
+                is_over = args.time is not None and time.perf_counter() - begun > args.time
+                if not is_over and (chunk := next(chunks, None)) is not None:
+                    running[pool.submit(_run_chunk, chunk)] = pool
     seconds = time.perf_counter() - begun
-    print(f"{done} seeds in {seconds:.1f} s ({done / seconds:.0f}/s), {events / done:.0f} events each, {failures} failures")
-    print(dict(outcomes))
+    print(f"{done} seeds in {seconds:.0f} s ({done / seconds:.0f}/s), {events} events, {failures} failures")
+    print(", ".join(f"{outcome}: {count}" for outcome, count in outcomes.most_common()))
     return 1 if failures else 0
 
 

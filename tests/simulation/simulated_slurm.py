@@ -26,6 +26,7 @@ _AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect fail
 _TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
 _REFUSED = "Requested operation is presently disabled"
 _MAX_DEATHS = 3
+_AT_ONCE = 15.0
 _COMMANDS = ("srun", "squeue", "scontrol", "sbatch", "scancel", "sinfo")
 
 
@@ -56,6 +57,9 @@ class Job:
     batch: Batch | None = None
     num_starts: int = 0
     explicit_start: float | None = None
+    was_requeued_by_slurm: bool = False
+    is_by_hand: bool = False
+    """True if the user submitted the script again."""
 
     @property
     def is_active(self) -> bool:
@@ -116,11 +120,13 @@ class SimSlurm:
         self.down: set[str] = set()
         self.unresponsive: set[str] = set()
         """Dead nodes that Slurm has not yet marked down."""
-        self.all_nodes = [f"n{i}" for i in range(1, config.num_cluster_nodes + 1)]
+        # With a large value, the second job starts at once.
+        by_hand = any(fault.kind == "start-by-hand" and fault.value > _AT_ONCE for fault in world.faults)
+        num_nodes = config.num_cluster_nodes + by_hand * config.spec.most_granted
+        self.all_nodes = [f"n{i}" for i in range(1, num_nodes + 1)]
         self.jobs: list[Job] = []
         self.windows: list[tuple[str, float, float]] = []
         self._next_id = 17
-        self._stale: dict[float, dict[str, Job]] = {}
 
     def has(self, fault: str) -> bool:
         now = self.scheduler.now
@@ -161,7 +167,12 @@ class SimSlurm:
             if self.has("away"):
                 self.scheduler.call_later(10.0, self._schedule)
                 continue
-            busy = {node for other in self.jobs if other.state in ("RUNNING", "COMPLETING") for node in other.nodes}
+            busy = {
+                node
+                for other in self.jobs
+                if other.state in ("RUNNING", "COMPLETING")
+                for node in other.nodes
+            }
             gone = self.down | self.unresponsive | busy | job.excluded
             free = [node for node in self.all_nodes if node not in gone]
             if len(free) >= self.site.spec.least_granted:
@@ -187,7 +198,6 @@ class SimSlurm:
             environ |= {"SLURM_ARRAY_JOB_ID": str(job.raw), "SLURM_ARRAY_TASK_ID": str(self.site.array_task)}
         if job.predecessor is not None:
             environ[PREDECESSOR_VARIABLE] = job.predecessor
-        self.world.on_job_start(job)
         job.batch = Batch(self.world, job, environ)
         start = job.num_starts
         if (limit := self.site.spec.time_limit_s) is not None:
@@ -226,7 +236,10 @@ class SimSlurm:
         if requeue:
             job.restarts += 1
         if reason:
-            self.world.print(f"slurmstepd-{job.nodes[0]}: error: *** JOB {job.name} ON {job.nodes[0]} CANCELLED DUE TO {reason} ***")
+            job.was_requeued_by_slurm |= requeue
+            host = job.nodes[0]
+            words = f"*** JOB {job.name} ON {host} CANCELLED DUE TO {reason} ***"
+            self.world.print(f"slurmstepd-{host}: error: {words}")
         self.signal_steps(job, signal.SIGTERM)
         if job.batch is not None and job.batch.is_alive:
             job.batch.signal(signal.SIGTERM)
@@ -253,11 +266,15 @@ class SimSlurm:
         if job.state != "COMPLETING":
             return
         assert job.batch is not None
-        alive = any(rank.is_alive for step in job.steps for rank in step.ranks if rank.host not in self.unresponsive)
+        alive = any(
+            rank.is_alive for step in job.steps for rank in step.ranks if rank.host not in self.unresponsive
+        )
         if alive or job.batch.is_alive or not job.batch.supervisor.killed:
             self.scheduler.call_later(1.0, lambda: self._check_end(job))
             return
         job.ended = self.scheduler.now
+        for step in job.steps:
+            step.srun_killed()
         if job.is_requeued:
             job.state = "PENDING"
             job.eligible = job.explicit_start if job.explicit_start is not None else job.ended + _HOLD_S
@@ -298,20 +315,20 @@ class SimSlurm:
 
     # -- commands
 
-    def execute(self, words: list[str], environ: Mapping[str, str]) -> tuple[int, str, str]:
+    def execute(self, words: list[str], environ: Mapping[str, str], issued_at: float) -> tuple[int, str, str]:
         """Execute a command; returns the exit code, stdout and stderr."""
         try:
-            return 0, self._execute(words, environ), ""
+            return 0, self._execute(words, environ, issued_at), ""
         except CommandFailed as error:
             return 1, "", f"{words[0]}: error: {error}\n"
 
-    def _execute(self, words: list[str], environ: Mapping[str, str]) -> str:
+    def _execute(self, words: list[str], environ: Mapping[str, str], issued_at: float) -> str:
         options = dict(word[2:].partition("=")[::2] for word in words[1:] if word.startswith("--"))
         match words:
             case ["scontrol", "--all", "show", "job", job_id]:
                 return self._show(job_id)
             case ["scontrol", "requeue", job_id]:
-                return self._requeue(job_id)
+                return self._requeue(job_id, issued_at)
             case ["scontrol", "show", "config"]:
                 site = self.site
                 kind = f"PreemptMode = {site.preempt_mode}\nPreemptType = preempt/partition_prio\n"
@@ -341,7 +358,7 @@ class SimSlurm:
                     raise CommandFailed("allocation failure: Requested node configuration is not available")
                 return ""
             case ["sbatch", *_]:
-                return self._sbatch(words, options, environ)
+                return self._sbatch(words, options, environ, issued_at)
             case ["scancel", *rest] if "signal" in options:
                 return self._signal(options["signal"], rest[1:])
             case ["scancel", job_id]:
@@ -358,16 +375,20 @@ class SimSlurm:
         state, restarts = job.state, job.restarts
         if self.has("stale") and (old := self.world.stale_states.get(job.name)):
             state, restarts = old
-        task = "" if self.site.array_task is None else f" ArrayJobId={job.raw} ArrayTaskId={self.site.array_task}"
+        task = (
+            ""
+            if self.site.array_task is None
+            else f" ArrayJobId={job.raw} ArrayTaskId={self.site.array_task}"
+        )
         return (
             f"JobId={job.raw}{task} JobName=x\n"
             f"   JobState={state} Reason=None Dependency=(null)\n"
-            f"   Requeue={int(self.site.job_requeue_flag)} Restarts={restarts} BatchFlag=1\n"
+            f"   Requeue={int(self.site.requeues)} Restarts={restarts} BatchFlag=1\n"
             f"   SubmitTime={_clock(job.submitted)} EligibleTime={_clock(job.eligible)}\n"
             f"   WorkDir=/w\n"
         )
 
-    def _requeue(self, job_id: str) -> str:
+    def _requeue(self, job_id: str, issued_at: float) -> str:
         job = self._known(job_id)
         if not self.site.requeues or self.has("refuse"):
             raise CommandFailed(_REFUSED)
@@ -375,7 +396,7 @@ class SimSlurm:
             raise CommandFailed("Job is pending execution")
         if job.state == "COMPLETING":
             raise CommandFailed("Job/step already completing or completed")
-        self.world.on_requeue(job)
+        self.world.on_continuation(job, "requeued", issued_at)
         if job.state == "RUNNING":
             self.end_job(job, "REQUEUED", requeue=True)
         else:
@@ -438,7 +459,9 @@ class SimSlurm:
         state = "DOWN*" if node in self.down else "ALLOCATED"
         return f"NodeName={node} NodeAddr={node} Port=6818 State={state} RealMemory=8000 MemSpecLimit=0"
 
-    def _sbatch(self, words: list[str], options: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    def _sbatch(
+        self, words: list[str], options: Mapping[str, str], environ: Mapping[str, str], issued_at: float
+    ) -> str:
         if self.has("refuse"):
             raise CommandFailed("Batch job submission failed: Access/permission denied")
         marker = words[-1] if words[-1].startswith("continues-job-") else ""
@@ -448,7 +471,7 @@ class SimSlurm:
             after=options.get("dependency", "").partition(":")[2] or None,
             excluded=frozenset(expand_hostlist(options.get("exclude", ""))),
         )
-        self.world.on_submit(job)
+        self.world.on_continuation(job, "submitted", issued_at)
         return f"{job.raw}\n"
 
     def _signal(self, name: str, steps: list[str]) -> str:
@@ -500,7 +523,7 @@ class SimPopen:
 
     def _request(self, words: list[str]) -> None:
         slurm, random = self._world.slurm, self._scheduler.random
-        latency = random.uniform(0.01, 0.3)
+        issued_at, latency = self._scheduler.now, random.uniform(0.01, 0.3)
         if slurm.has("slow"):
             latency += random.choice((0.0, 5.0, 70.0))
 
@@ -510,7 +533,7 @@ class SimPopen:
                 self._scheduler.call_later(2.0, lambda: self.finish(1, "", error))
                 return
             lost = slurm.has("lost-answers") and random.random() < 0.5
-            code, out, err = slurm.execute(words, self.environ)
+            code, out, err = slurm.execute(words, self.environ, issued_at)
             self._scheduler.trace(" ".join(words[:6])[:100], code, err.strip())
             if lost:
                 code, out, err = 1, "", f"{words[0]}: error: {_TIMED_OUT}\n"
@@ -590,7 +613,7 @@ class SimPopen:
 
 
 def _world() -> World:
-    return Scheduler.current.world  # type: ignore[attr-defined, no-any-return]
+    return Scheduler.current.world
 
 
 def _clock(moment: float) -> str:

@@ -78,7 +78,7 @@ class Event:
 
 
 class Lock:
-    """A lock, which one thread may acquire repeatedly: the code of the supervisor never relies on a deadlock."""
+    """A lock, which one thread may acquire repeatedly."""
 
     def __init__(self) -> None:
         self._owner: object = None

@@ -18,13 +18,15 @@ from hpctrain.supervisor.job_control.slurm import start_soon
 from simulation import simulated_system as system
 from simulation.config import Fault, SimConfig
 from simulation.rank_step import HeartbeatServer, RankStep, SimRank
-from simulation.scheduler import Scheduler, Violation
+from simulation.scheduler import EPOCH, Scheduler, Violation
 from simulation.simulated_disk import SimDisk, use_disk
 from simulation.simulated_slurm import Job, SimPopen, SimSlurm
 
 #: Virtual seconds after which a run must have ended.
 _HORIZON_S = 20_000.0
 _MAX_ATTEMPTS = 40
+#: The supervisor may end the run while another of its threads requests a continuation.
+_RACE_S = 1.0
 
 
 class World:
@@ -33,7 +35,7 @@ class World:
     def __init__(self, seed: int, config: SimConfig, faults: Sequence[Fault], root: Path) -> None:
         self.config, self.faults, self.root = config, faults, root
         self.scheduler = Scheduler(seed)
-        self.scheduler.world = self  # type: ignore[attr-defined]
+        self.scheduler.world = self
         self.scheduler.yield_probability = config.yield_probability
         self.disk = SimDisk(self.scheduler, str(root))
         self.run = RunDir(Path(config.spec.run_dir))
@@ -47,7 +49,6 @@ class World:
         self.user_cancelled = False
         self._jobs_after: dict[str, set[str]] = {}
         self._steps: list[RankStep] = []
-        self._finished: str | None = None
 
     # -- life
 
@@ -134,7 +135,9 @@ class World:
             scheduler.call_at(fault.at, lambda: self._inject(fault))
 
     def _remember_states(self) -> None:
-        self.stale_states = {job.name: (job.state, job.restarts) for job in self.slurm.jobs}
+        """Let Slurm report running jobs as they are now, also after their end."""
+        running = [job for job in self.slurm.jobs if job.state == "RUNNING"]
+        self.stale_states = {job.name: (job.state, job.restarts) for job in running}
 
     def _inject(self, fault: Fault) -> None:
         running = [job for job in self.slurm.jobs if job.state == "RUNNING"]
@@ -152,6 +155,8 @@ class World:
                 running[0].batch.supervisor.paused_until = self.scheduler.now + fault.value
             case "cancel":
                 self._cancel()
+            case "start-by-hand" if running:
+                self.slurm.submit(is_by_hand=True)
             case "requeue" if step is not None:
                 self.run.requeue_request.write_text(f"{step.attempt}\n")
                 step.signal(signal.SIGTERM)
@@ -215,32 +220,33 @@ class World:
             self.fail(f"attempt {step.attempt} starts while attempt {others[0].attempt} is alive")
         if step.attempt > _MAX_ATTEMPTS:
             self.fail(f"{_MAX_ATTEMPTS} attempts")
-        if (state := (self.record().finished or {}).get("state")) in ("COMPLETED", "CANCELLED", "FAILED"):
-            self.fail(f"attempt {step.attempt} starts although the run is {state}")
+        finished = self._finished_before(self.scheduler.now)
+        # Slurm may have requeued the job before the supervisor recorded a failure.
+        is_restarted = step.job.is_by_hand or (finished == "FAILED" and step.job.was_requeued_by_slurm)
+        if finished is not None and not is_restarted:
+            self.fail(f"attempt {step.attempt} starts although the run is {finished}")
         if (predecessor := step.job.predecessor) is not None:
             jobs = self._jobs_after.setdefault(predecessor, set())
             jobs.add(step.job.name)
             if len(jobs) > 1:
                 self.fail(f"jobs {sorted(jobs)} both continue job {predecessor}")
 
-    def on_job_start(self, job: Job) -> None:
-        pass
+    def on_continuation(self, job: Job, what: str, issued_at: float) -> None:
+        """Check a requeue or a successor that the supervisor requested at this time."""
+        restarted = any(other.is_by_hand for other in self.slurm.jobs)
+        if not restarted and (finished := self._finished_before(issued_at)) is not None:
+            self.fail(f"job {job.name} is {what}, although the run is {finished}")
 
-    def on_requeue(self, job: Job) -> None:
-        if (finished := self.record().finished) is not None:
-            self.fail(f"job {job.name} is requeued although the run is {finished['state']}")
-
-    def on_submit(self, job: Job) -> None:
-        if (finished := self.record().finished) is not None:
-            self.fail(f"a successor is submitted although the run is {finished['state']}")
+    def _finished_before(self, moment: float) -> str | None:
+        for event in self.run.read_events():
+            if event["kind"] == "finished" and event["time"] < EPOCH + moment - _RACE_S:
+                return str(event["state"])
+        return None
 
     def on_resume(self, step: RankStep) -> None:
         newest = max((step for step, _ in self.committed), default=0)
         if step.base != newest:
             self.fail(f"attempt {step.attempt} resumes from step {step.base}, but step {newest} is committed")
-
-    def on_training(self, step: RankStep) -> None:
-        pass
 
     def before_commit(self, step: RankStep, number: int) -> None:
         newest, by = max(self.committed, default=(0, step.attempt))
@@ -282,8 +288,16 @@ class World:
             self.fail("the run is CANCELLED, but not by the user")
         if state == "FAILED" and not (record.finished or {}).get("cause"):
             self.fail("the run is FAILED without a cause")
-        if not self.faults and state != "COMPLETED":
-            self.fail(f"without faults, the run ended as {self.outcome}")
+        if self._must_complete() and state != "COMPLETED":
+            self.fail(f"with at most one survivable fault, the run ended as {self.outcome}")
+
+    def _must_complete(self) -> bool:
+        """True if nothing excuses another end than COMPLETED."""
+        spec, faults = self.config.spec, self.faults
+        if not self.config.requeues and spec.resume_mode == "requeue":
+            return False
+        survives = len(faults) == 1 and spec.time_limit_s is None and faults[0].is_survivable
+        return not faults or survives
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)

@@ -498,8 +498,17 @@ def test_supervisor_log_has_no_python_values(run, caplog):
 
 
 def test_stop_after_a_cancel_request_ends_the_run(run):
+    assert supervise(run, [[lambda *_: run.cancel_request.touch(), *STOPPED]]) == 0
+    assert finished(run)["state"] == "CANCELLED"
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_cancelled_job_that_slurm_starts_again_trains_no_more(run, recorded):
+    run.log_event("submitted", 0, job_id="7", backend="slurm")
     run.cancel_request.touch()
-    assert supervise(run, [STOPPED]) == 0
+    if recorded:
+        run.log_event("finished", 0, state="CANCELLED", exit_code=0)
+    assert supervise(run, []) == 0
     assert finished(run)["state"] == "CANCELLED"
 
 

@@ -130,8 +130,11 @@ class FailureAnalyzer:
         return found
 
     def _newest_step(self, attempt: int) -> int | None:
-        """Return the last step that the attempt logged."""
-        record = next(read_last_records(self.run.metrics, is_metrics), {})
+        """Return the last step that the attempt logged; None if it is unknown."""
+        try:
+            record = next(read_last_records(self.run.metrics, is_metrics), {})
+        except OSError:
+            return None
         return record.get("step") if record.get("attempt") == attempt else None
 
     def _agreed_to_stop(self, attempt: int) -> bool:

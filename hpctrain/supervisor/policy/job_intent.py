@@ -85,7 +85,7 @@ class OwnershipDecision(Enum):
     SUPERSEDED = "superseded"
     """Exit: another job continues the run."""
     CANCEL = "cancel"
-    """End the run: the user cancelled it while no job was running."""
+    """End the run: the user cancelled it while no supervisor was running."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ class OwnershipState:
     """The job that has taken over from the predecessor: this job, unless another was faster."""
     successor: str | None = None
     """The successor of this job, if Slurm requeued this job after submitting the successor."""
+    replaces_supervisor: bool = False
+    """True if an earlier supervisor of this job was killed."""
 
     def __str__(self) -> str:
         facts = {
@@ -135,5 +137,11 @@ def decide_ownership(state: OwnershipState) -> OwnershipDecision:
         if it.ended is not None:
             return OwnershipDecision.OVER
         return OwnershipDecision.CANCEL if it.cancelled else OwnershipDecision.BEGIN
+    if it.newest == it.job_id and (it.cancelled or it.replaces_supervisor):
+        # Slurm or the watchdog started the job again, not the user.
+        if it.ended is not None:
+            return OwnershipDecision.OVER
+        if it.cancelled:
+            return OwnershipDecision.CANCEL
     # A run that ended in another state continues if the user restarts its job.
     return OwnershipDecision.OVER if it.ended in ("COMPLETED", STOPPED_EARLY) else OwnershipDecision.BEGIN

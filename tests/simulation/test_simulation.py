@@ -1,0 +1,90 @@
+"""The supervisor in virtual time: invariants, exact replay, shrinking, and planted bugs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+
+from simulation.config import Fault
+from simulation.mutations import MUTATIONS
+from simulation.simulate import SeedResult, command_of, run_seed, shrink, simulated_supervisor
+
+# A killed process does not close its files.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+#: Seeds in which each planted bug must be found.
+_MUTATION_SEEDS = 10_000
+
+
+@pytest.fixture(autouse=True)
+def _simulated():
+    with simulated_supervisor():
+        yield
+
+
+def first_failure(seeds: range) -> SeedResult | None:
+    return next((result for seed in seeds if (result := run_seed(seed)).violation is not None), None)
+
+
+def test_the_same_seed_replays_the_same_events():
+    first, second = ([run_seed(seed) for seed in range(40)] for _ in range(2))
+    assert [one.trace_hash for one in first] == [one.trace_hash for one in second]
+    assert len({one.trace_hash for one in first}) == len(first)
+
+
+#: Bugs that the simulation found: the seed and the faults that showed each one.
+FOUND_BUGS = {
+    "the lease is no longer renewed after an I/O error": (50, "disk-away@76.6:17.2"),
+    "a failure that cannot be recorded is an unhandled exception": (66, "disk-away@1.6:3.1"),
+    "a brief I/O error at the start ends the run": (13, "disk-away@0.8:4.2"),
+    "scale-up ends after an I/O error": (7807, "disk-away@27:51.8 kill-node@3.8:3"),
+    "a completed run is continued after the death of its batch script": (165, "kill-batch@55.6"),
+    "a successor that is recorded after the end trains": (247, "kill-batch@49.9"),
+    "the watchdog restarts a cancelled run": (30, "cancel@29.7 kill-supervisor@100"),
+    "a cancelled run trains again if it was being requeued": (2, "cancel@87.8 preempt@91.5"),
+    "ranks of a killed supervisor survive on a full disk": (5, "disk-full@1.4:20 kill-supervisor@67"),
+    "a requeued job excludes a node that it needs": (697, "gpu-fault@74.4:42.8 disk-slow@25.5:7.7"),
+    "a lease that is listed late is claimed without a pause": (1250, "start-by-hand@8.1 disk-stale@1:136.2"),
+    "a requeued job trains after another job has completed the run": (
+        9,
+        "start-by-hand@19.4 preempt@7.6 slurm-silent@129:180",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", FOUND_BUGS)
+def test_found_bug_is_fixed(bug):
+    seed, faults = FOUND_BUGS[bug]
+    result = run_seed(seed, [Fault.parse(text) for text in faults.split()])
+    assert result.violation is None
+
+
+@pytest.mark.slow
+def test_no_seed_violates_an_invariant():
+    failure = first_failure(range(1_500))
+    assert failure is None, command_of(shrink(failure))
+
+
+def plant(stack: ExitStack, bug: str) -> None:
+    for target, name, replacement in MUTATIONS[bug]:
+        stack.enter_context(mock.patch.object(target, name, replacement))
+
+
+def test_a_failure_is_shrunk_to_the_faults_that_cause_it():
+    with ExitStack() as stack:
+        plant(stack, "delete the newest checkpoint")
+        faults = [Fault("kill", 40.0, 1.0), Fault("slurm-away", 3.0, 10.0)]
+        found = shrink(run_seed(0, faults))
+    assert "the newest checkpoint" in str(found.violation)
+    assert found.faults == ()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bug", MUTATIONS)
+def test_planted_bug_is_found(bug):
+    with ExitStack() as stack:
+        plant(stack, bug)
+        assert first_failure(range(_MUTATION_SEEDS)) is not None
