@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler
 
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.runtime.program.step_hook import restored_steps
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
@@ -53,7 +54,12 @@ class AcceleratorCheckpointer:
                 "ranks. If the nodes have no GPUs, use Accelerator(cpu=True)."
             )
         self._accelerator = accelerator
-        self._checkpoints = ForeignCheckpoints("accelerate", keep_last=keep_last, every_n_steps=every_n_steps)
+        self._checkpoints = ForeignCheckpoints(
+            "accelerate",
+            keep_last=keep_last,
+            every_n_steps=every_n_steps,
+            to_optimizer_step=self._to_optimizer_step,
+        )
         self._loaded_step: int | None = None
         should_stop()
 
@@ -62,12 +68,12 @@ class AcceleratorCheckpointer:
         for model in self._accelerator._models:
             regroup_buckets(model)
         newest = self._checkpoints.newest()
-        if newest is None:
-            return 0
-        self._accelerator.load_state(str(newest))
-        self._checkpoints.log_resumed(newest)
-        self._loaded_step = self._checkpoints.step_of(newest)
-        return self._loaded_step
+        if newest is not None:
+            self._accelerator.load_state(str(newest))
+            self._checkpoints.log_resumed(newest)
+            self._loaded_step = self._checkpoints.step_of(newest)
+        self._checkpoints.watch(*self._accelerator._models, *self._accelerator._optimizers)
+        return self._loaded_step or 0
 
     def batches(self, loader: Any, step: int) -> Iterator[Any]:
         """Yield the batches after `step`, to the end of their epoch.
@@ -110,6 +116,11 @@ class AcceleratorCheckpointer:
             self.save(step)
         if decision == "stop":
             raise SystemExit(EXIT_CONTINUE)
+
+    def _to_optimizer_step(self, step: int) -> int:
+        """Return the count of the first optimizer, or the batches if it does not count its steps."""
+        optimizers = self._accelerator._optimizers
+        return (restored_steps(optimizers[0]) if optimizers else None) or step
 
     def save(self, step: int) -> None:
         """Save after `step` batches."""

@@ -124,12 +124,13 @@ class RunCheckpoint(lightning.Callback):
         self._loader = _ResumableLoader(trainer, loader, self._resumed)
         return self._loader
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         # Lightning's handler of SIGTERM communicates with other ranks, which may be in another collective.
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._checked_step = trainer.global_step
         regroup_buckets(trainer.strategy.model)
+        self.checkpoints.watch(pl_module, *trainer.optimizers)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Between two steps of the optimizer there are gradients, which are not saved.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from hpctrain import system
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
@@ -102,9 +103,15 @@ class AttemptRunner:
             finally:
                 self.worker_group.stop_monitoring()
                 step.close()
-        if (path := script_checkpoints.newest_since()) is not None:
+        path = script_checkpoints.newest_since()
+        if path is not None and not self._is_recorded(path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
         return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size)
+
+    def _is_recorded(self, checkpoint: Path) -> bool:
+        """True if a plugin has already recorded the checkpoint."""
+        events = (event for event in self.run.read_events() if event["kind"] == "checkpoint")
+        return any(event.get("path") == str(checkpoint) for event in events)
 
     def _ends_at(self, lead: float) -> float | None:
         """Return the end of the job's time, on the monotonic clock, if the supervisor must signal the ranks.
