@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
 
 from hpctrain.cluster import detect
@@ -65,8 +67,10 @@ class AcceleratorCheckpointer:
 
     def load(self) -> int:
         """Load the newest checkpoint; return its step, or 0 if there is none."""
+        # The accelerator keeps the models without their wrappers.
+        replicas = {id(each.module): each for each in gc.get_objects() if _is_replica(each)}
         for model in self._accelerator._models:
-            regroup_buckets(model)
+            regroup_buckets(replicas.get(id(model)))
         newest = self._checkpoints.newest()
         if newest is not None:
             self._accelerator.load_state(str(newest))
@@ -125,3 +129,8 @@ class AcceleratorCheckpointer:
     def save(self, step: int) -> None:
         """Save after `step` batches."""
         self._checkpoints.save(step, lambda path: self._accelerator.save_state(str(path)))
+
+
+def _is_replica(value: object) -> TypeGuard[DistributedDataParallel]:
+    # isinstance() would call the properties of proxies.
+    return issubclass(type(value), DistributedDataParallel)

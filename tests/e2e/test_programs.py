@@ -229,6 +229,49 @@ def test_step_hook_can_be_turned_off(workdir):
     )
 
 
+#: Two ranks that train for 25 seconds. Rank 1 loads data or computes more slowly.
+SLOW = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+slow = os.environ["RANK"] == "1"
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, index):
+        time.sleep(0.05 if slow and sys.argv[1] == "data" else 0.001)
+        return torch.ones(1)
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+batches, end = iter(torch.utils.data.DataLoader(Data())), torch.tensor(time.time() + 25, dtype=torch.float64)
+dist.broadcast(end, 0)
+while True:
+    until = torch.tensor(float(time.time() < end))
+    dist.broadcast(until, 0)
+    if not until:
+        break
+    batch = next(batches)
+    if slow and sys.argv[1] == "compute":
+        time.sleep(0.05)
+    layer(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["compute", "data"])
+@pytest.mark.parametrize("program", [["slow.py"], ["--", "sh", "slow.sh"]], ids=["script", "shell script"])
+def test_straggler_of_a_plain_script_is_reported(workdir, program, part):
+    (workdir / "slow.py").write_text(SLOW)
+    (workdir / "slow.sh").write_text(f'{sys.executable} slow.py "$@" || exit $?\n')
+    run, code, printed = submit(workdir, *program, part)
+    assert code == 0, printed
+    found = [event for event in run.read_events() if event["kind"] == "straggler"]
+    assert [(event["rank"], event["part"]) for event in found] == [(1, part)]
+    assert found[0]["ratio"] > 2
+
+
 def test_command_that_fails_after_a_stop_signal_is_continued(workdir):
     command = 'test "$HPCTRAIN_ATTEMPT" = 1 || { kill -TERM $PPID; sleep 1; exit 1; }'
     run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", "sh", "-c", command)
