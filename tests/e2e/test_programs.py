@@ -87,6 +87,20 @@ def test_module_and_commands_run_with_their_arguments(workdir, program):
     assert "COMPLETED" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [["-m", "package.main"], ["--", sys.executable, "-m", "package.main"]])
+def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir, program):
+    (workdir / "package" / "place.py").write_text("PLACE = __file__\n")
+    for command in (["init", "-q"], ["add", "."]):
+        run_command(["git", *command], cwd=workdir)
+    run, code, printed = submit(workdir, "--array=0-1", *program)
+    assert code == 0, printed
+    for task in run.tasks():
+        log = run.task(task).rank_log(0, 1).read_text()
+        assert f"{run.code}/submission-000/package/place.py rank 1" in log
+    assert run.tasks() == [0, 1]
+
+
 @pytest.mark.parametrize("program", [["-m", "package.main"], ["--", "./run.sh", "-m", "package.main"]])
 def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
     _, code, printed = submit(workdir, "--max-failures=1", *program, FAIL_WITH="3")
