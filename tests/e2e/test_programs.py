@@ -211,6 +211,20 @@ def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir, program)
     assert f"step        {resumed + 30}" in done
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "launcher", [["torchrun", "--standalone", "--nproc-per-node=2"], ["accelerate", "launch", "--cpu"]]
+)
+def test_steps_of_processes_that_a_launcher_starts_are_recorded(workdir, launcher):
+    (workdir / "train.py").write_text(STOPPED)
+    command = str(Path(sys.executable).with_name(launcher[0]))
+    run, code, printed = submit(
+        workdir, "--ntasks-per-node=1", "--", command, *launcher[1:], "train.py", "SGD"
+    )
+    assert code == 0, printed
+    assert json.loads(run.metrics.read_text().splitlines()[-1])["step"] == 30
+
+
 @pytest.mark.parametrize(
     ("program", "arguments", "code"),
     [
