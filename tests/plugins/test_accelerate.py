@@ -15,6 +15,7 @@ from hpctrain.errors import UserError
 
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
 ]
 

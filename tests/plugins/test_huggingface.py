@@ -9,6 +9,7 @@ from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
 
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
 ]
 

@@ -13,6 +13,7 @@ from hpctrain.rundir import RUN_DIR_VARIABLE
 
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
 ]
 
