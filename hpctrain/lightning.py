@@ -175,12 +175,12 @@ class RunCheckpoint(lightning.Callback):
         pl_module: Any,  # noqa: ARG002
         checkpoint: dict[str, Any],
     ) -> None:
-        fit_loop = checkpoint["loops"]["fit_loop"]
         if self._is_saving:
             # Lightning counts the batch that has begun when it loads this.
-            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+            checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         if self._is_final:
-            _continue_epoch(fit_loop, is_complete=trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+            is_complete = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+            _continue_epoch(checkpoint["loops"]["fit_loop"], is_complete=is_complete)
 
 
 class LightningTrainer(lightning.Trainer):

@@ -300,6 +300,27 @@ def test_straggler_of_a_plain_script_is_reported(workdir, program, part):
     assert found[0]["ratio"] > 2
 
 
+#: A rank that writes the same checkpoint in each attempt, and is killed four times.
+KILLED = """
+import os, signal
+from pathlib import Path
+saved = Path(os.environ["HPCTRAIN_RUN_DIR"], "checkpoints", "last.ckpt")
+saved.parent.mkdir(exist_ok=True)
+saved.write_text(os.environ["HPCTRAIN_ATTEMPT"])
+if os.environ["HPCTRAIN_ATTEMPT"] != "4":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_rewritten_checkpoint_resets_the_count_of_crashes(workdir):
+    (workdir / "train.py").write_text(KILLED)
+    run, code, printed = submit(workdir, "--ntasks-per-node=1", "train.py")
+    assert code == 0, printed
+    saved = [event["path"] for event in run.read_events() if event["kind"] == "checkpoint"]
+    assert saved == [str(run.checkpoints / "last.ckpt")] * 5
+
+
 def test_command_that_fails_after_a_stop_signal_is_continued(workdir):
     command = 'test "$HPCTRAIN_ATTEMPT" = 1 || { kill -TERM $PPID; sleep 1; exit 1; }'
     run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", "sh", "-c", command)

@@ -104,14 +104,15 @@ class AttemptRunner:
                 self.worker_group.stop_monitoring()
                 step.close()
         path = script_checkpoints.newest_since()
-        if path is not None and not self._is_recorded(path):
+        if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
         return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size)
 
-    def _is_recorded(self, checkpoint: Path) -> bool:
-        """True if a plugin has already recorded the checkpoint."""
-        events = (event for event in self.run.read_events() if event["kind"] == "checkpoint")
-        return any(event.get("path") == str(checkpoint) for event in events)
+    def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
+        """True if a plugin has already recorded the checkpoint in this attempt."""
+        recorded = ("checkpoint", attempt, str(checkpoint))
+        events = self.run.read_events()
+        return any((event["kind"], event["attempt"], event.get("path")) == recorded for event in events)
 
     def _ends_at(self, lead: float) -> float | None:
         """Return the end of the job's time, on the monotonic clock, if the supervisor must signal the ranks.
