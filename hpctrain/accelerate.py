@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
 
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.runtime.program.step_hook import restored_steps
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
@@ -53,21 +56,28 @@ class AcceleratorCheckpointer:
                 "ranks. If the nodes have no GPUs, use Accelerator(cpu=True)."
             )
         self._accelerator = accelerator
-        self._checkpoints = ForeignCheckpoints("accelerate", keep_last=keep_last, every_n_steps=every_n_steps)
+        self._checkpoints = ForeignCheckpoints(
+            "accelerate",
+            keep_last=keep_last,
+            every_n_steps=every_n_steps,
+            to_optimizer_step=self._to_optimizer_step,
+        )
         self._loaded_step: int | None = None
         should_stop()
 
     def load(self) -> int:
         """Load the newest checkpoint; return its step, or 0 if there is none."""
+        # The accelerator keeps the models without their wrappers.
+        replicas = {id(each.module): each for each in gc.get_objects() if _is_replica(each)}
         for model in self._accelerator._models:
-            regroup_buckets(model)
+            regroup_buckets(replicas.get(id(model)))
         newest = self._checkpoints.newest()
-        if newest is None:
-            return 0
-        self._accelerator.load_state(str(newest))
-        self._checkpoints.log_resumed(newest)
-        self._loaded_step = self._checkpoints.step_of(newest)
-        return self._loaded_step
+        if newest is not None:
+            self._accelerator.load_state(str(newest))
+            self._checkpoints.log_resumed(newest)
+            self._loaded_step = self._checkpoints.step_of(newest)
+        self._checkpoints.watch(*self._accelerator._models, *self._accelerator._optimizers)
+        return self._loaded_step or 0
 
     def batches(self, loader: Any, step: int) -> Iterator[Any]:
         """Yield the batches after `step`, to the end of their epoch.
@@ -111,6 +121,16 @@ class AcceleratorCheckpointer:
         if decision == "stop":
             raise SystemExit(EXIT_CONTINUE)
 
+    def _to_optimizer_step(self, step: int) -> int:
+        """Return the count of the first optimizer, or the batches if it does not count its steps."""
+        optimizers = self._accelerator._optimizers
+        return (restored_steps(optimizers[0]) if optimizers else None) or step
+
     def save(self, step: int) -> None:
         """Save after `step` batches."""
         self._checkpoints.save(step, lambda path: self._accelerator.save_state(str(path)))
+
+
+def _is_replica(value: object) -> TypeGuard[DistributedDataParallel]:
+    # isinstance() would call the properties of proxies.
+    return issubclass(type(value), DistributedDataParallel)

@@ -74,6 +74,8 @@ class RunCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         regroup_buckets(self._trainer.model_wrapped)
+        parts = (self._trainer.model, self._trainer.optimizer)
+        self._checkpoints.watch(*(part for part in parts if part is not None))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         # After the last step of an epoch, the evaluation is first, because a resumed run would omit it.
@@ -83,12 +85,18 @@ class RunCallback(transformers.TrainerCallback):
         decision = self._checkpoints.decide(state.global_step)
         self._is_stopping = decision == "stop"
         control.should_save |= decision is not None
-        return control
+        return self._save_if_finite(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
         # The Trainer evaluates, then saves.
         control.should_save |= self._is_save_due
         self._is_save_due = False
+        return self._save_if_finite(state, control)
+
+    def _save_if_finite(self, state: Any, control: Any) -> Any:
+        control.should_save = control.should_save and self._checkpoints.is_saveable(state.global_step)
+        if self._is_stopping and not control.should_save:
+            raise SystemExit(EXIT_CONTINUE)
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

@@ -98,7 +98,7 @@ class RunCheckpoint(lightning.Callback):
         )
         self._loader: _ResumableLoader | None = None
         self._checked_step = 0
-        self._is_saving = False
+        self._is_saving = self._is_final = False
         self._resumed: dict[str, Any] = {}
         self._handlers: dict[int, Any] = {}
 
@@ -124,12 +124,13 @@ class RunCheckpoint(lightning.Callback):
         self._loader = _ResumableLoader(trainer, loader, self._resumed)
         return self._loader
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         # Lightning's handler of SIGTERM communicates with other ranks, which may be in another collective.
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._checked_step = trainer.global_step
         regroup_buckets(trainer.strategy.model)
+        self.checkpoints.watch(pl_module, *trainer.optimizers)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Between two steps of the optimizer there are gradients, which are not saved.
@@ -145,7 +146,9 @@ class RunCheckpoint(lightning.Callback):
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
         if self._checked_step != trainer.global_step:
             self._checked_step = trainer.global_step
+            self._is_final = True
             self.checkpoints.save(trainer.global_step, lambda path: trainer.save_checkpoint(path))
+            self._is_final = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return position and random states; in an own checkpoint, as before the batch that comes next."""
@@ -168,13 +171,16 @@ class RunCheckpoint(lightning.Callback):
 
     def on_save_checkpoint(
         self,
-        trainer: lightning.Trainer,  # noqa: ARG002
+        trainer: lightning.Trainer,
         pl_module: Any,  # noqa: ARG002
         checkpoint: dict[str, Any],
     ) -> None:
         if self._is_saving:
             # Lightning counts the batch that has begun when it loads this.
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        if self._is_final:
+            is_complete = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+            _continue_epoch(checkpoint["loops"]["fit_loop"], is_complete=is_complete)
 
 
 class LightningTrainer(lightning.Trainer):
@@ -315,6 +321,20 @@ class _ResumableLoader:
             except StopIteration:
                 return
             yield batch
+
+
+def _continue_epoch(fit_loop: dict[str, Any], *, is_complete: bool) -> None:
+    """Change the state of Lightning's loops after the last step, so that a later run omits no batch.
+
+    Lightning itself counts the last epoch as complete, but keeps the number of its batches.
+    """
+    if is_complete:
+        batches = fit_loop["epoch_loop.batch_progress"]
+        batches |= {"current": dict.fromkeys(batches["current"], 0), "is_last_batch": False}
+        return
+    for counts in fit_loop["epoch_progress"].values():
+        counts["processed"] -= 1
+        counts["completed"] -= 1
 
 
 def _is_replaceable(loader: DataLoader[Any]) -> bool:

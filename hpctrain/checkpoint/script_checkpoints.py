@@ -7,7 +7,7 @@ The `Trainer` reports its own checkpoints. Other checkpoints are detected as new
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpctrain.checkpoint.io.checkpoint_dir import is_checkpoint_entry
@@ -25,22 +25,27 @@ class ScriptCheckpointWatcher:
         self._before = dict(_iter_files(folder, _DEPTH))
 
     def newest_since(self) -> Path | None:
-        """Return the newest file added or changed since the last call, or None.
+        """Return the entry of the folder with the newest file added or changed since the start, or None.
 
         Each file is compared with its earlier state, not with the clock of the host, which may differ from
         that of the file system.
         """
         changed = {path: at for path, at in _iter_files(self._folder, _DEPTH) if self._before.get(path) != at}
-        return max(changed, key=lambda path: changed[path]) if changed else None
+        return _newest_entry(self._folder, changed)
 
 
-def newest_file(folder: Path) -> tuple[Path, float] | None:
-    """Return the file that changed last, and the time in seconds since the epoch; None without files."""
+def newest_script_checkpoint(folder: Path) -> tuple[Path, float] | None:
+    """Return the file or subfolder that changed last, and the time in seconds since the epoch, if any."""
     files = dict(_iter_files(folder, _DEPTH))
+    newest = _newest_entry(folder, files)
+    return None if newest is None else (newest, max(files.values())[0] / 1e9)
+
+
+def _newest_entry(folder: Path, files: Mapping[Path, tuple[int, int]]) -> Path | None:
     if not files:
         return None
-    path = max(files, key=lambda path: files[path])
-    return path, files[path][0] / 1e9
+    newest = max(files, key=lambda path: files[path])
+    return folder / newest.relative_to(folder).parts[0]
 
 
 def _iter_files(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int]]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.cli.common import echo_json, json_option, open_run, run_argument, runs_dir_option, short_path
 from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
 from hpctrain.rundir import RunDir
@@ -215,7 +216,16 @@ def _print_table(
     folder: RunDir, found: list[CheckpointInfo], rule: BestMetric | None, *, verify: bool
 ) -> None:
     if not found:
-        click.echo(f"No checkpoints in {short_path(folder.checkpoints)}.", err=True)
+        place = short_path(folder.checkpoints)
+        if (newest := newest_script_checkpoint(folder.checkpoints)) is None:
+            click.echo(f"No checkpoints in {place}.", err=True)
+        else:
+            path, time = newest
+            click.echo(
+                f"{place} has no checkpoints in hpctrain's format. The script's newest checkpoint is "
+                f"{short_path(path)} ({format_time(time)}).",
+                err=True,
+            )
         return
     rows: list[tuple[str, ...]] = [
         ("step", "saved", "size", "files", "ranks", "tier", "score" if rule is None else rule.metric, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token, temporary_name
-from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher, newest_file
+from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher, newest_script_checkpoint
 
 
 def test_watcher_finds_nothing_without_new_files(tmp_path):
@@ -18,7 +18,7 @@ def test_watcher_finds_new_file(tmp_path):
     before = ScriptCheckpointWatcher(tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / "step-100").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-100" / "model.safetensors").write_text("1")
-    assert before.newest_since() == tmp_path / "checkpoints" / "step-100" / "model.safetensors"
+    assert before.newest_since() == tmp_path / "checkpoints" / "step-100"
 
 
 def test_watcher_finds_rewritten_file_with_older_time(tmp_path):
@@ -46,9 +46,9 @@ def test_watcher_ignores_checkpoints_of_the_trainer(tmp_path):
     assert before.newest_since() is None
 
 
-def test_newest_file_is_returned_with_its_time(tmp_path):
-    assert newest_file(tmp_path / "none") is None
+def test_newest_entry_is_returned_with_its_time(tmp_path):
+    assert newest_script_checkpoint(tmp_path / "none") is None
     for name, seconds in (("old.ckpt", 1000), ("new.ckpt", 2000)):
         (tmp_path / name).write_text("1")
         os.utime(tmp_path / name, (seconds, seconds))
-    assert newest_file(tmp_path) == (tmp_path / "new.ckpt", 2000.0)
+    assert newest_script_checkpoint(tmp_path) == (tmp_path / "new.ckpt", 2000.0)

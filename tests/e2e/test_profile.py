@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,10 @@ if own:
 """
 
 
+#: No further environment variables.
+EMPTY: Mapping[str, str] = {}
+
+
 def weights(run: Run, rank: int) -> list[str]:
     return (run.path / f"weights-{rank}").read_text().split()
 
@@ -63,13 +68,13 @@ def reference_weights(num_steps: int) -> list[str]:
     return found
 
 
-def submit(tmp_path: Path, *program: str) -> Run:
-    """Submit the program on two ranks, and wait for its first steps."""
+def submit(tmp_path: Path, *program: str, backend: str = "local", env: Mapping[str, str] = EMPTY) -> Run:
+    """Submit the program on two ranks per node, and wait for its first steps."""
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "train.sh").write_text(f'#!/bin/sh\n{sys.executable} train.py "$@" || exit 1\n')
     (tmp_path / "train.sh").chmod(0o755)
-    run = Run(tmp_path / "run", {"OMP_NUM_THREADS": "1"})
-    options = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
+    run = Run(tmp_path / "run", {"OMP_NUM_THREADS": "1", **env})
+    options = [f"--backend={backend}", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
     run.hpctrain("submit", *options, *program, cwd=tmp_path)
     wait_for(lambda: run.status()["step"], 60, "the first step")
     return run
@@ -124,6 +129,16 @@ def test_profile_of_a_shell_script(tmp_path):
     result, _ = json.loads(profile(run, "--ranks=0-1", "--steps=2", "--json")[0])["ranks"]
     assert result["last_step"] - result["first_step"] == 1
     assert trace_names(Path(result["trace"])).count("aten::addmm") == 2
+    end(run)
+
+
+@pytest.mark.long
+def test_profile_of_ranks_on_two_slurm_nodes(slurm, tmp_path):
+    run = submit(tmp_path, "--nodes=2", "train.py", backend="slurm", env=slurm.env)
+    printed, _ = profile(run, "--ranks=1,3", "--steps=2")
+    for rank in (1, 3):
+        assert trace_names(run.dir.profile_trace(0, rank)).count("aten::addmm") == 2
+        assert str(run.dir.profile_trace(0, rank)) in printed
     end(run)
 
 

@@ -87,6 +87,20 @@ def test_module_and_commands_run_with_their_arguments(workdir, program):
     assert "COMPLETED" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [["-m", "package.main"], ["--", sys.executable, "-m", "package.main"]])
+def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir, program):
+    (workdir / "package" / "place.py").write_text("PLACE = __file__\n")
+    for command in (["init", "-q"], ["add", "."]):
+        run_command(["git", *command], cwd=workdir)
+    run, code, printed = submit(workdir, "--array=0-1", *program)
+    assert code == 0, printed
+    for task in run.tasks():
+        log = run.task(task).rank_log(0, 1).read_text()
+        assert f"{run.code}/submission-000/package/place.py rank 1" in log
+    assert run.tasks() == [0, 1]
+
+
 @pytest.mark.parametrize("program", [["-m", "package.main"], ["--", "./run.sh", "-m", "package.main"]])
 def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
     _, code, printed = submit(workdir, "--max-failures=1", *program, FAIL_WITH="3")
@@ -197,6 +211,20 @@ def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir, program)
     assert f"step        {resumed + 30}" in done
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "launcher", [["torchrun", "--standalone", "--nproc-per-node=2"], ["accelerate", "launch", "--cpu"]]
+)
+def test_steps_of_processes_that_a_launcher_starts_are_recorded(workdir, launcher):
+    (workdir / "train.py").write_text(STOPPED)
+    command = str(Path(sys.executable).with_name(launcher[0]))
+    run, code, printed = submit(
+        workdir, "--ntasks-per-node=1", "--", command, *launcher[1:], "train.py", "SGD"
+    )
+    assert code == 0, printed
+    assert json.loads(run.metrics.read_text().splitlines()[-1])["step"] == 30
+
+
 @pytest.mark.parametrize(
     ("program", "arguments", "code"),
     [
@@ -227,6 +255,70 @@ def test_step_hook_can_be_turned_off(workdir):
         "reports no steps"
         in run_command([sys.executable, "-m", "hpctrain", "status", "run"], cwd=workdir).stdout
     )
+
+
+#: Two ranks that train for 25 seconds. Rank 1 loads data or computes more slowly.
+SLOW = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+slow = os.environ["RANK"] == "1"
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, index):
+        time.sleep(0.05 if slow and sys.argv[1] == "data" else 0.001)
+        return torch.ones(1)
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+batches, end = iter(torch.utils.data.DataLoader(Data())), torch.tensor(time.time() + 25, dtype=torch.float64)
+dist.broadcast(end, 0)
+while True:
+    until = torch.tensor(float(time.time() < end))
+    dist.broadcast(until, 0)
+    if not until:
+        break
+    batch = next(batches)
+    if slow and sys.argv[1] == "compute":
+        time.sleep(0.05)
+    layer(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["compute", "data"])
+@pytest.mark.parametrize("program", [["slow.py"], ["--", "sh", "slow.sh"]], ids=["script", "shell script"])
+def test_straggler_of_a_plain_script_is_reported(workdir, program, part):
+    (workdir / "slow.py").write_text(SLOW)
+    (workdir / "slow.sh").write_text(f'{sys.executable} slow.py "$@" || exit $?\n')
+    run, code, printed = submit(workdir, *program, part)
+    assert code == 0, printed
+    found = [event for event in run.read_events() if event["kind"] == "straggler"]
+    assert [(event["rank"], event["part"]) for event in found] == [(1, part)]
+    assert found[0]["ratio"] > 2
+
+
+#: A rank that writes the same checkpoint in each attempt, and is killed four times.
+KILLED = """
+import os, signal
+from pathlib import Path
+saved = Path(os.environ["HPCTRAIN_RUN_DIR"], "checkpoints", "last.ckpt")
+saved.parent.mkdir(exist_ok=True)
+saved.write_text(os.environ["HPCTRAIN_ATTEMPT"])
+if os.environ["HPCTRAIN_ATTEMPT"] != "4":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_rewritten_checkpoint_resets_the_count_of_crashes(workdir):
+    (workdir / "train.py").write_text(KILLED)
+    run, code, printed = submit(workdir, "--ntasks-per-node=1", "train.py")
+    assert code == 0, printed
+    saved = [event["path"] for event in run.read_events() if event["kind"] == "checkpoint"]
+    assert saved == [str(run.checkpoints / "last.ckpt")] * 5
 
 
 def test_command_that_fails_after_a_stop_signal_is_continued(workdir):

@@ -35,9 +35,10 @@ def log_of(run: Run) -> str:
     return "".join(run.dir.rank_log(attempt, 0).read_text() for attempt in run.dir.attempts())
 
 
-def assert_resumed(run: Run, disturb: str) -> None:
-    """The run was disturbed once, and resumed from a step that was saved."""
-    kind, _, step = disturb.partition(":")
+def assert_resumed(run: Run, disturb: str, batches_per_step: int = 1) -> None:
+    """The run was disturbed once, after so many batches, and resumed from a step that was saved."""
+    kind, _, batches = disturb.partition(":")
+    step = int(batches) / batches_per_step
     assert len(run.dir.attempts()) == 2
     failures = [(failure["rank"], failure["cause"]) for failure in run.events("failure")]
     if kind in ("kill", "hang"):
@@ -46,7 +47,7 @@ def assert_resumed(run: Run, disturb: str) -> None:
         assert failures == []
         assert len(run.events("requeue")) == 1
     (resumed,) = (event["step"] for event in run.events("resumed"))
-    assert 0 < resumed <= int(step) if failures else resumed >= int(step)
+    assert 0 < resumed <= step if failures else resumed >= step
 
 
 def assert_same_bits(result: Any, undisturbed: Any) -> None:

@@ -83,10 +83,10 @@ class ContainerProject:
             program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{fake}" {name} "$@"\n')
             program.chmod(0o755)
 
-    def submit(self, env, *args: str, **options) -> Run:
+    def submit(self, env, *args: str, script: str = "train.py", program="script", **options) -> Run:
         variables = {**env, "PATH": f"{self.bin}:{os.environ['PATH']}", "B": "host", "C": "host"}
         submission = prepare_submission(
-            "train.py",
+            script,
             [str(self.secret), *args],
             {
                 "run_dir": "runs/r",
@@ -99,6 +99,7 @@ class ContainerProject:
             environ=environment(variables),
             cwd=self.project,
             python=sys.executable,
+            program=program,
         )
         return submit_prepared(submission)
 
@@ -129,6 +130,22 @@ def test_ranks_run_in_fake_apptainer(project):
         env = project.check(run, 0, rank)
         assert env["CUDA_VISIBLE_DEVICES"] == ""
         assert not [name for name in env if name.startswith("APPTAINERENV_")]
+
+
+def test_modules_run_in_fake_apptainer(project):
+    run = project.submit({}, "none", script="train", program="module", backend="local", ntasks_per_node=2)
+    run.wait(timeout=60)
+    for rank in (0, 1):
+        project.check(run, 0, rank)
+
+
+def test_commands_run_in_fake_apptainer(project):
+    script = project.project / "train.sh"
+    script.write_text('#!/bin/sh\necho "rank $RANK in the $ONLY: $2"\n')
+    script.chmod(0o755)
+    run = project.submit({}, "none", script="./train.sh", program="command", backend="local")
+    run.wait(timeout=60)
+    assert "rank 0 in the image: none" in run.dir.rank_log(0, 0).read_text()
 
 
 def test_requeue_in_fake_apptainer(project):

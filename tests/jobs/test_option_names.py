@@ -119,6 +119,17 @@ def test_program_that_does_not_exist_is_refused(tmp_path, monkeypatch, args, mes
     assert message in result.output
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("torchrun", 2), ("torchrun", 1), ("train", 2)])
+def test_launcher_that_would_run_once_per_rank_gets_a_warning(tmp_path, monkeypatch, name, ranks):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).touch(mode=0o755)
+    options = ["--dry-run", "--backend=local", f"--ntasks-per-node={ranks}"]
+    result = CliRunner().invoke(cli, ["submit", *options, "--", f"./{name}", "train.py"])
+    assert result.exit_code == 0, result.output
+    warning = "hpctrain runs torchrun 2 times per node, once per rank, but torchrun also starts ranks."
+    assert (warning in result.stderr) == ((name, ranks) == ("torchrun", 2))
+
+
 @pytest.mark.parametrize(
     ("args", "call"),
     [

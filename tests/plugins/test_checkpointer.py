@@ -14,7 +14,7 @@ from torch import nn
 from hpctrain import Checkpointer, CheckpointError, UserError, log_metrics
 from hpctrain.rundir import RunDir
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

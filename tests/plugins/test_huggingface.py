@@ -9,6 +9,7 @@ from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
 
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
 ]
 
@@ -30,7 +31,9 @@ def test_disturbed_run_is_bitwise_identical(disturb, undisturbed, tmp_path):
 def test_trainer_saves_into_the_run_folder(undisturbed):
     run, result = undisturbed
     assert result[-1] == 16
-    steps = {event["step"] for event in run.events("checkpoint")}
-    # The supervisor reports files of a script, without a step.
-    assert steps - {None} == set(range(2, 17, 2))
+    assert [event["step"] for event in run.events("checkpoint")] == [*range(2, 17, 2)]
+    assert run.status()["checkpoint"] == str(run.dir.checkpoints / "checkpoint-16")
+    listed = run.hpctrain("checkpoints", str(run.path)).stderr
+    assert "The script's newest checkpoint is " in listed
+    assert "checkpoint-16 (2" in listed
     assert (run.dir.checkpoints / "checkpoint-16" / "hpctrain-complete").exists()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import chain
 
 import pytest
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, log_of, train
+from helpers.ranks import run_on_ranks
+
+from hpctrain.rundir import RUN_DIR_VARIABLE
 
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
 ]
 
@@ -35,6 +40,58 @@ def test_trainer_uses_ranks_and_folder_of_the_job(undisturbed):
     names = sorted(path.name for path in run.dir.checkpoints.iterdir())
     assert names == ["lightning-10", "lightning-12", "lightning-8"]
     assert run.status()["state"] == "COMPLETED"
+
+
+def train_recorded(max_steps: int, own_sampler: bool) -> list[list[int]]:
+    """Train from the newest checkpoint to this step; return the samples of each step on this rank."""
+    import lightning
+    import torch
+    from torch.utils.data import DataLoader
+
+    import hpctrain
+    from hpctrain.lightning import Trainer
+
+    steps = []
+
+    class Recorder(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            steps.append(batch.tolist())
+            return self.layer(batch[:, None].float()).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    data = list(range(30))
+    if own_sampler:
+        loader = DataLoader(data, batch_sampler=hpctrain.StatefulBatchSampler(data, 12, seed=3))
+    else:
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(max_steps=max_steps, max_epochs=-1, accelerator="cpu", **quiet).fit(Recorder(), loader)
+    return steps
+
+
+def test_resized_run_has_the_same_samples_with_a_stateful_batch_sampler(tmp_path):
+    def train_on(world_size: int, run: str, max_steps: int) -> list[list[int]]:
+        env = {RUN_DIR_VARIABLE: str(tmp_path / run)}
+        ranks = run_on_ranks(train_recorded, max_steps, True, world_size=world_size, env=env)
+        return [sorted(chain(*step)) for step in zip(*ranks, strict=True)]
+
+    # Step 4 is in the second epoch.
+    whole = train_on(1, "whole", 7)
+    assert len(whole) == 7
+    assert train_on(3, "resized", 4) + train_on(2, "resized", 7) == whole
+
+
+def test_resized_run_with_lightnings_sampler_is_refused(tmp_path):
+    env = {RUN_DIR_VARIABLE: str(tmp_path)}
+    run_on_ranks(train_recorded, 2, False, world_size=2, env=env)
+    with pytest.raises(AssertionError, match="global_batch_size"):
+        run_on_ranks(train_recorded, 4, False, world_size=1, env=env)
 
 
 @pytest.mark.long

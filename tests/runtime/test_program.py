@@ -1,11 +1,22 @@
-"""Observation of a program without the Trainer: the steps that its optimizer had restored."""
+"""The program of a rank, and the steps that its optimizer had restored."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
 
+from hpctrain.runtime.program.program import Program
 from hpctrain.runtime.program.step_hook import restored_steps
+
+
+@pytest.mark.parametrize(("name", "kind"), [("litgpt", "script"), ("torchrun", "command")])
+def test_console_scripts_run_in_this_process_unless_they_start_ranks(tmp_path, name, kind):
+    script = tmp_path / name
+    script.write_text(f"#!{sys.executable}\n")
+    script.chmod(0o755)
+    assert Program.resolve("command", str(script), ["a"]) == Program(kind, str(script), ("a",))
 
 
 def trained(name: str, steps: int, **options: float) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.manifest import committed_steps
+from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.files import warn_once
 from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records
@@ -55,7 +56,7 @@ class RunStatus:
     loss: float | None = None
     #: True if the script reports its steps; None if unknown.
     reports_steps: bool | None = None
-    #: Folder of the newest complete checkpoint.
+    #: Folder of the newest complete checkpoint, or the newest entry of `checkpoints` that the script wrote.
     checkpoint: str | None = None
     #: Time and reason of the failure to save, if a running run cannot save.
     not_saved: str | None = None
@@ -224,5 +225,7 @@ def _is_loss(value: object) -> bool:
 
 
 def _newest_checkpoint(run: RunDir) -> str | None:
-    newest = next(committed_steps(run.checkpoints), None)
-    return None if newest is None else str(run.checkpoint(newest))
+    if (step := next(committed_steps(run.checkpoints), None)) is not None:
+        return str(run.checkpoint(step))
+    newest = newest_script_checkpoint(run.checkpoints)
+    return None if newest is None else str(newest[0])

@@ -23,6 +23,7 @@ from hpctrain.jobs.submit.render import render
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
+from hpctrain.spec.program import RANK_LAUNCHERS
 
 if TYPE_CHECKING:
     from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
@@ -113,12 +114,20 @@ def _check_syntax(script: Path) -> None:
         raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
-def check_program(job: PreparedSubmission) -> None:
+def check_program(job: PreparedSubmission) -> list[str]:
     """Check that the script is a readable Python file, or that the module or command exists."""
-    if job.spec.program == "script":
-        _check_script(Path(job.spec.script))
-    elif job.spec.container is None and job.spec.shell.python is None:
-        _check_module_or_command(job.spec, job.environ)
+    spec, name = job.spec, os.path.basename(job.spec.script)
+    if spec.program == "script":
+        _check_script(Path(spec.script))
+    elif spec.container is None and spec.shell.python is None:
+        _check_module_or_command(spec, job.environ)
+    if spec.program != "command" or name not in RANK_LAUNCHERS or spec.ntasks_per_node == 1:
+        return []
+    sentence = (
+        f"Warning: hpctrain runs {name} {spec.ntasks_per_node} times per node, once per rank, but {name} "
+        "also starts ranks. Submit your training script itself, without the launcher."
+    )
+    return [sentence]
 
 
 def _check_module_or_command(spec: JobSpec, environ: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.snapshot_imports import copied_path
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal
 from hpctrain.runtime.stopping.stop_grace import read_stop_grace
-from hpctrain.spec.program import ProgramKind
+from hpctrain.spec.program import RANK_LAUNCHERS, ProgramKind
 
 #: Python options with which a command can still run in this interpreter.
 _HARMLESS_OPTIONS = ("-u", "-B", "-P")
@@ -52,7 +52,9 @@ class Program:
         if _is_this_python(entry):
             return _parse_python_command(program)
         path = shutil.which(entry)
-        if path is not None and _is_this_python(_shebang_interpreter(path)):
+        # The processes that a launcher starts are observed only if it runs as a child process.
+        is_launcher = os.path.basename(entry) in RANK_LAUNCHERS
+        if path is not None and not is_launcher and _is_this_python(_shebang_interpreter(path)):
             return cls("script", path, program.args)
         return program
 

@@ -18,7 +18,7 @@ from types import FrameType
 
 from hpctrain.cluster.processes import stat_fields
 from hpctrain.runtime.program.step_log import StepLog
-from hpctrain.runtime.program.wait_modules import waits_for_data, waits_for_ranks
+from hpctrain.runtime.program.wait_modules import loads_data, waits_for_data, waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import has_started
 
@@ -76,7 +76,7 @@ class ScriptMonitor:
         if activity.step:
             if is_waiting:
                 activity.exchange_s += elapsed_s
-            elif waits_for_data(module):
+            elif waits_for_data(module) or any(loads_data(name) for name in _modules(frame)):
                 activity.data_s += elapsed_s
             else:
                 activity.compute_s += elapsed_s
@@ -95,6 +95,12 @@ def _positions(frame: FrameType | None) -> Iterator[int]:
     while frame is not None:
         yield id(frame.f_code)
         yield frame.f_lasti
+        frame = frame.f_back
+
+
+def _modules(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__"))
         frame = frame.f_back
 
 

@@ -13,6 +13,8 @@ _EXCHANGE = (
 )
 #: Modules in which a rank waits for batches of its data workers.
 _DATA = ("torch.utils.data", "multiprocessing", "queue")
+#: Modules that call data sets in the process of the rank.
+_LOADER = ("torch.utils.data",)
 
 
 def waits_for_ranks(module: str) -> bool:
@@ -23,6 +25,11 @@ def waits_for_ranks(module: str) -> bool:
 def waits_for_data(module: str) -> bool:
     """Return true if code of this module waits for data."""
     return _is_in(module, _DATA)
+
+
+def loads_data(module: str) -> bool:
+    """Return true if this module calls data sets, samplers and collate functions."""
+    return _is_in(module, _LOADER)
 
 
 def _is_in(module: str, packages: tuple[str, ...]) -> bool:

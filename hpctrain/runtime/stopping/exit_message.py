@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.checkpoint.script_checkpoints import newest_file
+from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.unfinished_training import has_started
 from hpctrain.text import format_duration
@@ -52,7 +52,7 @@ def _lost(run: RunDir | None) -> str:
     unused = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state."
     if run is None:
         return unused
-    if (found := newest_file(run.checkpoints)) is None:
+    if (found := newest_script_checkpoint(run.checkpoints)) is None:
         return (
             f"{unused} {run.checkpoints} contains no checkpoint written by the script, so work that the "
             "script has not saved elsewhere is lost."

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from hpctrain import system
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
@@ -102,9 +103,16 @@ class AttemptRunner:
             finally:
                 self.worker_group.stop_monitoring()
                 step.close()
-        if (path := script_checkpoints.newest_since()) is not None:
+        path = script_checkpoints.newest_since()
+        if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
         return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size)
+
+    def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
+        """True if a plugin has already recorded the checkpoint in this attempt."""
+        recorded = ("checkpoint", attempt, str(checkpoint))
+        events = self.run.read_events()
+        return any((event["kind"], event["attempt"], event.get("path")) == recorded for event in events)
 
     def _ends_at(self, lead: float) -> float | None:
         """Return the end of the job's time, on the monotonic clock, if the supervisor must signal the ranks.

@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token
 from hpctrain.cluster import detect
@@ -46,6 +48,7 @@ class ForeignCheckpoints:
         keep_last: int = 3,
         every_n_steps: int | None = None,
         marker: str | None = None,
+        to_optimizer_step: Callable[[int], int] = lambda step: step,
     ) -> None:
         """Form the process group if the script has not done so.
 
@@ -54,17 +57,44 @@ class ForeignCheckpoints:
             keep_last: number of newest checkpoints to keep.
             every_n_steps: steps between two checkpoints; ten minutes if None.
             marker: name of a file that makes a checkpoint valid, for a library that writes folders in place.
+            to_optimizer_step: returns the optimizer step of a step that was just trained or loaded.
         """
         self.context = init_distributed(detect(os.environ), os.environ)
         folder = os.environ.get(RUN_DIR_VARIABLE)
         self.run = RunDir(Path(folder)) if folder else None
         self._prefix, self._keep_last, self._every_n_steps = prefix, keep_last, every_n_steps
-        self._marker = marker
+        self._marker, self._to_optimizer_step = marker, to_optimizer_step
+        self._watched: Sequence[nn.Module | torch.optim.Optimizer] = ()
         self._name = re.compile(rf"{re.escape(prefix)}-(\d+)")
         self._saved_at = time.monotonic()
         self._step = 0
         """Step of the last decision, or of the loaded checkpoint."""
         self._log = RunWriter(self.run, self.context, os.environ, partial(print, flush=True))
+
+    def watch(self, *parts: nn.Module | torch.optim.Optimizer) -> None:
+        """Save nothing after the parameters or optimizer states become NaN or infinite.
+
+        If some are not finite from the start, such as fixed masks, everything is saved.
+        """
+        self._watched = parts
+        if not self._are_finite():
+            self._watched = ()
+
+    def is_saveable(self, step: int) -> bool:
+        """Return false, and print the reason, if the watched state of `step` is not finite on all ranks."""
+        if self.run is None or not self._watched or self._are_finite():
+            return True
+        if self.context.ranks.is_main:
+            print(
+                f"hpctrain: after step {step}, the parameters or the optimizer state contain NaN or infinite "
+                "values. They are not saved, so that the newest checkpoint remains the last finite one.",
+                flush=True,
+            )
+        return False
+
+    def _are_finite(self) -> bool:
+        are_finite = all(map(_is_finite, _trained_tensors(self._watched)))
+        return self.context.all_reduce_min(float(are_finite)) > 0
 
     def newest(self) -> Path | None:
         """Return the newest committed checkpoint, if any."""
@@ -81,7 +111,7 @@ class ForeignCheckpoints:
     def log_resumed(self, path: Path) -> None:
         """Record that a checkpoint was loaded."""
         self._step = self.step_of(path)
-        self._log.write_resumed(self._step, path, 0.0)
+        self._log.write_resumed(self._to_optimizer_step(self._step), path, 0.0)
         if self.context.ranks.is_main:
             print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
 
@@ -100,8 +130,11 @@ class ForeignCheckpoints:
         return "save" if self.context.all_reduce_min(-float(due)) < 0 else None
 
     def save(self, step: int, write: Callable[[Path], object]) -> None:
-        """Write the checkpoint of `step` on all ranks, to the path passed to `write`, and commit it."""
-        if self.run is None:
+        """Write the checkpoint of `step` on all ranks, to the path passed to `write`, and commit it.
+
+        A state that is no longer finite is not saved.
+        """
+        if self.run is None or not self.is_saveable(step):
             return
         begun = time.monotonic()
         folder, name = self.run.checkpoints, f"{self._prefix}-{step}"
@@ -119,7 +152,9 @@ class ForeignCheckpoints:
                 size = _sync(hidden)
                 hidden.rename(folder / name)
                 fsync_path(folder)
-                self._log.write_checkpoint(step, folder / name, size, time.monotonic() - begun)
+                self._log.write_checkpoint(
+                    self._to_optimizer_step(step), folder / name, size, time.monotonic() - begun
+                )
                 for old in sorted(self._steps().items())[: -self._keep_last]:
                     _remove(old[1])
             self.context.barrier()
@@ -155,6 +190,23 @@ class ForeignCheckpoints:
             for match in matches
             if self._marker is None or (folder / match[0] / self._marker).exists()
         }
+
+
+def _trained_tensors(parts: Iterable[nn.Module | torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield the parameters and optimizer states."""
+    for part in parts:
+        if isinstance(part, nn.Module):
+            yield from part.parameters()
+        else:
+            for state in part.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return false if this rank's part of the tensor has a NaN or an infinity."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    # There is no check for numbers of eight bits.
+    return own.dtype.itemsize == 1 or bool(own.isfinite().all())
 
 
 def _sync(path: Path) -> int:

@@ -1,0 +1,139 @@
+"""Plugins save no state that has become NaN: the newest checkpoint remains the last finite one."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from helpers.ranks import run_on_ranks
+from torch.utils.data import DataLoader, TensorDataset
+
+from hpctrain.rundir import RUN_DIR_VARIABLE
+from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+
+pytestmark = pytest.mark.ranks
+
+#: Optimizer steps; from the loss of step 6 on, everything is NaN.
+STEPS, BAD = 9, 6
+
+
+class Net(torch.nn.Linear):
+    """A layer whose loss is NaN in one step."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.calls = 0
+
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self(inputs).mean() * (float("nan") if self.calls == BAD else 1.0)
+
+
+def batches() -> DataLoader:
+    return DataLoader(TensorDataset(torch.ones(2 * STEPS, 1)), batch_size=2)
+
+
+def train_lightning(_: str) -> None:
+    import lightning
+
+    from hpctrain.lightning import RunCheckpoint, Trainer
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch, batch_idx):
+            return self.net.loss(batch[0])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    callbacks = [RunCheckpoint(every_n_train_steps=2, keep_last=1)]
+    Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet).fit(Module(), batches())
+
+
+def train_huggingface(output: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    import hpctrain.huggingface
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, inputs):
+            return {"loss": self.net.loss(inputs)}
+
+    arguments = TrainingArguments(
+        output,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        save_steps=2,
+        save_total_limit=1,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = [{"inputs": torch.ones(1)} for _ in range(2 * STEPS)]
+    hpctrain.huggingface.prepare(Trainer(Model(), arguments, train_dataset=data)).train()
+
+
+def train_accelerate(_: str) -> None:
+    from accelerate import Accelerator
+
+    from hpctrain.accelerate import AcceleratorCheckpointer
+
+    accelerator, net = Accelerator(cpu=True), Net()
+    optimizer, loader = accelerator.prepare(torch.optim.Adam(net.parameters()), batches())
+    accelerator.prepare(net)
+    checkpointer = AcceleratorCheckpointer(accelerator, every_n_steps=2, keep_last=1)
+    step = checkpointer.load()
+    for (inputs,) in checkpointer.batches(loader, step):
+        accelerator.backward(net.loss(inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        checkpointer.save_if_due(step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("lightning", "lightning-4"), ("transformers", "checkpoint-4"), ("accelerate", "accelerate-4")],
+)
+def test_checkpoint_before_a_nan_remains_the_newest(library, name, tmp_path):
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    train = {
+        "lightning": train_lightning,
+        "transformers": train_huggingface,
+        "accelerate": train_accelerate,
+    }
+    run_on_ranks(train[library], str(tmp_path / "out"), env={RUN_DIR_VARIABLE: str(tmp_path)}, world_size=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("part", ["parameter", "optimizer"])
+def test_states_that_are_no_longer_finite_are_not_saved(part, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    checkpoints = ForeignCheckpoints("step", keep_last=1)
+    checkpoints.watch(net, optimizer)
+    checkpoints.save(2, lambda path: path.touch())
+    spoiled = net.bias if part == "parameter" else optimizer.state[net.bias]["exp_avg"]
+    spoiled.data[1] = torch.inf
+    checkpoints.save(4, lambda path: path.touch())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
+    assert "after step 4, the parameters or the optimizer state contain NaN" in capfd.readouterr().out
+    # What is infinite from the beginning does not prevent a save.
+    checkpoints.watch(net, optimizer)
+    checkpoints.save(6, lambda path: path.touch())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-6"]
