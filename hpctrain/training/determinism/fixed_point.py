@@ -59,6 +59,14 @@ def scale_in_place(x: torch.Tensor, exponent: int) -> torch.Tensor:
     return x.mul_(2.0**exponent)
 
 
+def truncate(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Return float32 numbers, converted to integers and back, without integers. May change x."""
+    if not 0 <= exponent <= _FLOAT32_EXPONENT:  # products with small powers are not exact
+        return to_floats(scale(x, exponent).to(torch.int64), exponent, torch.float32)
+    # The signs are chosen such that the result for -0.0 is 0.0.
+    return x.add_((x * -(2.0**exponent)).frac_(), alpha=2.0**-exponent)
+
+
 def largest_absolute(x: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of an element, 0 for an empty tensor; NaN if an element is NaN."""
     if not x.numel():

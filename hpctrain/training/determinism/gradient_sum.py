@@ -23,6 +23,7 @@ from hpctrain.training.determinism.fixed_point import (
     scale_in_place,
     shared_exponent,
     to_floats,
+    truncate,
 )
 from hpctrain.training.determinism.witness import hash_numbers
 
@@ -71,6 +72,7 @@ class GradientSum:
         exponents: dict[str, int],
     ) -> None:
         self._context, self._module = context, module
+        self._modules = list(module.named_modules())
         self._tensors = [_Summed(each.name, each.parameter, each.computed) for each in parameters]
         self._buffer_numbers: dict[str, int] = {}
         for name, buffer in module.named_buffers():
@@ -98,7 +100,7 @@ class GradientSum:
             num_grains: number of grains of all ranks in the step.
         """
         self._num_terms, self._extremes = num_grains, []
-        self._before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        self._before = {name: buffer.clone() for name, buffer in self._buffers()}
         for each in self._tensors:
             if each.computed is not None:
                 each.computed.grad = None
@@ -201,10 +203,17 @@ class GradientSum:
             if (exponent := self._exponent(each)) is not None:
                 each.bucket.add(each, term, exponent)
 
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers of the module. `named_buffers` takes more time, in every pass."""
+        for prefix, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
     def _add_buffers(self) -> None:
         """Add the changes of the buffers in a pass, and undo them."""
         with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
+            for name, buffer in self._buffers():
                 before, number = self._before.get(name), self._buffer_numbers.get(name)
                 if before is None or before.shape != buffer.shape:
                     raise UserError(
@@ -264,6 +273,8 @@ class _Summed:
     def __init__(self, name: str, target: torch.Tensor, computed: nn.Parameter | None) -> None:
         self.name, self.target, self.computed = name, target, computed
         self.dtype, self.bucket = target.dtype, _NO_BUCKET
+        #: Sum of this rank's part, as integers.
+        self.total = _NO_TENSOR
         self.is_count = not target.is_floating_point()
         self.offset = 0
         self.is_sharded = isinstance(target, DTensor)
@@ -310,24 +321,28 @@ class _Bucket:
         #: Tensors without a term in this step.
         self._missing: set[_Summed] = set()
         self._pending: list[tuple[Any, torch.Tensor | None]] = []
-        #: True if the ranks send their only terms as floats in this step.
-        self._sends_floats = False
+        #: True if no rank has several terms in this step. A single rank stores them, the others send floats.
+        self._has_one_term = False
+        self._own_terms: dict[_Summed, torch.Tensor] = {}
         self._floats = self._received = self._new(0, torch.float32)
 
     def begin(self, num_grains: int) -> None:
         self.wait()
         self._missing = set(self._tensors)
         world_size = self._context.ranks.world_size
-        self._sends_floats = (
+        self._own_terms = {}
+        self._has_one_term = (
             num_grains <= world_size <= _MAX_EXCHANGING_RANKS
             and not self._is_sharded
             and all(each.computed is not None and each.dtype is torch.float32 for each in self._tensors)
         )
-        if self._sends_floats and not len(self._floats):
-            self._floats = self._new(-(-self._length // world_size) * world_size, torch.float32)
-            self._received = torch.empty_like(self._floats) if world_size > 1 else self._floats
-        elif not self._sends_floats and not len(self._totals):
+        if not self._has_one_term and not len(self._totals):
             self._totals = self._new(self._length)
+            for each in self._tensors:
+                each.total = self._totals[each.offset :][: math.prod(each.local_shape)].view(each.local_shape)
+        elif self._has_one_term and world_size > 1 and not len(self._floats):
+            self._floats = self._new(-(-self._length // world_size) * world_size, torch.float32)
+            self._received = torch.empty_like(self._floats)
         if self._is_sharded:
             self._totals.zero_()
 
@@ -337,23 +352,23 @@ class _Bucket:
 
     def add(self, each: _Summed, term: torch.Tensor, exponent: int) -> None:
         """Add a term, rounded to integers, toward zero. The term may be changed."""
-        if self._sends_floats:
+        if self._has_one_term:
             self._missing.remove(each)
-            self._floats[each.offset : each.offset + each.numel].copy_(term.reshape(-1))
+            if self._context.is_distributed:
+                self._floats[each.offset : each.offset + each.numel].copy_(term.reshape(-1))
+            else:
+                self._own_terms[each] = truncate(term, exponent)
             return
-        length = each.room(self._world_size)
-        flat = (term if each.is_count else scale_in_place(term, exponent)).reshape(-1)
+        scaled = term if each.is_count else scale_in_place(term, exponent)
         if self._is_sharded:
-            terms = self._terms_of_pass()
-            for row, part in enumerate(torch.split(flat, length) if length else ()):
+            terms, length = self._terms_of_pass(), each.room(self._world_size)
+            for row, part in enumerate(torch.split(scaled.reshape(-1), length) if length else ()):
                 terms[row, each.offset : each.offset + len(part)] += part.to(torch.int64)
-            return
-        total = self._totals[each.offset : each.offset + length]
-        if each in self._missing:
+        elif each in self._missing:
             self._missing.remove(each)
-            total.copy_(flat)
+            each.total.copy_(scaled)
         else:
-            total += flat.to(torch.int64)
+            each.total.add_(scaled.to(torch.int64))
 
     def send(self, *, is_last: bool) -> None:
         if self._is_sharded and not self._context.is_distributed:
@@ -363,10 +378,10 @@ class _Bucket:
             work = dist.reduce_scatter_tensor(own, self._terms_of_pass().view(-1), async_op=True)
             self._pending.append((work, own))
         elif is_last:
-            summands = self._floats if self._sends_floats else self._totals
+            summands = self._floats if self._has_one_term else self._totals
             for each in self._missing:
                 summands[each.offset : each.offset + each.numel].zero_()
-            if self._context.is_distributed and self._sends_floats:
+            if self._context.is_distributed and self._has_one_term:
                 work = dist.all_to_all_single(self._received, self._floats, async_op=True)
                 self._pending.append((work, None))
             elif self._context.is_distributed:
@@ -374,7 +389,7 @@ class _Bucket:
 
     def send_floats(self, exponents: Mapping[str, int]) -> None:
         """Sum the slice of this rank, and send the sums, if the terms were sent as floats."""
-        if not self._sends_floats:
+        if not self._has_one_term or not self._context.is_distributed:
             return
         ranks, length = self._context.ranks, len(self._floats) // self._context.ranks.world_size
         rows = self._received.view(ranks.world_size, length)
@@ -388,9 +403,7 @@ class _Bucket:
                 for other in others:
                     total += other.to(torch.int64)
                 rows[ranks.rank, low:high] = to_floats(total, exponent, torch.float32)
-        if self._context.is_distributed:
-            work = all_gather_single(self._floats, rows[ranks.rank], async_op=True)
-            self._pending.append((work, None))
+        self._pending.append((all_gather_single(self._floats, rows[ranks.rank], async_op=True), None))
 
     def wait(self) -> None:
         for work, own in self._pending:
@@ -409,13 +422,18 @@ class _Bucket:
 
     def totals(self) -> Iterator[tuple[_Summed, torch.Tensor]]:
         """Yield each tensor with its sum, in the shape of this rank's part: integers, or their floats."""
-        summed = self._floats if self._sends_floats else self._totals
         for each in self._tensors:
-            size = math.prod(each.local_shape)
-            yield each, summed[each.offset : each.offset + size].view(each.local_shape)
+            if not self._has_one_term:
+                yield each, each.total
+            elif self._context.is_distributed:
+                yield each, self._floats[each.offset : each.offset + each.numel].view(each.local_shape)
+            else:
+                term = self._own_terms.get(each)
+                yield each, self._floats.new_zeros(each.local_shape) if term is None else term
 
 
 _NO_BUCKET: Any = None
+_NO_TENSOR: Any = None
 
 
 def _make_buckets(
