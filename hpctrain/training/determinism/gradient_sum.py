@@ -336,13 +336,18 @@ class _Bucket:
             and not self._is_sharded
             and all(each.computed is not None and each.dtype is torch.float32 for each in self._tensors)
         )
+        # Only one kind of buffers exists at a time, to save memory.
         if not self._has_one_term and not len(self._totals):
+            self._floats = self._received = self._new(0, torch.float32)
             self._totals = self._new(self._length)
             for each in self._tensors:
                 each.total = self._totals[each.offset :][: math.prod(each.local_shape)].view(each.local_shape)
         elif self._has_one_term and world_size > 1 and not len(self._floats):
             self._floats = self._new(-(-self._length // world_size) * world_size, torch.float32)
             self._received = torch.empty_like(self._floats)
+            self._totals = self._new(0)
+            for each in self._tensors:
+                each.total = self._totals
         if self._is_sharded:
             self._totals.zero_()
 
