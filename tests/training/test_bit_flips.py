@@ -36,13 +36,13 @@ class Net(hpctrain.Module):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fit(run_dir: Path | None = None, **flip) -> dict[str, torch.Tensor]:
+def fit(run_dir: Path | None = None, strategy: str = "auto", **flip) -> dict[str, torch.Tensor]:
     """Train with a flip; return the final state."""
     os.environ[FLIP_BIT_VARIABLE] = json.dumps(flip) if flip else ""
     module = Net()
     trainer = hpctrain.Trainer(
         max_steps=STEPS, global_batch_size=6, seed=3, replica_check_every=EVERY, checkpoint_every=6,
-        run_dir=run_dir,
+        run_dir=run_dir, strategy=strategy,
     )  # fmt: skip
     trainer.fit(module, list(torch.randn(128, 3, generator=torch.Generator().manual_seed(5))))
     return module.state_dict()
@@ -99,9 +99,9 @@ def test_many_runs_with_a_flipped_bit_have_the_undisturbed_result(tmp_path):
     assert found[0] >= 0.9 * len(seeds)
 
 
-def flips_within_a_step_reach_all_ranks(target: str) -> tuple[bool, list]:
-    reference = fit()
-    result = fit(rank=1, target=target, seed=4, step=3)
+def flips_within_a_step_reach_all_ranks(target: str, strategy: str) -> tuple[bool, list]:
+    reference = fit(strategy=strategy)
+    result = fit(strategy=strategy, rank=1, target=target, seed=4, step=3)
     return all(torch.equal(result[name], value) for name, value in reference.items()), [
         value.tolist() for value in result.values()
     ]
@@ -109,10 +109,15 @@ def flips_within_a_step_reach_all_ranks(target: str) -> tuple[bool, list]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["gradient", "activation"])
-def test_flips_in_gradients_and_activations_change_all_replicas_equally(target):
+@pytest.mark.parametrize(
+    ("target", "strategy"),
+    [("gradient", "ddp"), ("activation", "ddp")]
+    + [pytest.param("gradient", name, marks=pytest.mark.long) for name in ("zero1", "zero2", "fsdp")]
+    + [("gradient", "zero3")],
+)
+def test_flips_in_gradients_and_activations_change_all_replicas_equally(target, strategy):
     """The comparison of replicas cannot detect them."""
-    (same, state), *others = run_on_ranks(flips_within_a_step_reach_all_ranks, target, world_size=3)
+    (same, state), *others = run_on_ranks(flips_within_a_step_reach_all_ranks, target, strategy, world_size=3)
     assert not same
     assert others == [(same, state)] * 2
 

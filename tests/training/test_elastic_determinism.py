@@ -251,6 +251,8 @@ FEATURES = {
     "tokens": {"net": Tokens},
     "two optimizers": {"net": TwoOptimizers, "gradient_clip_value": 0.05},
     "recompute": {"recompute": ["blocks.*"]},
+    "one grain": {"grain_size": 100},
+    "one grain per rank": {"grain_size": 34, "bucket_cap_mb": 1e-4},
     "single samples": {"grain_size": 1, "global_batch_size": 4, "net": WithoutNorm},
     "no clipping": {"gradient_clip_norm": None, "warmup_steps": 3},
     "data workers": {"num_workers": 1},

@@ -18,6 +18,7 @@ from hpctrain.training.determinism.fixed_point import (
     scale,
     shared_exponent,
     to_floats,
+    truncate,
 )
 
 ALONE = DistributedContext(detect({}), torch.device("cpu"), None)
@@ -63,6 +64,17 @@ def test_sum_is_independent_of_order_and_closer_than_that_of_float32(terms, grow
     )
     bound = len(terms) * 2.0**-exponent if abs(exponent) < 1000 else 0.0
     assert ((ours.double() - true).abs() <= bound + true.abs() * 2.0**-24 + 2.0**-149).all()
+
+
+@pytest.mark.slow
+@given(gradients(), st.integers(0, HEADROOM))
+@settings(deadline=None)
+def test_truncated_floats_have_the_bits_of_integers_converted_back(terms, growth):
+    x = torch.cat([*terms, terms[0] * 1e-8, torch.tensor([0.0, -0.0, 1e-45, -1e-45])])
+    peak = float(x.abs().max())
+    exponent = shared_exponent(math.ldexp(peak, -growth), 1)
+    expected = to_floats(scale(x, exponent).to(torch.int64), exponent, torch.float32)
+    assert torch.equal(truncate(x.clone(), exponent).view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("num_terms", [1, 2, 3, 1024, 1025])

@@ -262,8 +262,8 @@ class Net(hpctrain.Module):
 def fits(run_dir, *settings: dict) -> None:
     for number, options in enumerate(settings):
         trainer = hpctrain.Trainer(
-            global_batch_size=12, run_dir=run_dir and run_dir / str(number), seed=3,
-            **{"max_steps": 40, "replica_check_every": 3, "checkpoint_every": 10, **options},
+            global_batch_size=12, run_dir=run_dir and run_dir / str(number),
+            **{"seed": 3, "max_steps": 40, "replica_check_every": 3, "checkpoint_every": 10, **options},
         )  # fmt: skip
         trainer.fit(Net(), list(torch.randn(512, 3, generator=torch.Generator().manual_seed(5))))
 
@@ -290,9 +290,10 @@ def test_trainings_have_no_false_alarm(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_long_training_has_no_false_alarm():
+@pytest.mark.parametrize("seed", range(5))
+def test_100_000_steps_have_no_false_alarm(seed):
     settings = {"max_steps": 20_000, "checkpoint_every": None, "log_every": 1000, "seed_samples": False}
-    run_on_ranks(fits, None, settings, world_size=3, timeout=800.0)
+    run_on_ranks(fits, None, settings | {"seed": seed}, world_size=3, timeout=800.0)
 
 
 def test_the_error_survives_the_way_from_a_spawned_rank():

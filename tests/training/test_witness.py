@@ -47,11 +47,10 @@ def fit(
         "max_steps": STEPS,
         "checkpoint_every": None,
         "strategy": "ddp",
+        "seed": 3,
     } | settings
     settings.setdefault("global_batch_size", GRAIN_SIZE * int(os.environ["WORLD_SIZE"]))
-    trainer = hpctrain.Trainer(
-        elastic_determinism=True, grain_size=GRAIN_SIZE, seed=3, run_dir=run_dir, **settings
-    )
+    trainer = hpctrain.Trainer(elastic_determinism=True, grain_size=GRAIN_SIZE, run_dir=run_dir, **settings)
     module = Net()
     trainer.fit(module, list(torch.randn(128, 3, generator=torch.Generator().manual_seed(5))))
     return list(module.state_dict().values())
@@ -90,11 +89,12 @@ def test_wrong_gradient_is_found_before_it_is_applied(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_every_one_of_1000_flips_that_changes_a_gradient_is_found(tmp_path):
-    found = run_on_ranks(flips_are_found, tmp_path, range(1000, 2000), world_size=3, timeout=1700.0)
-    print(f"{found[0]} of 1,000 flips changed a gradient")
-    assert found[0] >= 500
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(1000, 2000, 100))
+def test_every_one_of_1000_flips_that_changes_a_gradient_is_found(tmp_path, first):
+    found = run_on_ranks(flips_are_found, tmp_path, range(first, first + 100), world_size=3, timeout=500.0)
+    print(f"{found[0]} of 100 flips changed a gradient")
+    assert found[0] >= 50
 
 
 def find_suspects(settings: dict[str, Any], *flips: dict[str, Any]) -> tuple[list[int], int, str]:
@@ -122,18 +122,20 @@ def test_transient_fault_is_found_with_two_ranks():
     assert "The gradients were not applied" in text
 
 
-def count_steps(num_steps: int) -> int:
-    fit(max_steps=num_steps)
+def count_steps(num_steps: int, seed: int) -> int:
+    fit(max_steps=num_steps, seed=seed, log_every=1000)
     return num_steps
 
 
-@pytest.mark.parametrize(
-    "num_steps", [300, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
-)
-def test_no_false_alarm(num_steps):
-    assert (
-        run_on_ranks(count_steps, num_steps, world_size=2, timeout=num_steps * 0.06 + 30) == [num_steps] * 2
-    )
+def test_no_false_alarm():
+    assert run_on_ranks(count_steps, 300, 3, world_size=2) == [300] * 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(10))
+def test_100_000_steps_have_no_false_alarm(seed):
+    assert run_on_ranks(count_steps, 10_000, seed, world_size=2, timeout=500.0) == [10_000] * 2
 
 
 def compare_with_uneven_grains() -> bool:

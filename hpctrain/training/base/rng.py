@@ -18,8 +18,11 @@ def derive_seed(*parts: object) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (on all devices), Python's `random` and NumPy's legacy generator, if imported."""
-    torch.manual_seed(seed)
+    """Seed torch (on CPUs and GPUs), Python's `random` and NumPy's legacy generator, if imported."""
+    # `torch.manual_seed` also records a traceback for each type of device that does not exist: 0.5 ms.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

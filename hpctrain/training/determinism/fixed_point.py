@@ -39,7 +39,7 @@ def largest_term(exponent: int | None, num_terms: int) -> float:
 def to_floats(total: torch.Tensor, exponent: int, dtype: torch.dtype) -> torch.Tensor:
     """Return total · 2^-exponent."""
     is_wide = dtype is torch.float64 or abs(exponent) > _FLOAT32_EXPONENT
-    return scale(total.to(torch.float64 if is_wide else torch.float32), -exponent).to(dtype)
+    return scale_in_place(total.to(torch.float64 if is_wide else torch.float32), -exponent).to(dtype)
 
 
 def scale(x: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -50,6 +50,21 @@ def scale(x: torch.Tensor, exponent: int) -> torch.Tensor:
         return x * 2.0**exponent
     half = exponent // 2
     return (x.double() * 2.0**half) * 2.0 ** (exponent - half)
+
+
+def scale_in_place(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Return x · 2^exponent like `scale`; may change x."""
+    if x.dtype not in (torch.float32, torch.float64) or abs(exponent) > _FLOAT32_EXPONENT:
+        return scale(x, exponent)
+    return x.mul_(2.0**exponent)
+
+
+def truncate(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Return float32 numbers, converted to integers and back, without integers. May change x."""
+    if not 0 <= exponent <= _FLOAT32_EXPONENT:  # products with small powers are not exact
+        return to_floats(scale(x, exponent).to(torch.int64), exponent, torch.float32)
+    # The signs are chosen such that the result for -0.0 is 0.0.
+    return x.add_((x * -(2.0**exponent)).frac_(), alpha=2.0**-exponent)
 
 
 def largest_absolute(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +15,22 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.torch_compat import all_gather_single
 from hpctrain.training.base.dtensor_parts import local_part
 from hpctrain.training.determinism.fixed_point import (
-    largest_absolute,
     largest_of_ranks,
     largest_term,
-    scale,
+    scale_in_place,
     shared_exponent,
     to_floats,
+    truncate,
 )
 from hpctrain.training.determinism.witness import hash_numbers
 
-#: Default size of a bucket in megabytes of float32 gradients, as for DDP.
-_BUCKET_MB = 25.0
+#: Default size of a bucket in megabytes of float32 gradients, as for DDP. The first bucket is smaller.
+_BUCKET_MB, _FIRST_BUCKET_MB = 25.0, 1.0
+#: Maximum number of ranks that exchange gradients as floats: more ranks would send many small messages.
+_MAX_EXCHANGING_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,9 @@ class GradientSum:
     too large for it, `finish` returns False, and the step must be repeated, with an exponent based on the
     step itself. So exponents depend on the training only, and not on the ranks.
 
+    If no rank has more than one grain, a few ranks send their float32 gradients instead: each rank sums one
+    slice of a bucket as integers, and sends the result. This is half the size of integers.
+
     Attributes:
         exponents: the exponents by name; part of a checkpoint.
     """
@@ -66,6 +72,7 @@ class GradientSum:
         exponents: dict[str, int],
     ) -> None:
         self._context, self._module = context, module
+        self._modules = list(module.named_modules())
         self._tensors = [_Summed(each.name, each.parameter, each.computed) for each in parameters]
         self._buffer_numbers: dict[str, int] = {}
         for name, buffer in module.named_buffers():
@@ -73,13 +80,15 @@ class GradientSum:
                 self._buffer_numbers[name] = len(self._tensors)
                 self._tensors.append(_Summed(f"buffer {name}", buffer, None))
         self.exponents = exponents
-        self._buckets = _make_buckets(self._tensors, context, bucket_cap_mb or _BUCKET_MB)
-        #: Largest absolute values of this step: numbers on a CPU, which are faster, otherwise tensors.
-        self._peaks: list[float | torch.Tensor] = []
+        self._buckets = _make_buckets(self._tensors, context, bucket_cap_mb)
+        #: Smallest and largest elements of the terms of this step, by the number of the tensor.
+        self._extremes: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         for number, each in enumerate(self._tensors):
             if each.computed is not None:
                 each.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
         self._num_terms, self._is_used, self._is_last = 1, True, True
+        #: Tensors that have their gradient of the current pass.
+        self._seen: set[int] = set()
         self._hashes: dict[int, int] | None = None
         #: Values of the buffers at the beginning of the step.
         self._before: dict[str, torch.Tensor] = {}
@@ -90,14 +99,13 @@ class GradientSum:
         Args:
             num_grains: number of grains of all ranks in the step.
         """
-        self._num_terms = num_grains
-        self._peaks = [0.0] * len(self._tensors)
-        self._before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        self._num_terms, self._extremes = num_grains, []
+        self._before = {name: buffer.clone() for name, buffer in self._buffers()}
         for each in self._tensors:
             if each.computed is not None:
                 each.computed.grad = None
         for bucket in self._buckets:
-            bucket.begin()
+            bucket.begin(num_grains)
 
     @contextmanager
     def grain(self, *, is_used: bool, is_last: bool, hashes: dict[int, int] | None = None) -> Iterator[None]:
@@ -109,7 +117,7 @@ class GradientSum:
             hashes: receives the hash of each gradient, by the number of its parameter.
         """
         self._is_used, self._is_last, self._hashes = is_used, is_last, hashes
-        self._next = 0
+        self._next, self._seen = 0, set()
         for bucket in self._buckets:
             bucket.begin_pass()
         yield
@@ -120,12 +128,7 @@ class GradientSum:
 
     def finish(self) -> bool:
         """Set the gradients and buffers to the sum; return False if the step must be repeated instead."""
-        for bucket in self._buckets:
-            bucket.wait()
-        if self._context.device.type == "cpu":
-            peaks = torch.tensor(self._peaks, dtype=torch.float32)
-        else:
-            peaks = torch.stack([torch.as_tensor(each, device=self._context.device) for each in self._peaks])
+        peaks = torch.tensor(self._own_peaks(), dtype=torch.float32, device=self._context.device)
         by_tensor = dict(zip(self._tensors, largest_of_ranks(peaks, self._context), strict=True))
         too_large = {
             each: peak
@@ -141,12 +144,26 @@ class GradientSum:
         if too_large:
             return False
         for bucket in self._buckets:
+            bucket.wait()
+            bucket.send_floats(self.exponents)
+        for bucket in self._buckets:
+            bucket.wait()
             for each, total in bucket.totals():
                 self._assign(each, total, by_tensor[each])
         for each, peak in by_tensor.items():
             if peak and math.isfinite(peak) and not each.is_count:
                 self.exponents[each.name] = shared_exponent(peak, self._num_terms)
         return True
+
+    def _own_peaks(self) -> list[float]:
+        """Return the largest absolute values of the tensors' terms on this rank."""
+        peaks = [0.0] * len(self._tensors)
+        if self._extremes:
+            numbers, lows, highs = zip(*self._extremes, strict=True)
+            of_terms = torch.maximum(torch.stack(highs), -torch.stack(lows)).nan_to_num_(nan=math.inf)
+            for number, peak in zip(numbers, of_terms.tolist(), strict=True):
+                peaks[number] = max(peaks[number], peak)
+        return peaks
 
     def _exponent(self, each: _Summed) -> int | None:
         return 0 if each.is_count else self.exponents.get(each.name)
@@ -160,17 +177,18 @@ class GradientSum:
                     f"The gradient of {self._tensors[number].name} is {kind}, which elastic_determinism does "
                     "not support. Use dense gradients of real numbers."
                 )
-            if gradient is not None and self._hashes is not None:
-                self._hashes[number] = hash_numbers(gradient)
-            if gradient is not None and self._is_used:
-                self._add(number, gradient)
-            bucket = self._tensors[number].bucket
-            if bucket.is_sent:
+            if number in self._seen:
                 raise UserError(
                     f"The backward pass added to the gradient of {self._tensors[number].name} twice, so "
                     "elastic_determinism cannot sum it during the pass. Use "
                     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), and call backward() once."
                 )
+            if gradient is not None and self._hashes is not None:
+                self._hashes[number] = hash_numbers(gradient)
+            if gradient is not None and self._is_used:
+                self._add(number, gradient)
+            self._seen.add(number)
+            bucket = self._tensors[number].bucket
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 self._send_ready()
@@ -178,23 +196,24 @@ class GradientSum:
         return add
 
     def _add(self, number: int, term: torch.Tensor) -> None:
+        """Add a term of a tensor, which may be changed."""
         each = self._tensors[number]
-        if not term.numel():
-            return
-        peak = largest_absolute(term)
-        if term.is_cpu:
-            value = peak.item()
-            self._peaks[number] = max(self._peaks[number], value) if value == value else math.inf
-        else:
-            before = torch.as_tensor(self._peaks[number], device=term.device)
-            self._peaks[number] = torch.maximum(before, peak.float())
-        if (exponent := self._exponent(each)) is not None:
-            each.bucket.add(each, term if each.is_count else scale(term, exponent))
+        if term.numel():
+            self._extremes.append((number, *torch.aminmax(term)))
+            if (exponent := self._exponent(each)) is not None:
+                each.bucket.add(each, term, exponent)
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers of the module. `named_buffers` takes more time, in every pass."""
+        for prefix, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
 
     def _add_buffers(self) -> None:
         """Add the changes of the buffers in a pass, and undo them."""
         with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
+            for name, buffer in self._buffers():
                 before, number = self._before.get(name), self._buffer_numbers.get(name)
                 if before is None or before.shape != buffer.shape:
                     raise UserError(
@@ -231,7 +250,8 @@ class GradientSum:
             elif math.isinf(peak):
                 each.set_gradient(torch.full_like(total, math.nan, dtype=each.dtype))
             elif exponent is not None:
-                each.set_gradient(to_floats(total, exponent, each.dtype))
+                is_float = total.is_floating_point()
+                each.set_gradient(total if is_float else to_floats(total, exponent, each.dtype))
 
     def _assign_buffer(self, each: _Summed, total: torch.Tensor, peak: float, exponent: int | None) -> None:
         name = each.name.removeprefix("buffer ")
@@ -253,6 +273,8 @@ class _Summed:
     def __init__(self, name: str, target: torch.Tensor, computed: nn.Parameter | None) -> None:
         self.name, self.target, self.computed = name, target, computed
         self.dtype, self.bucket = target.dtype, _NO_BUCKET
+        #: Sum of this rank's part, as integers.
+        self.total = _NO_TENSOR
         self.is_count = not target.is_floating_point()
         self.offset = 0
         self.is_sharded = isinstance(target, DTensor)
@@ -286,46 +308,74 @@ class _Bucket:
     def __init__(self, tensors: list[_Summed], context: DistributedContext, *, is_sharded: bool) -> None:
         self._tensors, self._context, self._is_sharded = tensors, context, is_sharded
         self._world_size = context.ranks.world_size if is_sharded else 1
-        length = 0
+        self._length = 0
         for each in tensors:
-            each.bucket, each.offset = self, length
-            length += each.room(self._world_size)
+            each.bucket, each.offset = self, self._length
+            self._length += each.room(self._world_size)
         self.num_hooks = sum(each.computed is not None for each in tensors)
         #: Gradients that are missing in the current pass.
-        self.waiting, self.is_sent = 0, False
-        self._totals = torch.zeros(length, dtype=torch.int64, device=context.device)
+        self.waiting = 0
+        self._totals = self._new(0)
         #: The integers of a pass, with a row for each rank. Exists only during the pass, to save memory.
         self._terms: torch.Tensor | None = None
         #: Tensors without a term in this step.
         self._missing: set[_Summed] = set()
         self._pending: list[tuple[Any, torch.Tensor | None]] = []
+        #: True if no rank has several terms in this step. A single rank stores them, the others send floats.
+        self._has_one_term = False
+        self._own_terms: dict[_Summed, torch.Tensor] = {}
+        self._floats = self._received = self._new(0, torch.float32)
 
-    def begin(self) -> None:
+    def begin(self, num_grains: int) -> None:
+        self.wait()
         self._missing = set(self._tensors)
+        world_size = self._context.ranks.world_size
+        self._own_terms = {}
+        self._has_one_term = (
+            num_grains <= world_size <= _MAX_EXCHANGING_RANKS
+            and not self._is_sharded
+            and all(each.computed is not None and each.dtype is torch.float32 for each in self._tensors)
+        )
+        # Only one kind of buffers exists at a time, to save memory.
+        if not self._has_one_term and not len(self._totals):
+            self._floats = self._received = self._new(0, torch.float32)
+            self._totals = self._new(self._length)
+            for each in self._tensors:
+                each.total = self._totals[each.offset :][: math.prod(each.local_shape)].view(each.local_shape)
+        elif self._has_one_term and world_size > 1 and not len(self._floats):
+            self._floats = self._new(-(-self._length // world_size) * world_size, torch.float32)
+            self._received = torch.empty_like(self._floats)
+            self._totals = self._new(0)
+            for each in self._tensors:
+                each.total = self._totals
         if self._is_sharded:
             self._totals.zero_()
 
     def begin_pass(self) -> None:
         self.wait()
-        self.waiting, self.is_sent = max(self.num_hooks, 1), False
+        self.waiting = max(self.num_hooks, 1)
 
-    def add(self, each: _Summed, term: torch.Tensor) -> None:
-        """Add a term, rounded to integers, toward zero."""
-        length, flat = each.room(self._world_size), term.reshape(-1)
-        if self._is_sharded:
-            terms = self._terms_of_pass()
-            for row, part in enumerate(torch.split(flat, length) if length else ()):
-                terms[row, each.offset : each.offset + len(part)] += part.to(torch.int64)
-            return
-        total = self._totals[each.offset : each.offset + length]
-        if each in self._missing:
+    def add(self, each: _Summed, term: torch.Tensor, exponent: int) -> None:
+        """Add a term, rounded to integers, toward zero. The term may be changed."""
+        if self._has_one_term:
             self._missing.remove(each)
-            total.copy_(flat)
+            if self._context.is_distributed:
+                self._floats[each.offset : each.offset + each.numel].copy_(term.reshape(-1))
+            else:
+                self._own_terms[each] = truncate(term, exponent)
+            return
+        scaled = term if each.is_count else scale_in_place(term, exponent)
+        if self._is_sharded:
+            terms, length = self._terms_of_pass(), each.room(self._world_size)
+            for row, part in enumerate(torch.split(scaled.reshape(-1), length) if length else ()):
+                terms[row, each.offset : each.offset + len(part)] += part.to(torch.int64)
+        elif each in self._missing:
+            self._missing.remove(each)
+            each.total.copy_(scaled)
         else:
-            total += flat.to(torch.int64)
+            each.total.add_(scaled.to(torch.int64))
 
     def send(self, *, is_last: bool) -> None:
-        self.is_sent = True
         if self._is_sharded and not self._context.is_distributed:
             self._totals += self._terms_of_pass()[0]
         elif self._is_sharded:
@@ -333,10 +383,32 @@ class _Bucket:
             work = dist.reduce_scatter_tensor(own, self._terms_of_pass().view(-1), async_op=True)
             self._pending.append((work, own))
         elif is_last:
+            summands = self._floats if self._has_one_term else self._totals
             for each in self._missing:
-                self._totals[each.offset : each.offset + each.numel].zero_()
-            if self._context.is_distributed:
+                summands[each.offset : each.offset + each.numel].zero_()
+            if self._context.is_distributed and self._has_one_term:
+                work = dist.all_to_all_single(self._received, self._floats, async_op=True)
+                self._pending.append((work, None))
+            elif self._context.is_distributed:
                 self._pending.append((dist.all_reduce(self._totals, async_op=True), None))
+
+    def send_floats(self, exponents: Mapping[str, int]) -> None:
+        """Sum the slice of this rank, and send the sums, if the terms were sent as floats."""
+        if not self._has_one_term or not self._context.is_distributed:
+            return
+        ranks, length = self._context.ranks, len(self._floats) // self._context.ranks.world_size
+        rows = self._received.view(ranks.world_size, length)
+        for each in self._tensors:
+            low = max(each.offset - ranks.rank * length, 0)
+            high = min(each.offset + each.numel - ranks.rank * length, length)
+            exponent = exponents.get(each.name)
+            if low < high and exponent is not None:
+                first, *others = (scale_in_place(row[low:high], exponent) for row in rows)
+                total = first.to(torch.int64)
+                for other in others:
+                    total += other.to(torch.int64)
+                rows[ranks.rank, low:high] = to_floats(total, exponent, torch.float32)
+        self._pending.append((all_gather_single(self._floats, rows[ranks.rank], async_op=True), None))
 
     def wait(self) -> None:
         for work, own in self._pending:
@@ -345,30 +417,41 @@ class _Bucket:
                 self._totals += own
         self._pending, self._terms = [], None
 
+    def _new(self, length: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(length, dtype=dtype, device=self._context.device)
+
     def _terms_of_pass(self) -> torch.Tensor:
         if self._terms is None:
-            self._terms = self._totals.new_zeros((self._world_size, len(self._totals)))
+            self._terms = self._totals.new_zeros((self._world_size, self._length))
         return self._terms
 
     def totals(self) -> Iterator[tuple[_Summed, torch.Tensor]]:
-        """Yield each tensor with its sum, in the shape of this rank's part."""
+        """Yield each tensor with its sum, in the shape of this rank's part: integers, or their floats."""
         for each in self._tensors:
-            size = math.prod(each.local_shape)
-            yield each, self._totals[each.offset : each.offset + size].view(each.local_shape)
+            if not self._has_one_term:
+                yield each, each.total
+            elif self._context.is_distributed:
+                yield each, self._floats[each.offset : each.offset + each.numel].view(each.local_shape)
+            else:
+                term = self._own_terms.get(each)
+                yield each, self._floats.new_zeros(each.local_shape) if term is None else term
 
 
 _NO_BUCKET: Any = None
+_NO_TENSOR: Any = None
 
 
-def _make_buckets(tensors: Sequence[_Summed], context: DistributedContext, cap_mb: float) -> list[_Bucket]:
+def _make_buckets(
+    tensors: Sequence[_Summed], context: DistributedContext, cap_mb: float | None
+) -> list[_Bucket]:
     """Group the tensors in reverse order, in which backward passes produce gradients; buffers come last."""
-    limit = int(cap_mb * 2**20) // 4
     buckets: list[_Bucket] = []
     group: list[_Summed] = []
     length = 0
     parameters = [each for each in tensors if each.computed is not None]
     buffers = [each for each in tensors if each.computed is None]
     for each in [*reversed(parameters), *buffers]:
+        limit = int((cap_mb or (_BUCKET_MB if buckets else _FIRST_BUCKET_MB)) * 2**20) // 4
         differs = bool(group) and (
             group[0].is_sharded != each.is_sharded or (group[0].computed is None) != (each.computed is None)
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpctrain.records.bit_flip import BitFlip, FlipTarget
 from hpctrain.runtime.program.requested_flips import request_flip_of_environment, requested_flips
@@ -86,10 +87,32 @@ class BitFlipper:
             return flipped
 
         if active.flip.target is FlipTarget.GRADIENT:
-            parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+            # The module itself may have no forward pass.
+            parameters = {
+                name: p
+                for name, p in self._module.named_parameters()
+                if p.requires_grad and ("." in name or not isinstance(p, DTensor))
+            }
             name = _choose(chance, parameters)
             parameter: Any = parameters[name]
-            handle = parameter.register_hook(lambda gradient: perform(gradient, f"gradient of {name}"))
+            owner, _, attribute = name.rpartition(".")
+            layer = self._module.get_submodule(owner)
+
+            def flip(gradient: torch.Tensor) -> torch.Tensor:
+                return perform(gradient, f"gradient of {name}")
+
+            def wait_for_gathered(*_: Any) -> None:
+                nonlocal handle
+                handle.remove()
+                handle = layer._parameters[attribute].register_hook(flip)  # type: ignore[union-attr]
+
+            # The gradient of a sharded parameter is that of the copy gathered for the forward pass.
+            is_gathered = isinstance(parameter, DTensor)
+            handle = (
+                layer.register_forward_pre_hook(wait_for_gathered)
+                if is_gathered
+                else parameter.register_hook(flip)
+            )
         else:
             layers = {name: each for name, each in self._module.named_modules() if not any(each.children())}
             name = chance.choice(sorted(layers))
