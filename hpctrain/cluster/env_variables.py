@@ -61,7 +61,9 @@ def read_hosts(environ: Mapping[str, str], name: str) -> list[str]:
     except UserError as error:
         raise EnvironmentMismatch(f"{name}: {error}") from None
     if not hosts:
-        raise EnvironmentMismatch(f"{name} is {text!r}, which contains no host. Correct or unset the variable.")
+        raise EnvironmentMismatch(
+            f"{name} is {text!r}, which contains no host. Correct or unset the variable."
+        )
     return hosts
 
 

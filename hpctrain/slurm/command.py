@@ -20,7 +20,10 @@ NO_ANSWER_MESSAGE = "did not respond within"
 #: Part of the message for an answer of `sbatch` without a job id.
 NO_JOB_ID_MESSAGE = "printed no job id"
 #: Messages for requests that may have arrived although the answer is missing.
-_ANSWER_LOST = (NO_ANSWER_MESSAGE, NO_JOB_ID_MESSAGE, "Socket timed out", "Zero Bytes were transmitted or received")
+_ANSWER_LOST = (
+    *(NO_ANSWER_MESSAGE, NO_JOB_ID_MESSAGE),
+    *("Socket timed out", "Zero Bytes were transmitted or received"),
+)
 _UNREACHABLE_ERRORS = ("Unable to contact slurm controller", "Connection refused", "failed: exit code -")
 
 #: Prefixes of step names, followed by the attempt number.

@@ -39,8 +39,10 @@ class JobArray(NamedTuple):
             )
         indices: set[int] = set()
         for part in listed.split(","):
-            indices.update(_indices(part, text))
-            if len(indices) > MAX_TASKS:
+            more = _indices(part, text)
+            if len(more) <= MAX_TASKS:
+                indices.update(more)
+            if max(len(indices), len(more)) > MAX_TASKS:
                 raise SpecError(
                     f"--array {text!r} has more than {MAX_TASKS} tasks. Submit several smaller arrays."
                 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -17,13 +19,20 @@ from hpctrain.errors import EnvironmentMismatch, Unauthenticated, UserError
 from hpctrain.jobs.site import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE
 from hpctrain.runtime import cpu_binding
+from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.stopping import stop_grace
+from hpctrain.runtime.supervisor_connection import Connection
 from hpctrain.telemetry.sampling import nvml
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
 
 LAUNCHES = [
     *("srun-cyclic", "het-job-unsorted", "array", "batch-script", "openmpi-three-hosts"),
-    *("mpich-told-the-nodes", "horovodrun-two-hosts-told-the-address", "torchrun-under-srun", "submitit-local"),
+    *(
+        "mpich-told-the-nodes",
+        "horovodrun-two-hosts-told-the-address",
+        "torchrun-under-srun",
+        "submitit-local",
+    ),
 ]
 
 
@@ -61,10 +70,33 @@ PROC = {
 }
 
 
+def read_child_message(text: str) -> object:
+    """Handle a message of a child process, then send the heartbeat that depends on it."""
+    relay = relay_of_this_process()
+    child = Connection.__new__(Connection)
+    relay._children[child] = {}
+    try:
+        with suppress(ValueError):
+            relay._on_child_message(child, child._open(encode(text)))
+        return relay.heartbeat_message()
+    finally:
+        del relay._children[child]
+
+
+@cache
+def relay_of_this_process() -> ChildRelay:
+    return ChildRelay(detection.detect({}), dict, print)
+
+
 def read_connections(text: str) -> object:
     with patch.object(connection_owners, "_TABLES", (write_file(text),)):
         return list(connection_owners._connections())
 
+
+CONNECTIONS = (
+    "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
+    "   0: 0100007F:1F90 0100007F:8000 01 00000000:00000000 00:00000000 00000000  1000\n"
+)
 
 PARSERS = [
     detector(detection, *LAUNCHES),
@@ -157,7 +189,9 @@ PARSERS = [
         ["nas:/home /home nfs4 rw,relatime 0 0\n/dev/sda1 / ext4 rw 0 0\nx /mnt/a\\040b ext4 rw 0 0\n"],
         call=lambda text: mounts.find_mount("/home/x", write_file(text)),
     ),
-    Parser(protocol.decode_message, [json.dumps(HELLO)], call=lambda text: protocol.decode_message(encode(text))),
+    Parser(
+        protocol.decode_message, [json.dumps(HELLO)], call=lambda text: protocol.decode_message(encode(text))
+    ),
     Parser(
         protocol.Handshake.parse,
         [json.dumps(HELLO)],
@@ -168,7 +202,12 @@ PARSERS = [
         [json.dumps({"nonce": "0" * 32})],
         call=lambda text: protocol.read_nonce(protocol.decode_message(encode(text))),
     ),
-    Parser(unseal, [seal(b"key", b"{}", 1).decode()], (Unauthenticated,), lambda text: unseal(b"key", encode(text), 1)),
+    Parser(
+        unseal,
+        [seal(b"key", b"{}", 1).decode()],
+        (Unauthenticated,),
+        lambda text: unseal(b"key", encode(text), 1),
+    ),
     Parser(
         Signed.open,
         [Signed(b"key").seal({"attempt": 0, "rank": 1}).decode()],
@@ -176,11 +215,19 @@ PARSERS = [
         lambda text: Signed(b"key").open(encode(text)),
     ),
     Parser(
+        Connection._open,
+        ['{"step": 1}'],
+        (ValueError,),
+        lambda text: Connection._open(Connection.__new__(Connection), encode(text)),
+    ),
+    Parser(
+        ChildRelay._on_child_message,
+        ['{"beats": 1, "step": 1, "modules": []}'],
+        call=read_child_message,
+    ),
+    Parser(
         connection_owners._connections,
-        [
-            "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
-            "   0: 0100007F:1F90 0100007F:8000 01 00000000:00000000 00:00000000 00000000  1000\n"
-        ],
+        [CONNECTIONS],
         call=read_connections,
     ),
 ]

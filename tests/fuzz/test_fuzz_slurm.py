@@ -61,8 +61,12 @@ JobId=18 HetJobId=18 HetJobOffset=1 JobName=c
 
 """
 QUEUE = "16\x1f3\x1f0\x1f0\x1f17\x1fRUNNING\x1f1\x1f2026-11-22T10:00:00\x1f/runs/r\x1fNone\x1f\n"
-ACCOUNTING = "16_[0-3,9%2]\x1f16\x1fCANCELLED by 1000\x1f2026-11-22T10:00:00\x1f/runs/r\n17\x1f17\x1fFAILED\x1f\x1f\n"
-FORECAST = "sbatch: Job 5 to start at 2026-11-22T10:00:00 using 8 processors on nodes n[1-2] in partition gpu\n"
+ACCOUNTING = (
+    "16_[0-3,9%2]\x1f16\x1fCANCELLED by 1000\x1f2026-11-22T10:00:00\x1f/runs/r\n17\x1f17\x1fFAILED\x1f\x1f\n"
+)
+FORECAST = (
+    "sbatch: Job 5 to start at 2026-11-22T10:00:00 using 8 processors on nodes n[1-2] in partition gpu\n"
+)
 
 
 PARSERS = [
@@ -76,7 +80,8 @@ PARSERS = [
     Parser(parsing.parse_gpus, ["gpu:4", "gpu:a100:4(S:0-1),gpu:a100_3g.40gb:2(IDX:0-1)", "gpu:no_consume"]),
     Parser(parsing.parse_timestamp, ["2026-11-22T10:00:00", "Unknown"]),
     Parser(duration.parse_duration, ["2-12:30:15", "90", "12:30", "unlimited"], (SpecError,)),
-    Parser(job_array.JobArray.parse, ["0-19%4", "1,3,5-7", "0-30:10"], (SpecError,)),
+    # Each of the ranges may contain 10,000 tasks, even if they overlap.
+    Parser(job_array.JobArray.parse, ["0-19%4", "1,3,5-7", "0-30:10"], (SpecError,), most_bytes=1 << 10),
     Parser(config.parse_config, [CONFIG]),
     Parser(states.parse_job_state, ["RUNNING", "CANCELLED by 1000", "CANCELLED+"]),
     Parser(node_queries.parse_nodes, [NODE * 2]),
