@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, encode, write_file
 from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 
-from hpctrain import files, rundir
+from hpctrain import files, messages, rundir
 from hpctrain.checkpoint import interval
 from hpctrain.checkpoint.format import manifest
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, Unauthenticated, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.records import bit_flip, checkpoint_health, lease, log_tail, run_record, successor
@@ -32,6 +33,7 @@ from hpctrain.telemetry.loggers import dispatcher
 from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 from hpctrain.telemetry.loggers.logger_state import LoggerState
 from hpctrain.telemetry.report import artifacts, attempts, device_metrics, jsonl, metric_curves, run_data
+from hpctrain.training.observe import loss_guard
 
 RUN = RunDir(FOLDER / "run")
 EVENT_LINES, METRIC_LINES = to_jsonl(EVENTS), to_jsonl(METRICS)
@@ -127,6 +129,14 @@ def read_node_check() -> object:
 
 
 PARSERS = [
+    Parser(files.parse_yaml, ["a: [1, 2]\nb: 2026-01-01\n"], (ValueError,), most_bytes=1 << 13),
+    Parser(loss_guard.read_excluded_steps, [EVENT_LINES], call=of_events(loss_guard.read_excluded_steps)),
+    Parser(
+        messages._unpack,
+        ['{"value": {"tuple": [{"dict": [["a", {"tensor": 0}]]}, {"dtype": "float32"}]}, "tensors": []}'],
+        (Unauthenticated, UserError),
+        lambda text: messages._unpack(encode(text), [torch.zeros(1)], "a message"),
+    ),
     Parser(
         files.read_json,
         [json.dumps(FAILURE)],
