@@ -13,7 +13,7 @@ from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm.command import NO_JOB_ID_MESSAGE, list_rank_steps, run_slurm
-from hpctrain.slurm.job_queries import is_job_id
+from hpctrain.text import is_count
 
 #: Seconds to look for a step to signal: steps start and end in between.
 _STEP_LIMIT_S = 3.0
@@ -26,7 +26,7 @@ def submit_job(options: Sequence[str], environ: Mapping[str, str]) -> str:
     answer = run_slurm(["sbatch", "--parsable", *options], environ)
     # In a multi-cluster setup the answer is `job;cluster`.
     job_id = answer.strip().rpartition("\n")[2].partition(";")[0]
-    if not is_job_id(job_id):
+    if not is_count(job_id):
         raise SchedulerError(f"sbatch {NO_JOB_ID_MESSAGE}, but {answer.strip()[-200:]!r}")
     return job_id
 

@@ -16,9 +16,9 @@ PACKAGE = Path(hpctrain.__file__).parent
 MODULES = [
     importlib.import_module(path.stem)
     for path in sorted(Path(__file__).parent.glob("test_fuzz_*.py"))
-    if path.stem not in ("test_fuzz_long", "test_fuzz_findings")
+    if path != Path(__file__)
 ]
-PARSERS: list[Parser] = [parser for module in MODULES for parser in module.PARSERS]
+PARSERS: list[Parser] = [parser for module in MODULES for parser in getattr(module, "PARSERS", ())]
 
 PARSER_NAME = re.compile(r"_?(parse|read|from|decode|expand|detect)(_\w+)?|load_spec")
 #: Functions with such a name that need no entry in a table, by reason.

@@ -120,11 +120,10 @@ def check_errors(parser: Parser, profile: str = "fuzz") -> None:
 
 def check_time(parser: Parser, profile: str = "fuzz") -> None:
     """Check that the CPU time grows at most linearly with the length of the text."""
-    most_bytes = parser.most_bytes if profile == "fuzz-long" else min(parser.most_bytes, 1 << 14)
+    is_long = profile == "fuzz-long"
+    most_bytes = parser.most_bytes if is_long else min(parser.most_bytes, 1 << 14)
 
-    count = 4 if profile == "fuzz" else 30
-
-    @settings(settings.get_profile(profile), max_examples=count, phases=[Phase.generate])
+    @settings(settings.get_profile(profile), max_examples=30 if is_long else 4, phases=[Phase.generate])
     @given(_growing(parser.examples))
     def check(parts: tuple[str, str, str]) -> None:
         assert_linear(parser, parts, most_bytes)
