@@ -15,7 +15,7 @@ SOON_S = 30
 _NOTHING = frozenset({"", "(null)", "n/a", "none", "unlimited", "infinite"})
 
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z_][\w:/]*)=(\S*)")
-# Longer numbers are not counts: Slurm writes some missing values as 2^64 - 2.
+# Longer numbers are not counts.
 _NUMBER = re.compile(r"(?<!\d)\d{1,18}(?!\d)")
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
 _MIB_OF = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
