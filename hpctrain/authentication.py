@@ -30,7 +30,7 @@ def new_secret() -> dict[str, str]:
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
     """Return the secret in `environ`, or empty bytes."""
-    return environ.get(SECRET_VARIABLE, "").encode()
+    return environ.get(SECRET_VARIABLE, "").encode(errors="surrogateescape")
 
 
 def new_nonce() -> bytes:
@@ -42,7 +42,7 @@ def code(key: bytes, *parts: object) -> bytes:
     """Return the HMAC-SHA256 of `parts`: bytes, or objects that `str` represents exactly."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode()
+        data = part if isinstance(part, bytes) else str(part).encode(errors="surrogateescape")
         mac.update(len(data).to_bytes(8, "big"))
         mac.update(data)
     return mac.digest()

@@ -183,6 +183,24 @@ def read_json(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
     return record
 
 
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        ValueError: the text is not valid YAML.
+    """
+    # Imported here because most submissions read no YAML, and the import is slow.
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        # The library passes on errors of invalid dates, numbers and tagged values.
+        raise ValueError(str(error)) from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _check_regular(fd: int, path: Path) -> None:
     mode = os.fstat(fd).st_mode
     if stat.S_ISDIR(mode):

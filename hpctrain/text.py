@@ -111,6 +111,11 @@ def _local(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds).astimezone()
 
 
+def is_count(text: str) -> bool:
+    """True if `text` consists of 1 to 18 ASCII digits; `int` rejects numbers with thousands of digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
 def printable(text: str) -> str:
     """Replace control characters in `text`, which a terminal would interpret."""
     return "".join(one if one.isprintable() or one == _GROUP else "\N{REPLACEMENT CHARACTER}" for one in text)

@@ -16,7 +16,7 @@ import click
 from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
 from hpctrain.text import printable
 
-_RANGE = re.compile(r"(\d+)?:(\d+)?")
+_RANGE = re.compile(r"(\d{1,18})?:(\d{1,18})?", re.ASCII)
 _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import EnvironmentMismatch
-from hpctrain.text import pluralize
+from hpctrain.text import is_count, pluralize
 
 ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
 #: The first of these that is set counts.
@@ -69,7 +69,7 @@ def check_amd_variables(environ: Mapping[str, str]) -> None:
         return
     count = len(rocr.split(","))
     name, text = next(iter(given.items()))
-    if any(entry.strip().isdecimal() and int(entry) >= count for entry in text.split(",")):
+    if any(is_count(entry.strip()) and int(entry) >= count for entry in text.split(",")):
         raise EnvironmentMismatch(
             f"{ROCR_VARIABLE}={rocr} makes {pluralize(count, 'GPU')} visible, numbered from 0, but "
             f"{name}={text} selects a number above {count - 1}. Possibly no GPU remains visible. Unset "
@@ -85,7 +85,7 @@ def _select(text: str | None, gpus: Sequence[AmdGpu]) -> list[AmdGpu]:
     found: list[AmdGpu] = []
     for entry in text.split(","):
         word = entry.strip()
-        if word.isdecimal() and int(word) < len(gpus):
+        if is_count(word) and int(word) < len(gpus):
             found.append(gpus[int(word)])
         elif same := [gpu for gpu in gpus if gpu.uuid.lower() == word.lower()]:
             found += same[:1]

@@ -19,7 +19,7 @@ _ON_NODE_VARIABLE = "SLURM_GPUS_ON_NODE"
 #: Slurm's binding of tasks to GPUs: `gpu:single:2`, to which --ntasks-per-gpu=2 is translated, too.
 _BIND_VARIABLE = "SLURMD_TRES_BIND"
 
-_ORDINAL = re.compile(r"\s*(\d+)")
+_ORDINAL = re.compile(r"\s*(\d{1,18})(?!\d)")
 _SEVERAL_TASKS = re.compile(r"single:(?!1\b)\d+")
 
 
@@ -115,7 +115,7 @@ def visible_devices(environ: Mapping[str, str]) -> list[str] | None:
     text = environ.get(VISIBLE_VARIABLE)
     if text is None:
         return None
-    entries: list[str] = []
+    entries: dict[str, None] = {}
     by_uuid = text.lstrip().startswith(("GPU-", "MIG-"))
     for raw in text.split(","):
         number = _ORDINAL.match(raw)
@@ -127,8 +127,8 @@ def visible_devices(environ: Mapping[str, str]) -> list[str] | None:
             break
         if entry in entries:
             return []
-        entries.append(entry)
-    return entries
+        entries[entry] = None
+    return list(entries)
 
 
 def is_mig(environ: Mapping[str, str]) -> bool:

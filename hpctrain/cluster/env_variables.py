@@ -53,14 +53,18 @@ def read_hosts(environ: Mapping[str, str], name: str) -> list[str]:
     """Return the hosts of the node list in variable `name`, in its order.
 
     Raises:
-        EnvironmentMismatch: the variable is missing or is not a node list.
+        EnvironmentMismatch: the variable is missing, is not a node list, or contains no host.
     """
+    text = _read(environ, name)
     try:
-        return expand_hostlist(_read(environ, name))
-    except EnvironmentMismatch:
-        raise
+        hosts = expand_hostlist(text)
     except UserError as error:
         raise EnvironmentMismatch(f"{name}: {error}") from None
+    if not hosts:
+        raise EnvironmentMismatch(
+            f"{name} is {text!r}, which contains no host. Correct or unset the variable."
+        )
+    return hosts
 
 
 def _read(environ: Mapping[str, str], name: str) -> str:

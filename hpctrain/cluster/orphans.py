@@ -13,6 +13,7 @@ import time
 
 from hpctrain.cluster.processes import processes
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.text import is_count
 
 #: A killed process ends immediately unless the kernel blocks it.
 _LIMIT_S = 5.0
@@ -39,7 +40,7 @@ def _kill(run_dir: str, before: int) -> list[int]:
         process.pid
         for process in processes(os.geteuid())
         if process.environ.get(RUN_DIR_VARIABLE) == run_dir
-        and (attempt := process.environ.get(ATTEMPT_VARIABLE, "")).isdigit()
+        and is_count(attempt := process.environ.get(ATTEMPT_VARIABLE, ""))
         and int(attempt) < before
         and process.signal(signal.SIGKILL)
     ]

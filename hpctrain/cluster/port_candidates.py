@@ -18,4 +18,4 @@ def port_candidates(key: str) -> Iterator[int]:
     """
     for attempt in count():
         text = f"{key}#{attempt}" if attempt else key
-        yield FIRST_PORT + zlib.crc32(text.encode()) % NUM_PORTS
+        yield FIRST_PORT + zlib.crc32(text.encode(errors="surrogateescape")) % NUM_PORTS

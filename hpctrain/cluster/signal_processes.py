@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.text import is_count
 
 _WORKER, _SUPERVISOR = "hpctrain.runtime.worker", "hpctrain.supervisor"
 
@@ -59,7 +60,7 @@ def _rank(process: ProcessInfo, run_dir: str, attempt: int) -> int | None:
         return None
     # A torchrun agent is one Slurm task, and passes RANK to each of its ranks.
     number = environ.get("RANK" if "TORCHELASTIC_RUN_ID" in environ else "SLURM_PROCID", "")
-    return int(number) if number.isdigit() else None
+    return int(number) if is_count(number) else None
 
 
 def _is_supervisor(argv: tuple[str, ...], run_dir: str) -> bool:

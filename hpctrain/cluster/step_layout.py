@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain.cluster.env_variables import ENVIRONMENT_VARIABLE, override_hint, read_hosts, read_int
 from hpctrain.errors import EnvironmentMismatch
+from hpctrain.text import is_count
 
 HOSTS, TASKS, NUM_TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"
 
@@ -131,7 +132,7 @@ def _in_order_of_node_ranks(environ: Mapping[str, str], hosts: list[str]) -> tup
     here = set(hosts)
     for prefix in _COMPONENTS:
         numbers = [name.removeprefix(prefix) for name in environ if name.startswith(prefix)]
-        components = sorted((number for number in numbers if number.isdecimal()), key=int)
+        components = sorted((number for number in numbers if is_count(number)), key=int)
         ordered = [host for n in components for host in read_hosts(environ, f"{prefix}{n}") if host in here]
         if len(ordered) == len(hosts):
             return ordered, f"{prefix}* in {HOSTS}"

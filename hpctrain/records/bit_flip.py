@@ -38,7 +38,7 @@ class BitFlip:
         """Parse the result of `as_record`.
 
         Raises:
-            KeyError, TypeError, ValueError: the record is not valid.
+            KeyError, TypeError, ValueError, OverflowError: the record is not valid.
         """
         return cls(
             int(record["rank"]),

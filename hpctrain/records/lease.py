@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from hpctrain import system
@@ -200,7 +200,9 @@ def newest_lease(run: RunDir) -> LeaseState | None:
         text, renewed = file.read(), os.fstat(file.fileno()).st_mtime
     try:
         holder = LeaseHolder(**json.loads(text))
-    except (ValueError, TypeError):
+        if list(map(type, astuple(holder))) != list(map(type, astuple(LeaseHolder("")))):
+            raise TypeError(holder)
+    except (ValueError, TypeError, RecursionError):
         holder = LeaseHolder("unknown (unreadable lease)")
     return LeaseState(numbers[-1], holder, _now(path.parent) - renewed)
 

@@ -124,7 +124,7 @@ def claim_successor(run: RunDir, job_id: str, predecessor: str) -> str:
     """
     claim = run.successor_claim(predecessor)
     create_atomic(claim, job_id.encode("ascii"), job_id)
-    return read_regular(claim).decode("ascii")
+    return read_regular(claim).decode("ascii", "replace")
 
 
 def is_continued_by_other_job(record: RunRecord, environ: Mapping[str, str]) -> bool:

@@ -13,6 +13,7 @@ from hpctrain.cluster.device_plan import plan_device
 from hpctrain.errors import EnvironmentMismatch, UserError
 from hpctrain.rundir import CPU_BINDING_VARIABLE
 from hpctrain.telemetry.sampling.nvml import list_bus_ids
+from hpctrain.text import is_count
 
 SYSFS = Path("/sys")
 
@@ -131,4 +132,4 @@ def _read_text(path: Path) -> str:
 
 def _read_count(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
-    return int(text) if text.isdecimal() else 0
+    return int(text) if is_count(text) else 0

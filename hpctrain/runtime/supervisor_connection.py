@@ -74,7 +74,12 @@ class Connection:
         return json.dumps(message).encode("ascii") + b"\n"
 
     def _open(self, line: bytes) -> Message:
-        message: Message = json.loads(line)
+        try:
+            message: Message = json.loads(line)
+        except RecursionError as error:
+            raise ValueError(error) from None
+        if not isinstance(message, dict):
+            raise ValueError("received a line that is not a JSON object")
         return message
 
     def _line(self, timeout_s: float | None) -> bytes | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.errors import SpecError
-from hpctrain.files import write_atomic
+from hpctrain.files import read_json, write_atomic
 from hpctrain.sandbox.requirements import SEARCH_PATH
 from hpctrain.text import pluralize
 
@@ -200,7 +200,7 @@ class SandboxLayout:
     def load(cls, folder: Path) -> SandboxLayout | None:
         """Load the layout of the sandbox in `folder`; None if it is missing or incomplete."""
         try:
-            record = json.loads(_file(folder).read_text(encoding="utf-8"))
+            record = read_json(_file(folder))
             return cls(folder, SandboxSize(**record["shape"]), record["port"], record["block"])
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
+from hpctrain.text import is_count
 
 #: Time limit of one call: longer than Slurm's own commands wait for a busy controller.
 COMMAND_LIMIT_S = 60.0
@@ -16,8 +17,13 @@ COMMAND_LIMIT_S = 60.0
 _READING_S = 5.0
 #: Part of the message for a missing answer.
 NO_ANSWER_MESSAGE = "did not respond within"
+#: Part of the message for an answer of `sbatch` without a job id.
+NO_JOB_ID_MESSAGE = "printed no job id"
 #: Messages for requests that may have arrived although the answer is missing.
-_ANSWER_LOST = (NO_ANSWER_MESSAGE, "Socket timed out", "Zero Bytes were transmitted or received")
+_ANSWER_LOST = (
+    *(NO_ANSWER_MESSAGE, NO_JOB_ID_MESSAGE),
+    *("Socket timed out", "Zero Bytes were transmitted or received"),
+)
 _UNREACHABLE_ERRORS = ("Unable to contact slurm controller", "Connection refused", "failed: exit code -")
 
 #: Prefixes of step names, followed by the attempt number.
@@ -191,7 +197,7 @@ def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[
     steps: dict[str, dict[int, str]] = {}
     for step, name in _named_steps(job_ids, environ):
         job, _, number = step.rpartition(".")
-        if number.isdigit() and name != CHAOS_STEP:
+        if is_count(number) and name != CHAOS_STEP:
             steps.setdefault(job, {})[int(number)] = name
     return [
         f"{job}.{max(running)}" for job, named in steps.items() if (running := [*_without_waiting(named)])
@@ -220,7 +226,7 @@ def _without_waiting(named: Mapping[int, str]) -> Iterator[int]:
     names = set(named.values())
     for number, name in named.items():
         attempt = name.removeprefix(_WAITING)
-        waits = attempt.isdigit() and names.intersection(
+        waits = is_count(attempt) and names.intersection(
             (job_step_name(int(attempt) - 1), job_step_name(int(attempt) - 1, waits=True))
         )
         if not waits:

@@ -6,13 +6,14 @@ import re
 from typing import NamedTuple
 
 from hpctrain.errors import SpecError
+from hpctrain.text import is_count
 
 #: Each task needs a run folder before the job is queued.
 MAX_TASKS = 10_000
 #: Task indices are below Slurm's largest MaxArraySize (slurm.conf(5)).
 _MAX_INDEX = 4_000_000
 
-_PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
+_PART = re.compile(r"(\d{1,18})(?:-(\d{1,18})(?::(\d{1,18}))?)?", re.ASCII)
 _FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 (at most 4 concurrent tasks)"
 
 
@@ -32,14 +33,16 @@ class JobArray(NamedTuple):
             SpecError: the notation is invalid, or the array has too many tasks.
         """
         listed, percent, limit = text.partition("%")
-        if percent and not (limit.isascii() and limit.isdecimal() and int(limit) > 0):
+        if percent and not (is_count(limit) and int(limit) > 0):
             raise SpecError(
                 f"--array {text!r} is invalid: {limit!r} after % is not a positive number. {_FORM}."
             )
         indices: set[int] = set()
         for part in listed.split(","):
-            indices.update(_indices(part, text))
-            if len(indices) > MAX_TASKS:
+            more = _indices(part, text)
+            if len(more) <= MAX_TASKS:
+                indices.update(more)
+            if max(len(indices), len(more)) > MAX_TASKS:
                 raise SpecError(
                     f"--array {text!r} has more than {MAX_TASKS} tasks. Submit several smaller arrays."
                 )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.job_array import JobArray
+from hpctrain.slurm.parsing import parse_number
 
 # A control character, which neither a reason nor the path of a run folder may contain.
 _SEPARATOR = "\x1f"
@@ -185,8 +186,8 @@ def _queue_row(cells: list[str]) -> JobRow:
         job_id = f"{array_id}_{task}"
     else:
         job_id = raw_id
-    count = int(restarts) if restarts.isdecimal() else 0
-    return JobRow(job_id, raw_id, state, workdir, "" if reason == "None" else reason, count, eligible_at)
+    reason = "" if reason == "None" else reason
+    return JobRow(job_id, raw_id, state, workdir, reason, parse_number(restarts) or 0, eligible_at)
 
 
 def _parse_records(answer: str) -> Iterable[JobRow]:
@@ -206,7 +207,7 @@ def _controller_rows(record: str) -> Iterable[JobRow]:
             found["state"],
             found["workdir"],
             "" if found["reason"] == "None" else found["reason"],
-            int(found["restarts"] or 0),
+            parse_number(found["restarts"]) or 0,
             found["eligible_at"],
             found["submitted_at"],
             found["requeue"] != "0",

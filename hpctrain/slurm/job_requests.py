@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError
-from hpctrain.slurm.command import list_rank_steps, run_slurm
+from hpctrain.slurm.command import NO_JOB_ID_MESSAGE, list_rank_steps, run_slurm
+from hpctrain.text import is_count
 
 #: Seconds to look for a step to signal: steps start and end in between.
 _STEP_LIMIT_S = 3.0
@@ -24,7 +25,10 @@ def submit_job(options: Sequence[str], environ: Mapping[str, str]) -> str:
     """Submit a job with these arguments of `sbatch`, and return its id."""
     answer = run_slurm(["sbatch", "--parsable", *options], environ)
     # In a multi-cluster setup the answer is `job;cluster`.
-    return answer.strip().splitlines()[-1].split(";")[0]
+    job_id = answer.strip().rpartition("\n")[2].partition(";")[0]
+    if not is_count(job_id):
+        raise SchedulerError(f"sbatch {NO_JOB_ID_MESSAGE}, but {answer.strip()[-200:]!r}")
+    return job_id
 
 
 def cancel_jobs(job_ids: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ _SLURMD_PORT = 6818
 
 _FIELDS = {
     **{name: re.compile(rf"\b{name}=(\S+)") for name in ("NodeName", "NodeAddr", "NodeHostName", "State")},
-    **{name: re.compile(rf"\b{name}=(\d+)") for name in ("RealMemory", "MemSpecLimit")},
+    **{name: re.compile(rf"\b{name}=(\d{{1,18}})") for name in ("RealMemory", "MemSpecLimit")},
     "Port": re.compile(r"\bPort=([0-9]{1,5})(?!\S)"),
 }
 

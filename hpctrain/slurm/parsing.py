@@ -15,11 +15,12 @@ SOON_S = 30
 _NOTHING = frozenset({"", "(null)", "n/a", "none", "unlimited", "infinite"})
 
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z_][\w:/]*)=(\S*)")
-_NUMBER = re.compile(r"\d+")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
+# Longer numbers are not counts.
+_NUMBER = re.compile(r"(?<!\d)\d{1,18}(?!\d)")
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
 _MIB_OF = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 # gpu:4, gpu:a100:4, gpu:a100:4(S:0-1), gpu:a100_3g.40gb:2(IDX:0-1)
-_GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^,:()]*))??(?::(?P<number>\d+)[KMG]?)?(?=[(,]|$)")
+_GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^,:()]*))??(?::(?P<number>\d{1,18})[KMG]?)?(?=[(,]|$)")
 
 
 def parse_pairs(line: str) -> dict[str, str]:

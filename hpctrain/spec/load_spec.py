@@ -7,10 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpctrain.errors import SpecError
-from hpctrain.files import read_regular
+from hpctrain.files import parse_yaml, read_regular
 from hpctrain.spec.code_ref import CodeRef
 from hpctrain.spec.container import Container
 from hpctrain.spec.job_spec import JobSpec
@@ -49,12 +47,12 @@ def load_spec(path: Path) -> JobSpec:
         SpecError: the file is missing or invalid.
     """
     try:
-        values: Any = yaml.safe_load(read_regular(path).decode("utf-8"))
+        values: Any = parse_yaml(read_regular(path).decode("utf-8"))
     except OSError as error:
         raise SpecError(
             f"Cannot read the specification {path}: {error.strerror}. Submit the run again."
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise SpecError(
             f"The specification {path} is not valid YAML: {error}. Submit the run again."
         ) from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from hpctrain.errors import SpecError
+from hpctrain.text import is_count
 
 #: Number of early stops without a new checkpoint after which the run counts as stuck.
 _STOPS = 10
@@ -134,7 +135,7 @@ def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
     changes: dict[str, dict[str, int]] = {}
     for key, text in texts.items():
         kind, _, field = key.partition(".")
-        if not (text.isascii() and text.isdecimal()):
+        if not is_count(text):
             raise SpecError(
                 f"--restart-policy {key} is {text!r}, but must be an integer of at least 0. {_FORM}"
             )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.extra_directives import check_extra_directives
 from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
 from hpctrain.spec.directives import all_directives, directive_lines, quote_directive
 
@@ -81,6 +82,12 @@ def test_directives_of_a_job(make_spec):
         "#SBATCH --partition=big",
         "#SBATCH --exclusive",
     ]
+
+
+def test_job_may_name_several_partitions(make_spec):
+    request = JobRequest.from_spec(make_spec(directives={"partition": "a,b"}), {})
+    assert request.partitions == ["a", "b"]
+    assert "#SBATCH --partition=a,b" in directive_lines(request.directives)
 
 
 @pytest.mark.parametrize(

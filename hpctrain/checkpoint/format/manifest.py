@@ -106,7 +106,7 @@ class Manifest:
             step, world_size, written_at = record["step"], record["world_size"], record["time"]
             checks = record.get("finite"), record.get("verified_step")
             return cls(step, world_size, written_at, record["score"], files, *checks)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path} is corrupt: {type(error).__name__}: {error}.") from error
 
     @classmethod

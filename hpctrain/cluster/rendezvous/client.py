@@ -165,7 +165,7 @@ class RendezvousClient:
             theirs = read_nonce(words)
             if words is None or theirs is None:
                 raise OSError("a server that is not rank 0 of this job")
-            proof = str(words.get("proof")).encode()
+            proof = str(words.get("proof")).encode(errors="replace")
             if not matches(proof, proof_of_rank_0(self._key, own, theirs).encode()):
                 raise OSError("a server that is not rank 0 of this job")
             up, down = sign_connection(self._key, theirs, own)

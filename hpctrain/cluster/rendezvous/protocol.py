@@ -89,4 +89,6 @@ def decode_message(line: bytes) -> dict[str, Any] | None:
 def read_nonce(words: Mapping[str, Any] | None) -> bytes | None:
     """Return the nonce of a peer, or None."""
     nonce = (words or {}).get("nonce")
-    return nonce.encode() if isinstance(nonce, str) and len(nonce.encode()) == NONCE_LENGTH else None
+    return (
+        nonce.encode() if isinstance(nonce, str) and nonce.isascii() and len(nonce) == NONCE_LENGTH else None
+    )

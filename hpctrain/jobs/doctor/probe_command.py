@@ -64,7 +64,7 @@ def run_python_probe(code: Sequence[str], environ: Mapping[str, str], limit_s: f
     lines = command_output([sys.executable, *code], environ, limit_s).strip().splitlines()
     try:
         facts = json.loads(lines[-1])
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, RecursionError):
         facts = None
     if not isinstance(facts, dict):
         raise ProbeFailed("the output is invalid")

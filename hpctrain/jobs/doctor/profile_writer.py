@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.files import write_atomic
+from hpctrain.files import parse_yaml, write_atomic
 from hpctrain.jobs.doctor.run_checks import DoctorReport
 from hpctrain.jobs.options.option_value import SITE_KEY
 from hpctrain.jobs.options.site_profile import write_profile
@@ -59,13 +59,11 @@ def write_profile_file(report: DoctorReport, path: Path) -> None:
 
 
 def _refuse_other_content(path: Path) -> None:
-    import yaml
-
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise SpecError(f"Cannot read {str(path)!r}: {error}. Choose another file.") from error
     keys = set(found) if isinstance(found, Mapping) else {"other content"} if found else set()
     if strangers := keys - {SITE_KEY, _GPU_DIRECTIVE}:

@@ -49,6 +49,7 @@ def read_config_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file)
+        return _Reader(path, environ).file(root)
     except OSError as error:
         raise SpecError(
             f"Cannot read the configuration file {str(path)!r}: {error.strerror}. Check its path and "
@@ -62,7 +63,12 @@ def read_config_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
         raise SpecError(f"{path}{line} is not valid YAML: {error.problem or error.context}.") from error
     except yaml.YAMLError as error:
         raise SpecError(f"{path} is not valid YAML: {error}.") from error
-    return _Reader(path, environ).file(root)
+    except RecursionError as error:
+        raise SpecError(f"{path} is nested too deeply.") from error
+    except SpecError:
+        raise
+    except (ValueError, OverflowError) as error:  # The library passes on errors of invalid escapes.
+        raise SpecError(f"{path} is not valid YAML: {error}.") from error
 
 
 class _Reader:

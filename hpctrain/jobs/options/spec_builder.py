@@ -22,6 +22,7 @@ from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.spec.shell_setup import ShellSetup, is_conda_prefix
 from hpctrain.spec.validation import CONTROL_CHARACTER, check_spec
+from hpctrain.text import is_count
 
 #: Default parent of run folders, relative to the folder of the submission.
 RUNS_FOLDER = "runs"
@@ -184,7 +185,7 @@ def _nodes(value: int | str) -> tuple[int, int]:
     """Return the minimum and maximum number of nodes from `2:4` or a single number."""
     if isinstance(value, int):
         return value, value
-    if match := re.fullmatch(r"(\d+):(\d+)", value, re.ASCII):
+    if match := re.fullmatch(r"(\d{1,18}):(\d{1,18})", value, re.ASCII):
         least, most = int(match[1]), int(match[2])
         if 1 <= least <= most:
             return least, most
@@ -203,7 +204,7 @@ def _gpus(value: int | str) -> tuple[str | None, int]:
     if isinstance(value, int):
         return None, value
     gpu_type, _, number = value.rpartition(":")
-    if not gpu_type or not (number.isascii() and number.isdecimal()):
+    if not gpu_type or not is_count(number):
         raise SpecError(
             f"--gpus-per-node is {value!r}, but must be a number, such as 8, or a type and a number, "
             "such as h100:8."

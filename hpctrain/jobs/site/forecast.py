@@ -11,6 +11,7 @@ from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.slurm.command import SlurmCall, is_transient
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.job_array import JobArray
+from hpctrain.slurm.parsing import parse_timestamp
 from hpctrain.slurm.site_facts import Partition, Site
 from hpctrain.text import join_or, pluralize
 
@@ -126,11 +127,9 @@ def _gets_whole_nodes(request: JobRequest, partitions: Sequence[Partition], site
 
 
 def _when(time: str) -> str:
-    try:
-        start = datetime.fromisoformat(time)
-    except ValueError:
+    if (seconds := parse_timestamp(time)) is None:
         return time
-    now = datetime.now()
+    start, now = datetime.fromtimestamp(seconds), datetime.now()
     if (start - now).total_seconds() < _IMMEDIATE_S:
         return _NOW
     same_day = start.date() == now.date()

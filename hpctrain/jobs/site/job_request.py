@@ -12,7 +12,7 @@ from hpctrain.spec.directives import all_directives
 from hpctrain.spec.job_spec import JobSpec
 
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
-_LAST_TASK = re.compile(r"\d+")
+_LAST_TASK = re.compile(r"\d{1,18}")
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class ChildRelay:
                 self._changed.notify_all()
 
     def _on_child_message(self, child: Connection, message: Message) -> None:
-        if "beats" in message:
+        if type(message.get("step")) is int:
             with self._changed:
                 self._children[child] = message
         elif message and self._supervisor is not None and child is self._observed()[0]:

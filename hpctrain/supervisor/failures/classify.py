@@ -8,7 +8,7 @@ import signal
 from hpctrain.crash_output import UNFINISHED
 from hpctrain.errors import DiskFull, RendezvousError
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.failure_files import RankFailure
 
@@ -31,7 +31,7 @@ HARDWARE_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
 #: Number of newest lines of a node's file to search after an attempt.
 _LINES = 200
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d{1,18}")
 
 #: Exception classes of failed communication.
 _COMMUNICATION = frozenset(
@@ -79,7 +79,7 @@ def gpu_faults(run: RunDir, host: str, since: float) -> list[int]:
     """Return Xids of the device on a node since a time, in seconds since the epoch."""
     found = []
     for path in run.all_telemetry():
-        for _, line in zip(range(_LINES), read_last_records(path), strict=False):
+        for _, line in zip(range(_LINES), read_last_records(path, is_metrics), strict=False):
             if _short(str(line.get("host"))) != _short(host) or float(line.get("time", 0.0)) < since:
                 break
             found += [number for number in _numbers(line.get("gpu_xids")) if number in HARDWARE_XIDS]

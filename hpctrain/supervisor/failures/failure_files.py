@@ -133,6 +133,7 @@ def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
     for path in run.failure_files(attempt):
         try:
             record = read_json(path)
+            _check_types(record)
             yield RankFailure(
                 rank=record["rank"],
                 host=record.get("node") or record["host"],
@@ -147,8 +148,28 @@ def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
                 micro_batch_size=record.get("micro_batch_size"),
                 corruption=_parse_corruption(record.get("corruption")),
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             log.warning("cannot read %s: %s", path, error)
+
+
+#: Types of the fields that the diagnosis requires.
+_TYPES = {
+    "rank": int,
+    **dict.fromkeys(("kind", "error", "message", "log"), str),
+    "order": int | None,
+    "time": int | float,
+    "classes": list | tuple,
+    "micro_batch_size": int | None,
+    **dict.fromkeys(("node", "host"), str | None),
+}
+
+
+def _check_types(record: Mapping[str, Any]) -> None:
+    for name, kind in _TYPES.items():
+        if name in record and not isinstance(record[name], kind):
+            raise TypeError(f"{name} is {record[name]!r}")
+    if not all(isinstance(name, str) for name in record.get("classes", ())):
+        raise TypeError(f"classes is {record['classes']!r}")
 
 
 def _parse_corruption(record: Mapping[str, Any] | None) -> Corruption | None:

@@ -51,7 +51,7 @@ def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -
 def longest_step_s(records: Iterable[Mapping[str, Any]]) -> float:
     """Return the longest step between consecutive records of an attempt; 0 without records."""
     longest = 0.0
-    for before, after in pairwise(records):
+    for before, after in pairwise(record for record in records if "time" in record):
         steps = int(after.get("step", 0)) - int(before.get("step", 0))
         if steps > 0 and before.get("attempt") == after.get("attempt"):
             longest = max(longest, (float(after["time"]) - float(before["time"])) / steps)

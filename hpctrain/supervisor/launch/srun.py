@@ -45,8 +45,8 @@ _JOB_SHAPE = (
 # srun's report of tasks that did not exit with 0, as in:
 #     srun: error: n3: task 5: Killed
 #     srun: error: n1: tasks 0-1,3: Exited with exit code 75
-_TASKS_ENDED = re.compile(r"srun: error: [^:\s]+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$")
-_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_TASKS_ENDED = re.compile(r"srun: error: [^:\s]+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$", re.ASCII)
+_EXIT_CODE = re.compile(r"Exited with exit code (\d{1,3})\b", re.ASCII)
 #: Reported for tasks killed by the kernel at the memory limit of their cgroup, if the site sets limits.
 _OUT_OF_MEMORY = "Out Of Memory"
 _SIGNALS_BY_NAME = {signal.strsignal(number): number for number in signal.Signals}
@@ -198,7 +198,10 @@ def parse_task_report(line: str) -> list[TaskExit]:
     match = _TASKS_ENDED.match(line.strip())
     if match is None:
         return []
-    ranks = [int(name) for name in expand_hostlist(f"[{match[1]}]")]
+    try:
+        ranks = [int(name) for name in expand_hostlist(f"[{match[1]}]")]
+    except ValueError:  # A program printed a similar line.
+        return []
     if code := _EXIT_CODE.match(match[2]):
         return [TaskExit(rank, int(code[1])) for rank in ranks]
     if match[2] == _OUT_OF_MEMORY:

@@ -230,5 +230,5 @@ def _read_phase_durations(run: RunDir) -> dict[str, float]:
     try:
         record = read_json(run.phase_durations)
         return {str(phase): float(seconds) for phase, seconds in record.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, TypeError, OverflowError):
         return {}

@@ -139,6 +139,6 @@ def _lines(text: bytes) -> Iterator[tuple[MetricRecord, int]]:
             record = json.loads(row)
             step, time = int(record["step"]), float(record["time"])
             attempt, epoch = int(record.get("attempt", 0)), int(record.get("epoch", 0))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             continue  # Truncated by a crash.
         yield MetricRecord(step, time, attempt, epoch, metric_values(record)), read

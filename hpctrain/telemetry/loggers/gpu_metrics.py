@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hpctrain.crash_output import file_size
-from hpctrain.files import read_new_lines
+from hpctrain.files import parse_json_line, read_new_lines
 from hpctrain.rundir import RunDir
+from hpctrain.telemetry.accounting.timeline_events import is_finite
 
 #: Measurements that are sent, by their field in a telemetry file.
 _FIELDS = {
@@ -83,12 +83,9 @@ class GpuMetrics:
         except OSError:
             return
         for line in text.splitlines():
-            try:
-                record = json.loads(line)
-                float(record["time"])
-            except (ValueError, TypeError, KeyError):
-                continue  # Truncated by a crash.
-            yield record
+            record = parse_json_line(line.decode(errors="replace"), path)
+            if record is not None and is_finite(record.get("time")):
+                yield record
 
 
 def _values_by_gpu(record: Mapping[str, Any]) -> list[dict[str, float]]:
@@ -99,7 +96,7 @@ def _values_by_gpu(record: Mapping[str, Any]) -> list[dict[str, float]]:
         {
             name: float(values[index])
             for name, values in columns.items()
-            if index < len(values) and isinstance(values[index], (int, float))
+            if index < len(values) and is_finite(values[index])
         }
         for index in range(count)
     ]

@@ -33,7 +33,7 @@ class LoggerState:
             # Lines in flight at the end of the process may have been delivered, so they must not be sent
             # again.
             steps = {str(name): int(step) for name, step in (kept["sending"] or kept["steps"]).items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return cls(path)
         return cls(path, None if known is None else str(known), offset, attempt, steps)
 

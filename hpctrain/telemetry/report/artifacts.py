@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.files import read_json, read_regular
+from hpctrain.files import parse_yaml, read_json, read_regular
 from hpctrain.rundir import RunDir, list_checkpoint_steps
 from hpctrain.telemetry.report.jsonl import read_jsonl
 from hpctrain.telemetry.report.metric_curves import as_number
@@ -107,10 +107,8 @@ def read_codes(run: RunDir) -> list[CodeVersion]:
 
 def read_spec(path: Path) -> dict[str, Any]:
     """Return the specification; empty if the file cannot be read."""
-    import yaml
-
     try:
-        values = yaml.safe_load(read_regular(path, follow_links=False).decode("utf-8", "replace"))
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
+        values = parse_yaml(read_regular(path, follow_links=False).decode("utf-8", "replace"))
+    except (OSError, ValueError):
         return {}
     return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}

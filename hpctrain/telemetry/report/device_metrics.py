@@ -146,12 +146,12 @@ def read_device_metrics(files: list[Path], start: float, end: float) -> DeviceMe
 def _read(file: Path, start: float, width: float, by_host: dict[str, _Columns]) -> None:
     """Group the lines of a file by host and by the columns that they cover."""
     for line in read_jsonl(file):
-        if is_finite(time := line.get("time")) and 0 <= (column := int((time - start) / width)) <= COLUMNS:
+        if is_finite(time := line.get("time")) and 0 <= (position := (time - start) / width) < COLUMNS + 1:
             host = str(line.get("host") or file.stem)
             if (columns := by_host.get(host)) is None:
                 columns = by_host[host] = [[] for _ in range(COLUMNS)]
             # A line at the exact end belongs to the last column.
-            last = min(column, COLUMNS - 1)
+            last = min(int(position), COLUMNS - 1)
             columns[last].append(line)
             if is_finite(seconds := line.get("seconds")) and width < seconds < _MAX_LINE_S:
                 for earlier in range(max(0, int((time - seconds - start) / width)), last):
@@ -246,13 +246,13 @@ def _sum(values: Sequence[object]) -> tuple[float, int]:
     if is_finite(total):
         return float(total), len(values)
     known = [float(value) for value in values if is_finite(value)]
-    return sum(known), len(known)
+    return (total, len(known)) if is_finite(total := sum(known)) else (0.0, 0)
 
 
 def _heat_map(quantity: Quantity, table: list[_Row]) -> HeatMap:
     cells = [total * quantity.scale / count if count else None for row in table for total, count in row]
     most = quantity.most or max((cell for cell in cells if cell is not None), default=0.0) or 1.0
-    coded = bytes(NO_VALUE if cell is None else max(0, min(254, round(254 * cell / most))) for cell in cells)
+    coded = bytes(NO_VALUE if cell is None else round(254 * max(0, min(1, cell / most))) for cell in cells)
     means: list[float | None] = []
     for row in table:
         count = sum(number for _, number in row)

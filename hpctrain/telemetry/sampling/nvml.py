@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from hpctrain.cluster.amd_gpus import list_amd_gpus, visible_amd_gpus
 from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.text import is_count
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int
     for entry in listed if installed else ():
         is_there = (
             int(entry) < len(installed)
-            if entry.isdecimal()
+            if is_count(entry)
             else entry.startswith("MIG-") or any(uuid.startswith(entry) for uuid in installed)
         )
         if not is_there:
@@ -387,4 +388,4 @@ def _parts(handle: Any) -> Iterator[Any]:
 
 def _means(entry: str, index: int, uuids: Sequence[str]) -> bool:
     """Return true if an entry of CUDA_VISIBLE_DEVICES names the device, by index or UUID prefix."""
-    return int(entry) == index if entry.isdecimal() else any(uuid.startswith(entry) for uuid in uuids)
+    return int(entry) == index if is_count(entry) else any(uuid.startswith(entry) for uuid in uuids)

@@ -1,0 +1,243 @@
+"""Fuzzing of the parsers of environment variables, files of the kernel, and messages between hosts."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, encode, parse_environment, write_file
+from helpers.launch_runner import load_recording
+
+from hpctrain.authentication import Signed, seal, unseal
+from hpctrain.cluster import amd_gpus, connection_owners, detection, device_plan, env_variables, step_layout
+from hpctrain.cluster.environments import horovod, local, mpich, openmpi, slurm, submitit, torchrun
+from hpctrain.cluster.rendezvous import protocol
+from hpctrain.errors import EnvironmentMismatch, Unauthenticated, UserError
+from hpctrain.jobs.site import mounts
+from hpctrain.rundir import STOP_GRACE_VARIABLE
+from hpctrain.runtime import cpu_binding
+from hpctrain.runtime.program.child_relay import ChildRelay
+from hpctrain.runtime.stopping import stop_grace
+from hpctrain.runtime.supervisor_connection import Connection
+from hpctrain.telemetry.sampling import nvml
+from hpctrain.telemetry.sampling.procfs import ProcfsReader
+
+LAUNCHES = [
+    *("srun-cyclic", "het-job-unsorted", "array", "batch-script", "openmpi-three-hosts"),
+    *(
+        "mpich-told-the-nodes",
+        "horovodrun-two-hosts-told-the-address",
+        "torchrun-under-srun",
+        "submitit-local",
+    ),
+]
+
+
+def environments(*names: str) -> list[str]:
+    """Return the recorded variables of the last process of each launch, as JSON."""
+    return [json.dumps(load_recording(name)[-1].variables) for name in names]
+
+
+def detector(module, *names: str) -> Parser:
+    return Parser(
+        module.detect,
+        environments(*names),
+        (EnvironmentMismatch,),
+        lambda text: module.detect(parse_environment(text)),
+    )
+
+
+def read_kernel_file(name: str, read):
+    """Return a call that writes the text as a file of procfs or sysfs before reading."""
+
+    def call(text: str) -> object:
+        write_file(text, name)
+        return read()
+
+    return call
+
+
+AMD = amd_gpus.AmdGpu("0000:3b:00.0", "GPU-0")
+HELLO = {"rank": 1, "world_size": 2, "host": "n1", "pid": 7, "left_s": 5.0, "reached": "", "nonce": "0" * 16}
+PROC = {
+    "stat": "cpu  10 0 5 100 2 0 1 0 0 0\ncpu0 10 0 5 100 2 0 1 0 0 0\n",
+    "meminfo": "MemTotal:       32000000 kB\nMemAvailable:   16000000 kB\n",
+    "diskstats": " 259 0 nvme0n1 100 0 800 10 50 0 400 20 0 30 30\n",
+    "net/dev": "Inter-|   Receive\n face |bytes\n  eth0: 100 1 0 0 0 0 0 0 200 2 0 0 0 0 0 0\n",
+}
+
+
+def read_child_message(text: str) -> object:
+    """Handle a message of a child process, then send the heartbeat that depends on it."""
+    relay = relay_of_this_process()
+    child = Connection.__new__(Connection)
+    relay._children[child] = {}
+    try:
+        with suppress(ValueError):
+            relay._on_child_message(child, child._open(encode(text)))
+        return relay.heartbeat_message()
+    finally:
+        del relay._children[child]
+
+
+@cache
+def relay_of_this_process() -> ChildRelay:
+    return ChildRelay(detection.detect({}), dict, print)
+
+
+def read_connections(text: str) -> object:
+    with patch.object(connection_owners, "_TABLES", (write_file(text),)):
+        return list(connection_owners._connections())
+
+
+CONNECTIONS = (
+    "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
+    "   0: 0100007F:1F90 0100007F:8000 01 00000000:00000000 00:00000000 00000000  1000\n"
+)
+
+PARSERS = [
+    detector(detection, *LAUNCHES),
+    detector(slurm, "srun-cyclic", "het-job-unsorted", "array"),
+    detector(openmpi, "openmpi-three-hosts", "openmpi-in-sbatch-by-node"),
+    detector(mpich, "mpich-told-the-nodes", "mpich-in-salloc"),
+    detector(horovod, "horovodrun-two-hosts-told-the-address"),
+    detector(torchrun, "torchrun-under-srun"),
+    detector(submitit, "submitit-local"),
+    detector(local, "nothing"),
+    Parser(
+        step_layout.read_layout,
+        environments("srun-cyclic", "het-job-unsorted"),
+        (EnvironmentMismatch,),
+        lambda text: step_layout.read_layout(parse_environment(text)),
+    ),
+    Parser(
+        env_variables.read_int,
+        ["17"],
+        (EnvironmentMismatch,),
+        lambda text: env_variables.read_int({"RANK": text}, "RANK"),
+    ),
+    Parser(
+        env_variables.read_port,
+        ["29500"],
+        (EnvironmentMismatch,),
+        lambda text: env_variables.read_port({"MASTER_PORT": text}, "MASTER_PORT"),
+    ),
+    Parser(
+        env_variables.read_hosts,
+        ["n[1-3]"],
+        (EnvironmentMismatch,),
+        lambda text: env_variables.read_hosts({"HOSTS": text}, "HOSTS"),
+    ),
+    Parser(
+        device_plan.visible_devices,
+        ["0,1,2", "GPU-1a,GPU-2b", "MIG-3c", "NoDevFiles"],
+        call=lambda text: device_plan.visible_devices({device_plan.VISIBLE_VARIABLE: text}),
+        slow=[("", "#,", "")],
+    ),
+    Parser(
+        device_plan.gpu_sharing_reason,
+        ['{"SLURMD_TRES_BIND": "gres/gpu:single:2"}', '{"SLURM_NTASKS_PER_GPU": "2"}'],
+        (EnvironmentMismatch,),
+        lambda text: device_plan.gpu_sharing_reason(parse_environment(text)),
+    ),
+    Parser(
+        nvml.count_visible,
+        ["0,1", "GPU-1a"],
+        call=lambda text: nvml.count_visible(["GPU-1a", "GPU-2b"], text.split(",")),
+    ),
+    Parser(
+        amd_gpus.check_amd_variables,
+        ['{"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"}'],
+        (EnvironmentMismatch,),
+        lambda text: amd_gpus.check_amd_variables(parse_environment(text)),
+    ),
+    Parser(amd_gpus._select, ["0,1", "GPU-0"], call=lambda text: amd_gpus._select(text, [AMD, AMD])),
+    Parser(
+        amd_gpus.list_amd_gpus,
+        ["cpu_cores_count 0\nsimd_count 4\nlocation_id 15104\ndomain 0\nunique_id 99\n"],
+        call=read_kernel_file("kfd/0/properties", lambda: amd_gpus.list_amd_gpus(FOLDER / "kfd")),
+    ),
+    Parser(
+        cpu_binding._read_cpus,
+        ["0-3,8\n"],
+        call=lambda text: cpu_binding._read_cpus(write_file(text)),
+    ),
+    Parser(
+        cpu_binding._read_count,
+        ["8"],
+        call=lambda text: cpu_binding._read_count({"OMP_NUM_THREADS": text}, "OMP_NUM_THREADS"),
+    ),
+    Parser(
+        stop_grace.read_stop_grace,
+        ["SIGTERM=30,SIGUSR2=120"],
+        (UserError,),
+        lambda text: stop_grace.read_stop_grace({STOP_GRACE_VARIABLE: text}),
+    ),
+    *(
+        Parser(
+            ProcfsReader.read,
+            [text],
+            call=read_kernel_file(f"proc/{name}", lambda: ProcfsReader(FOLDER / "proc").read()),
+        )
+        for name, text in PROC.items()
+    ),
+    Parser(
+        mounts.find_mount,
+        ["nas:/home /home nfs4 rw,relatime 0 0\n/dev/sda1 / ext4 rw 0 0\nx /mnt/a\\040b ext4 rw 0 0\n"],
+        call=lambda text: mounts.find_mount("/home/x", write_file(text)),
+    ),
+    Parser(
+        protocol.decode_message, [json.dumps(HELLO)], call=lambda text: protocol.decode_message(encode(text))
+    ),
+    Parser(
+        protocol.Handshake.parse,
+        [json.dumps(HELLO)],
+        call=lambda text: protocol.Handshake.parse(protocol.decode_message(encode(text)) or {}),
+    ),
+    Parser(
+        protocol.read_nonce,
+        [json.dumps({"nonce": "0" * 32})],
+        call=lambda text: protocol.read_nonce(protocol.decode_message(encode(text))),
+    ),
+    Parser(
+        unseal,
+        [seal(b"key", b"{}", 1).decode()],
+        (Unauthenticated,),
+        lambda text: unseal(b"key", encode(text), 1),
+    ),
+    Parser(
+        Signed.open,
+        [Signed(b"key").seal({"attempt": 0, "rank": 1}).decode()],
+        (Unauthenticated,),
+        lambda text: Signed(b"key").open(encode(text)),
+    ),
+    Parser(
+        Connection._open,
+        ['{"step": 1}'],
+        (ValueError,),
+        lambda text: Connection._open(Connection.__new__(Connection), encode(text)),
+    ),
+    Parser(
+        ChildRelay._on_child_message,
+        ['{"beats": 1, "step": 1, "modules": []}'],
+        call=read_child_message,
+    ),
+    Parser(
+        connection_owners._connections,
+        [CONNECTIONS],
+        call=read_connections,
+    ),
+]
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=str)
+def test_cluster_parsers_raise_only_documented_errors(parser):
+    check_errors(parser)
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=str)
+def test_cluster_parsers_take_linear_time(parser):
+    check_time(parser)

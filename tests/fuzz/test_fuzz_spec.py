@@ -1,0 +1,200 @@
+"""Fuzzing of the parsers of specifications, configuration files, options and templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import click
+import pytest
+import yaml
+from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
+
+from hpctrain.cli import resubmit_command, verify
+from hpctrain.errors import HpctrainError, SpecError
+from hpctrain.jobs.doctor import profile_writer
+from hpctrain.jobs.options import config_reader, option, resolved_options, site_profile, spec_builder
+from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.jobs.submit import dependency, template_checks
+from hpctrain.slurm.site_facts import Site
+from hpctrain.spec import container, launcher, load_spec, notify, restart_policy
+from hpctrain.spec.job_spec import JobSpec
+
+# YAML is parsed in Python, so larger files take seconds.
+YAML_BYTES = 1 << 13
+
+CONFIG = """nodes: 2
+time: 1-00:00:00
+env:
+  A: b
+restart_policy: {oom: {retries: 0}}
+sbatch:
+  hint: compute_bound
+module: [cuda, gcc]
+profiles:
+  fast: {qos: high}
+site:
+  partitions:
+    - name: gpu
+"""
+SITE = """site:
+  partitions:
+    - {name: gpu, max_time_s: 60.5, groups: [{names: "n1", num: 1, cpus: 8, memory_mib: 9, gpus: {a: 4}}]}
+  slurm: {version: 23.02, job_requeue: yes}
+"""
+JOB = JobSpec(
+    script="/x.py",
+    args=("--lr", "0.1"),
+    name="n",
+    run_id="r",
+    run_dir="/r",
+    backend="slurm",
+    python="/p",
+    workdir="/w",
+    time_limit_s=600.0,
+    env={"A": "b"},
+    directives={"partition": "gpu"},
+    restart_policy={"oom": {"retries": 0}},
+    notify=notify.NotifyConfig(("https://example.org/x",)),
+)
+SPEC = yaml.safe_load(JOB.text())
+
+
+def read_site(text: str) -> object:
+    path = write_file(text, "site.yaml")
+    file = config_reader.read_config_file(path, {})
+    return [site_profile.read_profile(Site(), path, node) for node in file.site]
+
+
+def option_call(name: str) -> Callable[[str], object]:
+    """Return the conversion of a value of this option, which raises ValueError if it is invalid."""
+    return all_options()[name].kind.parse
+
+
+def request_of(key: str, read: Callable[[JobRequest], object]) -> Callable[[str], object]:
+    return lambda text: read(JobRequest(JOB, {key: text}, {}))
+
+
+def as_mapping(text: str) -> dict:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def as_changes(text: str) -> dict:
+    return {name: values for name, values in as_mapping(text).items() if isinstance(values, dict)}
+
+
+def check_notify(text: str) -> None:
+    notify.NotifyConfig(targets=(text,)).check()
+
+
+def check_container(text: str) -> str:
+    found = container.Container(image=text, runtime="pyxis", mounts=(f"/a:/{text}",))
+    found.check({"run folder": "/r"})
+    return found.image_name
+
+
+def check_endpoint(text: str) -> None:
+    launcher.TorchrunConfig(rdzv_backend="etcd", rdzv_endpoint=text).check()
+
+
+def refuse_content(text: str) -> None:
+    profile_writer._refuse_other_content(write_file(text))
+
+
+PARSERS = [
+    Parser(
+        load_spec.load_spec,
+        [json.dumps(SPEC), JOB.text()],
+        (SpecError,),
+        lambda text: load_spec.load_spec(write_file(text)),
+        most_bytes=YAML_BYTES,
+    ),
+    Parser(
+        config_reader.read_config_file,
+        [CONFIG, SITE],
+        (SpecError,),
+        lambda text: config_reader.read_config_file(write_file(text, "c.yaml"), {"HOME": "/h"}),
+        most_bytes=YAML_BYTES,
+    ),
+    Parser(site_profile.read_profile, [SITE], (SpecError,), read_site, most_bytes=YAML_BYTES),
+    Parser(
+        profile_writer._refuse_other_content,
+        ["site: {}\n"],
+        (SpecError,),
+        refuse_content,
+        most_bytes=YAML_BYTES,
+    ),
+    Parser(
+        resubmit_command.resubmit_command,
+        [json.dumps(SPEC)],
+        call=lambda text: resubmit_command.resubmit_command(as_mapping(text)),
+    ),
+    *(
+        Parser(option.OptionType.parse, [example], (ValueError,), option_call(name))
+        for name, example in {"nodes": "2", "requeue": "yes", "time": "30:00", "notify": "x"}.items()
+        if name in all_options()
+    ),
+    Parser(
+        resolved_options._from_assignment,
+        ["nodes=2", "env.A=b", "sbatch.hint=compute_bound", "restart_policy.oom.retries=0"],
+        (SpecError,),
+    ),
+    Parser(spec_builder._nodes, ["2:4"], (SpecError,)),
+    Parser(spec_builder._gpus, ["h100:8"], (SpecError,)),
+    Parser(
+        restart_policy.parse_rule_changes,
+        ["0", "17"],
+        (SpecError,),
+        lambda text: restart_policy.parse_rule_changes({"oom.retries": text}),
+    ),
+    Parser(
+        restart_policy.RestartPolicy.with_changes,
+        ['{"oom": {"retries": 0}}'],
+        (SpecError,),
+        lambda text: restart_policy.RestartPolicy.with_changes(as_changes(text), 3),
+    ),
+    Parser(container.split_list_values, ["a,b"], call=lambda text: container.split_list_values([text])),
+    Parser(container.Container.check, ["data:ro", "data"], (SpecError,), check_container),
+    Parser(notify.NotifyConfig.check, ["https://example.org:80/x", "mail me"], (SpecError,), check_notify),
+    Parser(launcher.TorchrunConfig.check, ["host:2379", "[::1]:2379"], (SpecError,), check_endpoint),
+    Parser(
+        dependency.resolve_dependency,
+        ["afterok:123:124_5,afterany:9", "after:17+5?afterok:18"],
+        (HpctrainError,),
+        lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}),
+    ),
+    Parser(
+        template_checks._options,
+        ["#SBATCH -N2 --time=1:00 -p gpu # x", '#SBATCH --comment="a b"'],
+        most_bytes=1 << 14,
+    ),
+    Parser(
+        template_checks.check_rendered_script,
+        ["#!/bin/sh\n#SBATCH --nodes=2\n#SBATCH -p gpu\npython -m hpctrain.supervisor\n"],
+        (SpecError,),
+        lambda text: template_checks.check_rendered_script(text, ["#SBATCH --nodes=2"], "t"),
+        most_bytes=1 << 14,
+    ),
+    Parser(JobRequest.last_task.fget, ["0-19%4"], call=request_of("array", lambda one: one.last_task)),
+    Parser(
+        JobRequest.memory_per_node_mib.fget,
+        ["32G"],
+        call=request_of("mem", lambda one: one.memory_per_node_mib),
+    ),
+    Parser(verify._parse_steps, ["1:100", "101:"], (click.UsageError,)),
+]
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=str)
+def test_spec_parsers_raise_only_documented_errors(parser):
+    check_errors(parser)
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=str)
+def test_spec_parsers_take_linear_time(parser):
+    check_time(parser)

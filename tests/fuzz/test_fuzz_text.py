@@ -1,0 +1,93 @@
+"""Fuzzing of functions that search foreign output: logs, tracebacks, error messages, secrets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.fuzzing import Parser, check_errors, check_time, write_file
+
+from hpctrain import crash_output, redaction, text, tracebacks
+from hpctrain.supervisor.failures import classify
+from hpctrain.supervisor.failures.failure_files import RankFailure
+from hpctrain.supervisor.job_control import slurm
+from hpctrain.supervisor.policy import history
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/x/train.py", line 3, in <module>
+    main()
+  File "/usr/lib/python3/site-packages/torch/nn.py", line 9, in forward
+    raise ValueError(x)
+
+ValueError: the loss is bad
+"""
+COMMAND = "train.py --api-key abc --url https://user:pw@example.org/path?token=x 'password: \"a b\"'"
+ERRORS = [
+    "CUDA error: uncorrectable ECC error encountered",
+    "NCCL communicator was aborted: timeout",
+    "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus. nvlink error",
+    "[Errno 28] No space left; can't allocate memory",
+]
+
+
+def classify_message(message: str) -> object:
+    failure = RankFailure(0, "n1", "exception", "RuntimeError", message, "log", None, 0.0)
+    return classify.classify(failure), classify.is_deterministic(failure)
+
+
+def newest_traceback(content: str) -> object:
+    return crash_output._newest_traceback(write_file(content), 0)
+
+
+def normalized(cause: str) -> object:
+    return history._parse_failure({"class": "python", "rank": 3, "host": "n1", "cause": cause})
+
+
+PARSERS = [
+    Parser(text.printable, [TRACEBACK]),
+    Parser(text.without_escapes, ["\x1b[31mred\x1b[0m \x1b]0;title\x07 \x1b[2J\r"]),
+    Parser(text.is_count, ["17"]),
+    Parser(redaction.redact, [COMMAND]),
+    Parser(redaction.strip_url_paths, ["https://hooks.example.org/a/b?c and http://u:p@h"]),
+    Parser(redaction.is_secret, ["AWS_SECRET_KEY"]),
+    Parser(redaction.redact_args, [COMMAND], call=lambda content: redaction.redact_args(content.split(" "))),
+    Parser(
+        redaction.redact_environment,
+        [COMMAND],
+        call=lambda content: redaction.redact_environment({"args": content}),
+        most_bytes=1 << 14,
+    ),
+    Parser(
+        redaction.redact_spec,
+        ['{"env": {"TOKEN": "x"}, "args": ["--key", "y"], "notify": {"targets": ["https://h/x"]}}'],
+        call=lambda content: redaction.redact_spec(as_mapping(content)),
+    ),
+    Parser(tracebacks.fold, [TRACEBACK]),
+    Parser(tracebacks.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
+    Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
+    Parser(classify.classify, ERRORS, call=classify_message),
+    Parser(classify._numbers, ["[[79, 13]]"]),
+    Parser(history._parse_failure, ["rank 3 on n1: ValueError: at 0xdeadbeef"], call=normalized),
+    Parser(
+        slurm._EVICTED.search,
+        ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***"],
+    ),
+]
+
+
+def as_mapping(content: str) -> dict:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=str)
+def test_text_functions_raise_nothing(parser):
+    check_errors(parser)
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=str)
+def test_text_functions_take_linear_time(parser):
+    check_time(parser)
