@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
 from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
 from hpctrain.runtime.supervisor_connection import start_heartbeat
+from hpctrain.spec.program import RANK_LAUNCHERS
 
 #: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
 _LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
@@ -33,9 +35,9 @@ _LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
 def observe_process() -> None:
     """Observe this process from now on, unless an observed process started it as a helper.
 
-    Helpers, such as data workers, do not train.
+    Helpers, such as data workers, do not train. Nor do launchers, but the processes that they start.
     """
-    if CHILD_VARIABLE not in os.environ:
+    if CHILD_VARIABLE not in os.environ or os.path.basename(sys.argv[0]) in RANK_LAUNCHERS:
         return
     told = json.loads(os.environ[CHILD_VARIABLE])
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
