@@ -92,7 +92,7 @@ class EarlyStoppingMonitor:
 
     def _reports(self, trial: RunDir) -> Iterator[TrialReport]:
         for record in read_json_lines(trial.early_stopping):
-            with suppress(KeyError, TypeError, ValueError):
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
                 yield TrialReport.from_record(record)
 
     def _stop(self, reason: str) -> None:

@@ -17,7 +17,7 @@ from hpctrain.slurm.job_array import MAX_TASKS
 TrialValues = dict[str, str]
 
 _NAME = re.compile(r"[A-Za-z_][\w./@-]*")
-_RANGE = re.compile(r"(-?\d+):(-?\d+)(?::(-?\d+))?", re.ASCII)
+_RANGE = re.compile(r"(-?\d{1,18}):(-?\d{1,18})(?::(-?\d{1,18}))?", re.ASCII)
 _BOUNDS = re.compile(r"(log:)?([^.].*?)\.\.(.+)")
 _FORMS = "Examples: lr=1e-4,3e-4; seed=0:5 (0 to 4); lr=log:1e-5..1e-1 (with --random); name=@values.txt"
 
@@ -73,7 +73,7 @@ def _parse(name: str, text: str, folder: Path) -> Values:
         path = folder / text[1:]
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # A path with a NUL is a ValueError.
             words = getattr(error, "strerror", None) or error
             raise UserError(
                 f"Cannot read the values of {name} from {str(path)!r} (--over): {words}."

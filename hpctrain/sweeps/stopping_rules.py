@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpctrain.errors import UserError
-from hpctrain.text import format_number, pluralize
+from hpctrain.text import format_number, is_count, pluralize
 
 RuleName = Literal["median", "asha"]
 
@@ -64,7 +64,7 @@ class StoppingRule:
         name, colon, factor = text.partition(":")
         if name == "median" and not colon:
             return cls("median", metric, mode, min_steps)
-        if name == "asha" and (not colon or (factor.isascii() and factor.isdecimal() and int(factor) >= 2)):
+        if name == "asha" and (not colon or (is_count(factor) and int(factor) >= 2)):
             return cls("asha", metric, mode, min_steps, int(factor or cls.factor))
         raise UserError(f"--stop-early is {text!r}, but must be median, asha or asha:FACTOR (2 or more).")
 

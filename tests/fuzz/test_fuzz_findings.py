@@ -18,7 +18,7 @@ from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.cluster.env_variables import read_hosts
 from hpctrain.cluster.port_candidates import port_candidates
 from hpctrain.cluster.rendezvous.protocol import read_nonce
-from hpctrain.errors import CorruptCheckpoint, EnvironmentMismatch, SchedulerError, SpecError
+from hpctrain.errors import CorruptCheckpoint, EnvironmentMismatch, SchedulerError, SpecError, UserError
 from hpctrain.jobs.options.config_reader import read_config_file
 from hpctrain.jobs.options.spec_builder import _gpus, _nodes
 from hpctrain.jobs.site.forecast import _when
@@ -41,6 +41,8 @@ from hpctrain.supervisor.failures.failure_files import _read
 from hpctrain.supervisor.job_control.signal_lead import longest_step_s
 from hpctrain.supervisor.launch.srun import parse_task_report
 from hpctrain.supervisor.workers.worker_group import _read_phase_durations
+from hpctrain.sweeps.search_space import parse_space
+from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.telemetry.loggers.dispatcher import _lines
 from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 from hpctrain.telemetry.loggers.logger_state import LoggerState
@@ -85,11 +87,17 @@ def test_number_with_thousands_of_digits_is_no_number(parse, expected):
         (lambda: _gpus(f"a100:{LONG}"), SpecError),
         (lambda: parse_rule_changes({"oom.retries": LONG}), SpecError),
         (lambda: _parse_steps(f"1:{LONG}"), click.UsageError),
+        (lambda: StoppingRule.parse(f"asha:{LONG}", "loss", "min", 1), UserError),
+        (lambda: parse_space({"lr": f"log:1..{LONG}"}, FOLDER), UserError),
     ],
 )
 def test_option_with_thousands_of_digits_is_refused(parse, error):
     with pytest.raises(error):
         parse()
+
+
+def test_range_with_thousands_of_digits_is_a_single_value():
+    assert parse_space({"n": f"0:{LONG}"}, FOLDER) == {"n": [f"0:{LONG}"]}
 
 
 def test_step_numbers_that_are_not_ascii_are_ignored():

@@ -63,6 +63,7 @@ EXEMPT = {
     "part of functions in the tables, or composed of them": {
         "cli.report.read_runs",
         "cluster.detection._detect_as",
+        "cli.results_table.read_rows",
         "cluster.hostlist._expand",
         "jobs.executor.function_runs.FunctionFailure.from_status",
         "jobs.options.option.OptionType._read",
@@ -74,6 +75,8 @@ EXEMPT = {
         "messages._parse",
         "records.log_tail.RecordTail._parse_lines",
         "rundir.RunStorage.read",
+        "sweeps.search_space._parse",
+        "sweeps.search_space._parse_bounds",
         "runtime.worker._detect_ranks",
         "supervisor.failures.failure_files._parse_corruption",
         "supervisor.launch.srun.SrunStep._read",
@@ -100,6 +103,7 @@ EXEMPT = {
     "words of the command line, or of the user's own command": {
         "cli.checkpoints._ListByDefault.parse_args",
         "cli.submit.SubmitCommand.parse_args",
+        "cli.sweep._SubmitByDefault.parse_args",
         "runtime.program.program._parse_python_command",
     },
     "every error is caught by the caller and reported": {

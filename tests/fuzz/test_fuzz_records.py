@@ -27,12 +27,22 @@ from hpctrain.supervisor.failures import classify, failure_files
 from hpctrain.supervisor.job_control import signal_lead
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import worker_group
+from hpctrain.sweeps import sweep_record
+from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
 from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 from hpctrain.telemetry.loggers.logger_state import LoggerState
-from hpctrain.telemetry.report import artifacts, attempts, device_metrics, jsonl, metric_curves, run_data
+from hpctrain.telemetry.report import (
+    artifacts,
+    attempts,
+    device_metrics,
+    jsonl,
+    metric_curves,
+    run_data,
+    run_results,
+)
 from hpctrain.training.observe import loss_guard
 
 RUN = RunDir(FOLDER / "run")
@@ -70,6 +80,15 @@ RANK_FAILURE = {
     "corruption": {"suspects": [[0, "GPU-1"]], "verified_step": 3},
 }
 BODY = manifest.Manifest(4, 2, 1.0, 0.5, (manifest.make_entry("a", b"x"),)).encode()
+
+
+SWEEP = {
+    "space": {"lr": "0.1,0.2"},
+    "folder": "/x",
+    "args": ["a"],
+    "trials": [{"lr": "0.1"}],
+    "stopping": {"name": "median", "metric": "loss", "mode": "min", "min_steps": 5},
+}
 
 
 def with_file(path: Path, read: Callable[[], object]) -> Callable[[str], object]:
@@ -129,6 +148,23 @@ def read_node_check() -> object:
 
 
 PARSERS = [
+    Parser(
+        sweep_record.read_sweep,
+        [json.dumps(SWEEP)],
+        (UserError,),
+        with_file(RUN.sweep, lambda: sweep_record.read_sweep(RUN)),
+    ),
+    Parser(
+        TrialReport.from_record,
+        ['{"step": 3, "best": 0.5, "mean": null}'],
+        (KeyError, TypeError, ValueError, OverflowError),
+        lambda text: TrialReport.from_record(files.parse_json_line(text, FOLDER) or {}),
+    ),
+    Parser(
+        run_results.read_results,
+        [METRIC_LINES],
+        call=with_file(RUN.metrics, lambda: run_results.read_results(RUN)),
+    ),
     Parser(files.parse_yaml, ["a: [1, 2]\nb: 2026-01-01\n"], (ValueError,), most_bytes=1 << 13),
     Parser(loss_guard.read_excluded_steps, [EVENT_LINES], call=of_events(loss_guard.read_excluded_steps)),
     Parser(

@@ -11,7 +11,7 @@ import yaml
 from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
 
 from hpctrain.cli import resubmit_command, verify
-from hpctrain.errors import HpctrainError, SpecError
+from hpctrain.errors import HpctrainError, SpecError, UserError
 from hpctrain.jobs.doctor import profile_writer
 from hpctrain.jobs.options import config_reader, option, resolved_options, site_profile, spec_builder
 from hpctrain.jobs.options.table import all_options
@@ -20,6 +20,9 @@ from hpctrain.jobs.submit import dependency, template_checks
 from hpctrain.slurm.site_facts import Site
 from hpctrain.spec import container, launcher, load_spec, notify, restart_policy
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.sweeps import search_space
+from hpctrain.sweeps.stopping_rules import StoppingRule
+from hpctrain.telemetry import hparams
 
 # YAML is parsed in Python, so larger files take seconds.
 YAML_BYTES = 1 << 13
@@ -185,6 +188,23 @@ PARSERS = [
         JobRequest.memory_per_node_mib.fget,
         ["32G"],
         call=request_of("mem", lambda one: one.memory_per_node_mib),
+    ),
+    Parser(
+        search_space.parse_space,
+        ["1e-4,3e-4", "0:5:2", "log:1e-5..1e-1", "-3..7"],
+        (UserError,),
+        lambda text: search_space.parse_space({"lr": text}, FOLDER),
+    ),
+    Parser(
+        StoppingRule.parse,
+        ["median", "asha:3"],
+        (UserError,),
+        lambda text: StoppingRule.parse(text, "val_loss", "min", 10),
+    ),
+    Parser(
+        hparams.parse_hparams,
+        ["--lr 1e-3 --warm-up --name=a b=2 +c.d=x"],
+        call=lambda text: hparams.parse_hparams(text.split(" ")),
     ),
     Parser(verify._parse_steps, ["1:100", "101:"], (click.UsageError,)),
 ]
