@@ -149,7 +149,7 @@ class SeedResult:
 
 @functools.cache
 def _own_root() -> Path:
-    return _ROOT / f"hpctrain-simulation-{os.getpid()}"
+    return _ROOT / f"hpctrain-simulation-{os.getpid():08d}"
 
 
 def run_seed(seed: int, faults: Sequence[Fault] | None = None, *, record: bool = False) -> SeedResult:

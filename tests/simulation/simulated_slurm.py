@@ -59,7 +59,7 @@ class Job:
     explicit_start: float | None = None
     was_requeued_by_slurm: bool = False
     is_by_hand: bool = False
-    """True if the user submitted the script again."""
+    """True if the user submitted the script again, for this job or a predecessor."""
 
     @property
     def is_active(self) -> bool:
@@ -465,9 +465,12 @@ class SimSlurm:
         if self.has("refuse"):
             raise CommandFailed("Batch job submission failed: Access/permission denied")
         marker = words[-1] if words[-1].startswith("continues-job-") else ""
+        predecessor = environ.get(PREDECESSOR_VARIABLE)
+        before = self._job_named(predecessor or "")
         job = self.submit(
             marker,
-            predecessor=environ.get(PREDECESSOR_VARIABLE),
+            predecessor=predecessor,
+            is_by_hand=before is not None and before.is_by_hand,
             after=options.get("dependency", "").partition(":")[2] or None,
             excluded=frozenset(expand_hostlist(options.get("exclude", ""))),
         )
