@@ -127,6 +127,7 @@ class SimSlurm:
         self.jobs: list[Job] = []
         self.windows: list[tuple[str, float, float]] = []
         self._next_id = 17
+        self._next_try = 0.0
 
     def has(self, fault: str) -> bool:
         now = self.scheduler.now
@@ -156,6 +157,11 @@ class SimSlurm:
 
     def _schedule(self) -> None:
         now = self.scheduler.now
+        if self.has("away"):
+            if now >= self._next_try:
+                self._next_try = now + 10.0
+                self.scheduler.call_at(self._next_try, self._schedule)
+            return
         for job in self.jobs:
             if job.state != "PENDING":
                 continue
@@ -163,9 +169,6 @@ class SimSlurm:
                 self.scheduler.call_at(job.eligible, self._schedule_soon)
                 continue
             if job.after and (other := self._job_named(job.after)) and other.is_active:
-                continue
-            if self.has("away"):
-                self.scheduler.call_later(10.0, self._schedule)
                 continue
             busy = {
                 node
