@@ -174,6 +174,8 @@ class Scheduler:
         """The process whose code is running."""
         self.failure: BaseException | None = None
         self.world: Any = None
+        self.root = "/"
+        """Folder of the run, which differs between processes."""
         self.processes: list[SimProcess] = []
         self.num_events = self.num_steps = 0
         self.trace_hash = 0
@@ -190,7 +192,7 @@ class Scheduler:
 
     def trace(self, *words: object) -> None:
         """Add an event to the trace."""
-        text = f"{self.now:.3f} {' '.join(map(str, words))}"
+        text = f"{self.now:.3f} {' '.join(map(str, words))}".replace(self.root, "")
         self.trace_hash = zlib.crc32(text.encode(), self.trace_hash)
         if self.log is not None:
             self.log.append(text)

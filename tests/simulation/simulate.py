@@ -91,7 +91,10 @@ class _TraceHandler(logging.Handler):
 class _NoLog(logging.NullHandler):
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.lines = mock.Mock()
+        self.lines = self
+
+    def flush(self) -> None:
+        pass
 
 
 @contextlib.contextmanager
@@ -146,7 +149,7 @@ class SeedResult:
 
 @functools.cache
 def _own_root() -> Path:
-    return _ROOT / f"hpctrain-simulation-{os.getpid()}"
+    return _ROOT / f"hpctrain-simulation-{os.getpid():08d}"
 
 
 def run_seed(seed: int, faults: Sequence[Fault] | None = None, *, record: bool = False) -> SeedResult:

@@ -59,7 +59,7 @@ class Job:
     explicit_start: float | None = None
     was_requeued_by_slurm: bool = False
     is_by_hand: bool = False
-    """True if the user submitted the script again."""
+    """True if the user submitted the script again, for this job or a predecessor."""
 
     @property
     def is_active(self) -> bool:
@@ -127,6 +127,7 @@ class SimSlurm:
         self.jobs: list[Job] = []
         self.windows: list[tuple[str, float, float]] = []
         self._next_id = 17
+        self._next_try = 0.0
 
     def has(self, fault: str) -> bool:
         now = self.scheduler.now
@@ -156,6 +157,11 @@ class SimSlurm:
 
     def _schedule(self) -> None:
         now = self.scheduler.now
+        if self.has("away"):
+            if now >= self._next_try:
+                self._next_try = now + 10.0
+                self.scheduler.call_at(self._next_try, self._schedule)
+            return
         for job in self.jobs:
             if job.state != "PENDING":
                 continue
@@ -163,9 +169,6 @@ class SimSlurm:
                 self.scheduler.call_at(job.eligible, self._schedule_soon)
                 continue
             if job.after and (other := self._job_named(job.after)) and other.is_active:
-                continue
-            if self.has("away"):
-                self.scheduler.call_later(10.0, self._schedule)
                 continue
             busy = {
                 node
@@ -465,9 +468,12 @@ class SimSlurm:
         if self.has("refuse"):
             raise CommandFailed("Batch job submission failed: Access/permission denied")
         marker = words[-1] if words[-1].startswith("continues-job-") else ""
+        predecessor = environ.get(PREDECESSOR_VARIABLE)
+        before = self._job_named(predecessor or "")
         job = self.submit(
             marker,
-            predecessor=environ.get(PREDECESSOR_VARIABLE),
+            predecessor=predecessor,
+            is_by_hand=before is not None and before.is_by_hand,
             after=options.get("dependency", "").partition(":")[2] or None,
             excluded=frozenset(expand_hostlist(options.get("exclude", ""))),
         )

@@ -35,7 +35,7 @@ class World:
     def __init__(self, seed: int, config: SimConfig, faults: Sequence[Fault], root: Path) -> None:
         self.config, self.faults, self.root = config, faults, root
         self.scheduler = Scheduler(seed)
-        self.scheduler.world = self
+        self.scheduler.world, self.scheduler.root = self, str(root)
         self.scheduler.yield_probability = config.yield_probability
         self.disk = SimDisk(self.scheduler, str(root))
         self.run = RunDir(Path(config.spec.run_dir))
