@@ -18,6 +18,7 @@ EventKind = Literal[
     "started",
     "resumed",
     "checkpoint",
+    "emergency_checkpoint",
     "bad_loss",
     "signal",
     "failure",
@@ -74,6 +75,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "submitted": ("time", "job_id", "backend"),
     "seen": ("job_id", "job_state"),
     "handover": ("job_id",),
+    "emergency_checkpoint": ("attempt", "step", "world_size"),
     "excluded": ("hosts",),
     "finished": ("time", "state"),
 }
@@ -135,6 +137,8 @@ INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
 MICRO_BATCH_VARIABLE = "HPCTRAIN_MAX_MICRO_BATCH"
 #: The last verified step, after wrong results were detected: the attempt resumes at most from this step.
 VERIFIED_STEP_VARIABLE = "HPCTRAIN_VERIFIED_STEP"
+#: Emergency checkpoint that the failed attempt left in the memory of the nodes, as JSON.
+EMERGENCY_CHECKPOINT_VARIABLE = "HPCTRAIN_EMERGENCY_CHECKPOINT"
 #: `none` disables the binding of ranks to CPUs.
 CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
 #: In a process of a command: the ranks of its worker, and the name of the worker's socket, as JSON.

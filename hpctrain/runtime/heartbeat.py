@@ -20,6 +20,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.program.requested_flips import request_flip
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
@@ -43,6 +44,7 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     stop = {"stop": True} if agreed_stop.signal else {}
     return {
         **stop,
+        "emergency": emergency_save.heartbeat(),
         "phase": activity.phase,
         "step": activity.step,
         "beats": activity.progress_count,
@@ -72,6 +74,8 @@ def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, 
         step_profiler.request(run, ranks.rank, message["profile"])
     elif "flip_bit" in message:
         request_flip(ranks.rank, message["flip_bit"])
+    elif (answer := emergency_save.handle(ranks.rank, message)) is not None:
+        connection.send(answer)
 
 
 def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Connection) -> None:

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 #: Time limit in seconds. A failure loses at most one save interval of training.
 _LIMIT_S = 120.0
+_REMOVAL_LIMIT_S = 30.0
 
 
 def drain_local_tier(
@@ -68,6 +69,34 @@ def drain_local_tier(
             base,
             end.stderr_tail or f"exit code {end.returncode}",
         )
+
+
+def remove_emergency_files(
+    run: RunDir, launcher: Launcher, folder: str | None, attempt: int, lost: Container[str]
+) -> None:
+    """Remove the emergency checkpoint and the records of killed ranks from the nodes; log failures.
+
+    Args:
+        run: the run.
+        launcher: starts processes on the nodes.
+        folder: the folder on each node; None if there is none.
+        attempt: the ended attempt.
+        lost: nodes on which no process can start.
+    """
+    all_hosts = launcher.hosts
+    hosts = [host for host in all_hosts if host not in lost]
+    if folder is None or not hosts:
+        return
+    command = ["sh", "-c", 'rm -rf -- "$0"; rmdir -- "${0%/*}" 2>/dev/null; :', folder]
+    launcher.hosts = hosts
+    try:
+        run_auxiliary_step(
+            run, launcher, command, attempt, limit_s=_REMOVAL_LIMIT_S, what=f"the removal of {folder}"
+        )
+    except OSError as error:
+        log.warning("cannot remove %s from the nodes: %s", folder, error)
+    finally:
+        launcher.hosts = all_hosts
 
 
 def local_tier_folder(run: RunDir) -> Path | None:

@@ -16,7 +16,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
-from hpctrain.supervisor.drain_step import drain_local_tier
+from hpctrain.supervisor.drain_step import drain_local_tier, remove_emergency_files
 from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
 from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer, describe_nodes
 from hpctrain.supervisor.job_control.base import JobControl, known_seconds_left
@@ -182,6 +182,8 @@ class Supervisor:
             self._run.log_event("excluded", ended.number, hosts=hosts, reason=reason)
         if decision.action in _RELEASES_NODES and not end.kind.is_stop:
             drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
+            folder = self._worker_group.emergency_folder
+            remove_emergency_files(self._run, self._launcher, folder, ended.number, lost)
         match decision.action:
             case Action.RESTART:
                 risk = {"note": decision.reason} if decision.reason else {}

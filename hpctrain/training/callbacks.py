@@ -193,7 +193,13 @@ class CallbackList:
         ending: str | None = self._trainer.ending
         return ending
 
+    def end(self, reason: str) -> None:
+        """Request the end of the training on this rank."""
+        self._trainer.ending = reason
+
     def fit_start(self, step: int) -> None:
+        if not self._callbacks:
+            return
         self._trainer.step = step
         for callback in self._callbacks:
             callback.on_fit_start(self._trainer, self._module)

@@ -90,9 +90,7 @@ class LocalTier:
         Returns:
             The tier, or None and the reason.
         """
-        home = shared.directory.folder.resolve()
-        # Two runs with the same name in different folders must not share a folder.
-        folder = base / f"hpctrain-{home.parent.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(home))}"
+        folder = tier_folder(base, shared.directory.folder)
         token = coordinator.broadcast(secrets.token_hex(4), f"opening the local tier {base}")
         marker = folder / f".rank-{token}-{coordinator.rank}"
         failure = f"the local tier {base} cannot be used"
@@ -100,7 +98,7 @@ class LocalTier:
         def mark() -> None:
             if not base.is_dir():
                 raise CheckpointError("the folder does not exist on the node of this rank")
-            _make_run_folder(folder)
+            make_private_folder(folder)
             marker.touch()
 
         try:
@@ -243,8 +241,17 @@ class LocalTier:
                     self.target.directory.discard(step)
 
 
-def _make_run_folder(folder: Path) -> None:
-    """Create the run's folder. The name is predictable, and other users may be able to write to `base`.
+def tier_folder(base: Path, shared: Path) -> Path:
+    """Return the folder of a run in `base`, for a run whose checkpoints are in `shared`."""
+    home = shared.resolve()
+    # Two runs with the same name in different folders must not share a folder.
+    return base / f"hpctrain-{home.parent.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(home))}"
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create a folder that only this user can enter.
+
+    The name is predictable, and other users may be able to write to the parent folder.
 
     Raises:
         CheckpointError: other users can access or replace the folder.

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpctrain.errors import EXIT_CONTINUE
 
@@ -105,8 +105,25 @@ class LauncherStuck:
     """All tasks of the step have exited, but the launcher was not notified and would wait forever."""
 
 
+@dataclass(frozen=True)
+class EmergencySaveEnded:
+    """End of the attempt to save the state after the failure of a rank."""
+
+    record: Mapping[str, Any]
+    """Step, location and duration of the emergency checkpoint; empty if there is none."""
+    reason: str = ""
+    """Reason if there is none; empty if the ranks use no `Trainer`."""
+
+
 StepEvent = (
-    TaskExit | StepEnded | SignalReceived | StopRequested | HangDetected | StragglerDetected | LauncherStuck
+    TaskExit
+    | StepEnded
+    | SignalReceived
+    | StopRequested
+    | HangDetected
+    | StragglerDetected
+    | LauncherStuck
+    | EmergencySaveEnded
 )
 EmitEvent = Callable[[StepEvent], None]
 

@@ -53,6 +53,8 @@ class History:
     """Maximum size of micro-batches, because larger ones did not fit into GPU memory."""
     faulty_devices: tuple[str | None, ...] = ()
     """Devices that computed wrong results, once per detection; None if the device was not identified."""
+    emergency: Mapping[str, Any] | None = None
+    """Newest emergency checkpoint in the memory of the current nodes; None if a checkpoint is as new."""
     resume_limit: int | None = None
     """Last verified step, until the run has resumed after wrong results; None otherwise."""
 
@@ -73,20 +75,30 @@ class History:
         micro_batch_size: int | None = None
         faulty: list[str | None] = []
         limit: int | None = None
+        emergency: dict[str, Any] | None = None
         for event in events:
             match event.get("kind"):
                 case "submitted" if "after" not in event:
                     for count in (failures, crashes, stops, slow, excluded, faulty):
                         count.clear()
-                    memory = micro_batch_size = None
+                    memory = micro_batch_size = emergency = None
                 case "started":
                     agreed = saved = False
                 case "signal":
                     agreed = True
                 case "resumed":
                     limit = None
+                case "emergency_checkpoint" if event["step"] is not None:
+                    names = ("attempt", "step", "read", "trained", "buffers_change", "world_size")
+                    emergency = {name: event[name] for name in names}
+                    if event["step"] > newest:
+                        newest, progressed = event["step"], True
+                        for count in (failures, crashes, stops):
+                            count.clear()
                 case "checkpoint":
                     limit = None
+                    if emergency is not None and (event.get("step") or 0) >= emergency["step"]:
+                        emergency = None
                     if (step := event.get("step")) is None or step > newest:
                         progressed = True
                         failures.clear()
@@ -108,6 +120,7 @@ class History:
                 case "excluded":
                     excluded.update(event["hosts"])
                 case "requeue":
+                    emergency = None
                     memory = event.get("memory", memory)
                     kind = _kind(event.get("class"), EndKind.PREEMPTED)
                     if not shows_no_progress(kind, event.get("seconds", 0.0), agreed=agreed):
@@ -116,7 +129,7 @@ class History:
                         stops.append(kind)
                     progressed = False
         kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
-        return cls(*kept, agreed, saved, memory, micro_batch_size, tuple(faulty), limit)
+        return cls(*kept, agreed, saved, memory, micro_batch_size, tuple(faulty), emergency, limit)
 
     def consecutive_identical(self) -> int:
         """Count the consecutive identical failures at the end."""

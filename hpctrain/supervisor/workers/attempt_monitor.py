@@ -6,12 +6,14 @@ import logging
 import math
 import queue
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.supervisor.job_control.base import JobTime, known_seconds_left
 from hpctrain.supervisor.launch.job_step import (
+    EmergencySaveEnded,
     HangDetected,
     JobStep,
     LauncherStuck,
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 
 #: Time for the other ranks to report their errors after the first failure, before they are killed.
 _FAILURE_GRACE_S = 3.0
+#: Time limit for the emergency checkpoint after the first failure.
+_EMERGENCY_LIMIT_S = 120.0
 #: Time for the other ranks to exit after the first rank saved its state and exited.
 _EXIT_GRACE_S = 60.0
 #: Upper bound for ending the step and requeueing the job.
@@ -53,6 +57,8 @@ class AttemptMonitor:
     """End of the job's time on the monotonic clock; None if the scheduler enforces it."""
     stop_before_limit_s: float
     """Seconds before `ends_at` at which the ranks receive the signal."""
+    request_state: Callable[[], bool] = lambda: False
+    """Requests an emergency checkpoint from the ranks; returns False if no rank can save."""
     process_name: str = "rank"
     """Term for a process of the step."""
     exits: list[TaskExit] = field(default_factory=list)
@@ -63,6 +69,8 @@ class AttemptMonitor:
     """The hang that caused the step to be killed."""
     stragglers: list[StragglerDetected] = field(default_factory=list)
     """Slow ranks, in order of detection."""
+    emergency: EmergencySaveEnded | None = None
+    """The end of the emergency save; None without one."""
     end: StepEnded | None = None
     out_of_time: bool = False
     _deadline: float | None = None
@@ -90,7 +98,7 @@ class AttemptMonitor:
             case StepEnded():
                 self.end = event
             case TaskExit():
-                self._task_ended(event)
+                self._task_ended(event, step)
             case StragglerDetected():
                 self.stragglers.append(event)
             case HangDetected():
@@ -104,6 +112,8 @@ class AttemptMonitor:
                     log.info("stopping the ranks: %s", reason)
                     self._signal_ranks(step, signal.SIGTERM)
                     self._limit(STOP_GRACE_S, "the ranks to stop")
+            case EmergencySaveEnded():
+                self._on_state_saved(event, step)
             case LauncherStuck():
                 if not self._killed:
                     log.warning(
@@ -128,15 +138,30 @@ class AttemptMonitor:
                 grace = CANCEL_GRACE_S if cancels else STOP_GRACE_S
                 self._limit(grace, f"the ranks to stop after {number.name}")
 
-    def _task_ended(self, task: TaskExit) -> None:
+    def _task_ended(self, task: TaskExit, step: JobStep) -> None:
         self.exits.append(task)
         name = f"{self.process_name} {task.rank}"
         log.info("%s %s", name, task)
         if task.result is TaskResult.FAILED:
-            self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")
+            if self.emergency is None and self.request_state():
+                self._limit(_EMERGENCY_LIMIT_S, "the emergency checkpoint")
+            else:
+                self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")
+            if self.emergency is not None and self.emergency.record:
+                self._kill(step)
         elif task.result is TaskResult.CONTINUE:
             follow_s = min(_EXIT_GRACE_S, self._left_to_requeue_s())
             self._limit(follow_s, f"the other ranks to exit after {name} exited")
+
+    def _on_state_saved(self, ended: EmergencySaveEnded, step: JobStep) -> None:
+        self.emergency = ended
+        if ended.reason:
+            log.info("no emergency checkpoint: %s", ended.reason)
+        if ended.record and self.exits:
+            self._kill(step)
+        else:
+            # The exit of the failed rank, or the errors of the others, are still to be reported.
+            self._limit(_FAILURE_GRACE_S, "the ranks to report errors")
 
     def _left_to_requeue_s(self) -> float:
         """Return the maximum time to wait for ranks that leaves enough time to requeue the job."""

@@ -47,6 +47,8 @@ class WorkerGroup:
         self._modules: list[str] = []
         self._standby_started = False
         self._closed = system.Event()
+        #: Folder on each node in which the ranks keep records and states; None if unknown.
+        self.emergency_folder: str | None = None
 
     def __enter__(self) -> Self:
         self._server = HeartbeatServer(self._launcher.address, self)
@@ -99,12 +101,19 @@ class WorkerGroup:
             self._imported_at, self._standby_started = None, False
         return step
 
+    def request_state(self) -> bool:
+        """Request an emergency checkpoint of the attempt's ranks; return False if no rank can save."""
+        with self._lock:
+            monitor = self._monitor
+        return monitor is not None and monitor.request_state()
+
     def stop_monitoring(self) -> None:
         """Stop monitoring the attempt's ranks, which have exited or will be killed."""
         with self._lock:
             monitor, self._monitor = self._monitor, None
         if monitor is not None:
             monitor.close()
+            self.emergency_folder = monitor.emergency_folder or self.emergency_folder
         with suppress(OSError):
             write_atomic(
                 self._run.phase_durations, json.dumps(self._limits.max_duration_s) + "\n", durable=False

@@ -55,6 +55,8 @@ class StepSource(Protocol):
     """Last step of the training; None if it depends on the length of the data."""
     exchanges_ends: bool
     """True if the ranks must exchange `local_ends` after every step."""
+    has_position: bool
+    """True if the position in the data is more than the number of the step."""
     loading: LoaderConfig
     """Data settings in use."""
     remarks: Sequence[str]
@@ -123,6 +125,7 @@ class MapStepSource:
             remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples, "
             self.remarks = [f"{remark}so every step uses all samples."]
         self.loading = loading
+        self.has_position = not isinstance(self._plan, BatchPlan)
         self.last_step = until.steps or self._plan.last_step(until.epochs or 0)
         self._step = 0
         self._batches: Generator[Any, None, None] | None = None

@@ -43,7 +43,7 @@ class StreamStepSource:
     """Step source for an `IterableDataset` or a similar object."""
 
     micro_batch_size: int | None = None
-    exchanges_ends = True
+    exchanges_ends = has_position = True
     remarks: Sequence[str] = ()
 
     def __init__(

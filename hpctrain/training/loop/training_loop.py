@@ -30,6 +30,7 @@ from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.torch_compile import compile_steps
+from hpctrain.training.saving.emergency_checkpoints import Recovery
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 
 
@@ -56,6 +57,7 @@ class TrainingLoop:
         self._exchange = StepExchange(parts, validator, checkpoints)
         if parts.state.loss_guard.policy == "skip":
             train_step.loss_check = self._exchange
+        train_step.record_result = checkpoints.emergency.record_result
         ranks = parts.context.ranks
         self._bit_flipper = BitFlipper(parts.module, parts.state.optimizers, ranks.rank, os.environ)
         self._cpus = count_rank_cpus(parts.context.ranks.local_world_size)
@@ -114,7 +116,8 @@ class TrainingLoop:
         parts, state = self._parts, self.state
         parts.step_timer.sample()
         self._exchange.begin()
-        for step in parts.step_timer.timed(parts.source.steps()):
+        self._checkpoints.emergency.arm()
+        for step in parts.step_timer.timed(self._seeded(parts.source.steps())):
             self.metrics = MetricAccumulator()
             if step.rank_batch.step in state.loss_guard.excluded_steps:
                 self.train_step.exclude_step(step, self.metrics)
@@ -140,6 +143,21 @@ class TrainingLoop:
             if state.finished:
                 break
             self._exchange.begin()
+
+    def _seeded(self, steps: Iterator[StepData]) -> Iterator[StepData]:
+        """Yield `steps`, and seed the random numbers of each step if all replicas are equal.
+
+        A rank that replaces a failed one can thus continue without its random state.
+        """
+        parts, state = self._parts, self.state
+        own = parts.settings.seed, "rank", parts.context.ranks.rank, "step"
+        while True:
+            if parts.strategy.has_equal_replicas and state.determinism is None:
+                rng.seed_step(*own, state.step)
+            try:
+                yield next(steps)
+            except StopIteration:
+                return
 
     def _roll_back(self, bad: BadStep) -> None:
         """Return to the newest finite checkpoint; the bad step will be excluded. All ranks must call this.
@@ -206,12 +224,18 @@ class TrainingLoop:
         if num_workers := parts.source.loading.num_workers:
             self._print_hint(warn_too_many_workers(num_workers, self._cpus))
         parts.callbacks.fit_start(state.step)
+        recovery = self._exchange_recovered()
         parts.end_if_requested()
         if self._validator.due():  # a stop was requested before or during this validation
             if not self._validator.run():
                 self._checkpoints.save_and_exit()
             self._log_step()
             self._checkpoints.add_score()
+        elif recovery is not None and recovery.logged_step < state.step and self._is_logged():
+            self._log_step()
+        if recovery is not None and self._checkpoints.due():
+            with activity.in_phase(RankPhase.SAVE):
+                self._checkpoints.save()
         if state.finished:
             parts.progress.print_message(f"training is already complete: step {state.step} was the last step")
         else:
@@ -222,10 +246,25 @@ class TrainingLoop:
                     "attempt ran out of GPU memory. The gradients are the same up to rounding."
                 )
 
+    def _exchange_recovered(self) -> Recovery | None:
+        """Exchange the last results of the failed attempt, after the load of an emergency checkpoint."""
+        recovery = self._checkpoints.emergency.recovery
+        if recovery is None:
+            return None
+        try:
+            self._exchange.exchange_again(recovery)
+        except BadStep as bad:
+            self._roll_back(bad)
+            return None
+        return recovery
+
     def _save_and_exit(self) -> NoReturn:
         self._log_step()
         activity.set_phase(RankPhase.SAVE)
         self._checkpoints.save_and_exit()
+
+    def _is_logged(self) -> bool:
+        return self._parts.log.is_logged(self.state.step) or self._checkpoints.due()
 
     def _log_step(self) -> None:
         """Show and log the latest step, regardless of `log_every`."""

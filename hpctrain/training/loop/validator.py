@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hpctrain.errors import UserError
 from hpctrain.records.rank_phase import RankPhase
+from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.components import Components
 from hpctrain.training.data.dataset_adapters import ValidationSet
@@ -43,6 +44,7 @@ class Validator:
         if results is None:
             put_back()
             return False
+        emergency_save.begin_change()
         # `loss` without prefix is the training loss.
         results = {f"val_{name}" if name in state.latest else name: mean for name, mean in results.items()}
         state.validation, state.validated_step = results, state.step
@@ -50,6 +52,7 @@ class Validator:
         parts.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
         parts.callbacks.validation_end(state.step, state.validation)
         parts.end_if_requested()
+        emergency_save.end_change()
         return True
 
     def check_sanity(self) -> None:

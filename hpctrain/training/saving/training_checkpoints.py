@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from torch import nn
 from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
 from hpctrain.rundir import NODE_MTBF_VARIABLE, VERIFIED_STEP_VARIABLE, checkpoint_folder_name
 from hpctrain.runtime.distributed_context import DistributedContext
@@ -24,6 +24,7 @@ from hpctrain.training.observe.loss_guard import read_excluded_steps
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 from hpctrain.training.saving.disk_space_wait import DiskSpaceWait
+from hpctrain.training.saving.emergency_checkpoints import EmergencyCheckpoints
 from hpctrain.training.saving.stop_deadline import (
     FinalSavePlan,
     StopDeadline,
@@ -64,6 +65,8 @@ class TrainingCheckpoints:
             node_mtbf_s=_node_mtbf_s(environ),
             history=history,
         )
+        checked = is_trained({"module": parts.module, "optimizers": None})
+        self.emergency = EmergencyCheckpoints(parts, environ, checked)
         self._manager: CheckpointManager | None = None
         self._prepared = False
         limit = environ.get(VERIFIED_STEP_VARIABLE)
@@ -75,7 +78,7 @@ class TrainingCheckpoints:
                 retention=KEEP_ALL if self._verification else parts.settings.retention,
                 second_tier=None if self._verification else parts.settings.second_tier(environ),
                 records=(run.metrics, run.events),
-                checked=is_trained({"module": parts.module, "optimizers": None}),
+                checked=checked,
             )
             self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints)
 
@@ -85,6 +88,7 @@ class TrainingCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.emergency.close(kind)
         if self._manager is None:
             return
         # All ranks raise these errors together.
@@ -171,6 +175,11 @@ class TrainingCheckpoints:
             return
         self._manager.check()
         begun = time.monotonic()
+        recovery = self.emergency.load(self._resume_limit)
+        if recovery is not None:
+            self._restore(recovery.loaded, begun)
+            self.emergency.restore_buffers(recovery.loaded.step)
+            return
         aside: list[str] = []
         if self._resume_limit is not None:
             # A later rollback may use the checkpoints of this attempt.
@@ -181,11 +190,14 @@ class TrainingCheckpoints:
         if loaded is None:
             refuse_restart_from_zero(self._context, self._manager.folder, broken)
             return
+        self._restore(loaded, begun, [*aside, *broken])
+
+    def _restore(self, loaded: LoadedCheckpoint, begun: float, broken: Sequence[str] = ()) -> None:
         self._state.load(loaded)
         # Imported checkpoints have no random state.
         new_seed = (self._settings.seed, "rank", self._context.ranks.rank, "step", loaded.step)
         rng.resume_rng_state(loaded.rank_state, *new_seed)
-        self._log.write_resumed(loaded.step, loaded.path, time.monotonic() - begun, [*aside, *broken])
+        self._log.write_resumed(loaded.step, loaded.path, time.monotonic() - begun, broken)
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
 
     def finish_pending(self) -> str | None:

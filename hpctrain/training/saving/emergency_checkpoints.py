@@ -1,0 +1,362 @@
+"""Emergency checkpoints: after the failure of a rank, another rank saves the state in memory of its node.
+
+With equal replicas, every rank has the complete state. The exception are the results of the last steps, which
+each rank records in memory that survives its process. The next attempt loads the state, exchanges the
+recorded results again, and continues with the next step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.checkpoint.format.manifest import read_verified
+from hpctrain.checkpoint.io.coordination import RankCoordinator
+from hpctrain.checkpoint.io.loading import LoadedCheckpoint, VerifiedCheckpoint, load
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.tier.local_tier import make_private_folder, tier_folder
+from hpctrain.checkpoint.tier.rank_record import RankRecord, read_record, read_tensors
+from hpctrain.errors import CheckpointError
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.rundir import (
+    ATTEMPT_VARIABLE,
+    EMERGENCY_CHECKPOINT_VARIABLE,
+    VERIFY_STEPS_VARIABLE,
+    RunDir,
+    checkpoint_folder_name,
+    is_metrics,
+    list_checkpoint_steps,
+)
+from hpctrain.runtime.program.emergency_save import emergency_save
+from hpctrain.training.algorithms import Algorithm
+from hpctrain.training.base.metric_accumulator import MetricAccumulator
+from hpctrain.training.components import Components
+from hpctrain.training.data.batch_plan import RankBatch
+from hpctrain.training.module import Module
+from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Result of a step that the failed attempt trained, for a single rank."""
+
+    step: int
+    epoch: int
+    sums: MetricAccumulator
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """State of a failed attempt, loaded by all ranks.
+
+    Attributes:
+        loaded: the state.
+        read_step: last step whose result is part of the state.
+        steps: steps whose results must be exchanged again, in order, until the step of the state.
+        logged_step: last step in `metrics.jsonl`, on rank 0.
+    """
+
+    loaded: LoadedCheckpoint
+    read_step: int
+    steps: list[RecordedStep]
+    logged_step: int
+
+
+class EmergencyCheckpoints:
+    """Emergency checkpoints of a training, for a single rank. See `StateSource`.
+
+    Attributes:
+        read_step: last step whose result this rank has received from all ranks.
+        folder: the folder in the memory of this node.
+        recovery: the state from which this attempt resumed, if it was an emergency checkpoint.
+    """
+
+    def __init__(self, parts: Components, environ: Mapping[str, str], checked: Callable[[str], bool]) -> None:
+        """Check if the training supports emergency checkpoints.
+
+        Args:
+            parts: the training.
+            environ: environment variables.
+            checked: returns True for the keys of tensors that must be finite.
+        """
+        self._parts, self._state, self._context = parts, parts.state, parts.context
+        self._checked = checked
+        self._attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
+        self._request = json.loads(environ.get(EMERGENCY_CHECKPOINT_VARIABLE, "null"))
+        self.problem = emergency_save.problem = self._find_problem(environ)
+        self.read_step = self._first_step = 0
+        self.recovery: Recovery | None = None
+        self._record: RankRecord | None = None
+        self._has_old_files, self._is_loaded, self._recorded_buffers = True, False, False
+        self._trained_versions = 0
+        if parts.log.run is not None:
+            self.folder = tier_folder(_user_folder(), parts.log.run.checkpoints)
+        self._parameters = list(parts.module.parameters())
+        kept = parts.module.state_dict(keep_vars=True).keys()
+        buffers = {name: buffer for name, buffer in parts.module.named_buffers() if name in kept}
+        self._buffer_names, self._buffers = list(buffers), list(buffers.values())
+        self._first_buffers: list[torch.Tensor] = []
+        self._buffer_versions = self._num_values = 0
+        self._buffers_change = False
+
+    def _find_problem(self, environ: Mapping[str, str]) -> str | None:
+        """Return the reason why this training has no emergency checkpoints, or None."""
+        parts, module = self._parts, self._parts.module
+        strategy, state = parts.strategy, parts.state
+        if parts.log.run is None or not emergency_save.is_available or VERIFY_STEPS_VARIABLE in environ:
+            return "hpctrain did not start this process as a rank"
+        if not (self._context.is_distributed and strategy.has_equal_replicas and strategy.has_complete_state):
+            return f"with strategy {parts.settings.strategy!r}, no other rank has the state of a failed rank"
+        algorithm = strategy.algorithm
+        assert algorithm is not None
+        if type(algorithm).state_dict is not Algorithm.state_dict or algorithm.keeps_gradients:
+            return f"algorithm {type(algorithm).__name__} keeps a state on each rank"
+        if self._context.device.type != "cpu":
+            return "the ranks use GPUs"
+        if state.determinism is not None or state.loss_guard.policy == "skip":
+            return "elastic_determinism and on_bad_loss='skip' are not supported"
+        if parts.source.has_position:
+            return "the position in the training data is more than a number of steps"
+        if type(module).on_save_checkpoint is not Module.on_save_checkpoint:
+            return f"{type(module).__name__} defines on_save_checkpoint"
+        if any(type(each).get_extra_state is not nn.Module.get_extra_state for each in module.modules()):
+            return f"{type(module).__name__} has extra state"
+        if not os.access(_SHARED_MEMORY, os.W_OK):
+            return f"{_SHARED_MEMORY} is not writable"
+        return None
+
+    def arm(self) -> None:
+        """Allow emergency checkpoints of the current state."""
+        if self.problem is not None:
+            return
+        if self._record is None:
+            try:
+                make_private_folder(self.folder.parent)
+                make_private_folder(self.folder)
+                path = self._record_path(self._context.ranks.rank, self._attempt)
+                tensors = self._buffers if self._context.ranks.is_main else []
+                self._record = RankRecord(path, tensors)
+            except (OSError, CheckpointError) as error:
+                self.problem = emergency_save.problem = str(error)
+                return
+        self.read_step = self._first_step = self._state.step
+        self._first_buffers = [buffer.clone() for buffer in self._buffers]
+        self._buffer_versions = _sum_versions(self._buffers)
+        self._trained_versions = _sum_versions(self._parameters)
+        emergency_save.arm(self)
+
+    def record_result(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
+        """Record this rank's result of a step, before other ranks can complete the step."""
+        if self._record is None:
+            return
+        self._buffers_change |= _sum_versions(self._buffers) != self._buffer_versions
+        result = {
+            "epoch": rank_batch.epoch,
+            "values": {name: float(value) for name, value in sums.values.items()},
+        }
+        if self._parts.callbacks.ending is not None:
+            result["end"] = self._parts.callbacks.ending
+        self._record.write(rank_batch.step, result, with_tensors=self._buffers_change)
+        self._num_values = len(sums.values)
+
+    def on_step_trained(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
+        """Mark the state as complete after a step."""
+        if self._record is None:
+            return
+        self._trained_versions = _sum_versions(self._parameters)
+        if len(sums.values) != self._num_values:  # such as the norm of the gradients
+            self.record_result(rank_batch, sums)
+        self._num_values = 0
+        emergency_save.end_change()
+        self._remove_old_files()
+
+    def close(self, error: type[BaseException] | None) -> None:
+        """End the emergency checkpoints; keep the record after an error, because other ranks may need it."""
+        if self._record is None:
+            return
+        if error is None or issubclass(error, SystemExit):
+            emergency_save.disarm()
+            self._remove_old_files()
+            self._record.remove()
+            with suppress(OSError):
+                self.folder.rmdir()  # the last rank on the node
+                self.folder.parent.rmdir()
+
+    def describe(self) -> dict[str, Any]:
+        """See `StateSource`."""
+        state = self._state
+        if state.step == 0:
+            return {"why": "it has not completed a step"}
+        if _sum_versions(self._parameters) != self._trained_versions:
+            return {"why": "its parameters were changed between two updates"}
+        trained = state.step > self._first_step
+        changed = trained and not all(map(torch.equal, self._buffers, self._first_buffers))
+        return {"step": state.step, "read": self.read_step, "trained": trained, "buffers_change": changed}
+
+    def save(self) -> dict[str, Any]:
+        """See `StateSource`."""
+        state, tree = self._state, self._state.tree()
+        if state.step == self._first_step:
+            # No result was recorded, and the next step may have changed the buffers.
+            tree["module"].update(zip(self._buffer_names, self._first_buffers, strict=True))
+        store = CheckpointStore(self._state_folder(self._attempt), checked=self._checked)
+        saved = store.save(state.step, tree, {}, verified_step=state.verified_step)
+        store.close()
+        return {"bytes": saved.total_bytes, "path": str(saved.path)}
+
+    def load(self, limit: int | None) -> Recovery | None:
+        """Load the emergency checkpoint of the previous attempt. All ranks must call this.
+
+        Args:
+            limit: the last verified step, if later states may be wrong.
+
+        Returns:
+            None if there is no emergency checkpoint, if it is not usable, or if a checkpoint in the run
+            folder is as new.
+        """
+        run, self.recovery = self._parts.log.run, None
+        request, self._is_loaded = None if self._is_loaded else self._request, True
+        if request is None or run is None or any(self._context.all_gather(self.problem is not None)):
+            return None
+        step, is_main = request["step"], self._context.ranks.is_main
+        own = (_newest_checkpoint(run), _newest_logged_step(run)) if is_main else None
+        newest, logged = self._context.broadcast_from_main(own)
+        if newest >= step or (limit is not None and limit < step):
+            return None
+        # An attempt that had not trained a step has no records.
+        first = min(request["read"], logged, step - 1) + 1 if request["trained"] else step + 1
+        recorded = self._gather_records(request, range(first, step + 1))
+        if isinstance(recorded, str):
+            self._report(step, recorded)
+            return None
+        loaded = self._load_state(step)
+        if loaded is None:
+            self._report(step, "no node has its state")
+            return None
+        self.recovery = Recovery(loaded, request["read"], recorded, logged)
+        return self.recovery
+
+    def restore_buffers(self, step: int) -> None:
+        """Restore rank 0's buffers after the step, if they change. All ranks must call this."""
+        if not (self._request["buffers_change"] or self._recorded_buffers):
+            return
+        if self._context.ranks.is_main:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, read_tensors(self._record_path(0), step, self._buffers))
+        broadcast_buffers(self._parts.module)
+
+    def _gather_records(self, request: Mapping[str, Any], steps: range) -> list[RecordedStep] | str:
+        """Return this rank's share of the results of the failed attempt, or the reason if some are lost."""
+        own: dict[int, dict[int, Any]] = {}
+        if self._context.ranks.local_rank == 0:
+            for rank in range(request["world_size"]):
+                results = read_record(self._record_path(rank))
+                own[rank] = {step: results[step] for step in steps if step in results}
+        gathered = self._context.all_gather(own, "the results of the failed attempt")
+        records = {rank: results for each in gathered for rank, results in each.items() if results}
+        for rank in range(request["world_size"]) if steps else ():
+            if missing := [step for step in steps if step not in records.get(rank, {})]:
+                return f"the result of rank {rank} in step {missing[0]} is lost"
+        if not steps:
+            return []
+        last = steps[-1]
+        self._recorded_buffers = "tensors" in records[0][last]
+        # Rank 0 must read the buffers itself.
+        if not self._context.broadcast_from_main(bool(gathered[0].get(0, {}).get(last))):
+            if request["buffers_change"] or self._recorded_buffers:
+                return "the buffers of rank 0 are lost"
+        elif request["buffers_change"] and not self._recorded_buffers:
+            return "the buffers of rank 0 were not recorded"
+        if reason := next((each[last]["end"] for each in records.values() if "end" in each[last]), None):
+            self._parts.callbacks.end(reason)
+        ranks = self._context.ranks
+        own_ranks = range(ranks.rank, request["world_size"], ranks.world_size)
+        return [
+            _join(
+                step, [records[rank][step] for rank in own_ranks], [each[step] for each in records.values()]
+            )
+            for step in steps
+        ]
+
+    def _load_state(self, step: int) -> LoadedCheckpoint | None:
+        """Load the state from the memory of this node; without it, receive it from another rank."""
+        folder = self._state_folder(self._request["attempt"])
+        path, loaded = folder / checkpoint_folder_name(step), None
+        with suppress(CheckpointError):
+            verified = VerifiedCheckpoint(path, read_verified(path))
+            loaded = load(RankCoordinator(None, 0.0), verified, None)
+        holders = self._context.all_gather(loaded is not None, "the ranks with the state")
+        if not any(holders):
+            return None
+        if not all(holders):
+            src = holders.index(True)
+            content = None if loaded is None else (loaded.state, loaded.verified_step)
+            state, verified_step = self._context.broadcast(content, src, "the state")
+            loaded = loaded or LoadedCheckpoint(step, path, state, None, verified_step)
+        return loaded
+
+    def _state_folder(self, attempt: int) -> Path:
+        return self.folder / f"state-{attempt:03d}"
+
+    def _record_path(self, rank: int, attempt: int | None = None) -> Path:
+        """Return the record of a rank in this attempt, by default in the failed attempt."""
+        attempt = self._request["attempt"] if attempt is None else attempt
+        return self.folder / f"record-{attempt:03d}-{rank:05d}"
+
+    def _remove_old_files(self) -> None:
+        """Remove the emergency checkpoint and the records of earlier attempts from this node."""
+        if self._has_old_files and self._context.ranks.local_rank == 0:
+            kept = f"record-{self._attempt:03d}-"
+            for path in self.folder.iterdir():
+                if not path.name.startswith(kept):
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        self._has_old_files = False
+
+    def _report(self, step: int, reason: str) -> None:
+        self._parts.progress.print_message(
+            f"hpctrain: the emergency checkpoint of step {step} is not used, because {reason}"
+        )
+
+
+def _newest_checkpoint(run: RunDir) -> int:
+    return max(list_checkpoint_steps(run.checkpoints), default=0)
+
+
+def _newest_logged_step(run: RunDir) -> int:
+    record = next(read_last_records(run.metrics, is_metrics), {})
+    return int(record.get("step", 0))
+
+
+def _join(step: int, shares: list[dict[str, Any]], every: list[dict[str, Any]]) -> RecordedStep:
+    """Return the sum of the results of some ranks; zeros if there are none.
+
+    Values that are known only after the exchange of gradients are equal on all ranks. A rank that has not
+    completed the step lacks them.
+    """
+    sums, common = MetricAccumulator(), dict[str, float]()
+    for each in every:
+        common |= each["values"]
+    sums.values = {
+        name: sum((each["values"].get(name, value) for each in shares), 0.0) for name, value in common.items()
+    }
+    return RecordedStep(step, every[0]["epoch"], sums)
+
+
+def _user_folder() -> Path:
+    return _SHARED_MEMORY / f"hpctrain-{os.geteuid()}"
+
+
+def _sum_versions(tensors: list[Any]) -> int:
+    """Return a number that changes if a tensor is changed in place."""
+    return sum(tensor._version for tensor in tensors)

@@ -1,0 +1,98 @@
+"""Kills of ranks at chosen moments: a run repeats at most one step, and has the undisturbed result."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SCRIPTS
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run, assert_undisturbed
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from hpctrain.checkpoint.format.dcp_format import TensorReader
+from hpctrain.checkpoint.io.loading import suppress_single_process_warning
+from hpctrain.files import read_json_lines
+
+LAST_STEP, STEPS_PER_EPOCH = 52, 13
+NUM_RANKS = 4
+SHAPE = ["--backend=local", "--nodes=2", "--ntasks-per-node=2", "--standby-workers=0"]
+MOMENTS = ["data", "forward", "backward", "allreduce", "update", "updated"]
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def run_with_kills(path: Path, kills: list[str], *options: str) -> Run:
+    run = Run(path, {"OMP_NUM_THREADS": "1"})
+    script = str(SCRIPTS / "kill_at_moments.py")
+    run.hpctrain("submit", *SHAPE, *options, f"--run-dir={path}", script, "--kills", *kills)
+    limit_s = 60.0 + 25.0 * (1 + len(kills))
+    result = run.hpctrain("wait", str(path), timeout=limit_s, check=False)
+    assert result.returncode == 0, run.describe()
+    return run
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    return run_with_kills(tmp_path_factory.mktemp("reference") / "run", [])
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_costs_at_most_one_step(reference, tmp_path):
+    """Rank 0 has the only valid running means, and writes the metrics."""
+    kills = ["7:2:forward", "13:1:save", "20:0:allreduce", "26:3:validation", "40:0:update"]
+    check(tmp_path, reference, kills)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(10))
+def test_kills_at_twenty_random_moments(reference, tmp_path, seed):
+    check(tmp_path, reference, choose_kills(random.Random(seed), 20))
+
+
+def choose_kills(chosen: random.Random, count: int) -> list[str]:
+    """Return kills in different steps, in order."""
+    kills = []
+    for step in sorted(chosen.sample(range(2, LAST_STEP + 1), count)):
+        joint = ["save", "validation"] if step % STEPS_PER_EPOCH == 0 else []
+        kills.append(f"{step}:{chosen.randrange(NUM_RANKS)}:{chosen.choice(joint or MOMENTS)}")
+    return kills
+
+
+def check(folder: Path, reference: Run, kills: list[str]) -> None:
+    run = run_with_kills(folder / "run", kills)
+    assert_undisturbed(run, reference)
+    resumed = {event["attempt"]: event["step"] for event in run.events("resumed")}
+    repeated = {kill: completed_step(kill) - resumed.get(attempt, 0) for attempt, kill in enumerate(kills, 1)}
+    assert len(run.dir.attempts()) == len(kills) + 1, run.describe()
+    assert max(repeated.values()) <= 1, f"{repeated}\n{run.describe()}"
+    rows = [record["step"] for record in read_json_lines(run.dir.metrics)]
+    assert sorted(rows) == list(range(1, LAST_STEP + 1))
+    assert_same_weights(run, reference)
+    assert_no_process_left(run.path)
+    assert not list(Path("/dev/shm").glob(f"hpctrain-*/hpctrain-{run.path.name}-*")), "files in memory"
+
+
+def completed_step(kill: str) -> int:
+    """Return the last step that the killed rank had completed."""
+    step, _, moment = kill.split(":")
+    return int(step) - (moment in MOMENTS and moment != "updated")
+
+
+def assert_same_weights(run: Run, reference: Run) -> None:
+    own, expected = final_state(run), final_state(reference)
+    assert own.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(own[key], tensor, rtol=0, atol=0, msg=key)
+
+
+def final_state(run: Run) -> dict[str, torch.Tensor]:
+    """Return the tensors of the last checkpoint, except for the random states."""
+    reader = TensorReader(run.dir.checkpoints / f"step-{LAST_STEP:08d}")
+    tensors = {key: reader.empty(key) for key in reader.keys(["state/"])}
+    with suppress_single_process_warning():
+        dcp_load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
