@@ -107,6 +107,33 @@ def test_spare_node_replaces_a_faulty_one(slurm, reference, tmp_path):
     assert_same_state(run, reference)
 
 
+@pytest.mark.long
+def test_node_named_by_the_witness_is_replaced(slurm, tmp_path):
+    elastic = ["--grain-size", "6"]
+    reference = submit(tmp_path / "reference", {}, ["--backend", "local"], step_s=0.0, further=elastic)
+    assert reference.wait() == 0
+    flip = json.dumps({"rank": 1, "target": "gradient", "seed": 5, "step": 9})
+    shape = ["--nodes", "3", "--gpus-per-node", "1", "--spare-nodes", "1"]
+    run = submit(
+        tmp_path / "run",
+        slurm.env,
+        shape,
+        options=[f"--env={FLIP_BIT_VARIABLE}={flip}"],
+        step_s=0.0,
+        further=[*elastic, "--witness-every", "1"],
+    )
+    assert run.wait() == 0, run.describe()
+    faulty = run.events("started")[0]["hosts"][1]
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["host"], failure["verified_step"]) == ("corruption", faulty, 8)
+    assert "In step 9, " in failure["cause"]
+    (excluded,) = run.events("excluded")
+    assert excluded["hosts"] == [faulty]
+    assert faulty not in run.events("replace")[0]["hosts"]
+    assert_undisturbed(run, reference)
+    assert_same_state(run, reference)
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)

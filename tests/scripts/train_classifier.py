@@ -73,6 +73,8 @@ if __name__ == "__main__":
     parser.add_argument("--algorithm", default="allreduce")
     parser.add_argument("--hang", help="how rank 1 does not come to the eighth step of the first attempt")
     parser.add_argument("--slow-node", help="where a step takes ten times as long")
+    parser.add_argument("--grain-size", type=int, help="with elastic determinism")
+    parser.add_argument("--witness-every", type=int)
     args = parser.parse_args()
     trainer = hpctrain.Trainer(
         max_epochs=args.epochs,
@@ -81,6 +83,9 @@ if __name__ == "__main__":
         seed=1,
         record_samples=True,
         algorithm=args.algorithm,
+        elastic_determinism=args.grain_size is not None,
+        grain_size=args.grain_size,
+        witness_every=args.witness_every,
     )
     data = dataset()
     module = Small(args.step_s, args.dropout, args.slow_attempts, args.hang, args.slow_node)

@@ -464,6 +464,14 @@ def test_same_failure_is_recognized_on_any_rank_and_at_any_address():
     assert History.from_events(failures).consecutive_identical() == 1
 
 
+def test_limit_to_verified_checkpoints_ends_when_the_run_has_resumed():
+    found = {"kind": "failure", "class": "corruption", "rank": 1, "host": "n1", "cause": "x"}
+    events = [found | {"verified_step": 40, "device": "GPU-7"}, {"kind": "started"}]
+    assert History.from_events(events).resume_limit == 40
+    for kind in ("resumed", "checkpoint"):
+        assert History.from_events([*events, {"kind": kind, "step": 40}]).resume_limit is None
+
+
 @pytest.mark.parametrize(
     ("line", "tasks"),
     [

@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import hpctrain
+from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
+from hpctrain.training.determinism import elastic_determinism
 
 pytestmark = pytest.mark.ranks
 
@@ -267,10 +269,30 @@ def test_features_do_not_change_a_bit(tmp_path, feature):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"bucket_cap_mb": 1e-4}, {"micro_batch_size": 24}, {"strategy": "ddp_spawn"}]
+    "settings",
+    [{"bucket_cap_mb": 1e-4}, {"micro_batch_size": 24}, {"strategy": "ddp_spawn"}, {"strategy": "ddp2"}],
 )
 def test_settings_without_an_effect_do_not_change_a_bit(undisturbed, tmp_path, settings):
     assert_same(results(tmp_path / "run", [(2, 12)], **settings), undisturbed)
+
+
+def evaluate() -> tuple[Any, Any]:
+    """Evaluate outside of a training, with random numbers."""
+    trainer = hpctrain.Trainer(
+        max_steps=1, global_batch_size=100, elastic_determinism=True, seed=3, grain_size=8
+    )
+    torch.manual_seed(1)
+    module = OnlyHead()
+    module.predict_step = lambda batch, batch_idx: module(*batch[:2]) + torch.rand(())
+    random_state = torch.get_rng_state()
+    means, outputs = trainer.validate(module, Noisy()), trainer.predict(module, Noisy())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    return means, torch.cat(outputs).tolist()
+
+
+def test_evaluations_outside_of_a_training_have_the_same_bits_on_all_ranks():
+    (alone,) = run_on_ranks(evaluate, world_size=1)
+    assert run_on_ranks(evaluate, world_size=3) == [alone] * 3
 
 
 def train_in_own_loop(run_dir: str, max_steps: int, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -398,6 +420,48 @@ REFUSALS = [
 def test_dependence_on_the_ranks_is_refused(tmp_path, settings, message):
     with pytest.raises(hpctrain.UserError, match=re.escape(message)):
         train(str(tmp_path / "run"), 2, settings)
+
+
+def errors_with_shards(strategy: str) -> list[str]:
+    errors = []
+    for kind in (torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Rprop):
+        module = WithoutRare()
+        module.configure_optimizers = lambda: kind(module.parameters())  # noqa: B023 (called in this pass)
+        trainer = hpctrain.Trainer(max_steps=1, global_batch_size=8, strategy=strategy, checkpoint_every=None)
+        with pytest.raises(hpctrain.UserError) as caught:
+            trainer.fit(module, Noisy())
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_optimizers_that_do_not_support_shards_are_refused(strategy):
+    adafactor, adagrad, rprop = run_on_ranks(errors_with_shards, strategy, world_size=2)[0]
+    assert adafactor.startswith("Adafactor needs complete rows and columns of each parameter, so it cannot")
+    assert adagrad.startswith("Adagrad creates its state before")
+    assert rprop.startswith("Rprop selects elements by conditions")
+
+
+def train_on_mixed_hardware(*arguments: Any) -> None:
+    if os.environ["RANK"] == "1":
+        elastic_determinism.describe_hardware = lambda device: "another CPU"
+    train(*arguments)
+
+
+def test_different_hardware_is_reported_fake_name(tmp_path, capfd):
+    settings = {"witness_every": 1}
+    run_on_ranks(train_on_mixed_hardware, str(tmp_path / "run"), 2, settings, world_size=2)
+    out = capfd.readouterr().out
+    assert "The ranks compute on different hardware" in out, out
+
+
+def test_checkpoint_without_elastic_determinism_is_continued(tmp_path):
+    """A run that did not compare its gradients is verified from its checkpoint on."""
+    trainer = hpctrain.Trainer(max_steps=2, global_batch_size=100, run_dir=tmp_path / "run", seed=3)
+    trainer.fit(Net(), Noisy())
+    run_on_ranks(train, str(tmp_path / "run"), 3, {"witness_every": 5, "validate_every": None}, world_size=2)
+    loaded, _ = CheckpointStore(RunDir(tmp_path / "run").checkpoints).load_newest()
+    assert (loaded.step, loaded.verified_step) == (3, 2)
 
 
 def test_grain_size_without_elastic_determinism_is_refused():

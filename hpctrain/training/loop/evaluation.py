@@ -17,11 +17,12 @@ from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.metric_accumulator import exact_sum
 from hpctrain.training.base.precision import cast_batch, forward_context
-from hpctrain.training.base.rng import derive_seed, seed_all
+from hpctrain.training.base.rng import derive_seed, seed_all, seeded_rng
 from hpctrain.training.base.tensor_tree import map_tensors
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config, to_device
+from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.lightning_module import find_lightning_run
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
 from hpctrain.training.module import Module, as_scalars
@@ -51,15 +52,17 @@ class Evaluation:
         self._data = make_validation_set(
             dataset,
             make_loader_config(settings, context),
-            DataRank(context.ranks.rank, context.ranks.world_size),
+            DataRank(context.ranks.rank, context.ranks.world_size, settings.grain_size),
             context,
             name="dataset",
         )
         self._strategy = strategy(module, context, settings)
+        self._determinism = settings.grain_size and ElasticDeterminism(context, settings.grain_size)
 
     def means(self, method: str, lone_name: str) -> dict[str, float]:
         """Return the mean metrics; see `run_validation`. All ranks must call this."""
-        means = run_validation(self._strategy, self._data, method=method, lone_name=lone_name)
+        with self._exact():
+            means = run_validation(self._strategy, self._data, method=method, lone_name=lone_name)
         assert means is not None  # no stop flag was passed, so it cannot be interrupted
         return means
 
@@ -67,14 +70,29 @@ class Evaluation:
         """Return the outputs of `predict_step` for all batches, in rank order. All ranks must call this."""
         own = []
         strategy, context = self._strategy, self._strategy.context
-        with eval_mode(strategy.module), torch.no_grad(), closing(self._data.batches()) as mine:
+        with (
+            self._exact(),
+            eval_mode(strategy.module),
+            torch.no_grad(),
+            closing(self._data.batches()) as mine,
+        ):
             batches = pad_to_longest(mine, context) if strategy.in_lockstep else mine
-            for output, _, num_held in evaluate_batches(strategy, "predict_step", batches):
+            first = self._data.first_batch() if self._determinism else None
+            for output, _, num_held in evaluate_batches(strategy, "predict_step", batches, first):
                 if num_held:
                     own.append(map_tensors(output, lambda tensor: tensor.cpu()))
         return [
             output for outputs in context.all_gather(own, "the result of predict_step") for output in outputs
         ]
+
+    @contextmanager
+    def _exact(self) -> Iterator[None]:
+        """With `elastic_determinism`, make results independent of the number of ranks in this block."""
+        if not self._determinism:
+            yield
+            return
+        with self._determinism.deterministic_algorithms(), seeded_rng(self._strategy.settings.seed):
+            yield
 
     def finish(self) -> None:
         """Restore the complete module on every rank. All ranks must call this."""

@@ -16,6 +16,13 @@ from hpctrain.torch_compat import all_gather_single
 from hpctrain.training.base.dtensor_parts import is_sharded, local_part
 from hpctrain.training.module import Module
 
+#: Optimizers whose updates are impossible with shards, and the reason.
+_UNSUPPORTED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adafactor: "needs complete rows and columns of each parameter",
+    torch.optim.Adagrad: "creates its state before the parameters are sharded",
+    torch.optim.Rprop: "selects elements by conditions, which torch does not support for shards",
+}
+
 
 class ShardedParameters:
     """DTensor shards of replicated parameters: the rows of this rank, in the same memory.
@@ -37,8 +44,13 @@ class ShardedParameters:
             before_step: callback that completes gradients and assigns the gradients of the parts.
 
         Raises:
-            UserError: the optimizer has already performed steps.
+            UserError: the optimizer has already performed steps, or does not support shards.
         """
+        if reason := _UNSUPPORTED.get(type(optimizer)):
+            raise UserError(
+                f"{type(optimizer).__name__} {reason}, so it cannot be used with strategies that shard "
+                "parameters or optimizer states. Use another optimizer, such as AdamW, or strategy 'ddp'."
+            )
         if optimizer.state:
             raise UserError(
                 f"The {type(optimizer).__name__} returned by configure_optimizers() has already performed "
