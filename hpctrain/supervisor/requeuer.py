@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 #: Maximum time to wait for Slurm to end this process after a requeue: the batch script must not exit first.
 _REQUEUE_LIMIT_S = 60.0
+#: Part of Slurm's answer if the job is ending.
+_ALREADY_ENDING = "already completing"
 #: Time to retry an unreachable controller; the state is already saved.
 _UNREACHABLE_TIMEOUT_S, _PAUSE_S = 3600.0, 5.0
 
@@ -104,6 +106,9 @@ class Requeuer:
                 if self.intent() is JobIntent.YIELD:
                     return Exit(EXIT_CONTINUE)  # Slurm has already taken over.
                 is_requeue = method is ContinuationMethod.REQUEUE
+                if is_requeue and _ALREADY_ENDING in str(error):
+                    # Slurm accepted an earlier request whose answer was lost, or ends the job by itself.
+                    return self._leave_requeued_job(changes)
                 what = "the requeue" if is_requeue else "the submission of a successor job"
                 log.warning("%s failed: %s", what, error)
                 refusals.append(f"{what} failed: {error}")
@@ -118,6 +123,9 @@ class Requeuer:
         """
         if not self.job_control.requeue():
             return Continue()
+        return self._leave_requeued_job(changes)
+
+    def _leave_requeued_job(self, changes: JobChanges) -> Exit:
         self._change(changes)
         self._wait_for_the_end()
         return Exit(EXIT_CONTINUE)

@@ -47,6 +47,10 @@ FOUND_BUGS = {
     "ranks of a killed supervisor survive on a full disk": (5, "disk-full@1.4:20 kill-supervisor@67"),
     "a requeued job excludes a node that it needs": (697, "gpu-fault@74.4:42.8 disk-slow@25.5:7.7"),
     "a lease that is listed late is claimed without a pause": (1250, "start-by-hand@8.1 disk-stale@1:136.2"),
+    "a requeue whose answer is lost fails the run": (
+        451343,
+        "slurm-silent@102.5:179.4 disk-full@140.3:188.6 slurm-lost-answers@361.1:67.7 silence@283.4:5",
+    ),
     "a requeued job trains after another job has completed the run": (
         9,
         "start-by-hand@19.4 preempt@7.6 slurm-silent@129:180",
