@@ -28,17 +28,6 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def seed_step(*parts: object) -> None:
-    """Seed the same generators as `seed_all`, from `parts`, without a wait for a device."""
-    seed = derive_seed(*parts)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
-
-
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
     """Seed the generators for the block, and restore them afterwards."""

@@ -153,7 +153,7 @@ class TrainingLoop:
         own = parts.settings.seed, "rank", parts.context.ranks.rank, "step"
         while True:
             if parts.strategy.has_equal_replicas and state.determinism is None:
-                rng.seed_step(*own, state.step)
+                rng.seed_all(rng.derive_seed(*own, state.step))
             try:
                 yield next(steps)
             except StopIteration:
