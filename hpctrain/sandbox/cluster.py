@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hpctrain.cluster.processes import processes
+from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.sandbox import commands, teardown
 from hpctrain.sandbox.daemons import Daemon, belongs_to_sandbox, daemons
@@ -93,7 +93,16 @@ class Sandbox:
         Slurm detects this after some seconds, and considers the node healthy until then.
         """
         self._slurmd(node)
-        kill_all(lambda process: belongs_to_sandbox(self.plan.folder, process, node), f"node {node}")
+
+        def on_node(process: ProcessInfo) -> bool:
+            return belongs_to_sandbox(self.plan.folder, process, node)
+
+        # Slurm 26.05 overwrites the environment of slurmstepd, the parent of a job's processes.
+        parents = {process.parent for process in processes() if on_node(process)}
+        kill_all(
+            lambda process: on_node(process) or (process.pid in parents and "slurmstepd" in process.argv[0]),
+            f"node {node}",
+        )
 
     def start_node(self, node: str, limit_s: float = 30.0) -> None:
         """Start the slurmd of a node that was killed, and wait until Slurm accepts the node.
