@@ -123,7 +123,7 @@ class Lease:
             if self._claim(held.number + 1 if held else 0):
                 break
             if system.monotonic() > deadline:
-                raise TimeoutError(f"other processes created newer leases for {EXPIRY_S:.0f} s")
+                raise LeaseHeld(held.holder if held else LeaseHolder("unknown (lease not listed)"))
             # Network file systems list a new lease of another host late.
             system.sleep(_CLAIM_PAUSE_S)
         system.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()

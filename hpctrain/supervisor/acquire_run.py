@@ -98,7 +98,7 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
         _lock_run_folder(run, job_control.successors, deaths)
     if state.predecessor is None:
         return register_job(run, spec, job_control.job_id, job_control.successors)
-    if _recorded_end(run) is not None:
+    if recorded_end(run.read_events()) is not None:
         # The previous holder of the lease ended the run in the meantime.
         return Exit(_exit_code(run))
     if state.newest != job_control.job_id:
@@ -109,11 +109,11 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
 
 def _exit_code(run: RunDir) -> int:
     """Return the exit code of an ended run."""
-    return int((_recorded_end(run) or {}).get("exit_code", 0))
+    return int((recorded_end(run.read_events()) or {}).get("exit_code", 0))
 
 
 def _ownership_state(run: RunDir, job_control: JobControl, deaths: int) -> OwnershipState:
-    end, record = _recorded_end(run), read_run_record(run)
+    end, record = recorded_end(run.read_events()), read_run_record(run)
     predecessor = job_control.successors.predecessor if job_control.successors is not None else None
     return OwnershipState(
         job_control.job_id,
@@ -128,13 +128,13 @@ def _ownership_state(run: RunDir, job_control: JobControl, deaths: int) -> Owner
     )
 
 
-def _recorded_end(run: RunDir) -> dict[str, Any] | None:
+def recorded_end(events: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the end of the run since the user's last submission; None if ranks were started afterwards.
 
     A successor may be recorded after the end: the supervisor of a killed batch script submits it in a thread.
     """
     end: dict[str, Any] | None = None
-    for event in run.read_events():
+    for event in events:
         if event["kind"] == "finished":
             end = event
         elif event["kind"] == "started" or (event["kind"] == "submitted" and "after" not in event):

@@ -37,7 +37,7 @@ from hpctrain.records.run_record import RunRecord, summarize_events
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.restart_policy import EndKind, RestartPolicy
-from hpctrain.supervisor.acquire_run import events_since_submission, recorded_successor
+from hpctrain.supervisor.acquire_run import events_since_submission, recorded_end, recorded_successor
 from hpctrain.supervisor.policy.decide import Action, AttemptEnd, RunSituation, decide
 from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
@@ -127,7 +127,7 @@ class World(NamedTuple):
     @property
     def finished(self) -> bool:
         """True if the run is complete."""
-        return (record_of(self.events).finished or {}).get("state") == "COMPLETED"
+        return (recorded_end(event_dicts(self.events)) or {}).get("state") == "COMPLETED"
 
     def training(self) -> list[Job]:
         """Return the jobs that train. A job that lost its lease in a suspension exits at its next renewal."""
@@ -193,7 +193,7 @@ def _supervisor_steps(world: World, job: Job) -> Iterator[Step]:
 
 def _read(world: World, job: Job) -> Iterator[Step]:
     record = record_of(world.events)
-    ended = (record.finished or {}).get("state")
+    ended = (recorded_end(event_dicts(world.events)) or {}).get("state")
     facts = {"newest": record.job_id, "ended": ended, "handover": record.handover is not None}
     facts["newest_after"] = (record.submitted or {}).get("after")
     yield Step("reads the record", world.put(job, pc="claim" if job.predecessor else "find", **facts))
@@ -227,6 +227,7 @@ def _decide(world: World, job: Job, successor: str | None) -> World:
             predecessor=job.predecessor,
             claimed_by=job.claimed_by,
             successor=successor,
+            replaces_supervisor=job.deaths > 0,
         )
     )
     if decision is OwnershipDecision.BEGIN:
@@ -294,7 +295,7 @@ def _link(world: World, job: Job) -> Iterator[Step]:
 
 def _register(world: World, job: Job) -> Iterator[Step]:
     """Record this job as the newest of the run; a manual job first checks the recorded one."""
-    if job.predecessor is not None and record_of(world.events).finished is not None:
+    if job.predecessor is not None and recorded_end(event_dicts(world.events)) is not None:
         yield Step("finds the end of the run", _exit(world, job))
         return
     if job.predecessor is not None:

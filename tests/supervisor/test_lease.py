@@ -69,6 +69,15 @@ def test_names_of_old_leases_are_not_free_again(acquire, run):
     assert run.leases() == [0, 1, 2, 3]
 
 
+def test_lease_that_is_never_listed_counts_as_held(acquire, monkeypatch):
+    """An error of the disk would let this process train without a lease."""
+    acquire("7")
+    monkeypatch.setattr(module, "newest_lease", lambda run: None)
+    monkeypatch.setattr(module, "EXPIRY_S", 0.0)
+    with pytest.raises(LeaseHeld):
+        acquire("8")
+
+
 def test_silent_holder_loses_the_lease(acquire, run):
     acquire("7")
     expire(run)
