@@ -69,7 +69,7 @@ def measure(step: Callable[[], object], rounds: int, steps: int) -> tuple[float,
 @contextmanager
 def installed() -> Iterator[None]:
     before = dict(hooks._global_optimizer_post_hooks), dict(hooks._global_optimizer_pre_hooks)
-    activity.step = 0
+    activity.step = activity.optimizer_steps = 0
     install_step_hook(partial(after_step, ProcessGroupCheck({**os.environ, "WORLD_SIZE": "1"})))
     yield
     for registered, old in zip(

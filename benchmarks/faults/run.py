@@ -42,6 +42,8 @@ PATIENCE_S, LIMIT_S = 60.0, 420.0
 #: Time for which the disk stays full.
 FULL_DISK_S = 6.0
 MAX_ACTIONS = 6
+#: Time from SIGTERM to SIGKILL for preempted and cancelled jobs.
+GRACE_S = 5
 
 
 @dataclass
@@ -255,8 +257,8 @@ def kill_rank(job: Job) -> None:
 
 
 def hang(job: Job) -> None:
-    """SIGSTOP of rank 1."""
-    os.kill(job.pid(1), signal.SIGSTOP)
+    """Rank 1 waits forever in its next step."""
+    (job.folder / f"hang-{job.pid(1)}").touch()
 
 
 def kill_node(job: Job) -> None:
@@ -356,7 +358,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     scores: list[Score] = []
-    cluster = sandbox.up(f"faults-{os.getpid() % 100_000}", nodes=2, gpus_per_node=0)
+    # The training is short, so the time from SIGTERM to SIGKILL is short, too.
+    limits = {"preempt_grace_s": GRACE_S, "settings": [f"KillWait={GRACE_S}"]}
+    cluster = sandbox.up(f"faults-{os.getpid() % 100_000}", nodes=2, gpus_per_node=0, **limits)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             for tool in TOOLS:

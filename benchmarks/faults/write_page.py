@@ -21,7 +21,8 @@ def main() -> None:
             return "not run"
         if score["seconds"] is None:
             return "no result"
-        manual = f", {score['manual_steps']} manual steps" if score["manual_steps"] else ""
+        steps = score["manual_steps"]
+        manual = f", {steps} manual step{'s' if steps > 1 else ''}" if steps else ""
         return f"{'**equal**' if score['equal'] else 'differs'}, {score['extra_seconds']:+.0f} s{manual}"
 
     environment = jinja2.Environment(

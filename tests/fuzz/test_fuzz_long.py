@@ -44,6 +44,10 @@ EXEMPT = {
         "training.loop.step_sync.StepSync.read",
         "training.observe.compute_timer.ComputeTimer._read_sample",
     },
+    "reads private memory that this job has written": {
+        "checkpoint.tier.rank_record.read_record",
+        "checkpoint.tier.rank_record.read_tensors",
+    },
     "returns the content without interpreting it": {
         "authentication.read_secret",
         "checkpoint.tier.node_files.read_small_files",

@@ -13,6 +13,8 @@ import pytest
 import submitit
 from helpers import REPOSITORY
 from helpers.commands import environment, run_command
+from helpers.processes import run_processes
+from helpers.waiting import wait_for
 from submitit.core import plugins
 from submitit.slurm.slurm import _make_sbatch_string
 
@@ -215,3 +217,5 @@ def test_hydra_submits_a_multirun_without_waiting(tmp_path):
     assert run.status().state is RunState.PENDING
     run.cancel()
     assert run.wait_for_end(timeout=60).state is RunState.CANCELLED
+    (array / "go").touch()
+    wait_for(lambda: not run_processes(array), 60, "the end of the job script")

@@ -7,6 +7,8 @@ import os
 import random
 import re
 import signal
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -442,17 +444,19 @@ def test_optimizers_that_do_not_support_shards_are_refused(strategy):
     assert rprop.startswith("Rprop selects elements by conditions")
 
 
-def train_on_mixed_hardware(*arguments: Any) -> None:
+def train_on_mixed_hardware(*arguments: Any) -> str:
+    """Return the messages of this rank."""
     if os.environ["RANK"] == "1":
         elastic_determinism.describe_hardware = lambda device: "another CPU"
-    train(*arguments)
+    with redirect_stdout(StringIO()) as output:
+        train(*arguments)
+    return output.getvalue()
 
 
-def test_different_hardware_is_reported_fake_name(tmp_path, capfd):
+def test_different_hardware_is_reported_fake_name(tmp_path):
     settings = {"witness_every": 1}
-    run_on_ranks(train_on_mixed_hardware, str(tmp_path / "run"), 2, settings, world_size=2)
-    out = capfd.readouterr().out
-    assert "The ranks compute on different hardware" in out, out
+    outputs = run_on_ranks(train_on_mixed_hardware, str(tmp_path / "run"), 2, settings, world_size=2)
+    assert "The ranks compute on different hardware" in outputs[0], outputs
 
 
 def test_checkpoint_without_elastic_determinism_is_continued(tmp_path):
