@@ -51,6 +51,15 @@ def test_a_rank_that_disconnects_is_not_awaited():
     assert ranks.sent[-1] == {"save_state": 0}
 
 
+def test_a_rank_that_disconnects_after_its_answer_does_not_save():
+    ranks = Ranks(0, 1)
+    ranks.request.begin()
+    ranks.report(0, 7, 6)
+    ranks.request.on_disconnect(0)
+    ranks.report(1, 6, 6)
+    assert ranks.sent[-1] == {"save_state": 1}
+
+
 def test_without_a_complete_state_the_ranks_are_released():
     ranks = Ranks(0, 1)
     ranks.request.begin()

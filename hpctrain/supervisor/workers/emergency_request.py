@@ -68,6 +68,7 @@ class EmergencyRequest:
     def on_disconnect(self, rank: int) -> None:
         """Handle the exit of a rank."""
         self._connected.discard(rank)
+        self._states.pop(rank, None)
         if rank == self._saver:
             self._end("the rank that saved the state failed")
         else:
