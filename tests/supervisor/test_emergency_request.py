@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.launch.job_step import EmergencySaveEnded, StepEvent
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers.emergency_request import EmergencyRequest
@@ -110,5 +111,7 @@ def test_history_keeps_the_newest_emergency_checkpoint_until_a_checkpoint_is_as_
     assert History.from_events([saved, {"kind": "checkpoint", "step": 7}]).emergency is None
     assert History.from_events([saved, {"kind": "checkpoint", "step": 6}]).emergency is not None
     assert History.from_events([saved, {"kind": "requeue", "class": "preempted"}]).emergency is None
+    wrong = {**failure, "class": EndKind.CORRUPTION.value, "verified_step": 5}
+    assert History.from_events([saved, wrong, {"kind": "resumed", "step": 5}]).emergency is None
     none = {**saved, "step": None, "reason": "the ranks use GPUs"}
     assert History.from_events([none]).emergency is None
