@@ -61,6 +61,18 @@ def test_a_rank_that_disconnects_after_its_answer_does_not_save():
     assert ranks.sent[-1] == {"save_state": 1}
 
 
+def test_a_rank_without_a_usable_state_is_not_awaited():
+    """Such as a rank on a lost node, in a training on GPUs."""
+    ranks = Ranks()
+    for rank in (0, 1):
+        ranks.request.on_message(rank, {"emergency": {"folder": None, "lost_peer": False}})
+    ranks.request.begin()
+    ranks.request.check()
+    assert ranks.events == []
+    ranks.request.on_message(0, {"frozen_state": {"why": "the ranks use GPUs"}})
+    assert ranks.events == [EmergencySaveEnded({}, "the ranks use GPUs")]
+
+
 def test_without_a_complete_state_the_ranks_are_released():
     ranks = Ranks(0, 1)
     ranks.request.begin()

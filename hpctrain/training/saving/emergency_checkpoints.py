@@ -429,7 +429,7 @@ def _hash(tensors: list[Any]) -> int:
     """Return a hash of the content of tensors."""
     content = xxhash.xxh3_64()
     for tensor in tensors:
-        content.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        content.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return content.intdigest()
 
 
