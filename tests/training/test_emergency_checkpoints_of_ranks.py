@@ -89,7 +89,7 @@ def train(
     emergency_save.is_available = True
     net = net or Net(failed_step)
     data = torch.randn(96, 3, generator=torch.Generator().manual_seed(2))
-    settings |= {"max_steps": LAST_STEP, "global_batch_size": 8, "checkpoint_every": 3, "seed": 4}
+    settings = {"max_steps": LAST_STEP, "global_batch_size": 8, "checkpoint_every": 3, "seed": 4, **settings}
     hpctrain.Trainer(run_dir=folder / "run", gradient_clip_norm=1.0, **settings).fit(net, data)
     return net
 
@@ -191,3 +191,13 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path):
     run_on_ranks(resume_with_public_folder, tmp_path, request)
     run = RunDir(tmp_path / "run")
     assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] == [6]
+
+
+def resume_at_end(folder: Path, request: dict[str, object]) -> list[str]:
+    train(folder, 1, request=json.dumps(request), max_steps=FAILED_STEP - 1)
+    return sorted(map(str, (folder / f"memory-{os.environ['RANK']}").rglob("*")))
+
+
+def test_a_state_of_the_last_step_leaves_no_files(tmp_path):
+    request = run_on_ranks(fail_and_save, tmp_path, 0)[0]
+    assert run_on_ranks(resume_at_end, tmp_path, request) == [[], []]

@@ -66,7 +66,7 @@ class EmergencyRequest:
         if "frozen_state" in message:
             self._states[rank] = message["frozen_state"]
             self.check()
-        elif "saved_state" in message and rank == self._saver:
+        elif "saved_state" in message and rank == self._saver and not self._ended:
             self._on_saved(message["saved_state"])
 
     def on_disconnect(self, rank: int) -> None:

@@ -218,7 +218,8 @@ class EmergencyCheckpoints:
 
     def close(self, error: type[BaseException] | None) -> None:
         """End the emergency checkpoints; keep the record after an error, because other ranks may need it."""
-        if self._record is None:
+        # A recovered training may have no further step.
+        if self._record is None and self.recovery is None:
             return
         if error is None or issubclass(error, SystemExit):
             self._remove_files()
