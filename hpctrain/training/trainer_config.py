@@ -177,6 +177,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     Each checkpoint is compared completely before it is saved. If a rank differs, the run restarts without its
     node. None disables the comparison.
     """
+    emergency_checkpoints: bool = False
+    """True to save the state in memory when another rank fails, with `ddp` on CPUs.
+
+    The random numbers of a step then depend only on seed, rank and step.
+    """
     validate_every: int | Literal["epoch"] | None = "epoch"
     """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation."""
     sanity_val_batches: int = 1

@@ -50,6 +50,20 @@ def test_an_interrupted_write_leaves_no_result(tmp_path):
     assert read_record(tmp_path / "record") == {}
 
 
+def test_a_cleared_record_has_no_results(tmp_path):
+    record = RankRecord(tmp_path / "record", [])
+    record.write(1, {"values": {"loss": 1.0}}, with_tensors=False)
+    record.clear()
+    assert read_record(tmp_path / "record") == {}
+
+
+def test_the_memory_of_a_record_is_reserved(tmp_path):
+    """A write to a sparse file on a full file system would end the process with SIGBUS."""
+    path = tmp_path / "record"
+    RankRecord(path, [torch.zeros(100_000)])
+    assert path.stat().st_blocks * 512 >= path.stat().st_size
+
+
 def test_a_missing_record_has_no_results(tmp_path):
     assert read_record(tmp_path / "record") == {}
     RankRecord(tmp_path / "record", []).remove()

@@ -246,8 +246,7 @@ class Line(hpctrain.Module):
 
 
 data = torch.utils.data.TensorDataset(torch.ones(80, 1))
-# With ddp, the supervisor ends the other rank after it has saved the state.
-hpctrain.Trainer(max_steps=20, global_batch_size=8, seed=1, strategy="zero1").fit(Line(), data)
+hpctrain.Trainer(max_steps=20, global_batch_size=8, seed=1).fit(Line(), data)
 """
 
 

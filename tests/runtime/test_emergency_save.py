@@ -93,6 +93,14 @@ def test_a_change_that_does_not_end_makes_the_state_unusable(armed, monkeypatch)
     save.end_change()
 
 
+def test_a_save_that_does_not_end_is_an_error(armed, monkeypatch):
+    _, save = armed
+    monkeypatch.setattr(module, "_SAVE_LIMIT_S", 0.1)
+    save.handle(0, {"freeze_state": True})
+    with pytest.raises(TimeoutError, match="did not end"):
+        save.begin_change()
+
+
 def test_only_a_lost_peer_delays_the_exit(armed, monkeypatch):
     _, save = armed
     monkeypatch.setattr(module, "_REQUEST_LIMIT_S", 0.1)

@@ -117,6 +117,7 @@ if __name__ == "__main__":
         max_epochs=NUM_EPOCHS,
         global_batch_size=BATCH_SIZE,
         checkpoint_every=13,
+        emergency_checkpoints=True,
         seed=1,
         record_samples=True,
         strategy=args.strategy,

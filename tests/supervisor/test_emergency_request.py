@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.launch.job_step import EmergencySaveEnded, StepEvent
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers.emergency_request import EmergencyRequest
@@ -49,6 +50,27 @@ def test_a_rank_that_disconnects_is_not_awaited():
     ranks.report(0, 6, 6)
     ranks.request.on_disconnect(1)
     assert ranks.sent[-1] == {"save_state": 0}
+
+
+def test_a_rank_that_disconnects_after_its_answer_does_not_save():
+    ranks = Ranks(0, 1)
+    ranks.request.begin()
+    ranks.report(0, 7, 6)
+    ranks.request.on_disconnect(0)
+    ranks.report(1, 6, 6)
+    assert ranks.sent[-1] == {"save_state": 1}
+
+
+def test_a_rank_without_a_usable_state_is_not_awaited():
+    """Such as a rank on a lost node, in a training on GPUs."""
+    ranks = Ranks()
+    for rank in (0, 1):
+        ranks.request.on_message(rank, {"emergency": {"folder": None, "lost_peer": False}})
+    ranks.request.begin()
+    ranks.request.check()
+    assert ranks.events == []
+    ranks.request.on_message(0, {"frozen_state": {"why": "the ranks use GPUs"}})
+    assert ranks.events == [EmergencySaveEnded({}, "the ranks use GPUs")]
 
 
 def test_without_a_complete_state_the_ranks_are_released():
@@ -101,5 +123,7 @@ def test_history_keeps_the_newest_emergency_checkpoint_until_a_checkpoint_is_as_
     assert History.from_events([saved, {"kind": "checkpoint", "step": 7}]).emergency is None
     assert History.from_events([saved, {"kind": "checkpoint", "step": 6}]).emergency is not None
     assert History.from_events([saved, {"kind": "requeue", "class": "preempted"}]).emergency is None
+    wrong = {**failure, "class": EndKind.CORRUPTION.value, "verified_step": 5}
+    assert History.from_events([saved, wrong, {"kind": "resumed", "step": 5}]).emergency is None
     none = {**saved, "step": None, "reason": "the ranks use GPUs"}
     assert History.from_events([none]).emergency is None

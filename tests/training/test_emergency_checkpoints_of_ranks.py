@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 import hpctrain
 from hpctrain.files import read_json_lines
-from hpctrain.rundir import ATTEMPT_VARIABLE, EMERGENCY_CHECKPOINT_VARIABLE, RunDir, list_checkpoint_steps
+from hpctrain.rundir import ATTEMPT_VARIABLE, EMERGENCY_CHECKPOINT_VARIABLE, RunDir
 from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.training.saving import emergency_checkpoints
 
@@ -42,7 +43,35 @@ class Net(hpctrain.Module):
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, LAST_STEP)
 
 
-def train(folder: Path, attempt: int, failed_step: int | None = None, request: str | None = None) -> Net:
+class AveragingNet(Net):
+    """Changes a parameter in its training step, without a trace in its version, like many moving averages."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(FAILED_STEP)
+        self.first, self.average = first, nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx + 1 >= self.first:
+            self.average.data.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+class EndAfter(hpctrain.Callback):
+    """Requests the end of the training after a step that is exchanged immediately, because of its save."""
+
+    def on_step_end(self, trainer, module, metrics):
+        if trainer.step == 6:
+            trainer.end()
+
+
+def train(
+    folder: Path,
+    attempt: int,
+    failed_step: int | None = None,
+    request: str | None = None,
+    net: Net | None = None,
+    **settings: Any,
+) -> Net:
     """Train as a rank of its own node."""
     rank = os.environ["RANK"]
     memory = folder / f"memory-{rank}"
@@ -58,10 +87,11 @@ def train(folder: Path, attempt: int, failed_step: int | None = None, request: s
     if request is not None:
         os.environ[EMERGENCY_CHECKPOINT_VARIABLE] = request
     emergency_save.is_available = True
-    net = Net(failed_step)
+    net = net or Net(failed_step)
     data = torch.randn(96, 3, generator=torch.Generator().manual_seed(2))
-    settings = {"max_steps": LAST_STEP, "global_batch_size": 8, "checkpoint_every": 3, "seed": 4}
-    hpctrain.Trainer(run_dir=folder / "run", gradient_clip_norm=1.0, **settings).fit(net, data)
+    settings = {"max_steps": LAST_STEP, "global_batch_size": 8, "checkpoint_every": 3, "seed": 4, **settings}
+    settings |= {"run_dir": folder / "run", "gradient_clip_norm": 1.0, "emergency_checkpoints": True}
+    hpctrain.Trainer(**settings).fit(net, data)
     return net
 
 
@@ -110,6 +140,12 @@ def test_state_of_one_node_continues_the_training_bit_for_bit(tmp_path, saver):
     assert files == files_1 == []
 
 
+def assert_resumed_from_checkpoint(folder: Path) -> None:
+    """The save of step 6 may not be committed at the failure."""
+    run = RunDir(folder / "run")
+    assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] in ([3], [6])
+
+
 def lose_record(folder: Path, request: dict[str, object]) -> None:
     """Resume without the record of rank 1."""
     if os.environ["RANK"] == "1":
@@ -120,8 +156,53 @@ def lose_record(folder: Path, request: dict[str, object]) -> None:
 
 def test_without_the_record_of_a_rank_the_newest_checkpoint_is_loaded(tmp_path):
     request = run_on_ranks(fail_and_save, tmp_path, 0)[0]
-    run = RunDir(tmp_path / "run")
-    newest = max(list_checkpoint_steps(run.checkpoints))
-    assert newest < request["step"]
     run_on_ranks(lose_record, tmp_path, request)
-    assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] == [newest]
+    assert_resumed_from_checkpoint(tmp_path)
+
+
+def fail_with(folder: Path, net: Net, **settings: Any) -> str:
+    """Fail, and return the reason why the state is not usable."""
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        train(folder, 0, net=net, **settings)
+    answer = emergency_save.handle(int(os.environ["RANK"]), {"freeze_state": True})
+    assert answer is not None
+    return answer["frozen_state"].get("why")
+
+
+@pytest.mark.parametrize("first", [1, FAILED_STEP])
+def test_a_parameter_that_changes_between_updates_makes_the_state_unusable(tmp_path, first):
+    why = "its parameters were changed between two updates"
+    assert run_on_ranks(fail_with, tmp_path, AveragingNet(first)) == [why] * 2
+
+
+def fail_after_request_to_end(folder: Path) -> str:
+    return fail_with(folder, Net(FAILED_STEP), callbacks=[EndAfter()])
+
+
+def test_a_request_to_end_makes_the_state_unusable(tmp_path):
+    """The state does not contain it, so the next attempt would not end."""
+    why = "a callback requested the end of the training"
+    assert run_on_ranks(fail_after_request_to_end, tmp_path) == [why] * 2
+
+
+def resume_with_public_folder(folder: Path, request: dict[str, object]) -> None:
+    if os.environ["RANK"] == "1":
+        (private,) = (folder / "memory-1").iterdir()
+        private.chmod(0o777)
+    train(folder, 1, request=json.dumps(request))
+
+
+def test_a_folder_that_others_can_write_is_not_used(tmp_path):
+    request = run_on_ranks(fail_and_save, tmp_path, 0)[0]
+    run_on_ranks(resume_with_public_folder, tmp_path, request)
+    assert_resumed_from_checkpoint(tmp_path)
+
+
+def resume_at_end(folder: Path, request: dict[str, object]) -> list[str]:
+    train(folder, 1, request=json.dumps(request), max_steps=FAILED_STEP - 1)
+    return sorted(map(str, (folder / f"memory-{os.environ['RANK']}").rglob("*")))
+
+
+def test_a_state_of_the_last_step_leaves_no_files(tmp_path):
+    request = run_on_ranks(fail_and_save, tmp_path, 0)[0]
+    assert run_on_ranks(resume_at_end, tmp_path, request) == [[], []]

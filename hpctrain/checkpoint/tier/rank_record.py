@@ -38,7 +38,7 @@ class RankRecord:
             tensors: CPU tensors to copy with a step if they have changed, such as running means.
 
         Raises:
-            OSError: the file cannot be created.
+            OSError: the file cannot be created, or the file system is full.
         """
         self._path, self._tensors = path, list(tensors)
         self._copy_bytes = sum(_padded(tensor.nbytes) for tensor in tensors)
@@ -46,7 +46,12 @@ class RankRecord:
         fd = own_file(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             os.truncate(fd, size)
+            # Without reserved memory, a write to the mapping could end the process with SIGBUS.
+            os.posix_fallocate(fd, 0, size)
             self._memory = mmap.mmap(fd, size)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         self._copies = [
@@ -67,6 +72,11 @@ class RankRecord:
         memory[start + _HEADER.size : start + _HEADER.size + len(content)] = content
         memory[start + 8 : start + 16] = len(content).to_bytes(8, "little")
         memory[start : start + 8] = step.to_bytes(8, "little")
+
+    def clear(self) -> None:
+        """Remove the results of all steps."""
+        for start in range(0, _NUM_SLOTS * _SLOT_BYTES, _SLOT_BYTES):
+            self._memory[start : start + 8] = b"\0" * 8
 
     def remove(self) -> None:
         """Remove the file."""

@@ -75,9 +75,14 @@ class EmergencySave:
         self.end_change()
 
     def begin_change(self) -> None:
-        """Mark the state as incomplete. Called by the main thread, which waits while the state is saved."""
+        """Mark the state as incomplete. Called by the main thread, which waits while the state is saved.
+
+        Raises:
+            TimeoutError: the save did not end, such as without the supervisor.
+        """
         if self._source is not None and not self._is_changing:
-            self._lock.acquire()
+            if not self._lock.acquire(timeout=_SAVE_LIMIT_S):
+                raise TimeoutError(f"the emergency checkpoint did not end within {_SAVE_LIMIT_S:g} s")
             self._is_changing = True
 
     def end_change(self) -> None:

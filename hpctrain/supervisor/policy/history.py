@@ -112,7 +112,7 @@ class History:
                     crashes.append(past.kind)
                     micro_batch_size = event.get("micro_batch_size", micro_batch_size)
                     if past.kind is EndKind.CORRUPTION:
-                        limit = event.get("verified_step")
+                        limit, emergency = event.get("verified_step"), None
                         device = event.get("device")
                         faulty.append(None if device is None else f"{device} on {past.host}")
                 case "straggler" if event.get("lasting", True):

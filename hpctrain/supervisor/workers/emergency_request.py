@@ -36,6 +36,8 @@ class EmergencyRequest:
         self._send, self._emit = send, emit
         self.folder: str | None = None
         self._connected: set[int] = set()
+        #: Ranks that may have a usable state.
+        self._armed: set[int] = set()
         self._begun_at: float | None = None
         self._frozen_at = 0.0
         self._states: dict[int, dict[str, Any]] = {}
@@ -55,6 +57,8 @@ class EmergencyRequest:
         """Handle a heartbeat or an answer of a rank."""
         if "emergency" in message:
             self._connected.add(rank)
+            has_state = message["emergency"].get("folder") is not None
+            (self._armed.add if has_state else self._armed.discard)(rank)
         state = message.get("emergency") or message.get("frozen_state") or {}
         self.folder = state.get("folder") or self.folder
         if state.get("lost_peer"):
@@ -62,12 +66,14 @@ class EmergencyRequest:
         if "frozen_state" in message:
             self._states[rank] = message["frozen_state"]
             self.check()
-        elif "saved_state" in message and rank == self._saver:
+        elif "saved_state" in message and rank == self._saver and not self._ended:
             self._on_saved(message["saved_state"])
 
     def on_disconnect(self, rank: int) -> None:
         """Handle the exit of a rank."""
         self._connected.discard(rank)
+        self._armed.discard(rank)
+        self._states.pop(rank, None)
         if rank == self._saver:
             self._end("the rank that saved the state failed")
         else:
@@ -77,7 +83,8 @@ class EmergencyRequest:
         """Select the rank that saves, once all ranks have answered or the time limit is over."""
         if self._begun_at is None or self._saver is not None or self._ended:
             return
-        if missing := self._connected - self._states.keys():
+        # Without a usable state, a single answer has the reason.
+        if missing := (self._armed if self._states else self._connected) - self._states.keys():
             if system.monotonic() - self._begun_at < _ANSWER_LIMIT_S:
                 return
             log.warning("no answer from %s about its state", format_ranks(sorted(missing)))

@@ -145,14 +145,14 @@ class TrainingLoop:
             self._exchange.begin()
 
     def _seeded(self, steps: Iterator[StepData]) -> Iterator[StepData]:
-        """Yield `steps`, and seed the random numbers of each step if all replicas are equal.
+        """Yield `steps`, and seed the random numbers of each step if `emergency_checkpoints` is set.
 
         A rank that replaces a failed one can thus continue without its random state.
         """
         parts, state = self._parts, self.state
         own = parts.settings.seed, "rank", parts.context.ranks.rank, "step"
         while True:
-            if parts.strategy.has_equal_replicas and state.determinism is None:
+            if parts.settings.emergency_checkpoints and state.determinism is None:
                 rng.seed_all(rng.derive_seed(*own, state.step))
             try:
                 yield next(steps)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from hpctrain.checkpoint.format.manifest import read_verified
@@ -41,7 +42,8 @@ from hpctrain.training.algorithms import Algorithm
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.module import Module
+from hpctrain.training.module import Module, is_manual
+from hpctrain.training.optim.optimizer_setup import parameters_of
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -103,11 +105,15 @@ class EmergencyCheckpoints:
         if parts.log.run is not None:
             self.folder = tier_folder(_user_folder(), parts.log.run.checkpoints)
         self._parameters = list(parts.module.parameters())
+        updated = {id(each) for optimizer in self._state.optimizers for each in parameters_of(optimizer)}
+        #: Their changes, such as those of a moving average, are not updates.
+        self._frozen = [p for p in self._parameters if id(p) not in updated or not p.requires_grad]
+        self._first_hash = self._frozen_hash = 0
         kept = parts.module.state_dict(keep_vars=True).keys()
         buffers = {name: buffer for name, buffer in parts.module.named_buffers() if name in kept}
         self._buffer_names, self._buffers = list(buffers), list(buffers.values())
         self._first_buffers: list[torch.Tensor] = []
-        self._buffer_versions = self._num_values = 0
+        self._buffer_versions = self._recorded_versions = self._num_values = 0
         self._buffers_change = False
 
     def _find_problem(self, environ: Mapping[str, str]) -> str | None:
@@ -116,12 +122,16 @@ class EmergencyCheckpoints:
         strategy, state = parts.strategy, parts.state
         if parts.log.run is None or not emergency_save.is_available or VERIFY_STEPS_VARIABLE in environ:
             return "hpctrain did not start this process as a rank"
+        if not parts.settings.emergency_checkpoints:
+            return "the setting emergency_checkpoints is False"
         if not (self._context.is_distributed and strategy.has_equal_replicas and strategy.has_complete_state):
             return f"with strategy {parts.settings.strategy!r}, no other rank has the state of a failed rank"
         algorithm = strategy.algorithm
         assert algorithm is not None
         if type(algorithm).state_dict is not Algorithm.state_dict or algorithm.keeps_gradients:
             return f"algorithm {type(algorithm).__name__} keeps a state on each rank"
+        if is_manual(module):
+            return f"{type(module).__name__} updates its parameters itself"
         if self._context.device.type != "cpu":
             return "the ranks use GPUs"
         if state.determinism is not None or state.loss_guard.policy == "skip":
@@ -150,17 +160,41 @@ class EmergencyCheckpoints:
             except (OSError, CheckpointError) as error:
                 self.problem = emergency_save.problem = str(error)
                 return
+        self._record.clear()  # after a rollback, the steps are trained again
         self.read_step = self._first_step = self._state.step
         self._first_buffers = [buffer.clone() for buffer in self._buffers]
         self._buffer_versions = _sum_versions(self._buffers)
         self._trained_versions = _sum_versions(self._parameters)
+        try:
+            self._first_hash, self._frozen_hash = _hash(self._parameters), _hash(self._frozen)
+        except (RuntimeError, TypeError) as error:  # such as tensors without memory
+            self._disarm(f"its parameters cannot be read: {error}")
+            return
         emergency_save.arm(self)
+
+    def _disarm(self, problem: str) -> None:
+        self.problem = emergency_save.problem = problem
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        emergency_save.disarm()
+        self._remove_old_files()
+        if self._record is not None:
+            self._record.remove()
+            self._record = None
+        with suppress(OSError):
+            self.folder.rmdir()  # the last rank on the node
+            self.folder.parent.rmdir()
 
     def record_result(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         """Record this rank's result of a step, before other ranks can complete the step."""
         if self._record is None:
             return
-        self._buffers_change |= _sum_versions(self._buffers) != self._buffer_versions
+        if self._state.step == self._first_step and (change := self._find_change()):
+            self._disarm(change)
+            return
+        self._recorded_versions = _sum_versions(self._buffers)
+        self._buffers_change |= self._recorded_versions != self._buffer_versions
         result = {
             "epoch": rank_batch.epoch,
             "values": {name: float(value) for name, value in sums.values.items()},
@@ -174,6 +208,9 @@ class EmergencyCheckpoints:
         """Mark the state as complete after a step."""
         if self._record is None:
             return
+        if self._num_values and _sum_versions(self._buffers) != self._recorded_versions:
+            self._disarm("its buffers change after the forward passes of a step")
+            return
         self._trained_versions = _sum_versions(self._parameters)
         if len(sums.values) != self._num_values:  # such as the norm of the gradients
             self.record_result(rank_batch, sums)
@@ -183,36 +220,59 @@ class EmergencyCheckpoints:
 
     def close(self, error: type[BaseException] | None) -> None:
         """End the emergency checkpoints; keep the record after an error, because other ranks may need it."""
-        if self._record is None:
+        # A recovered training may have no further step.
+        if self._record is None and self.recovery is None:
             return
         if error is None or issubclass(error, SystemExit):
-            emergency_save.disarm()
-            self._remove_old_files()
-            self._record.remove()
-            with suppress(OSError):
-                self.folder.rmdir()  # the last rank on the node
-                self.folder.parent.rmdir()
+            self._remove_files()
 
     def describe(self) -> dict[str, Any]:
         """See `StateSource`."""
         state = self._state
-        if state.step == 0:
-            return {"why": "it has not completed a step"}
-        if _sum_versions(self._parameters) != self._trained_versions:
-            return {"why": "its parameters were changed between two updates"}
+        if self.problem is not None or state.step == 0:
+            return {"why": self.problem or "it has not completed a step"}
+        if self._parts.callbacks.ending is not None:
+            return {"why": "a callback requested the end of the training"}  # not part of the state
+        if change := self._find_change():
+            return {"why": change}
         trained = state.step > self._first_step
         changed = trained and not all(map(torch.equal, self._buffers, self._first_buffers))
         return {"step": state.step, "read": self.read_step, "trained": trained, "buffers_change": changed}
 
+    def _find_change(self) -> str | None:
+        """Describe a change of parameters between two updates, possibly through `data`, if one is found."""
+        is_first = self._state.step == self._first_step
+        if (
+            _sum_versions(self._parameters) != self._trained_versions
+            or (is_first and _hash(self._parameters) != self._first_hash)
+            or _hash(self._frozen) != self._frozen_hash
+        ):
+            return "its parameters were changed between two updates"
+        return None
+
     def save(self) -> dict[str, Any]:
-        """See `StateSource`."""
+        """See `StateSource`.
+
+        Raises:
+            CheckpointError: the memory is not sufficient, or the state was changed meanwhile.
+        """
         state, tree = self._state, self._state.tree()
+        needed, free = _count_bytes(tree), shutil.disk_usage(self.folder).free
+        if needed > free // 2:  # other programs also need this memory
+            raise CheckpointError(f"the state has {needed} bytes, and {self.folder} has {free} bytes free")
         if state.step == self._first_step:
             # No result was recorded, and the next step may have changed the buffers.
             tree["module"].update(zip(self._buffer_names, self._first_buffers, strict=True))
-        store = CheckpointStore(self._state_folder(self._attempt), checked=self._checked)
-        saved = store.save(state.step, tree, {}, verified_step=state.verified_step)
-        store.close()
+        folder = self._state_folder(self._attempt)
+        try:
+            store = CheckpointStore(folder, checked=self._checked)
+            saved = store.save(state.step, tree, {}, verified_step=state.verified_step)
+            store.close()
+            if change := self._find_change():
+                raise CheckpointError(change)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return {"bytes": saved.total_bytes, "path": str(saved.path)}
 
     def load(self, limit: int | None) -> Recovery | None:
@@ -227,7 +287,9 @@ class EmergencyCheckpoints:
         """
         run, self.recovery = self._parts.log.run, None
         request, self._is_loaded = None if self._is_loaded else self._request, True
-        if request is None or run is None or any(self._context.all_gather(self.problem is not None)):
+        if request is None or run is None:
+            return None
+        if any(self._context.all_gather(self.problem is not None or not self._has_private_folder())):
             return None
         step, is_main = request["step"], self._context.ranks.is_main
         own = (_newest_checkpoint(run), _newest_logged_step(run)) if is_main else None
@@ -246,6 +308,15 @@ class EmergencyCheckpoints:
             return None
         self.recovery = Recovery(loaded, request["read"], recorded, logged)
         return self.recovery
+
+    def _has_private_folder(self) -> bool:
+        """Return true if no other user could write the folder of this node."""
+        try:
+            make_private_folder(self.folder.parent)
+            make_private_folder(self.folder)
+        except (OSError, CheckpointError):
+            return False
+        return True
 
     def restore_buffers(self, step: int) -> None:
         """Restore rank 0's buffers after the step, if they change. All ranks must call this."""
@@ -355,6 +426,23 @@ def _join(step: int, shares: list[dict[str, Any]], every: list[dict[str, Any]]) 
 
 def _user_folder() -> Path:
     return _SHARED_MEMORY / f"hpctrain-{os.geteuid()}"
+
+
+def _hash(tensors: list[Any]) -> int:
+    """Return a hash of the content of tensors."""
+    content = xxhash.xxh3_64()
+    for tensor in tensors:
+        content.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return content.intdigest()
+
+
+def _count_bytes(tree: Any) -> int:
+    """Return the size of the tensors in nested containers."""
+    if isinstance(tree, torch.Tensor):
+        return tree.nbytes
+    if isinstance(tree, Mapping):
+        return sum(map(_count_bytes, tree.values()))
+    return sum(map(_count_bytes, tree)) if isinstance(tree, (list, tuple)) else 0
 
 
 def _sum_versions(tensors: list[Any]) -> int:
