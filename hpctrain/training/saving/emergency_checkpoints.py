@@ -96,7 +96,9 @@ class EmergencyCheckpoints:
         self._checked = checked
         self._attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self._request = json.loads(environ.get(EMERGENCY_CHECKPOINT_VARIABLE, "null"))
-        self.problem = emergency_save.problem = self._find_problem(environ)
+        self.problem = self._find_problem(environ)
+        if parts.settings.emergency_checkpoints:
+            emergency_save.problem = self.problem
         self.read_step = self._first_step = 0
         self.recovery: Recovery | None = None
         self._record: RankRecord | None = None
