@@ -58,3 +58,16 @@ def test_benchmark_runs(name, tmp_path, request):
     results = json.loads(output.read_text())
     assert results
     assert all(math.isfinite(each["value"]) for each in results)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_fault_benchmark_runs(tmp_path, slurm):
+    output = tmp_path / "scores.json"
+    command = [sys.executable, BENCHMARKS / "faults/run.py", "--tools", "hpctrain", "--faults", "resize"]
+    run_command([*command, "--json", output], timeout=290)
+    scores = json.loads(output.read_text())["scores"]
+    assert [(score["fault"], score["equal"], score["samples_lost"]) for score in scores] == [
+        ("none", True, 0),
+        ("resize", True, 0),
+    ]
