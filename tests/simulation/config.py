@@ -53,6 +53,8 @@ _OTHERS = (
     "cancel",
     "requeue",
     "start-by-hand",
+    "steal-lease",
+    "crash-again",
 )
 FAULT_KINDS = (*_SLURM_WINDOWS, *_DISK_WINDOWS, *_RANKS, *_OTHERS, "kill-supervisor", "torn-write")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +14,23 @@ from hpctrain.errors import SchedulerError
 from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
+from hpctrain.supervisor.node_choice import NodeChoice
 from hpctrain.supervisor.policy import job_intent
+from hpctrain.supervisor.policy.history import History
+from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
 Patch = tuple[object, str, Any]
+
+
+def _edit(owner: object, name: str, old: str, new: str) -> Patch:
+    """Return the patch that replaces `old` by `new` in the source of a function."""
+    function: Callable[..., object] = inspect.getattr_static(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{name} does not contain {old!r} once"
+    found: dict[str, Any] = {}
+    module = inspect.getmodule(function)
+    exec(source.replace(old, new), vars(module), found)
+    return owner, name, found[name]
 
 
 def _drop_newest(self: Retention, scores: Any, *_: object) -> set[int]:
@@ -52,4 +69,38 @@ MUTATIONS: dict[str, list[Patch]] = {
         (successor, "_submit_once", _submit_again),
     ],
     "restart an ended run": [(acquire_run, "decide_ownership", _ignore_end)],
+    "a replaced holder keeps its lease": [
+        _edit(lease.Lease, "_renew_once", "newest > self._number and", "newest > self._number + 1 and")
+    ],
+    "the queue is searched only before the first submission": [
+        _edit(
+            successor,
+            "_submit_once",
+            "find_successor(run, job_id, environ) or",
+            "(find_successor(run, job_id, environ) if system.monotonic() < deadline - 24.0 else None) or",
+        )
+    ],
+    "a step saved again is progress": [
+        _edit(History, "from_events", "is None or step > newest", "is None or step >= newest")
+    ],
+    "a spare in use remains a spare": [
+        _edit(NodeChoice, "change", "if host not in hosts and host not in gone", "if host not in gone")
+    ],
+    "unusable standby workers are not ended": [
+        _edit(WorkerGroup, "_start_from_standby", "standby.close()", "pass")
+    ],
+}
+
+#: A seed and faults that show a planted bug; for the others, seeds are searched.
+PLANTED_SEEDS: dict[str, tuple[int, str]] = {
+    "a replaced holder keeps its lease": (36, "steal-lease@27.5:64.7"),
+    "the queue is searched only before the first submission": (
+        1415,
+        (
+            "slurm-lost-answers@1.9:17.3 preempt@25.9:3.7 start-by-hand@130.4:49.9 kill-batch@5.9:146.5 "
+            "crash@8.8 hang@8.5:4"
+        ),
+    ),
+    "a spare in use remains a spare": (3146, "gpu-fault@9.5:1 kill-node@20.3:2"),
+    "unusable standby workers are not ended": (265, "kill-node@7.2 kill-node@251:3"),
 }

@@ -184,6 +184,10 @@ class RankStep:
         self.world.on_resume(self)
         if committed:
             self._log_event("resumed", step=self.base)
+        if self.world.crashes_again:
+            if committed:
+                self._log_event("checkpoint", step=self.base, path=str(self.run.checkpoint(self.base)))
+            self.later(0.5, 2.0, lambda: self.fail(self.ranks[0], "ValueError", "bad value again"))
         self.later(0.5, 2.0, self._begin)
 
     def _begin(self) -> None:

@@ -130,6 +130,7 @@ def _link(source: Any, target: Any, **more: Any) -> None:
         _disk.created(target)
         moment = EPOCH + Scheduler.current.now
         os.utime(target, (moment, moment))
+        Scheduler.current.world.on_link(os.fspath(target))
     else:
         _REAL["link"](source, target, **more)
 

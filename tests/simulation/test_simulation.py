@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from simulation.config import Fault
-from simulation.mutations import MUTATIONS
+from simulation.mutations import MUTATIONS, PLANTED_SEEDS
 from simulation.simulate import SeedResult, command_of, run_seed, shrink, simulated_supervisor
 
 # A killed process does not close its files.
@@ -91,8 +91,19 @@ def test_a_failure_is_shrunk_to_the_faults_that_cause_it():
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("bug", MUTATIONS)
+@pytest.mark.parametrize("bug", [bug for bug in MUTATIONS if bug not in PLANTED_SEEDS])
 def test_planted_bug_is_found(bug):
     with ExitStack() as stack:
         plant(stack, bug)
         assert first_failure(range(_MUTATION_SEEDS)) is not None
+
+
+@pytest.mark.parametrize("bug", PLANTED_SEEDS)
+def test_planted_bug_is_found_by_its_seed(bug):
+    seed, words = PLANTED_SEEDS[bug]
+    faults = [Fault.parse(text) for text in words.split()]
+    with ExitStack() as stack:
+        plant(stack, bug)
+        found = run_seed(seed, faults)
+    assert found.violation is not None
+    assert run_seed(seed, faults).violation is None

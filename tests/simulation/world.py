@@ -7,10 +7,12 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.records.lease import RENEW_INTERVAL_S, LeaseHolder
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.supervisor import main as supervisor_main
@@ -18,7 +20,7 @@ from hpctrain.supervisor.job_control.slurm import start_soon
 from simulation import simulated_system as system
 from simulation.config import Fault, SimConfig
 from simulation.rank_step import HeartbeatServer, RankStep, SimRank
-from simulation.scheduler import EPOCH, Scheduler, Violation
+from simulation.scheduler import EPOCH, Scheduler, SimProcess, Violation
 from simulation.simulated_disk import SimDisk, use_disk
 from simulation.simulated_slurm import Job, SimPopen, SimSlurm
 
@@ -46,7 +48,7 @@ class World:
         self.committed: list[tuple[int, int]] = []
         """Step and attempt of each commit."""
         self.has_trained = False
-        self.user_cancelled = False
+        self.user_cancelled = self.crashes_again = False
         self._jobs_after: dict[str, set[str]] = {}
         self._steps: list[RankStep] = []
 
@@ -155,6 +157,10 @@ class World:
                 running[0].batch.supervisor.paused_until = self.scheduler.now + fault.value
             case "cancel":
                 self._cancel()
+            case "steal-lease" if running and running[0].batch is not None:
+                self._steal_lease(running[0].batch.supervisor)
+            case "crash-again":
+                self.crashes_again = True
             case "start-by-hand" if running:
                 self.slurm.submit(is_by_hand=True)
             case "requeue" if step is not None:
@@ -179,6 +185,30 @@ class World:
                 rank.is_hung = rank.is_silent = True
             case "lost-report":
                 step.report_is_lost = True
+
+    def _steal_lease(self, holder: SimProcess) -> None:
+        """Create a newer lease, as another job does that considers the holder dead."""
+        numbers = self.run.leases()
+        if not numbers or self._lease_process(numbers[-1]) is not holder:
+            return
+        newer, moment = self.run.lease(numbers[-1] + 1), system.time()
+        newer.write_bytes(LeaseHolder("99").text())
+        os.utime(newer, (moment, moment))
+        excused = {"pause-supervisor", *(f.kind for f in self.faults if f.kind.startswith("disk-"))}
+
+        def check() -> None:
+            if not holder.killed and excused.isdisjoint(fault.kind for fault in self.faults):
+                self.fail(f"{holder.name} has lost its lease, but does not exit")
+
+        self.scheduler.call_later(2 * RENEW_INTERVAL_S, check)
+
+    def _lease_process(self, number: int) -> SimProcess | None:
+        """Return the process that holds a lease; None if it has ended or released the lease."""
+        with suppress(OSError, ValueError):
+            holder = json.loads(self.run.lease(number).read_bytes())
+            processes = [each for each in self.scheduler.processes if each.pid == holder["pid"]]
+            return next((each for each in processes if not holder["released"] and not each.killed), None)
+        return None
 
     def _cancel(self) -> None:
         """Cancel the run as `hpctrain cancel` does."""
@@ -214,7 +244,24 @@ class World:
         if rank is step.ranks[-1] and not step.is_standby and not step.is_check:
             self.on_attempt_start(step)
 
+    def on_link(self, path: str) -> None:
+        """Check a new lease: with a reachable Slurm and disk, its previous holder has ended."""
+        lease = Path(path)
+        if lease.parent.name != "lease" or self.slurm.windows or self.disk.windows:
+            return
+        if (holder := self._lease_process(int(lease.name) - 1)) not in (None, self.scheduler.process):
+            self.fail(f"a lease is claimed although {holder.name} holds it")
+
     def on_attempt_start(self, step: RankStep) -> None:
+        for other in self._steps:
+            if other is step or other.popen.owner is not step.popen.owner or other.is_check:
+                continue
+            if other.attempt == step.attempt and other.is_launched and not other.is_standby:
+                self.fail(f"attempt {step.attempt} starts twice")
+            if other.attempt <= step.attempt and other.is_standby and any(r.is_alive for r in other.ranks):
+                self.fail(f"attempt {step.attempt} starts beside standby workers for attempt {other.attempt}")
+        if len({*step.hosts}) < len(step.hosts):
+            self.fail(f"attempt {step.attempt} uses a node twice: {step.hosts}")
         others = [other for other in self._steps if other.attempt != step.attempt and other.trains]
         if others:
             self.fail(f"attempt {step.attempt} starts while attempt {others[0].attempt} is alive")
@@ -236,6 +283,11 @@ class World:
         restarted = any(other.is_by_hand for other in self.slurm.jobs)
         if not restarted and (finished := self._finished_before(issued_at)) is not None:
             self.fail(f"job {job.name} is {what}, although the run is {finished}")
+        alike = [other.name for other in self.slurm.jobs if other.argv == job.argv and other.is_active]
+        # Slurm may execute or list a submission late.
+        is_late = any(fault in ("slow", "stale") for fault, _, _ in self.slurm.windows)
+        if what == "submitted" and len(alike) > 1 and not is_late:
+            self.fail(f"jobs {alike} have the same predecessor")
 
     def _finished_before(self, moment: float) -> str | None:
         for event in self.run.read_events():
@@ -288,6 +340,11 @@ class World:
             self.fail("the run is CANCELLED, but not by the user")
         if state == "FAILED" and not (record.finished or {}).get("cause"):
             self.fail("the run is FAILED without a cause")
+        evicted = last.final in ("PREEMPTED", "NODE_FAIL") and self.config.spec.resume_mode != "requeue"
+        code = last.batch.supervisor.code if last.batch is not None else None
+        evicted = evicted and not self.user_cancelled and not self.disk.windows
+        if state is None and evicted and code == EXIT_CONTINUE:
+            self.fail(f"job {last.name} exits to be continued, but no job continues the run")
         if self._must_complete() and state != "COMPLETED":
             self.fail(f"with at most one survivable fault, the run ended as {self.outcome}")
 
