@@ -43,7 +43,10 @@ class Line(hpctrain.Module):
         time.sleep(0.02)
         print("in step", self.calls, "x" * 200)
         if int(os.environ.get("RANK", 0)) == 0:
-            if action := self.actions.get(str(self.calls)):
+            action = self.actions.get(str(self.calls))
+            if action in ("hide", "wreck") and not self.has_recorded_checkpoint:
+                self.actions[str(self.calls + 1)] = action  # a slow disk still writes the first checkpoint
+            elif action:
                 getattr(self, action)()
             if self.filler.exists():
                 self.fill()  # with the space that a failed save has released
@@ -52,6 +55,10 @@ class Line(hpctrain.Module):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @property
+    def has_recorded_checkpoint(self) -> bool:
+        return any(event["kind"] == "checkpoint" for event in self.run.read_events())
 
     @property
     def filler(self) -> Path:
@@ -79,9 +86,6 @@ class Line(hpctrain.Module):
         self.filler.unlink()
 
     def hide(self) -> None:
-        deadline = time.monotonic() + 30  # a slow disk may still write the first checkpoint
-        while not any(self.run.checkpoints.glob("step-*/manifest.json")) and time.monotonic() < deadline:
-            time.sleep(0.01)
         self.run.checkpoints.rename(self.run.path / "elsewhere")
 
     def protect(self) -> None:
