@@ -216,7 +216,7 @@ def register_job(
         elif jobs is not None:
             _refuse_second(run, jobs)
             if _ended_while_queued(run, job_id, jobs):
-                return Exit(0)
+                return Exit(_exit_code(run))
         record_manual_submission(run, spec, job_id)
         return Continue()
     ends = [event for event in events if event["kind"] == "finished"]
@@ -269,31 +269,34 @@ def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
 
 
 def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
-    """Return true if the run completed while this job waited in the queue.
+    """Return true if the run completed while this job waited in the queue, or failed after its requeue.
 
-    A cancellation applies to jobs submitted earlier; a run that failed in that time continues.
+    A cancellation applies to jobs submitted earlier; a run that failed continues in a manually submitted job.
 
     Raises:
         NotInJob: the run was cancelled in that time.
     """
     finished = read_run_record(run).finished or _unrecorded_cancellation(run)
-    if finished.get("state") not in ("COMPLETED", "CANCELLED"):
-        return False
-    # Slurm may have requeued a recorded job.
     recorded = [event for event in run.read_events() if event["kind"] == "submitted"]
     submitted = next((float(event["time"]) for event in recorded if event["job_id"] == job_id), None)
-    if submitted is None and (submitted := jobs.submitted_at()) is None:
-        return False
+    match finished.get("state"):
+        case "COMPLETED" | "CANCELLED":
+            submitted = jobs.submitted_at() if submitted is None else submitted
+        case "FAILED" if submitted is not None:
+            # Slurm replaces the submission time of a requeued job by the time of the requeue.
+            submitted = jobs.submitted_at()
+        case _:
+            return False
     # Slurm truncates the submission time to seconds; the run may have ended earlier in that second.
-    if submitted + 1.0 > float(finished["time"]):
+    if submitted is None or submitted + 1.0 > float(finished["time"]):
         return False
-    if finished["state"] == "COMPLETED":
-        print(f"The run completed after job {job_id} was submitted, so this job exits.")
-        return True
-    raise NotInJob(
-        f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this job "
-        "exits. To continue the run, submit the script again."
-    )
+    if finished["state"] == "CANCELLED":
+        raise NotInJob(
+            f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this "
+            "job exits. To continue the run, submit the script again."
+        )
+    print(f"The run {finished['state'].lower()} after job {job_id} was submitted, so this job exits.")
+    return True
 
 
 def _unrecorded_cancellation(run: RunDir) -> dict[str, Any]:

@@ -237,7 +237,7 @@ class SimSlurm:
         job.state, job.final, job.is_requeued = "COMPLETING", state, requeue
         self.scheduler.trace("end job", job.name, state, requeue)
         if requeue:
-            job.restarts += 1
+            job.restarts, job.submitted = job.restarts + 1, self.scheduler.now
         if reason:
             job.was_requeued_by_slurm |= requeue
             host = job.nodes[0]
@@ -403,7 +403,7 @@ class SimSlurm:
         if job.state == "RUNNING":
             self.end_job(job, "REQUEUED", requeue=True)
         else:
-            job.restarts += 1
+            job.restarts, job.submitted = job.restarts + 1, self.scheduler.now
             job.state, job.eligible = "PENDING", self.scheduler.now + _HOLD_S
             self._schedule_soon()
         return ""

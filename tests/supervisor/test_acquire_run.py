@@ -83,6 +83,15 @@ def test_manual_job_submitted_before_the_end_starts_nothing(run, spec, state):
     assert list(run.read_events()) == before
 
 
+def test_job_requeued_before_the_failure_of_another_exits_with_its_code(run, spec):
+    run.log_event("submitted", 0, job_id="8", backend="slurm", by_hand=True)
+    run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
+    assert register_job(run, spec, "7", other_jobs(submitted_at=time.time() - 5)) == Exit(4)
+    assert newest_job(run) == "8"
+    # The user requeued it after the failure.
+    assert register_job(run, spec, "7", other_jobs(submitted_at=time.time() + 5)) == Continue()
+
+
 def test_run_with_an_unrecorded_cancellation_is_cancelled(run, spec):
     run.cancel_request.touch()
     submitted = time.time() - 5
