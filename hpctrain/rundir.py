@@ -16,6 +16,7 @@ from hpctrain.files import IsValid, append_json_line, make_folder, read_json_lin
 EventKind = Literal[
     "submitted",
     "started",
+    "startup",
     "resumed",
     "checkpoint",
     "emergency_checkpoint",

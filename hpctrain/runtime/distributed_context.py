@@ -26,6 +26,8 @@ from hpctrain.errors import RendezvousError, Unauthenticated
 from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
 from hpctrain.runtime.rendezvous.signed_store import SignedStore
+from hpctrain.runtime.startup_times import startup_times
+from hpctrain.telemetry.startup_parts import StartupPart
 
 #: Time limit for the start of all ranks, which may import torch from a cold shared file system.
 JOIN_TIMEOUT_S = 300.0
@@ -105,6 +107,7 @@ def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> Distrib
         RendezvousError: not all peers arrived within `JOIN_TIMEOUT_S`, or some were unreachable.
         Unauthenticated: a peer did not prove the secret of the run.
     """
+    startup_times.end(StartupPart.IMPORTS)
     if ranks.world_size == 1:
         return DistributedContext(ranks, choose_device(ranks, environ), None)
     if dist.is_initialized():
@@ -113,6 +116,7 @@ def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> Distrib
         device = _initialize(ranks, environ)
         atexit.register(shut_down_process_group)
     messages.prove_world(read_secret(environ), partial(_describe_store, environ))
+    startup_times.end(StartupPart.GROUP)
     control = messages.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     return DistributedContext(ranks, device, control)
 
@@ -154,6 +158,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
         prefix = f"hpctrain/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store = SignedStore.wrap(tcp_store, environ)
         assignment = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
+        startup_times.end(StartupPart.STORE)
         with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
         if assignment.gpus_are_shared and ranks.is_main:
             print(

@@ -26,6 +26,7 @@ from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
+from hpctrain.runtime.startup_times import startup_times
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
 from hpctrain.runtime.supervisor_connection import Connection, Message
@@ -42,8 +43,10 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         started_with: the environment before the script started.
     """
     stop = {"stop": True} if agreed_stop.signal else {}
+    startup = startup_times.report()
     return {
         **stop,
+        **({} if startup is None else {"startup": startup}),
         "emergency": emergency_save.heartbeat(),
         "phase": activity.phase,
         "step": activity.step,

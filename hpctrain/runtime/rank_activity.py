@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hpctrain.records.rank_phase import RankPhase
+from hpctrain.runtime.startup_times import startup_times
+from hpctrain.telemetry.startup_parts import StartupPart
 
 
 class RankActivity:
@@ -46,6 +48,8 @@ class RankActivity:
 
     def step_done(self) -> None:
         """Count a completed step."""
+        if not self.step:
+            startup_times.end(StartupPart.STEP)
         self.step += 1
         self.progress_count += 1
 

@@ -50,6 +50,7 @@ from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
+from hpctrain.runtime.startup_times import startup_times
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import (
     STOP_SIGNALS,
@@ -70,6 +71,7 @@ from hpctrain.runtime.supervisor_connection import (
     start_heartbeat,
 )
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped
+from hpctrain.telemetry.startup_parts import StartupPart
 
 #: Exit codes of a script after a stop signal. 0 may mean complete or stopped; a complete script exits
 #: immediately when restarted.
@@ -83,6 +85,7 @@ def main(argv: list[str]) -> NoReturn:
 
     A preceding word selects the environment of the ranks: Slurm, or a torchrun agent.
     """
+    startup_times.end(StartupPart.INTERPRETER)
     *environment, words = argv
     ignore_signals_at_exit()
     exit_on_stop_signal()
@@ -113,6 +116,7 @@ def main(argv: list[str]) -> NoReturn:
     if (binding := bind_cpus(ranks, os.environ)) is not None:
         print(f"hpctrain: {binding.message}", flush=True)
     argument: object = None
+    startup_times.end(StartupPart.WORKER)
     try:
         _run_program(program, relay, step_log, group_check)
     except CommandFailed as failed:

@@ -81,7 +81,10 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
             return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJobControl(spec), grace).run()
         job = SlurmJobControl(run, spec, environ)
         try:
-            supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace)
+            # Slurm 22.05 does not set the variable. A restarted supervisor continues the job later.
+            started = environ.get("SLURM_JOB_START_TIME", "") if not deaths else ""
+            job_started_at = float(started) if started.isdecimal() else None
+            supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace, job_started_at)
             system.handle_signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
             return supervisor.run(deaths)
         finally:

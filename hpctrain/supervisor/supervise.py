@@ -66,10 +66,11 @@ class Supervisor:
         launcher: Launcher,
         job_control: JobControl,
         grace: Mapping[str, str] | None = None,
+        job_started_at: float | None = None,
     ) -> None:
         self._run, self._spec, self._launcher, self._job_control = run, spec, launcher, job_control
         self._events: system.SimpleQueue[StepEvent] = system.SimpleQueue()
-        self._worker_group = WorkerGroup(run, spec, launcher)
+        self._worker_group = WorkerGroup(run, spec, launcher, job_started_at)
         self._attempt_runner = AttemptRunner(
             run, spec, launcher, job_control, self._events, self._worker_group, grace or {}
         )

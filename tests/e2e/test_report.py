@@ -42,7 +42,9 @@ def wait_for_new_steps(run: Run, attempt: int) -> None:
 def expected_shares(events: list[dict]) -> dict[str, float]:
     """Return the seconds between the events that begin and end a share."""
     shares = {"queued": 0.0, "restarting": 0.0, "loading": 0.0}
-    transitions = [event for event in events if event["kind"] not in ("checkpoint", "straggler", "seen")]
+    transitions = [
+        event for event in events if event["kind"] not in ("startup", "checkpoint", "straggler", "seen")
+    ]
     for event, successor in pairwise(transitions):
         seconds = successor["time"] - event["time"]
         if event["kind"] == "resumed":

@@ -69,6 +69,8 @@ def check_preemption(slurm, shape: list[str], reference: Run, tmp_path) -> None:
     stop = run.events("signal")[0]
     assert stop["signal"] == "SIGTERM"
     assert run.events("resumed")[0]["step"] == stop["step"] < LAST_STEP
+    parts = {"launch", "interpreter", "worker", "imports", "store", "process group", "set-up", "first step"}
+    assert parts <= run.events("startup")[0]["parts"].keys()
     assert_undisturbed(run, reference)
     assert_no_process_left(run.path)
 

@@ -43,6 +43,7 @@ from hpctrain.telemetry.report import (
     run_data,
     run_results,
 )
+from hpctrain.telemetry.startup_parts import StartupDurations
 from hpctrain.training.observe import loss_guard
 
 RUN = RunDir(FOLDER / "run")
@@ -236,6 +237,14 @@ PARSERS = [
         [json.dumps(bit_flip.BitFlip(1).as_record())],
         (KeyError, TypeError, ValueError, OverflowError),
         lambda text: bit_flip.BitFlip.from_record(files.parse_json_line(text, FOLDER) or {}),
+    ),
+    Parser(
+        StartupDurations.from_event,
+        [
+            '{"seconds": 3.0, "parts": {"launch": {"median": 1, "max": 2, "host": "n1"}}, '
+            '"slowest_nodes": {"n1": {"launch": 2}}}'
+        ],
+        call=lambda text: StartupDurations.from_event(files.parse_json_line(text, FOLDER) or {}),
     ),
     Parser(failure_files._read, [json.dumps(RANK_FAILURE)], call=with_file(RUN.failure(0, 0), read_failures)),
     Parser(

@@ -413,3 +413,18 @@ def test_faulty_nodes_are_listed_first(tmp_path):
     assert timeline.hosts[0].name == "n150"
     assert [point.kind for point in timeline.hosts[0].points] == ["fault"]
     assert len(timeline.hosts) + len(timeline.more_hosts) + timeline.hosts_omitted == 200
+
+
+def test_start_of_each_attempt_is_shown_by_part_and_node(tmp_path):
+    parts = {
+        "launch": {"median": 1.0, "max": 2.5, "host": "n2"},
+        "imports": {"median": 4.0, "max": 4.0, "host": "n1"},
+    }
+    nodes = {"n2": {"launch": 2.5, "imports": 4.0}, "n1": {"launch": 1.0, "imports": 4.0}}
+    history = started_run(0).after(7, "startup", seconds=6.5, parts=parts, slowest_nodes=nodes)
+    facts = facts_of(write_run(tmp_path / "run", history.steps(1, 5, every=1)))
+    page = render_run_page(facts)
+    assert "Attempt 0: 6.5 s" in page
+    assert '<td>launch</td><td class="n">1.0 s</td><td class="n">2.5 s</td><td>n2</td>' in page
+    assert '<tr><td>n1</td><td class="n">1.0 s</td><td class="n">4.0 s</td></tr>' in page
+    assert json_report(facts)["attempts"][0]["startup"]["parts"]["launch"]["max"] == 2.5

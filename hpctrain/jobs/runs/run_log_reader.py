@@ -10,6 +10,7 @@ from hpctrain.jobs.runs.error_report import details, report_failure
 from hpctrain.jobs.runs.rank_logs import RankLogReader
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import RunDir, is_event
+from hpctrain.telemetry.startup_parts import StartupDurations
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ def describe_event(event: dict[str, Any]) -> str | None:
         case "started":
             size = f"world size {event.get('world_size')}, nodes {event.get('nodes')}"
             return f"attempt {attempt}: starting, {size}"
+        case "startup":
+            durations = StartupDurations.from_event(event)
+            return None if durations is None else f"attempt {attempt}: {durations.describe()}"
         case "resumed":
             damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
             return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"

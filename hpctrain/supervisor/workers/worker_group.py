@@ -23,6 +23,7 @@ from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 from hpctrain.supervisor.workers.standby_workers import StandbyWorkers
+from hpctrain.supervisor.workers.startup_record import StartupRecord
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +35,18 @@ class WorkerGroup:
     alternately from one thread; another thread receives messages.
     """
 
-    def __init__(self, run: RunDir, spec: JobSpec, launcher: Launcher) -> None:
+    def __init__(
+        self, run: RunDir, spec: JobSpec, launcher: Launcher, job_started_at: float | None = None
+    ) -> None:
         self._run, self._spec, self._launcher = run, spec, launcher
+        #: Start of the job, in seconds since the epoch, until its first attempt; None if unknown.
+        self._job_started_at = job_started_at
         self._server: HeartbeatServer
         self._limits = PhaseLimits(spec.hang_timeout_s, _read_phase_durations(run))
         self._lock = system.Lock()
         self._attempt = -1
         self._monitor: RankMonitor | None = None
+        self._startup: StartupRecord
         self._standby: StandbyWorkers | None = None
         self._standby_variables: Callable[[int], Mapping[str, str]] | None = None
         self._imported_at: float | None = None
@@ -81,6 +87,13 @@ class WorkerGroup:
             emit: receives events.
         """
         spec, hosts = self._spec, list(self._launcher.hosts)
+        world_size = len(hosts) * spec.ntasks_per_node
+
+        def host_of(rank: int) -> str:
+            return hosts[rank // spec.ntasks_per_node]
+
+        startup = StartupRecord(self._run, attempt, world_size, host_of, self._job_started_at)
+        self._job_started_at = None
         known = {**met_at, **variables(attempt)}
         step = self._start_from_standby(attempt, hosts, known, emit)
         if step is None:
@@ -93,11 +106,12 @@ class WorkerGroup:
             partial(self._server.send, attempt),
             emit,
             self._limits,
-            lambda rank: hosts[rank // spec.ntasks_per_node],
-            len(hosts) * spec.ntasks_per_node,
+            host_of,
+            world_size,
         )
         with self._lock:
-            self._attempt, self._monitor, self._standby_variables = attempt, monitor, variables
+            self._attempt, self._monitor, self._startup = attempt, monitor, startup
+            self._standby_variables = variables
             self._imported_at, self._standby_started = None, False
         return step
 
@@ -122,9 +136,10 @@ class WorkerGroup:
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         """Pass a message to the attempt's monitor or standby workers. See `HeartbeatHandler`."""
         with self._lock:
-            monitor = self._monitor if attempt == self._attempt else None
+            monitor, startup = (self._monitor if attempt == self._attempt else None), self._startup
             standby = self._standby if self._standby and self._standby.attempt == attempt else None
         if monitor is not None:
+            startup.on_message(rank, message)
             monitor.on_message(rank, message)
         elif standby is not None:
             standby.on_message(rank, message)

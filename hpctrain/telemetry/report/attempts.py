@@ -9,6 +9,7 @@ from typing import Any
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.accounting.timeline_events import microseconds
+from hpctrain.telemetry.startup_parts import StartupDurations
 
 VANISHED_CAUSE = "the job was killed; cause unknown"
 CANCELLED = "cancelled; the job ended before its supervisor recorded the cancellation"
@@ -23,6 +24,7 @@ class Attempt:
     hosts: list[str] = field(default_factory=list)
     nodes: int | None = None
     world_size: int | None = None
+    startup: StartupDurations | None = None
     resumed_step: int | None = None
     """The step of the loaded checkpoint."""
     first_step: int | None = None
@@ -90,6 +92,8 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
         attempts.append(_started(event, time, len(attempts)))
     elif last is None:
         return
+    elif kind == "startup":
+        last.startup = StartupDurations.from_event(event)
     elif kind == "resumed":
         last.resumed_step = _whole(event.get("step"))
     elif kind == "failure" and event.get("rank") is not None:

@@ -26,6 +26,7 @@ from hpctrain.telemetry.report.summary import (
     summarize,
 )
 from hpctrain.telemetry.report.timeline import WIDTH, build_timeline
+from hpctrain.telemetry.startup_parts import PART_TEXT, StartupDurations, StartupPart
 from hpctrain.text import (
     NOTHING,
     format_clock,
@@ -75,6 +76,7 @@ def render_run_page(run_data: RunData, *, live_s: int | None = None) -> str:
         has_stops=any(one.end == "stop" for one in run_data.attempts),
         ledger=time_breakdown_rows(run_data.breakdown),
         wall=format_duration(run_data.breakdown.wall_us / 1e6),
+        startups=[_startup(one.number, one.startup) for one in attempts if one.startup is not None],
         attempts=[_attempt(one) for one in attempts],
         attempts_omitted=len(run_data.attempts) - len(attempts),
         heats=heats,
@@ -299,6 +301,29 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "log": attempt.log if attempt.end == "failure" else None,
         "then": describe_follow_up(attempt),
         "cost": describe_attempt_cost(attempt),
+    }
+
+
+def _startup(attempt: int, startup: StartupDurations) -> dict[str, Any]:
+    """Return the parts of an attempt's start, and a row per node."""
+    return {
+        "attempt": attempt,
+        "seconds": format_duration(startup.seconds),
+        "parts": [
+            {
+                "name": name,
+                "median": format_duration(part.median),
+                "max": format_duration(part.max),
+                "host": part.host or "",
+                "meaning": PART_TEXT[StartupPart(name)],
+            }
+            for name, part in startup.parts.items()
+        ],
+        "names": [name for name in startup.parts if name != StartupPart.JOB],
+        "nodes": [
+            (host, {name: format_duration(seconds) for name, seconds in spent.items()})
+            for host, spent in startup.slowest_nodes.items()
+        ],
     }
 
 

@@ -12,6 +12,8 @@ import torch
 
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.startup_times import startup_times
+from hpctrain.telemetry.startup_parts import StartupPart
 
 T = TypeVar("T")
 
@@ -73,6 +75,8 @@ class StepTimer:
         iterator = iter(batches)
         while True:
             activity.set_phase(RankPhase.DATA)
+            if not activity.step:
+                startup_times.end(StartupPart.SETUP)
             begun = time.perf_counter()
             try:
                 batch = next(iterator)
@@ -80,6 +84,8 @@ class StepTimer:
                 return
             seconds = time.perf_counter() - begun
             activity.set_phase(RankPhase.STEP)
+            if not activity.step:
+                startup_times.end(StartupPart.DATA)
             activity.data_s += seconds
             if not self._on_gpu or torch.cuda.current_stream(self._device).query():
                 self._data_wait_s += seconds

@@ -1,0 +1,107 @@
+"""Parts of the start of an attempt, and their durations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from hpctrain.telemetry.accounting.timeline_events import is_finite
+from hpctrain.text import format_duration
+
+
+class StartupPart(StrEnum):
+    """A part of the start of an attempt. Each part begins at the end of the part before it."""
+
+    JOB = "job"
+    LAUNCH = "launch"
+    INTERPRETER = "interpreter"
+    WORKER = "worker"
+    IMPORTS = "imports"
+    STORE = "store"
+    GROUP = "process group"
+    SETUP = "set-up"
+    DATA = "first batch"
+    STEP = "first step"
+
+
+#: Description of each part, for the report.
+PART_TEXT = {
+    StartupPart.JOB: "Slurm's prolog, the batch script and the supervisor",
+    StartupPart.LAUNCH: "srun, until the process of the rank exists",
+    StartupPart.INTERPRETER: "the start of Python",
+    StartupPart.WORKER: "hpctrain, until the first line of the script",
+    StartupPart.IMPORTS: "the script, until the training starts",
+    StartupPart.STORE: "the connection to the store, and the choice of a device",
+    StartupPart.GROUP: "the process group",
+    StartupPart.SETUP: "the model, and the state of a checkpoint",
+    StartupPart.DATA: "the first batch",
+    StartupPart.STEP: "the first step; without a Trainer, everything from the first line of the script",
+}
+
+
+@dataclass(frozen=True)
+class PartDuration:
+    """Seconds of a part: the median of the ranks, and the slowest rank with its host."""
+
+    median: float
+    max: float
+    host: str | None = None
+
+
+@dataclass(frozen=True)
+class StartupDurations:
+    """The start of an attempt."""
+
+    seconds: float
+    """Time from the start of the attempt to the end of the first step, on the slowest rank."""
+    parts: dict[str, PartDuration]
+    """By name of the part, in order."""
+    slowest_nodes: dict[str, dict[str, float]]
+    """Seconds of each part on the slowest nodes: the maximum of their ranks."""
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any]) -> Self | None:
+        """Return the durations in a `startup` event; None if it is damaged."""
+        seconds, parts, nodes = (event.get(name) for name in ("seconds", "parts", "slowest_nodes"))
+        if not (is_finite(seconds) and isinstance(parts, dict) and isinstance(nodes, dict)):
+            return None
+        found: dict[str, PartDuration] = {}
+        for name in filter(parts.__contains__, StartupPart):
+            part = parts[name] if isinstance(parts[name], dict) else {}
+            if not (is_finite(part.get("median")) and is_finite(part.get("max"))):
+                return None
+            found[name.value] = PartDuration(part["median"], part["max"], part.get("host"))
+        rows = {str(host): row for host, row in nodes.items() if isinstance(row, dict)}
+        if not all(is_finite(value) for row in rows.values() for value in row.values()):
+            return None
+        return cls(float(seconds), found, rows)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the event."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Describe the start in one line: its duration, and the longest parts."""
+        inside = [name for name in self.parts if name != StartupPart.JOB]
+        longest = sorted(inside, key=lambda name: -self.parts[name].max)[:3]
+        shown = ", ".join(f"{name} {format_duration(self.parts[name].max)}" for name in longest)
+        return f"the first step ended {format_duration(self.seconds)} after the start ({shown})"
+
+
+def durations_s(begun: float, ends: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each part of a rank's start.
+
+    Parts of a standby worker may have ended before the attempt began. They took no time of the attempt.
+
+    Args:
+        begun: start of the attempt, in seconds since the epoch.
+        ends: end of each part, in seconds since the epoch.
+    """
+    spent: dict[str, float] = {}
+    for part in StartupPart:
+        if part in ends:
+            end = max(begun, ends[part])
+            spent[part.value], begun = round(end - begun, 3), end
+    return spent

@@ -1,0 +1,77 @@
+"""The record of an attempt's start, from the messages of its ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain import system
+from hpctrain.jobs.runs.run_log_reader import describe_event
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.workers.startup_record import StartupRecord
+from hpctrain.telemetry.startup_parts import StartupDurations, StartupPart, durations_s
+
+PARTS = [part.value for part in StartupPart if part is not StartupPart.JOB]
+
+
+@pytest.fixture
+def start_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(system, "time", lambda: 1000.0)
+    run = RunDir(tmp_path)
+
+    def start(world_size=4, job_started_at=None):
+        return run, StartupRecord(run, 0, world_size, lambda rank: f"n{rank // 2 + 1}", job_started_at)
+
+    return start
+
+
+def startup_message(*seconds, begun=1000.0):
+    """Return the message of a rank whose parts took these times."""
+    ends, end = {}, begun
+    for part, duration in zip(PARTS, seconds, strict=False):
+        ends[part] = end = end + duration
+    return {"startup": ends}
+
+
+def test_event_names_the_slowest_node_of_each_part(start_record):
+    run, record = start_record(job_started_at=993.5)
+    for rank in range(3):
+        record.on_message(rank, startup_message(1, 1, 1, 4, 1, 1, 1, 1, 1))
+    assert not list(run.read_events())
+    record.on_message(3, startup_message(3, 1, 1, 4, 1, 1, 1, 1, 1))
+    (event,) = run.read_events()
+    assert event["seconds"] == 14
+    assert event["parts"]["job"] == {"median": 6.5, "max": 6.5, "host": None}
+    assert event["parts"]["launch"] == {"median": 1, "max": 3, "host": "n2"}
+    assert list(event["parts"]) == list(StartupPart)
+    assert list(event["slowest_nodes"]) == ["n2", "n1"]
+    assert event["slowest_nodes"]["n2"]["launch"] == 3
+    line = "attempt 0: the first step ended 14.0 s after the start (imports 4.0 s, launch 3.0 s, "
+    assert describe_event(event).startswith(line)
+
+
+def test_each_rank_counts_once(start_record):
+    run, record = start_record(world_size=2)
+    record.on_message(0, startup_message(1))
+    record.on_message(0, startup_message(5))
+    record.on_message(0, {"beats": 1})
+    assert not list(run.read_events())
+
+
+def test_parts_that_ended_before_the_attempt_took_no_time():
+    ends = {"launch": 900.0, "interpreter": 901.0, "imports": 1002.0, "first step": 1002.5}
+    assert durations_s(1000.0, ends) == {"launch": 0, "interpreter": 0, "imports": 2, "first step": 0.5}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"seconds": "1", "parts": {}, "slowest_nodes": {}},
+        {"seconds": 1.0, "parts": {"launch": {"median": 1.0}}, "slowest_nodes": {}},
+        {"seconds": 1.0, "parts": {"launch": 1}, "slowest_nodes": {}},
+        {"seconds": 1.0, "parts": {}, "slowest_nodes": {"n1": {"launch": None}}},
+    ],
+)
+def test_damaged_event_is_not_shown(event):
+    assert StartupDurations.from_event(event) is None
+    assert describe_event({"kind": "startup", "attempt": 0, **event}) is None
