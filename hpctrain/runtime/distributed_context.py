@@ -26,8 +26,8 @@ from hpctrain.errors import RendezvousError, Unauthenticated
 from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
 from hpctrain.runtime.rendezvous.signed_store import SignedStore
-from hpctrain.runtime.startup_times import startup_times
 from hpctrain.telemetry.startup_parts import StartupPart
+from hpctrain.telemetry.startup_times import startup_times
 
 #: Time limit for the start of all ranks, which may import torch from a cold shared file system.
 JOIN_TIMEOUT_S = 300.0

@@ -26,11 +26,11 @@ from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
-from hpctrain.runtime.startup_times import startup_times
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
 from hpctrain.runtime.supervisor_connection import Connection, Message
 from hpctrain.telemetry.sampling.nvml import GpuReader
+from hpctrain.telemetry.startup_times import startup_times
 
 #: Modules whose frames between the user's code and a wait are skipped in the reported position.
 _LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")

@@ -50,7 +50,6 @@ from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
-from hpctrain.runtime.startup_times import startup_times
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import (
     STOP_SIGNALS,
@@ -72,6 +71,7 @@ from hpctrain.runtime.supervisor_connection import (
 )
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped
 from hpctrain.telemetry.startup_parts import StartupPart
+from hpctrain.telemetry.startup_times import startup_times
 
 #: Exit codes of a script after a stop signal. 0 may mean complete or stopped; a complete script exits
 #: immediately when restarted.

@@ -241,8 +241,10 @@ PARSERS = [
     Parser(
         StartupDurations.from_event,
         [
-            '{"seconds": 3.0, "parts": {"launch": {"median": 1, "max": 2, "host": "n1"}}, '
-            '"slowest_nodes": {"n1": {"launch": 2}}}'
+            (
+                '{"seconds": 3.0, "parts": {"launch": {"median": 1, "max": 2, "host": "n1"}}, '
+                '"slowest_nodes": {"n1": {"launch": 2}}}'
+            )
         ],
         call=lambda text: StartupDurations.from_event(files.parse_json_line(text, FOLDER) or {}),
     ),
