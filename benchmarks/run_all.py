@@ -57,6 +57,7 @@ SECTIONS = (
     Section("Node lists", "hostlist"),
     Section("Ranks", "detect"),
     Section("Listing 1,000 runs", "status"),
+    Section("Calls to Slurm", "slurm_rpcs", "--seconds 60"),
     Section("Report of a large run", "report", "--rounds 2"),
     Section("Measuring and logging", "telemetry", "--pairs 4"),
     Section("Measuring a node", "sampler", "--seconds 30"),

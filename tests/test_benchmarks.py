@@ -25,6 +25,7 @@ OPTIONS = {
     "report": "--steps 2000 --nodes 2 --rounds 1",
     "restart": "--rounds 1",
     "sampler": "--seconds 1",
+    "slurm_rpcs": "--seconds 5",
     "status": "--rounds 1",
     "step_hook": "--rounds 2",
     "step_overhead": "--rounds 1 --steps 40",
@@ -33,7 +34,7 @@ OPTIONS = {
     "telemetry": "--pairs 1 --stretch 0.5 --steps-ms 1",
 }
 FAST = ("cli_startup", "data_fetch", "detect", "report")
-NEEDS_SLURM = ("hostlist", "preemption", "status", "submit")
+NEEDS_SLURM = ("hostlist", "preemption", "slurm_rpcs", "status", "submit")
 
 
 def is_long(name: str) -> list[pytest.MarkDecorator]:
