@@ -32,6 +32,17 @@ class Result:
             return True
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
+    def format_range(self) -> str:
+        if self.lowest is None or self.highest is None:
+            return ""
+        return f"{format_figure(self.lowest)} to {format_figure(self.highest)}"
+
+    def format_limit(self) -> str:
+        if self.limit is None:
+            return ""
+        bound = "at least " if self.at_least else ""
+        return f"{bound}{format_figure(self.limit)}{'' if self.is_met else ' (not met)'}"
+
 
 def format_figure(value: float) -> str:
     """Format a number with three significant digits."""
@@ -78,15 +89,9 @@ class Results:
         """Print the results, write them, and exit."""
         width = max(len(result.name) for result in self._results)
         for result in self._results:
-            span = limit = ""
-            if result.lowest is not None and result.highest is not None:
-                span = f"{format_figure(result.lowest)} to {format_figure(result.highest)}"
-            if result.limit is not None:
-                bound = "at least" if result.at_least else "limit"
-                limit = f"{bound} {format_figure(result.limit)}{'' if result.is_met else ', not met'}"
-            print(
-                f"{result.name:{width}}  {format_figure(result.value):>8} {result.unit:12} {span:20} {limit}"
-            )
+            figure, limit = format_figure(result.value), result.format_limit()
+            limit = limit and f"limit: {limit}"
+            print(f"{result.name:{width}}  {figure:>8} {result.unit:12} {result.format_range():20} {limit}")
         if self._options.json is not None:
             results = [asdict(result) for result in self._results]
             self._options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -153,18 +153,11 @@ def write_section(section: Section, found: dict[str, Any], results: list[Result]
     lines = ["", f"## {section.title}", "", summary, ""]
     lines += ["| result | figure | range | limit | before |", "|---|---|---|---|---|"]
     for result in results:
-        span = limit = ""
-        if result.lowest is not None and result.highest is not None:
-            span = f"{format_figure(result.lowest)} to {format_figure(result.highest)}"
-        if result.limit is not None:
-            bound = "at least " if result.at_least else ""
-            limit = f"{bound}{format_figure(result.limit)}{'' if result.is_met else ' (not met)'}"
         old = found["before"].get(result.name)
         before = "" if old is None else format_figure(old)
         name = result.name.replace("|", "\\|")
-        lines.append(
-            f"| {name} | {format_figure(result.value)} {result.unit} | {span} | {limit} | {before} |"
-        )
+        figure, limit = f"{format_figure(result.value)} {result.unit}", result.format_limit()
+        lines.append(f"| {name} | {figure} | {result.format_range()} | {limit} | {before} |")
     lines += ["", *method, ""] if method else [""]
     script = f"`benchmarks/{section.name}.py {section.options}`".replace(" `", "`")
     lines.append(

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
-from hpctrain.cli.common import echo_json, json_option, open_run, run_argument, runs_dir_option, short_path
+from hpctrain.cli.common import (
+    DefaultGroup,
+    echo_json,
+    echo_table,
+    json_option,
+    open_run,
+    run_argument,
+    runs_dir_option,
+    short_path,
+)
 from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
 from hpctrain.rundir import RunDir
 from hpctrain.text import format_number, format_size, format_time
@@ -18,16 +27,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.listing import BestMetric, CheckpointInfo
 
 
-class _ListByDefault(click.Group):
-    """A group that lists checkpoints if the first word is not a subcommand."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group("checkpoints", cls=_ListByDefault)
+@click.group("checkpoints", cls=DefaultGroup, default="list")
 def command() -> None:
     """List the checkpoints of a run, export weights from a checkpoint, or import a checkpoint file.
 
@@ -233,10 +233,7 @@ def _print_table(
     rows += [_as_row(one, verify=verify) for one in found]
     if not any(row[6] for row in rows[1:]):
         rows = [(*row[:6], *row[7:]) for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-        click.echo("  ".join([*cells, row[-1]]).rstrip())
+    echo_table(rows, str.rjust)
     for one in found:
         for problem in one.problems:
             click.echo(f"step {one.step}: {problem}", err=True)

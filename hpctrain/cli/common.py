@@ -1,4 +1,4 @@
-"""Shared parts of the commands: the argument RUN, `--json`, and the summary of a run."""
+"""Shared parts of the commands: arguments, output, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,30 @@ runs_dir_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
+class DefaultGroup(click.Group):
+    """A group that runs the subcommand `default` if the first word is not a subcommand."""
+
+    def __init__(self, *args: Any, default: str, **attrs: Any) -> None:
+        super().__init__(*args, **attrs)
+        self._default = default
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = [self._default, *args]
+        return super().parse_args(ctx, args)
+
+
+def parse_pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
+    """Parse the values NAME=VALUE of an option; the last value of a name takes precedence."""
+    found = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{text!r} is not of the form {param.metavar}.")
+        found[name] = value
+    return found
+
+
 def run_argument(function: _Function) -> _Function:
     """Add the argument RUN and the option `--runs-dir` to a command."""
     return click.argument("run", metavar="RUN")(runs_dir_option(function))
@@ -52,6 +76,13 @@ def open_run(run: str, runs_dir: Path) -> Run:
 def echo_json(document: Any) -> None:
     """Print a JSON document."""
     click.echo(json_text(document))
+
+
+def echo_table(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.ljust) -> None:
+    """Print rows in columns. The last column is always aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join([*map(justify, row[:-1], widths), row[-1]]).rstrip())
 
 
 def json_text(document: Any, default: Callable[[Any], object] | None = None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.common import echo_json, json_option, open_run, runs_dir_option
+from hpctrain.cli.common import echo_json, echo_table, json_option, open_run, runs_dir_option
 from hpctrain.text import NOTHING, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ def command(runs_dir: Path, as_json: bool, array: str | None, sort: str | None, 
     rows = [_row(status, time.time()) for status in found]
     if sys.stdout.isatty():
         rows.insert(0, _HEADER)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        click.echo("  ".join(cells).rstrip())
+    echo_table(rows)
 
 
 def _print_results(found: list[RunStatus], sort: str | None, *, reverse: bool, as_json: bool) -> None:

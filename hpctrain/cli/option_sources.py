@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import click
-
-from hpctrain.cli.common import echo_json, short_path
+from hpctrain.cli.common import echo_json, echo_table, short_path
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
 from hpctrain.jobs.options.table import all_options
 
@@ -20,9 +18,7 @@ def print_option_sources(settings: ResolvedOptions, *, as_json: bool) -> None:
         return
     lines = [("option", "value", "source")]
     lines += [(row["option"], _written(row), _place(row)) for row in rows if _is_set(row)]
-    widths = [max(len(line[i]) for line in lines) for i in (0, 1)]
-    for option, value, source in lines:
-        click.echo(f"{option:<{widths[0]}}  {value:<{widths[1]}}  {source}".rstrip())
+    echo_table(lines)
 
 
 def _rows(settings: ResolvedOptions) -> list[dict[str, Any]]:

@@ -7,9 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from hpctrain.cli.common import one_line
+from hpctrain.cli.common import echo_table, one_line
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import varying_hparams
@@ -83,10 +81,7 @@ def echo_rows(rows: Sequence[ResultRow], names: Sequence[str] = ()) -> None:
             own = results.best
             cells += [format_number(own.value), format_count(own.step)] if own else [NOTHING, NOTHING]
         lines.append(cells)
-    lines = [[one_line(cell) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    echo_table([[one_line(cell) for cell in line] for line in lines])
 
 
 def _text(value: object) -> str:

@@ -18,8 +18,10 @@ from hpctrain.cli.common import (
     runs_dir_option,
     short_path,
 )
-from hpctrain.telemetry.report.run_results import describe_results, read_results
-from hpctrain.text import format_number
+from hpctrain.text import format_number, format_size
+
+#: A larger `metrics.jsonl` is only read for `--json`, because reading it takes a second or more.
+_MAX_METRICS_BYTES = 50_000_000
 
 
 @click.command("status")
@@ -30,16 +32,21 @@ from hpctrain.text import format_number
 def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bool) -> None:
     """Show the state of RUN, with its progress, newest checkpoint and failure. Without RUN, list all runs.
 
-    For a job array, show the number of tasks in each state. To show one task, use RUN/task-3.
+    For a job array, show the number of tasks in each state. To show one task, use RUN/task-3. If RUN has more
+    than 50 MB of metrics, only --json shows the best value.
     """
     if run is None:
         from hpctrain.cli.list import command as list_command
 
         context.invoke(list_command, runs_dir=runs_dir, as_json=as_json)
         return
+    from hpctrain.telemetry.report.run_results import describe_results, read_results
+
     found = open_run(run, runs_dir)
-    status = found.status()
-    results = None if status.tasks is not None else read_results(found.dir)
+    status, metrics = found.status(), found.dir.metrics
+    size = metrics.stat().st_size if metrics.exists() else 0
+    with_metrics = as_json or size <= _MAX_METRICS_BYTES
+    results = None if status.tasks is not None else read_results(found.dir, with_metrics=with_metrics)
     if as_json:
         echo_json(asdict(status) | (asdict(results) if results else {}))
         return
@@ -54,6 +61,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "nodes": status.nodes,
         "step": describe_progress(status),
         "loss": None if status.loss is None else format_number(status.loss),
+        "best": None if with_metrics else f"not computed: {format_size(size)} of metrics (use --json)",
         **{name: one_line(text) for name, text in (describe_results(results) if results else {}).items()},
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
         "not saved": status.not_saved,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.common import echo_json, json_option, program_name, run_reference, short_path
+from hpctrain.cli.common import echo_json, json_option, parse_pairs, program_name, run_reference, short_path
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.extra_directives import explain_foreign
 from hpctrain.jobs.options.option import Option
@@ -87,7 +87,7 @@ def _click_option(option: Option) -> click.Option:
         names = [option.name, *(f"{name}/--no-{name[2:]}" for name in names[1:])]
         return SubmitOption(names, default=None, help=text)
     if option.kind.pairs:
-        callback = {"sbatch": _directives, "env": _variables}.get(option.name, _pairs)
+        callback = {"sbatch": _directives, "env": _variables}.get(option.name, parse_pairs)
         return SubmitOption(
             names,
             multiple=True,
@@ -106,17 +106,6 @@ def _click_option(option: Option) -> click.Option:
     return SubmitOption(names, metavar=option.metavar, help=text)
 
 
-def _pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
-    """Parse KEY=VALUE; the last value of a key takes precedence."""
-    pairs = {}
-    for value in values:
-        key, equals, rest = value.partition("=")
-        if not key or not equals:
-            raise click.BadParameter(f"{value!r} is not of the form KEY=VALUE.")
-        pairs[key] = rest
-    return pairs
-
-
 def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
     """Parse NAME=VALUE, or NAME for its value in the current environment."""
     given = {name: os.environ.get(name) for name in values if name and "=" not in name}
@@ -126,13 +115,13 @@ def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]
             f"{name!r} is not set in the environment of this shell. Export this variable, or use --env "
             "NAME=VALUE."
         )
-    return _pairs(ctx, param, [f"{text}={given[text]}" if text in given else text for text in values])
+    return parse_pairs(ctx, param, [f"{text}={given[text]}" if text in given else text for text in values])
 
 
 def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
     """Parse KEY=VALUE, or KEY for a flag; leading dashes are removed."""
     named = [value.lstrip("-") for value in values]
-    return _pairs(ctx, param, [value if "=" in value else f"{value}=" for value in named])
+    return parse_pairs(ctx, param, [value if "=" in value else f"{value}=" for value in named])
 
 
 @click.command(

@@ -13,10 +13,12 @@ import click
 
 from hpctrain.cli import submit
 from hpctrain.cli.common import (
+    DefaultGroup,
     echo_json,
     json_option,
     one_line,
     open_run,
+    parse_pairs,
     program_name,
     run_argument,
     run_reference,
@@ -38,15 +40,6 @@ if TYPE_CHECKING:
     from hpctrain.jobs.runs.run import Run
 
 
-class _SubmitByDefault(click.Group):
-    """A group that submits a sweep if the first word is not a subcommand."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["submit", *args]
-        return super().parse_args(ctx, args)
-
-
 class _SweepSubmitCommand(submit.SubmitCommand):
     """The options of `submit` also apply, but its help lists them."""
 
@@ -54,7 +47,7 @@ class _SweepSubmitCommand(submit.SubmitCommand):
         click.Command.format_options(self, ctx, formatter)
 
 
-@click.group("sweep", cls=_SubmitByDefault)
+@click.group("sweep", cls=DefaultGroup, default="submit")
 def command() -> None:
     """Submit a script with many hyper-parameters as one job array, and compare the results.
 
@@ -65,21 +58,11 @@ def command() -> None:
     """  # noqa: D301
 
 
-def _over(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
-    pairs = {}
-    for value in values:
-        name, equals, text = value.partition("=")
-        if not name or not equals:
-            raise click.BadParameter(f"{value!r} is not of the form NAME=VALUES.")
-        pairs[name] = text
-    return pairs
-
-
 _over_option = click.option(
     "--over",
     "over",
     multiple=True,
-    callback=_over,
+    callback=parse_pairs,
     metavar="NAME=VALUES",
     help="Hyper-parameter and its values: a list (1e-4,3e-4), integers (0:5 is 0 to 4), a range for --random "
     "(1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",

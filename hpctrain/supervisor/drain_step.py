@@ -14,7 +14,7 @@ from hpctrain import system
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.auxiliary_step import run_auxiliary_step
-from hpctrain.supervisor.launch.job_step import Launcher
+from hpctrain.supervisor.launch.job_step import Launcher, StepEnded
 from hpctrain.supervisor.launch.worker_command import module_command
 
 log = logging.getLogger(__name__)
@@ -45,22 +45,11 @@ def drain_local_tier(
         lost: nodes on which no process can start.
         limit_s: time limit in seconds.
     """
-    base, all_hosts = local_tier_folder(run), launcher.hosts
-    hosts = [host for host in all_hosts if host not in lost]
-    if base is None or not hosts:
+    if (base := local_tier_folder(run)) is None:
         return
     begun = system.monotonic()
     command = [*module_command(spec, "drain_local_tier"), str(base), f"{limit_s / 2:g}"]
-    launcher.hosts = hosts
-    try:
-        end = run_auxiliary_step(
-            run, launcher, command, attempt, limit_s=limit_s, what=f"the cleanup of {base}"
-        )
-    except OSError as error:
-        log.warning("cannot empty the fast folder %s, so its files remain on the nodes: %s", base, error)
-        return
-    finally:
-        launcher.hosts = all_hosts
+    end = _clean_nodes(run, launcher, command, attempt, lost, limit_s, f"the cleanup of {base}")
     if end is not None and end.returncode == 0:
         log.info("emptied the fast folder %s on the nodes in %.1f s", base, system.monotonic() - begun)
     elif end is not None:
@@ -83,20 +72,31 @@ def remove_emergency_files(
         attempt: the ended attempt.
         lost: nodes on which no process can start.
     """
+    if folder is not None:
+        command = ["sh", "-c", 'rm -rf -- "$0"; rmdir -- "${0%/*}" 2>/dev/null; :', folder]
+        _clean_nodes(run, launcher, command, attempt, lost, _REMOVAL_LIMIT_S, f"the removal of {folder}")
+
+
+def _clean_nodes(
+    run: RunDir,
+    launcher: Launcher,
+    command: list[str],
+    attempt: int,
+    lost: Container[str],
+    limit_s: float,
+    what: str,
+) -> StepEnded | None:
+    """Run an auxiliary step on the nodes that are not lost; None if there are none, or if it fails."""
     all_hosts = launcher.hosts
-    hosts = [host for host in all_hosts if host not in lost]
-    if folder is None or not hosts:
-        return
-    command = ["sh", "-c", 'rm -rf -- "$0"; rmdir -- "${0%/*}" 2>/dev/null; :', folder]
-    launcher.hosts = hosts
+    launcher.hosts = [host for host in all_hosts if host not in lost]
     try:
-        run_auxiliary_step(
-            run, launcher, command, attempt, limit_s=_REMOVAL_LIMIT_S, what=f"the removal of {folder}"
-        )
+        if launcher.hosts:
+            return run_auxiliary_step(run, launcher, command, attempt, limit_s=limit_s, what=what)
     except OSError as error:
-        log.warning("cannot remove %s from the nodes: %s", folder, error)
+        log.warning("%s failed, so its files remain on the nodes: %s", what, error)
     finally:
         launcher.hosts = all_hosts
+    return None
 
 
 def local_tier_folder(run: RunDir) -> Path | None:

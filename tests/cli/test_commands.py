@@ -41,7 +41,7 @@ def test_help_lists_every_command(hpctrain):
         (["init", "no/where.yaml"], "Cannot write 'no/where.yaml'"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
         (["submit", "--nodes", "4:1", "train.py"], "1 ≤ MIN ≤ MAX, as in 2:4"),
-        (["submit", "--env", "=A", "train.py"], "KEY=VALUE"),
+        (["submit", "--env", "=A", "train.py"], "'=A' is not of the form NAME[=VALUE]"),
         (
             ["submit", "--env", "NOT_SET", "train.py"],
             "'NOT_SET' is not set in the environment of this shell. Export this variable",

@@ -37,6 +37,15 @@ def test_status_shows_the_best_value_and_the_hyper_parameters(hpctrain, array):
     assert document["best"]["checkpoint"] == str(array.task(1).checkpoint(9))
 
 
+def test_status_does_not_parse_large_files_of_metrics(hpctrain, array):
+    with array.task(1).metrics.open("ab") as file:
+        file.write(b" " * 50_000_000)
+    text = hpctrain("status", "a/task-1").stdout
+    assert "best        not computed: 50 MB of metrics (use --json)\n" in text
+    assert "hparams     lr=0.01 seed=1\n" in text
+    assert json.loads(hpctrain("status", "a/task-1", "--json").stdout)["best"]["value"] == 0.25
+
+
 def test_list_sorts_the_tasks_of_an_array(hpctrain, array):
     lines = [line.split() for line in hpctrain("list", "a", "--sort", "val_loss").stdout.splitlines()]
     assert lines == [

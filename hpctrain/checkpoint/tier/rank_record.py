@@ -45,7 +45,6 @@ class RankRecord:
         size = _NUM_SLOTS * _SLOT_BYTES + _NUM_COPIES * self._copy_bytes
         fd = own_file(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            os.truncate(fd, size)
             # Without reserved memory, a write to the mapping could end the process with SIGBUS.
             os.posix_fallocate(fd, 0, size)
             self._memory = mmap.mmap(fd, size)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.html_renderer import render_page
+from hpctrain.telemetry.report.metric_curves import MetricCurves
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
 from hpctrain.telemetry.report.summary import comparison_rows, spec_differences
@@ -28,7 +29,9 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
     charts: list[dict[str, Any]] = []
     ordered = best_first(runs)
     names = dict.fromkeys(name for run in runs for name in run.curves.names)
-    shown = [_chart(name, place, ordered, charts) for place, name in enumerate(list(names)[:_MAX_METRICS])]
+    varying = varying_hparams([run.hparams for run in ordered])
+    drawn = [(_label(run, varying), run.curves) for run in ordered[:_MAX_CURVES]]
+    shown = [_chart(name, place, drawn, charts) for place, name in enumerate(list(names)[:_MAX_METRICS])]
     ledgers = [
         (run.run_id, format_duration(run.breakdown.wall_us / 1e6), time_breakdown_rows(run.breakdown))
         for run in runs
@@ -42,7 +45,7 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
         charts=shown,
         curves_omitted=[run.run_id for run in ordered[_MAX_CURVES:]],
         figures=comparison_rows(runs),
-        trials=make_trial_table(runs),
+        trials=make_trial_table(ordered),
         ledgers=[each for each in ledgers if each[2]],
         kinds=next((rows for _, _, rows in ledgers if rows), []),
         differences=spec_differences(runs),
@@ -55,15 +58,16 @@ def _label(run: RunData, varying: Sequence[str]) -> str:
     return f"{Path(run.folder).name}: {' '.join(words)}" if words else run.run_id
 
 
-def _chart(name: str, place: int, runs: Sequence[RunData], charts: list[dict[str, Any]]) -> dict[str, Any]:
+def _chart(
+    name: str, place: int, runs: Sequence[tuple[str, MetricCurves]], charts: list[dict[str, Any]]
+) -> dict[str, Any]:
     identity = f"metric-{place}"
-    varying = varying_hparams([run.hparams for run in runs])
-    curves = [
-        curve_data(_label(run, varying), points, _MAX_POINTS, run.curves.not_finite(name))
-        for run in runs[:_MAX_CURVES]
-        if (points := run.curves.points(name))
+    series = [
+        curve_data(label, points, _MAX_POINTS, curves.not_finite(name))
+        for label, curves in runs
+        if (points := curves.points(name))
     ]
     charts.append(
-        {"id": identity, "axis": "step", "height": 320 if place == 0 else 180, "series": curves, "join": True}
+        {"id": identity, "axis": "step", "height": 320 if place == 0 else 180, "series": series, "join": True}
     )
     return {"id": identity, "title": name, "log": name == "loss"}

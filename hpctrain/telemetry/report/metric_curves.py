@@ -54,12 +54,12 @@ class MetricCurves:
     @property
     def names(self) -> list[str]:
         """Names of all metrics: loss, then validation metrics, then others."""
-        names = {name for record in self.effective.values() for name in record} - NOT_CURVES
-        names = {name for name in names if self._has_numbers(name)}
+        names = filter(self._has_numbers, set().union(*self.effective.values()) - NOT_CURVES)
         return sorted(names, key=lambda name: (name != "loss", not name.startswith("val"), name))
 
     def _has_numbers(self, name: str) -> bool:
-        return any(value is not None for _, value in self.points(name)) or bool(self.not_finite(name))
+        values = (record.get(name) for record in self.effective.values())
+        return any(type(value) is float or is_finite(value) for value in values)
 
     def points(self, name: str, lines: Mapping[int, Mapping[str, Any]] | None = None) -> list[CurvePoint]:
         """Return a metric by step, if logged; for `lines`, with gaps at missing steps."""

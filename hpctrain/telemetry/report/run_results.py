@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.rundir import RunDir, list_checkpoint_steps
+from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
 from hpctrain.telemetry.report.artifacts import read_environment, read_spec
-from hpctrain.telemetry.report.jsonl import read_jsonl
+from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
 from hpctrain.telemetry.report.metric_curves import MetricCurves
 from hpctrain.text import format_count, format_number
 
@@ -40,15 +40,19 @@ class RunResults:
     best: BestValue | None
 
 
-def read_results(run: RunDir, metric: str | None = None, mode: Mode | None = None) -> RunResults:
+@gc_disabled()
+def read_results(
+    run: RunDir, metric: str | None = None, mode: Mode | None = None, *, with_metrics: bool = True
+) -> RunResults:
     """Read the results of a run; missing or damaged files are skipped.
 
     Args:
         run: the run.
         metric: the metric to steer by; None selects the metric of `keep_best`, or a validation metric.
         mode: direction of the metric; None is that of `keep_best`, otherwise `min`.
+        with_metrics: read the metrics, which takes seconds for millions of steps.
     """
-    curves = MetricCurves.from_records(read_jsonl(run.metrics))
+    curves = MetricCurves.from_records(read_jsonl(run.metrics) if with_metrics else ())
     environment = read_environment(run)
     last = {name: value for name in curves.names if (value := curves.last(name)) is not None}
     best = find_best(run.checkpoints, curves, environment, metric, mode)
@@ -81,7 +85,7 @@ def find_best(
     step = min(known, key=lambda at: (sign * known[at], at))
     kept = [at for at in list_checkpoint_steps(checkpoints) if at in known]
     kept_step = min(kept, key=lambda at: (sign * known[at], at), default=None)
-    folder = None if kept_step is None else str(RunDir(checkpoints.parent).checkpoint(kept_step))
+    folder = None if kept_step is None else str(checkpoints / checkpoint_folder_name(kept_step))
     return BestValue(metric, mode, known[step], int(step), folder, kept_step)
 
 

@@ -32,29 +32,28 @@ class TrialTable:
 
 def best_first(runs: Sequence[RunData]) -> list[RunData]:
     """Sort runs by their best values, if their hyper-parameters differ."""
-    if not varying_hparams([run.hparams for run in runs]):
+    best = next((run.best for run in runs if run.best), None)
+    if best is None or not varying_hparams([run.hparams for run in runs]):
         return list(runs)
-    sign = -1 if any(run.best and run.best.mode == "max" for run in runs) else 1
-    metric = next((run.best.metric for run in runs if run.best), None)
+    sign = -1 if best.mode == "max" else 1
 
     def rank(run: RunData) -> tuple[bool, float]:
-        known = run.best is not None and run.best.metric == metric
-        return not known, sign * run.best.value if known and run.best else 0.0
+        is_known = run.best is not None and run.best.metric == best.metric
+        return not is_known, sign * run.best.value if is_known and run.best else 0.0
 
     return sorted(runs, key=rank)
 
 
-def make_trial_table(runs: Sequence[RunData]) -> TrialTable | None:
-    """Return the table of runs whose hyper-parameters differ; None if none differ."""
-    names = varying_hparams([run.hparams for run in runs])
-    best = next((run.best for run in runs if run.best), None)
+def make_trial_table(ordered: Sequence[RunData]) -> TrialTable | None:
+    """Return the table of runs, as sorted by `best_first`; None if no hyper-parameters differ."""
+    names = varying_hparams([run.hparams for run in ordered])
     if not names:
         return None
+    best = ordered[0].best
 
     def value_of(run: RunData) -> float | None:
         return run.best.value if best and run.best and run.best.metric == best.metric else None
 
-    ordered = best_first(runs)
     metric = f"{best.metric} (best)" if best is not None else "best"
     rows = [
         [

@@ -117,7 +117,10 @@ class TrainingLoop:
         parts.step_timer.sample()
         self._exchange.begin()
         self._checkpoints.emergency.arm()
-        for step in parts.step_timer.timed(self._seeded(parts.source.steps())):
+        steps = parts.source.steps()
+        if parts.settings.emergency_checkpoints and state.determinism is None:
+            steps = self._seeded(steps)
+        for step in parts.step_timer.timed(steps):
             self.metrics = MetricAccumulator()
             if step.rank_batch.step in state.loss_guard.excluded_steps:
                 self.train_step.exclude_step(step, self.metrics)
@@ -145,15 +148,10 @@ class TrainingLoop:
             self._exchange.begin()
 
     def _seeded(self, steps: Iterator[StepData]) -> Iterator[StepData]:
-        """Yield `steps`, and seed the random numbers of each step if `emergency_checkpoints` is set.
-
-        A rank that replaces a failed one can thus continue without its random state.
-        """
-        parts, state = self._parts, self.state
-        own = parts.settings.seed, "rank", parts.context.ranks.rank, "step"
+        """Seed each step. A rank that replaces a failed one can thus continue without its random state."""
+        own = self._parts.settings.seed, "rank", self._parts.context.ranks.rank, "step"
         while True:
-            if parts.settings.emergency_checkpoints and state.determinism is None:
-                rng.seed_all(rng.derive_seed(*own, state.step))
+            rng.seed_all(rng.derive_seed(*own, self.state.step))
             try:
                 yield next(steps)
             except StopIteration:

@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token
 from hpctrain.cluster import detect
@@ -24,6 +23,7 @@ from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
+from hpctrain.training.base.dtensor_parts import local_part
 from hpctrain.training.observe.run_writer import RunWriter
 
 #: Seconds between two checkpoints by default.
@@ -204,7 +204,7 @@ def _trained_tensors(parts: Iterable[nn.Module | torch.optim.Optimizer]) -> Iter
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Return false if this rank's part of the tensor has a NaN or an infinity."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    own = local_part(tensor.detach())
     # There is no check for numbers of eight bits.
     return own.dtype.itemsize == 1 or bool(own.isfinite().all())
 
