@@ -62,6 +62,7 @@ SECTIONS = (
     Section("Measuring and logging", "telemetry", "--pairs 4"),
     Section("Measuring a node", "sampler", "--seconds 30"),
     Section("Heartbeat", "heartbeat"),
+    Section("Rendezvous of 4,000 hosts", "rendezvous"),
     Section("Step hook", "step_hook"),
     Section("Supervisor", "supervisor_cpu", "--seconds 30"),
 )

@@ -22,6 +22,7 @@ OPTIONS = {
     "heartbeat": "--steps 2000 --rounds 1",
     "hostlist": "--rounds 1",
     "preemption": "--rounds 1",
+    "rendezvous": "--hosts 100 --rounds 1",
     "report": "--steps 2000 --nodes 2 --rounds 1",
     "restart": "--rounds 1",
     "sampler": "--seconds 1",

@@ -82,11 +82,17 @@ class Connection:
             raise ValueError("received a line that is not a JSON object")
         return message
 
+    def _poll(self, timeout_s: float) -> bool:
+        """Wait for data; `select` would reject descriptors from 1024."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def _line(self, timeout_s: float | None) -> bytes | None:
         while b"\n" not in self._received:
             if len(self._received) > _MAX_LINE:
                 raise ConnectionAbortedError(f"received a line of more than {_MAX_LINE} bytes")
-            if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+            if timeout_s is not None and not self._poll(timeout_s):
                 return None
             if not (data := self._socket.recv(65536)):
                 raise ConnectionResetError("the peer closed the connection")

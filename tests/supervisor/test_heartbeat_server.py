@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.authentication import Signed, code, new_nonce, seal
 from hpctrain.cluster import Ranks
+from hpctrain.cluster.fd_limit import raised_fd_limit
 from hpctrain.errors import Unauthenticated
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
 from hpctrain.runtime.supervisor_connection import SupervisorConnection, start_heartbeat
@@ -214,6 +215,17 @@ def test_rank_rejects_a_supervisor_without_the_secret():
 
 
 @pytest.mark.slow
+def test_rank_with_more_than_1024_open_files_connects(server, listener):
+    with ExitStack() as files, raised_fd_limit(1200):
+        for _ in range(1024):
+            files.enter_context(open(os.devnull))
+        connection = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
+        connection.send({"hello": 1})
+        assert listener.messages.get(timeout=10) == (3, 0, {"hello": 1})
+        assert connection.receive(timeout_s=0.01) is None
+        connection.close()
+
+
 def test_rank_reconnects_after_a_lost_connection(server, listener):
     first = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
     opened = [SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3), first]
