@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from hpctrain.errors import UserError
@@ -63,7 +65,7 @@ class Registry(Generic[T]):
             )
         if name in self.registered:
             return self.registered[name]
-        others = {point.name: point for point in entry_points(group=self.group)} if self.group else {}
+        others = _entry_points(self.group, tuple(sys.path)) if self.group else {}
         if name in others:
             kind = others[name].load()
             if not (isinstance(kind, type) and issubclass(kind, self.kind)):
@@ -82,3 +84,9 @@ class Registry(Generic[T]):
         known = [*self.ours, *others, *self.registered]
         hint = suggest(name, known, otherwise="")
         raise UserError(f"{origin} is {name!r}; choose from {', '.join(map(repr, known))}. {hint}".rstrip())
+
+
+@cache
+def _entry_points(group: str, _path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """Return the entry points of a group in the packages of `sys.path`. A search takes 50 milliseconds."""
+    return {point.name: point for point in entry_points(group=group)}

@@ -164,6 +164,7 @@ def test_run_completes_despite_junk_on_its_ports(tmp_path):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.long
 def test_attacks_on_each_attempt_end_the_run_after_max_failures(tmp_path):
     run = Run(tmp_path / "run", {})
     options = ["--run-dir", str(run.path), "--standby-workers", "never", "--max-failures", "2"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run, assert_undisturbed
+from helpers.training_runs import Run, assert_undisturbed, train_on_forked_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
@@ -18,30 +18,42 @@ from hpctrain.files import read_json_lines
 
 LAST_STEP, STEPS_PER_EPOCH = 52, 13
 NUM_RANKS = 4
-SHAPE = ["--backend=local", "--nodes=2", "--ntasks-per-node=2", "--standby-workers=0"]
+SCRIPT = SCRIPTS / "kill_at_moments.py"
+OPTIONS = ["--backend=local", "--nodes=2", "--standby-workers=0"]
 MOMENTS = ["data", "forward", "backward", "allreduce", "update", "updated"]
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def run_with_kills(path: Path, kills: list[str], *options: str) -> Run:
+def run_with_kills(path: Path, kills: list[str], num_ranks: int) -> Run:
     run = Run(path, {"OMP_NUM_THREADS": "1"})
-    script = str(SCRIPTS / "kill_at_moments.py")
-    run.hpctrain("submit", *SHAPE, *options, f"--run-dir={path}", script, "--kills", *kills)
+    options = [*OPTIONS, f"--ntasks-per-node={num_ranks // 2}", f"--run-dir={path}"]
+    run.hpctrain("submit", *options, str(SCRIPT), "--kills", *kills)
     limit_s = 60.0 + 25.0 * (1 + len(kills))
     result = run.hpctrain("wait", str(path), timeout=limit_s, check=False)
     assert result.returncode == 0, run.describe()
     return run
 
 
+def train_undisturbed(path: Path, num_ranks: int) -> Run:
+    return train_on_forked_ranks(path, SCRIPT, ["--kills"], ranks=num_ranks, nodes=2)
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Run:
-    return run_with_kills(tmp_path_factory.mktemp("reference") / "run", [])
+    return train_undisturbed(tmp_path_factory.mktemp("reference") / "run", NUM_RANKS)
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_rank_costs_at_most_one_step(reference, tmp_path):
+def test_a_killed_rank_costs_at_most_one_step(tmp_path):
     """Rank 0 has the only valid running means, and writes the metrics."""
+    reference = train_undisturbed(tmp_path / "reference", 2)
+    check(tmp_path, reference, ["13:1:save", "20:0:allreduce"], 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_kills_at_each_kind_of_moment(reference, tmp_path):
     kills = ["7:2:forward", "13:1:save", "20:0:allreduce", "26:3:validation", "40:0:update"]
     check(tmp_path, reference, kills)
 
@@ -62,8 +74,8 @@ def choose_kills(chosen: random.Random, count: int) -> list[str]:
     return kills
 
 
-def check(folder: Path, reference: Run, kills: list[str]) -> None:
-    run = run_with_kills(folder / "run", kills)
+def check(folder: Path, reference: Run, kills: list[str], num_ranks: int = NUM_RANKS) -> None:
+    run = run_with_kills(folder / "run", kills, num_ranks)
     assert_undisturbed(run, reference)
     resumed = {event["attempt"]: event["step"] for event in run.events("resumed")}
     repeated = {kill: completed_step(kill) - resumed.get(attempt, 0) for attempt, kill in enumerate(kills, 1)}

@@ -160,6 +160,7 @@ def test_preempted_training_returns_the_undisturbed_result(executor):
     assert job.run.dir.function.read_bytes() == submitted
 
 
+@pytest.mark.long
 @LOCAL_FIRST
 def test_all_ranks_of_a_function_stop_after_the_same_step(executor):
     job = executor.submit(executor_functions.count_with_own_file, 30)

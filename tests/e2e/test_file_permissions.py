@@ -134,6 +134,7 @@ def test_other_user_reads_public_files_but_can_neither_lock_nor_read_private_one
         run.wait()
 
 
+@pytest.mark.long
 def test_lock_file_of_older_version_becomes_private(tmp_path):
     (tmp_path / "job.py").write_text("")
     run = Run(tmp_path / "run", {})

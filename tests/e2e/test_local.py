@@ -34,6 +34,7 @@ def reference(tmp_path_factory) -> Run:
     return run
 
 
+@pytest.mark.long
 def test_undisturbed_run_trains_every_sample_once(reference):
     assert_undisturbed(reference, reference)
     assert reference.events("finished")[0]["state"] == "COMPLETED"

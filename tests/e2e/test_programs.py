@@ -73,9 +73,11 @@ def submit(workdir: Path, *args: str, **variables: str) -> tuple[RunDir, int, st
     "program",
     [
         ["-m", "package.main"],
-        ["--", sys.executable, "-m", "package.main"],
+        pytest.param(["--", sys.executable, "-m", "package.main"], marks=pytest.mark.long),
         ["--", "./run.sh", "-m", "package.main"],
-        ["--", "sh", "-c", f'exec {sys.executable} -m package.main "$@"', "sh"],
+        pytest.param(
+            ["--", "sh", "-c", f'exec {sys.executable} -m package.main "$@"', "sh"], marks=pytest.mark.long
+        ),
     ],
     ids=["module", "python", "shell script", "shell"],
 )
@@ -88,7 +90,13 @@ def test_module_and_commands_run_with_their_arguments(workdir, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [["-m", "package.main"], ["--", sys.executable, "-m", "package.main"]])
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["-m", "package.main"],
+        pytest.param(["--", sys.executable, "-m", "package.main"], marks=pytest.mark.long),
+    ],
+)
 def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir, program):
     (workdir / "package" / "place.py").write_text("PLACE = __file__\n")
     for command in (["init", "-q"], ["add", "."]):
@@ -101,7 +109,10 @@ def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir, program):
     assert run.tasks() == [0, 1]
 
 
-@pytest.mark.parametrize("program", [["-m", "package.main"], ["--", "./run.sh", "-m", "package.main"]])
+@pytest.mark.parametrize(
+    "program",
+    [["-m", "package.main"], pytest.param(["--", "./run.sh", "-m", "package.main"], marks=pytest.mark.long)],
+)
 def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
     _, code, printed = submit(workdir, "--max-failures=1", *program, FAIL_WITH="3")
     assert code != 0
@@ -230,7 +241,7 @@ def test_steps_of_processes_that_a_launcher_starts_are_recorded(workdir, launche
     [
         (["train.py"], ["SGD", "alone"], 1),
         pytest.param(["--", "sh", "train.sh"], ["SGD", "alone"], 1, marks=pytest.mark.long),
-        (["--independent-ranks", "train.py"], ["SGD", "alone"], 0),
+        pytest.param(["--independent-ranks", "train.py"], ["SGD", "alone"], 0, marks=pytest.mark.long),
         pytest.param(["train.py"], ["SGD"], 0, marks=pytest.mark.long),
     ],
     ids=["alone", "alone in a shell script", "independent", "together"],
@@ -246,6 +257,7 @@ def test_ranks_that_train_alone_fail_the_run(workdir, program, arguments, code):
         assert "--independent-ranks" in printed
 
 
+@pytest.mark.long
 def test_step_hook_can_be_turned_off(workdir):
     (workdir / "train.py").write_text(STOPPED)
     run, code, printed = submit(workdir, "--env", "HPCTRAIN_STEP_HOOK=0", "train.py", "SGD", "alone")
@@ -329,6 +341,7 @@ def test_command_that_fails_after_a_stop_signal_is_continued(workdir):
     assert run.attempts() == [0, 1]
 
 
+@pytest.mark.long
 def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
     (workdir / "evaluate.py").write_text(EVALUATION)
     run, code, printed = submit(workdir, "--hang-timeout=2", "evaluate.py")

@@ -134,6 +134,7 @@ def test_node_named_by_the_witness_is_replaced(slurm, tmp_path):
     assert_same_state(run, reference)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)

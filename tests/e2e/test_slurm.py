@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
 from helpers.training_runs import (
+    JOB,
     LAST_STEP,
     Run,
     any_rank,
@@ -13,6 +16,7 @@ from helpers.training_runs import (
     check_arguments,
     preempt,
     submit,
+    train_on_forked_ranks,
 )
 from helpers.waiting import wait_for
 
@@ -24,47 +28,52 @@ FOUR_RANKS = ["--nodes", "4", "--gpus-per-node", "1"]
 pytestmark = pytest.mark.timeout(400)
 
 
-def run_undisturbed(slurm, tmp_path_factory, shape: list[str]) -> Run:
-    run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, shape, step_s=0.0)
+@pytest.fixture(scope="module")
+def reference(slurm, tmp_path_factory) -> Run:
+    run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, SHAPE, step_s=0.0)
     assert run.wait() == 0
     return run
 
 
 @pytest.fixture(scope="module")
-def reference(slurm, tmp_path_factory) -> Run:
-    return run_undisturbed(slurm, tmp_path_factory, SHAPE)
+def four_ranks_reference(tmp_path_factory) -> Run:
+    path = tmp_path_factory.mktemp("four_ranks_reference") / "run"
+    return train_on_forked_ranks(path, JOB, ["--checkpoint-every", "6"], ranks=4, nodes=4)
 
 
 @pytest.fixture(scope="module")
-def four_ranks_reference(slurm, tmp_path_factory) -> Run:
-    return run_undisturbed(slurm, tmp_path_factory, FOUR_RANKS)
+def preempted(slurm, tmp_path_factory) -> Run:
+    return preempt_and_wait(slurm, FOUR_RANKS, tmp_path_factory.mktemp("preempted"))
 
 
-def test_four_ranks_preempted_by_an_urgent_job(slurm, four_ranks_reference, tmp_path):
-    check_preemption(slurm, FOUR_RANKS, four_ranks_reference, tmp_path)
+def test_four_ranks_preempted_by_an_urgent_job(preempted, four_ranks_reference):
+    check_preempted(preempted, four_ranks_reference)
 
 
-def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, four_ranks_reference):
-    reference = four_ranks_reference
-    job_id = reference.events("submitted")[0]["job_id"]
+def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, preempted):
+    job_id = preempted.events("submitted")[0]["job_id"]
     run_command(["scontrol", "requeue", job_id], slurm.env)
     run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
     message = "nothing to do; this job exits"
-    wait_for(lambda: message in reference.dir.supervisor_log.read_text(), 60, "the second start of the job")
-    assert reference.dir.attempts() == [0]
-    assert reference.status()["state"] == "COMPLETED"
+    wait_for(lambda: message in preempted.dir.supervisor_log.read_text(), 60, "the next start of the job")
+    assert preempted.dir.attempts() == [0, 1]
+    assert preempted.status()["state"] == "COMPLETED"
 
 
 @pytest.mark.long
 def test_preemption_by_an_urgent_job(slurm, reference, tmp_path):
-    check_preemption(slurm, SHAPE, reference, tmp_path)
+    check_preempted(preempt_and_wait(slurm, SHAPE, tmp_path), reference)
 
 
-def check_preemption(slurm, shape: list[str], reference: Run, tmp_path) -> None:
-    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.2)
+def preempt_and_wait(slurm, shape: list[str], folder: Path) -> Run:
+    run = submit(folder / "run", slurm.env, shape, step_s=0.2)
     run.wait_for_step(16)
     preempt(slurm.env)
     assert run.wait() == 0
+    return run
+
+
+def check_preempted(run: Run, reference: Run) -> None:
     assert len(run.events("requeue")) == 1
     stop = run.events("signal")[0]
     assert stop["signal"] == "SIGTERM"

@@ -28,6 +28,7 @@ def state_and_cause(run: Run) -> tuple[str, str | None]:
     return event["state"], event["cause"]
 
 
+@pytest.mark.long
 def test_script_that_swallows_the_stop_is_continued(tmp_path):
     run = run_to_end(tmp_path, "swallowed", tasks=2)
     assert state_and_cause(run) == ("COMPLETED", None)

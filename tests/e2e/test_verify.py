@@ -185,6 +185,7 @@ def test_too_many_ranks_for_this_machine_are_refused(killed, tmp_path):
     assert "--ranks N" in refused.stderr
 
 
+@pytest.mark.long
 def test_changed_learning_rate_is_named(own_script):
     script = own_script.path.parent / "train.py"
     script.write_text(script.read_text().replace("lr=0.1", "lr=0.2"))
@@ -288,7 +289,7 @@ def test_killed_loop_with_the_checkpointer_is_identical(tmp_path):
     assert_identical(run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.long), signal.SIGTERM])
 def test_signal_cancels_the_training_and_leaves_nothing(number, own_code, tmp_path):
     before = contents(own_code.path)
     scratch, paused = tmp_path / "scratch", tmp_path / "paused"

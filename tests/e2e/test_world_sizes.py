@@ -74,6 +74,7 @@ def test_run_on_4_2_3_4_ranks_equals_the_undisturbed_one(undisturbed, tmp_path):
     assert set(sum((samples for _, samples in whole_epochs), Counter()).values()) == {2}
 
 
+@pytest.mark.long
 def test_same_number_of_ranks_is_bitwise_equal(undisturbed, tmp_path):
     run = tmp_path / "run"
     for stop in ((5, 3), (9, 0)):

@@ -10,19 +10,17 @@ from xdist.scheduler import LoadScopeScheduling
 
 from helpers import REPOSITORY
 
-#: Folders whose tests are distributed one by one, because each takes seconds.
-_SLOW_FOLDERS = ("tests/e2e/", "tests/plugins/")
 _FUNCTION = re.compile(r"^def (\w+)\((.*?)\)", re.MULTILINE | re.DOTALL)
 
 
 class SharedSlurmScheduling(LoadScopeScheduling):
-    """Schedules tests by file, but the tests on Slurm in two groups and first, and slow tests one by one."""
+    """Schedules tests by file, because they may share a run, but those on Slurm in two groups and first."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
         if "[slurm" in test or test.partition("[")[0] in _functions_on_slurm(REPOSITORY / file):
             return f"slurm, {file.split('/')[1] == 'jobs'}"
-        return nodeid if file.startswith(_SLOW_FOLDERS) else file
+        return file
 
 
 @cache

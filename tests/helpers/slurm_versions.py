@@ -9,7 +9,7 @@ import pytest
 from hpctrain.errors import UserError
 from hpctrain.sandbox.download_slurm import download_slurm
 
-#: Each has a smoke test in `make test`; `make test-slurm-versions` runs many tests with each.
+#: The last has a smoke test in `make test`; `make test-slurm-versions` runs many tests with each.
 SLURM_VERSIONS = ("24.11", "26.05")
 
 

@@ -104,7 +104,11 @@ def train_accelerate(_: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "name"),
-    [("lightning", "lightning-4"), ("transformers", "checkpoint-4"), ("accelerate", "accelerate-4")],
+    [
+        pytest.param("lightning", "lightning-4", marks=pytest.mark.long),
+        pytest.param("transformers", "checkpoint-4", marks=pytest.mark.long),
+        ("accelerate", "accelerate-4"),
+    ],
 )
 def test_checkpoint_before_a_nan_remains_the_newest(library, name, tmp_path):
     if find_spec(library) is None:

@@ -87,6 +87,7 @@ def test_resized_run_has_the_same_samples_with_a_stateful_batch_sampler(tmp_path
     assert train_on(3, "resized", 4) + train_on(2, "resized", 7) == whole
 
 
+@pytest.mark.long
 def test_resized_run_with_lightnings_sampler_is_refused(tmp_path):
     env = {RUN_DIR_VARIABLE: str(tmp_path)}
     run_on_ranks(train_recorded, 2, False, world_size=2, env=env)

@@ -50,15 +50,17 @@ def _long(*values: str) -> list[Any]:
     ("algorithm", "ranks", "low", "high"),
     [
         ("fp16", 2, 0.5, 0.5),
-        ("bf16", 2, 0.5, 0.5),
+        pytest.param("bf16", 2, 0.5, 0.5, marks=pytest.mark.long),
         ("powersgd", 2, 0.07, 0.1),
-        ("bytegrad", 2, 0.375, 0.38),
-        ("qadam", 2, 0.58, 0.6),  # a third of the steps are its warm-up
-        ("decentralized", 2, 1.0, 1.05),
+        pytest.param("bytegrad", 2, 0.375, 0.38, marks=pytest.mark.long),
+        # A third of the steps are its warm-up.
+        pytest.param("qadam", 2, 0.58, 0.6, marks=pytest.mark.long),
+        pytest.param("decentralized", 2, 1.0, 1.05, marks=pytest.mark.long),
         pytest.param("decentralized", 4, 1.0, 1.05, marks=pytest.mark.long),
-        ("low_precision_decentralized", 3, 0.5, 0.55),  # to two neighbours
+        # To two neighbours.
+        pytest.param("low_precision_decentralized", 3, 0.5, 0.55, marks=pytest.mark.long),
         ("async", 2, 0.005, 1.1),
-        ("local_sgd", 2, 0.25, 0.3),
+        pytest.param("local_sgd", 2, 0.25, 0.3, marks=pytest.mark.long),
         pytest.param("local_sgd, every 8", 2, 0.125, 0.17, marks=pytest.mark.long),
     ],
 )
@@ -90,7 +92,9 @@ def test_small_gpt_learns_equally(tmp_path, plain_gpt, algorithm, ranks):
     assert result["val_loss"] == pytest.approx(plain_gpt, abs=0.2)
 
 
-@pytest.mark.parametrize(("algorithm", "close"), [("fp16", 1e-3), ("bf16", 1e-2)])
+@pytest.mark.parametrize(
+    ("algorithm", "close"), [("fp16", 1e-3), pytest.param("bf16", 1e-2, marks=pytest.mark.long)]
+)
 def test_first_step_differs_only_by_rounding(tmp_path, algorithm, close):
     """AdamW's first step depends on the sign of a gradient; only signs next to zero may flip."""
     exact = torch.tensor(train(tmp_path / "plain", "allreduce", 1)["weights"])

@@ -151,12 +151,15 @@ def assert_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
         assert ours[1][step] | values == ours[1][step], step
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_number_of_ranks_does_not_change_a_bit(undisturbed, tmp_path, world_size):
     assert_same(results(tmp_path / "run", [(world_size, 12)]), undisturbed)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in ("zero1", "zero2", "zero3")), "fsdp"],
+)
 def test_strategy_does_not_change_a_bit(undisturbed, tmp_path, strategy):
     assert_same(results(tmp_path / "run", [(3, 12)], strategy=strategy), undisturbed)
 
@@ -263,7 +266,14 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+#: Features that every run tests; `--long` adds the others.
+ALWAYS_TESTED = {"shared layers", "mixture", "16-mixed", "tokens", "two optimizers"}
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [each if each in ALWAYS_TESTED else pytest.param(each, marks=pytest.mark.long) for each in FEATURES],
+)
 def test_features_do_not_change_a_bit(tmp_path, feature):
     settings = FEATURES[feature]
     reference = results(tmp_path / "one", [(1, 6)], **settings)
@@ -315,7 +325,7 @@ def train_in_own_loop(run_dir: str, max_steps: int, settings: dict[str, Any]) ->
         return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_own_loop_equals_the_trainer(tmp_path, world_size):
     settings = {"net": WithoutRare, "validate_every": None}
     theirs = results(tmp_path / "trainer", [(2, 8)], **settings)

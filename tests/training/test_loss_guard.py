@@ -516,12 +516,12 @@ def test_a_bad_loss_of_one_rank_stops_both(tmp_path):
     ("policy", "strategy"),
     [
         ("skip", "ddp"),
-        ("rollback", "ddp"),
-        ("skip", "zero1"),
+        pytest.param("rollback", "ddp", marks=pytest.mark.long),
+        pytest.param("skip", "zero1", marks=pytest.mark.long),
         pytest.param("rollback", "zero1", marks=pytest.mark.long),
         pytest.param("skip", "zero2", marks=pytest.mark.long),
         pytest.param("rollback", "zero2", marks=pytest.mark.long),
-        ("skip", "zero3"),
+        pytest.param("skip", "zero3", marks=pytest.mark.long),
         ("rollback", "zero3"),
     ],
 )
@@ -545,11 +545,16 @@ def test_both_ranks_skip_or_roll_back(tmp_path, policy, strategy):
     "algorithm",
     [
         "powersgd",
-        "qadam",
-        "low_precision_decentralized",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("bf16", "bytegrad", "decentralized", "local_sgd")
+            for name in (
+                "bf16",
+                "bytegrad",
+                "qadam",
+                "decentralized",
+                "low_precision_decentralized",
+                "local_sgd",
+            )
         ),
     ],
 )

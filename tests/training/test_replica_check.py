@@ -281,7 +281,7 @@ def test_trainings_have_no_false_alarm(tmp_path):
         {"on_bad_loss": "skip"},
         {"elastic_determinism": True, "grain_size": 2},
         {"elastic_determinism": True, "grain_size": 2, "strategy": "zero1"},
-        {"max_steps": 1000, "checkpoint_every": None},
+        {"max_steps": 300, "checkpoint_every": None},
     ]
     run_on_ranks(fits, tmp_path, *settings, world_size=3, timeout=100.0)
 

@@ -40,7 +40,7 @@ def test_order_is_the_same_on_every_machine_and_version():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_samples", [3, 5, 7])
+@pytest.mark.parametrize("num_samples", [3, 5, pytest.param(7, marks=pytest.mark.long)])
 def test_positions_and_neighbours_are_uniform(num_samples):
     """Chi-square over many seeds, against the 99.9% point (normal approximation of Wilson and Hilferty)."""
     rounds = 600 * num_samples

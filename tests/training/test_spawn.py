@@ -127,9 +127,10 @@ hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2, algorithm="own"
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        (
+        pytest.param(
             "pickle",
             r"Trainer.fit(): module._modules['net']._modules['0'].lock['it'] has type _thread.lock, which",
+            marks=pytest.mark.long,
         ),
         ("fail", "ArithmeticError: by rank 1"),
         pytest.param(
@@ -241,6 +242,7 @@ print(parts, seen)
 """
 
 
+@pytest.mark.long
 def test_dp_splits_the_batch_and_step_end_sees_all_of_it(tmp_path):
     (tmp_path / "script.py").write_text(WHOLE_BATCH)
     printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout

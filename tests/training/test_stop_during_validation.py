@@ -31,7 +31,7 @@ def train_until_stop(run: Path, last_step: int, stop_at: str, ranks: int) -> int
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_stop_during_a_validation_takes_effect_at_once_and_changes_nothing(tmp_path, ranks):
     """400 samples are 50 batches of 8 on one rank, and 45 of 3 on each of three."""
     uninterrupted = train(tmp_path / "whole", 6, ranks=ranks)

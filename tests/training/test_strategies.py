@@ -70,9 +70,9 @@ def assert_same(actual: dict, expected: dict, **tolerance: float) -> None:
     ("strategy", "ranks"),
     [
         ("ddp", 3),
-        ("zero1", 2),
+        pytest.param("zero1", 2, marks=pytest.mark.long),
         pytest.param("zero1", 4, marks=pytest.mark.long),
-        ("zero2", 3),
+        pytest.param("zero2", 3, marks=pytest.mark.long),
         ("zero3", 2),
         pytest.param("zero3", 4, marks=pytest.mark.long),
         pytest.param("horovod", 2, marks=needs_horovod),
@@ -105,7 +105,10 @@ def test_one_and_fifty_steps_are_those_of_one_process(tmp_path, strategy, ranks)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("others", [{}, {"micro_batch_size": 3, "find_unused_parameters": True}])
+@pytest.mark.parametrize(
+    "others",
+    [pytest.param({}, marks=pytest.mark.long), {"micro_batch_size": 3, "find_unused_parameters": True}],
+)
 def test_every_strategy_trains_on_one_process(tmp_path, others):
     names = ["ddp", "ddp_spawn", "ddp2", "dp", "zero1", "zero2", "zero3", "pipeline"]
     if find_spec("horovod"):
@@ -340,7 +343,10 @@ def test_run_resumes_under_other_strategies_and_numbers_of_ranks(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "pipeline"])
+@pytest.mark.parametrize(
+    "strategy",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in ("zero1", "zero2")), "zero3", "pipeline"],
+)
 def test_stopped_run_resumes_bitwise(tmp_path, strategy):
     """One rank of three gets a stop signal; all save the same step and exit with 75."""
     stop_at = 45 if strategy == "pipeline" else 5  # a step has ten micro-batches

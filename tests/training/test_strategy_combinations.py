@@ -41,6 +41,8 @@ FEATURES: dict[str, dict] = {
     "activation checkpointing": {"recompute": ["net.*"]},
     "`compile`": {"compile": {"backend": "eager"}},
 }
+#: Features that start processes or compile.
+SLOW = {"data workers", "`compile`"}
 #: Refused combinations. All others work.
 REFUSED = {
     ("zero2", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
@@ -57,20 +59,28 @@ REFUSED = {
 
 
 @cache
-def outcomes(strategy: str) -> dict[str, dict]:
+def outcomes(strategy: str, features: tuple[str, ...]) -> dict[str, dict]:
     """Return the outcome of each feature on two ranks; dp uses one process."""
-    trainings = [{"strategy": strategy, "max_steps": 2, **feature} for feature in FEATURES.values()]
+    trainings = [{"strategy": strategy, "max_steps": 2, **FEATURES[feature]} for feature in features]
     with TemporaryDirectory() as folder:
         out = Path(folder, "out")
         if strategy == "dp":
             trainings = [{**training, "devices": 2} for training in trainings]
         ranks = 1 if strategy == "dp" else 2
         run_forked(SCRIPT, [str(out), json.dumps(trainings)], VARIABLES, ranks=ranks, timeout=110)
-        return dict(zip(FEATURES, torch.load(out, weights_only=True), strict=True))
+        return dict(zip(features, torch.load(out, weights_only=True), strict=True))
+
+
+def outcome_of(strategy: str, feature: str) -> dict:
+    """Return the outcome of a feature, from a training of all features that take as long."""
+    together = tuple(each for each in FEATURES if (each in SLOW) == (feature in SLOW))
+    return outcomes(strategy, together)[feature]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature", [pytest.param(each, marks=pytest.mark.long) if each in SLOW else each for each in FEATURES]
+)
 @pytest.mark.parametrize(
     "strategy",
     [each if each in ALWAYS_TESTED else pytest.param(each, marks=pytest.mark.long) for each in STRATEGIES],
@@ -78,7 +88,7 @@ def outcomes(strategy: str) -> dict[str, dict]:
 def test_combination_trains_or_is_refused_with_the_reason(strategy, feature):
     if strategy == "horovod" and find_spec("horovod") is None:
         pytest.skip("Horovod is not installed (scripts/install_horovod.sh)")
-    outcome = outcomes(strategy)[feature]
+    outcome = outcome_of(strategy, feature)
     if reason := REFUSED.get((strategy, feature)):
         assert reason in outcome["error"]
         return
@@ -86,7 +96,7 @@ def test_combination_trains_or_is_refused_with_the_reason(strategy, feature):
     assert outcome["step"] == 2
     low_precision = feature in ("bf16-mixed", "16-mixed", "bf16-true")
     if feature == "clipping":
-        for name, value in outcomes("ddp")[feature]["weights"].items():
+        for name, value in outcome_of("ddp", feature)["weights"].items():
             assert torch.allclose(outcome["weights"][name], value, rtol=1e-6, atol=1e-9), name
     elif feature not in (
         "a stream",

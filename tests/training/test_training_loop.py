@@ -311,7 +311,7 @@ def test_callback_on_one_rank_ends_the_training_on_all(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_short_steps_with_joint_messages_are_logged_individually(tmp_path, ranks):
     """A step callback makes each step send its own message. On four ranks, the order of a sum matters."""
     together = train(tmp_path / "together", "regression", 80, ranks=ranks)
@@ -376,7 +376,9 @@ def test_compiled_steps_train_equally(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("setting", ["micro_batch_size=2", 'recompute=["body"]'])
+@pytest.mark.parametrize(
+    "setting", ["micro_batch_size=2", pytest.param('recompute=["body"]', marks=pytest.mark.long)]
+)
 def test_static_graph_changes_nothing(tmp_path, setting):
     plain = train(tmp_path / "plain", "regression", 7, setting, ranks=2)
     for last_step in (3, 7):
@@ -389,7 +391,11 @@ def test_static_graph_changes_nothing(tmp_path, setting):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("kind", "setting"), [("gan", "micro_batch_size=2"), ("regression", 'compile={"backend": "eager"}')]
+    ("kind", "setting"),
+    [
+        ("gan", "micro_batch_size=2"),
+        pytest.param("regression", 'compile={"backend": "eager"}', marks=pytest.mark.long),
+    ],
 )
 def test_alternating_and_compiled_steps_resume_bitwise(tmp_path, kind, setting):
     uninterrupted = train(tmp_path / "whole", kind, 7, setting, ranks=2)

@@ -82,10 +82,10 @@ def flips_are_found(folder: Path, seeds: range) -> int:
 
 
 def test_wrong_gradient_is_found_before_it_is_applied(tmp_path):
-    seeds = range(16)
+    seeds = range(8)
     found = run_on_ranks(flips_are_found, tmp_path, seeds, world_size=3, timeout=100.0)
     # The others change no gradient.
-    assert found[0] >= 8
+    assert found[0] >= 4
 
 
 @pytest.mark.long
@@ -145,6 +145,6 @@ def compare_with_uneven_grains() -> bool:
     return all(torch.equal(*pair) for pair in zip(whole, alone, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [3, 5])
+@pytest.mark.parametrize("world_size", [3, pytest.param(5, marks=pytest.mark.long)])
 def test_witness_does_not_change_the_result(world_size):
     assert all(run_on_ranks(compare_with_uneven_grains, world_size=world_size))

@@ -65,16 +65,22 @@ def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
     roots = list(map(os.path.realpath, folders))
     files = {script}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "hpctrain" and (file := getattr(module, "__file__", None)):
+        file = getattr(module, "__file__", None)
+        # Resolving the links of thousands of installed files takes half a second.
+        if file and name.partition(".")[0] != "hpctrain" and not _is_installed(file):
             files.add(os.path.realpath(file))
     found: dict[str, str] = {}
     for file in files:
         root = next((root for root in roots if file.startswith(root + os.sep)), None)
-        installed = file.startswith(sys.base_prefix + os.sep) or "site-packages" in file
-        if root is not None and file.endswith(".py") and not installed:
+        if root is not None and file.endswith(".py") and not _is_installed(file):
             with suppress(OSError):
                 found[os.path.relpath(file, root)] = checksum(Path(file)).xxh3_128
     return dict(sorted(found.items()))
+
+
+def _is_installed(file: str) -> bool:
+    """True if a file belongs to Python or to an installed package."""
+    return file.startswith(sys.base_prefix + os.sep) or "site-packages" in file
 
 
 def plain_config(settings: TrainerConfig) -> dict[str, Any]:
