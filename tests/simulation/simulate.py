@@ -41,7 +41,7 @@ _ROOT = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path("/tmp")
 class _Store:
     """Replacement for the rendezvous store."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, on_demand: bool = False) -> None:
         self.variables: dict[str, str] = {}
 
     def serve(self) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_command
+from helpers.waiting import wait_for
+from torch.distributed import TCPStore
 
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 
@@ -24,6 +26,32 @@ def test_store_of_a_single_host_is_not_reachable_by_others():
         port = int(rendezvous.variables["MASTER_PORT"])
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+@pytest.mark.slow
+def test_store_on_demand_answers_the_first_connection():
+    with RendezvousStore("127.0.0.1", on_demand=True) as rendezvous:
+        rendezvous.serve()
+        assert not rendezvous.was_used()
+        client = TCPStore("127.0.0.1", int(rendezvous.variables["MASTER_PORT"]), is_master=False)
+        client.set("key", "value")
+        wait_for(rendezvous.was_used, 10, "the key in the store")
+
+
+@pytest.mark.ranks
+def test_supervisor_of_a_single_rank_does_not_import_torch(tmp_path: Path):
+    """Unless the rank forms a process group, which takes a store."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "maps = lambda: open(f'/proc/{os.getppid()}/maps').read()\n"
+        "assert 'python' in maps() and 'libtorch' not in maps()\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "assert 'libtorch' in maps()\n"
+    )
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--backend", "local", "--follow", script]
+    run_command(submit, cwd=tmp_path)
 
 
 @pytest.mark.slow

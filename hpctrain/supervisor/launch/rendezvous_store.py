@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from types import TracebackType
 from typing import Any, Self
+
+from hpctrain import system
+
+#: Time limit for an import of PyTorch that is in progress when the ranks have ended.
+_IMPORT_LIMIT_S = 60.0
 
 
 class RendezvousStore:
@@ -14,16 +20,21 @@ class RendezvousStore:
     contains the store, can therefore be imported at the same time as in the ranks.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, on_demand: bool = False) -> None:
         """Bind a free port.
 
         Args:
             address: address of this host for the ranks.
+            on_demand: let `serve` wait for the first connection, in a thread. A single rank seldom uses the
+                store, and the import of PyTorch takes seconds and 200 MB.
 
         Raises:
             OSError: no port can be bound.
         """
         self._address = address
+        self._waiting: system.Thread | None = None
+        self._wake: socket.socket | None = None
+        self._on_demand = on_demand
         # The store has no authentication, so other hosts can reach it only if ranks run there.
         self._socket: socket.socket | None = open_store_socket(address)
         self._port: int = self._socket.getsockname()[1]
@@ -40,6 +51,21 @@ class RendezvousStore:
 
     def serve(self) -> None:
         """Serve the store until the block ends."""
+        if not self._on_demand:
+            self._start_store()
+            return
+        self._wake, ended = socket.socketpair()
+        self._waiting = system.Thread(target=self._serve_first_connection, args=(ended,), daemon=True)
+        self._waiting.start()
+
+    def _serve_first_connection(self, ended: socket.socket) -> None:
+        assert self._socket is not None
+        with ended:
+            readable, _, _ = select.select([self._socket, ended], [], [])
+            if ended not in readable:
+                self._start_store()
+
+    def _start_store(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         assert self._socket is not None
@@ -62,6 +88,9 @@ class RendezvousStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._wake is not None and self._waiting is not None:
+            self._wake.close()
+            self._waiting.join(_IMPORT_LIMIT_S)
         self._store = None
         if self._socket is not None:
             self._socket.close()

@@ -92,7 +92,7 @@ class AttemptRunner:
         )
         hosts, begun = self.launcher.hosts, system.time()
         script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints)
-        with RendezvousStore(self.launcher.address) as rendezvous:
+        with RendezvousStore(self.launcher.address, on_demand=self.world_size == 1) as rendezvous:
             self.run.log_event("started", attempt, nodes=len(hosts), world_size=self.world_size, hosts=hosts)
             said = file_size(self.run.slurm_log)
             ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
