@@ -3,11 +3,13 @@ import signal
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from hpctrain.checkpoint.tier.rank_record import RankRecord, read_record, read_tensors
 
 
+@pytest.mark.slow
 def test_results_and_tensors_survive_a_kill(tmp_path):
     script = """
 import os, signal, sys, torch

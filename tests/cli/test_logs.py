@@ -157,6 +157,7 @@ def test_following_an_array_shows_all_tasks_and_reports_a_failed_one(hpctrain, t
     assert "such as r/task-9" in refused.stderr
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_interrupting_follow_of_an_array_keeps_all_tasks_alive(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")

@@ -88,6 +88,7 @@ def test_resume_refuses_an_unknown_option_without_a_suggestion(workdir: Path) ->
     assert "No such option '--bogus'. `hpctrain submit --help`" in refusal("resume", "a", "--bogus")
 
 
+@pytest.mark.long
 def test_resume_of_one_array_task_leaves_the_others(workdir: Path) -> None:
     invoke("submit", "--backend=local", "--run-dir=runs/a", "--array=0-1", "train.py")
     invoke("wait", "a")

@@ -84,6 +84,7 @@ def test_every_rank_has_a_result_and_the_process_group(executor, backend):
     assert job.run.status().backend == backend
 
 
+@pytest.mark.long
 @SLURM_FIRST
 def test_exception_is_raised_once_with_rank_host_and_log(executor):
     executor.update_parameters(ntasks_per_node=2)

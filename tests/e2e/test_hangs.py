@@ -29,6 +29,7 @@ def hang(tmp_path: Path, env: dict[str, str], shape: list[str], mode: str, *args
     return run, failure
 
 
+@pytest.mark.long
 def test_rank_in_endless_loop_is_reported_with_its_line(tmp_path):
     # The first save takes long, and would extend the supervisor's timeout.
     run, failure = hang(tmp_path, {}, LOCAL, "loop", "--checkpoint-every", "100", "--epochs", "1")

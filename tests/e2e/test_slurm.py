@@ -22,7 +22,8 @@ from helpers.waiting import wait_for
 
 SHAPE = ["--nodes", "4", "--gpus-per-node", "2"]
 WORLD_SIZE = 8
-#: Each rank takes two seconds of a core to start.
+#: Each rank takes three seconds of a core to start.
+TWO_RANKS = ["--nodes", "2", "--gpus-per-node", "1"]
 FOUR_RANKS = ["--nodes", "4", "--gpus-per-node", "1"]
 
 pytestmark = pytest.mark.timeout(400)
@@ -35,19 +36,23 @@ def reference(slurm, tmp_path_factory) -> Run:
     return run
 
 
+def train_undisturbed(tmp_path_factory, num_ranks: int) -> Run:
+    path = tmp_path_factory.mktemp("reference") / "run"
+    return train_on_forked_ranks(path, JOB, ["--checkpoint-every", "6"], ranks=num_ranks, nodes=num_ranks)
+
+
 @pytest.fixture(scope="module")
 def four_ranks_reference(tmp_path_factory) -> Run:
-    path = tmp_path_factory.mktemp("four_ranks_reference") / "run"
-    return train_on_forked_ranks(path, JOB, ["--checkpoint-every", "6"], ranks=4, nodes=4)
+    return train_undisturbed(tmp_path_factory, 4)
 
 
 @pytest.fixture(scope="module")
 def preempted(slurm, tmp_path_factory) -> Run:
-    return preempt_and_wait(slurm, FOUR_RANKS, tmp_path_factory.mktemp("preempted"))
+    return preempt_and_wait(slurm, TWO_RANKS, tmp_path_factory.mktemp("preempted"))
 
 
-def test_four_ranks_preempted_by_an_urgent_job(preempted, four_ranks_reference):
-    check_preempted(preempted, four_ranks_reference)
+def test_two_ranks_preempted_by_an_urgent_job(preempted, tmp_path_factory):
+    check_preempted(preempted, train_undisturbed(tmp_path_factory, 2))
 
 
 def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, preempted):

@@ -289,7 +289,8 @@ def test_killed_loop_with_the_checkpointer_is_identical(tmp_path):
     assert_identical(run)
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.long), signal.SIGTERM])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_signal_cancels_the_training_and_leaves_nothing(number, own_code, tmp_path):
     before = contents(own_code.path)
     scratch, paused = tmp_path / "scratch", tmp_path / "paused"

@@ -29,7 +29,7 @@ _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_b
 _PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 settings.register_profile(
     "fuzz",
-    max_examples=8,
+    max_examples=4,
     deadline=None,
     derandomize=True,
     phases=_PHASES,
@@ -95,7 +95,7 @@ class Parser:
 
 
 #: Seconds for all examples with one odd word, which are tried in a fixed random order.
-_SWEEP_S, _LONG_SWEEP_S = 0.03, 1.0
+_SWEEP_S, _LONG_SWEEP_S = 0.015, 1.0
 
 
 def check_errors(parser: Parser, profile: str = "fuzz") -> None:
@@ -123,7 +123,7 @@ def check_time(parser: Parser, profile: str = "fuzz") -> None:
     is_long = profile == "fuzz-long"
     most_bytes = parser.most_bytes if is_long else min(parser.most_bytes, 1 << 14)
 
-    @settings(settings.get_profile(profile), max_examples=10 if is_long else 4, phases=[Phase.generate])
+    @settings(settings.get_profile(profile), max_examples=10 if is_long else 2, phases=[Phase.generate])
     @given(_growing(parser.examples))
     def check(parts: tuple[str, str, str]) -> None:
         assert_linear(parser, parts, most_bytes)

@@ -132,6 +132,7 @@ def test_ranks_run_in_fake_apptainer(project):
         assert not [name for name in env if name.startswith("APPTAINERENV_")]
 
 
+@pytest.mark.long
 def test_modules_run_in_fake_apptainer(project):
     run = project.submit({}, "none", script="train", program="module", backend="local", ntasks_per_node=2)
     run.wait(timeout=60)
@@ -173,6 +174,7 @@ def test_ranks_run_in_fake_apptainer_under_slurm(project, slurm):
     assert [project.check(run, 0, rank)["SLURM_PROCID"] for rank in (0, 1)] == ["0", "1"]
 
 
+@pytest.mark.long
 def test_torchrun_agents_in_fake_apptainer(project):
     run = project.submit({}, "none", backend="local", ntasks_per_node=2, launcher="torchrun")
     run.wait(timeout=90)

@@ -173,6 +173,7 @@ def test_documentation_lists_all_parameters_of_submitit(tmp_path):
             Executor(tmp_path).update_parameters(**{name: None})
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_hydra_submits_a_multirun(installed, tmp_path):

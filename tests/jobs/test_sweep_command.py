@@ -36,6 +36,7 @@ def document(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
     words = ["--as", "{value}", "--concurrent", "2", "--backend", "local", "--no-code-snapshot", "--json"]
     result = hpctrain("sweep", "--over", "fate=nap,fail", *words, "--run-dir", "runs/s", "train.py")
@@ -71,6 +72,7 @@ def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
     assert [load_spec(sweep.task(n).spec).name for n in range(3)] == ["train", "again", "again"]
 
 
+@pytest.mark.slow
 def test_cancelled_trials_are_resumed(hpctrain, tmp_path):
     words = ["--as", "{value}", "--backend", "local", "--no-code-snapshot", "--run-dir", "runs/s", "train.py"]
     assert hpctrain("sweep", "--over", "fate=nap,sleep", "--concurrent", "2", *words).exit_code == 0

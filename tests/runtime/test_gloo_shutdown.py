@@ -19,7 +19,11 @@ for _ in range(100):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "leave", ["atexit.register(shut_down_process_group)", "atexit.register(drain_gloo_threads)"]
+    "leave",
+    [
+        "atexit.register(shut_down_process_group)",
+        pytest.param("atexit.register(drain_gloo_threads)", marks=pytest.mark.long),
+    ],
 )
 def test_pending_tensors_do_not_abort_the_exit(leave):
     for _ in range(2):

@@ -265,7 +265,13 @@ OFFLINE = {"WANDB_MODE": "offline", "NEPTUNE_MODE": "offline", "NEPTUNE_PROJECT"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in ("mlflow", "neptune") else name
+        for name in CLIENTS
+    ],
+)
 def test_real_client_has_each_step_once_in_one_run(run, name):
     package = CLIENTS[name]
     if package is not None and find_spec(package) is None:

@@ -147,6 +147,7 @@ def test_the_loss_of_a_run_without_checkpoints_is_checked_too(tmp_path):
         fit(None, Net({6: NAN}))
 
 
+@pytest.mark.slow
 def test_none_continues_and_the_checkpoints_are_marked(tmp_path, capfd):
     fit(tmp_path, Net({6: NAN}), on_bad_loss=None, keep_last=2)
     assert steps(tmp_path) == [4, 10, 12]
