@@ -1,11 +1,13 @@
 # Everything here works on a fresh machine; what is missing is installed into .venv first.
 #   make PYTHON=python3.12 …   takes another Python than python3 for it
-#   make TEST_PROCESSES=8 test  runs more tests at once, on more than two cores
+#   make TEST_PROCESSES=8 test  runs more tests at once, on more than two cores; FAST_PROCESSES for test-fast
 
 PYTHON ?= python3
 export PYTHON
 # More than two cores have: most tests on Slurm and most end-to-end tests wait.
 TEST_PROCESSES ?= 5
+# The fast tests wait for nothing, and each process spends seconds on finding all tests.
+FAST_PROCESSES ?= 3
 # mkdocs-material announces a successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of Python processes, which are faster with compiled modules.
@@ -30,15 +32,16 @@ demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four r
 	    --nodes 2 --gpus-per-node 2 --follow examples/digits.py
 
 test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: under a minute
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not (slurm or ranks or slow or gpu or long)" \
-	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins
+	$(BIN)/pytest -q -n $(FAST_PROCESSES) --dist worksteal -m "not (slurm or ranks or slow or gpu or long)" \
+	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins \
+	    --ignore=tests/training/test_lightning_module.py # because the import of Lightning takes seconds
 
-test: .venv/installed  ## all tests, on a real Slurm cluster that they start on this machine
+test: .venv/installed  ## one test of each feature and failure, on a real Slurm that they start: nine minutes
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --durations=15
 	@scripts/say_not_tested.sh $(BIN)/python
 
-test-long: .venv/installed  ## the tests that take minutes
+test-long: .venv/installed  ## the tests that take minutes, and further variants of those in `make test`
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m long --durations=15
 	@$(MAKE) --no-print-directory test-slurm-versions SLURM_VERSIONS="24.11 26.05"
