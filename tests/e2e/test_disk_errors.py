@@ -193,6 +193,7 @@ def enlarge(disk: Path) -> None:
     run_command(["mount", "-o", "remount,size=64m", disk])
 
 
+@pytest.mark.long
 def test_final_save_waits_for_space_and_no_step_is_repeated(small_disk, tmp_path):
     notify = f"cat > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/told"
     run = submit(small_disk, 12, {}, "--notify", notify, width=WIDE)

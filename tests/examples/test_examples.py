@@ -51,13 +51,13 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
-@pytest.mark.long
 def test_digits_alone_learns_and_leaves_no_files(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "digits.py", cwd=tmp_path)
     assert accuracy(output) >= 97
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_demo_reaches_97_percent(tmp_path: Path) -> None:
     """The command of `make demo`: two emulated nodes, four ranks."""
     run_dir = tmp_path / "run"

@@ -106,7 +106,7 @@ def train_accelerate(_: str) -> None:
     ("library", "name"),
     [
         pytest.param("lightning", "lightning-4", marks=pytest.mark.long),
-        pytest.param("transformers", "checkpoint-4", marks=pytest.mark.long),
+        ("transformers", "checkpoint-4"),
         ("accelerate", "accelerate-4"),
     ],
 )

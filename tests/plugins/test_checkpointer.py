@@ -23,7 +23,8 @@ def undisturbed(tmp_path_factory):
     return train(tmp_path_factory.mktemp("undisturbed"), "train_with_blocks.py", num_ranks=3)
 
 
-@pytest.mark.parametrize("disturb", [pytest.param("requeue:9", marks=pytest.mark.long), "kill:9"])
+@pytest.mark.long
+@pytest.mark.parametrize("disturb", ["requeue:9", "kill:9"])
 def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     run, result = train(tmp_path, "train_with_blocks.py", disturb=disturb, num_ranks=3)
     assert_resumed(run, disturb)
@@ -32,6 +33,7 @@ def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     assert sorted(run.losses()) == list(range(1, 25))
 
 
+@pytest.mark.long
 def test_status_shows_steps_loss_and_checkpoint(undisturbed):
     run, _ = undisturbed
     status = run.status()

@@ -28,6 +28,7 @@ def test_disturbed_run_is_bitwise_identical(disturb, undisturbed, tmp_path):
     assert_same_bits(result, undisturbed[1])
 
 
+@pytest.mark.long
 def test_trainer_saves_into_the_run_folder(undisturbed):
     run, result = undisturbed
     assert result[-1] == 16

@@ -41,6 +41,7 @@ trainer.fit(Wide(), TensorDataset(torch.randn(64, 256)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_gradients_are_sent_in_buckets_of_the_requested_size(tmp_path):
     script, run = tmp_path / "train.py", RunDir(tmp_path / "run")

@@ -124,6 +124,7 @@ hpctrain.Trainer(max_steps=500, strategy="ddp_spawn", devices=2, algorithm="own"
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
