@@ -179,7 +179,7 @@ def _state(pid: int) -> str:
     return next(line for line in text.splitlines() if line.startswith("State:"))
 
 
-@pytest.mark.parametrize("script", [long(PLAIN), LIGHTNING, long(ACCELERATE)], ids=lambda it: it.name)
+@pytest.mark.parametrize("script", [PLAIN, long(LIGHTNING), long(ACCELERATE)], ids=lambda it: it.name)
 def test_script_under_srun_and_exec(script, slurm, tmp_path):
     """Without a supervisor, the ranks agree on a port themselves."""
     step = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "hpctrain", "exec", "--"]
