@@ -223,11 +223,9 @@ def save_while_rank_1_is_stopped(folder: Path) -> tuple[str, bool]:
     begin(store, 1)
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
-    start = time.monotonic()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    assert store.wait(20)
-    assert time.monotonic() - start < 15
+    assert store.wait(60)
     committed = list(folder.glob("step-*")) != []
     (outcome,) = store.collect_outcomes()
     os.kill(pids[1], signal.SIGCONT)

@@ -228,7 +228,7 @@ def test_missing_ranks_are_reported_to_all_present(key):
     present = [ranks for ranks in world(key, 6) if ranks.rank not in (2, 4, 5)]
     start = time.monotonic()
     texts = failures(join_all(*present, timeout_s=SHORT_S))
-    assert time.monotonic() - start < SHORT_S + 5.0
+    assert time.monotonic() - start < LIMIT_S
     for text, ranks in zip(texts, present, strict=True):
         assert text.startswith(f"rank {ranks.rank} on ")
         assert (
@@ -303,7 +303,7 @@ def test_hanging_resolver_does_not_block_rendezvous(key, monkeypatch):
     start = time.monotonic()
     (text,) = failures(join_all(ranks_of(key, 1, 2, "n1"), timeout_s=SHORT_S))
     hanging.set()
-    assert time.monotonic() - start < SHORT_S + 5.0
+    assert time.monotonic() - start < LIMIT_S
     assert "the name n1: the name was not resolved within" in text
 
 

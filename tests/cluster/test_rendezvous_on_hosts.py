@@ -168,7 +168,7 @@ def test_unresolvable_name_times_out_with_a_message(hosts):
         hosts.set_hosts(host, {})
     start = time.monotonic()
     results = Ranks(hosts, "n1.cluster").join(timeout_s=SHORT_S)
-    assert time.monotonic() - start < SHORT_S + 10
+    assert time.monotonic() - start < LIMIT_S
     texts = [str(result["failed"]) for result in results]
     assert "1 of 3 peers have connected to n1.cluster, port " in texts[0]
     assert "missing: ranks 2-3" in texts[0]
@@ -201,7 +201,7 @@ def test_unresponsive_host_times_out(hosts):
         hosts.set_hosts(host, {"n1": unreachable})
     start = time.monotonic()
     results = Ranks(hosts, "n1").join(0, 1, timeout_s=SHORT_S)
-    assert time.monotonic() - start < SHORT_S + 10
+    assert time.monotonic() - start < LIMIT_S
     for result in results:
         assert any(
             f"{unreachable}:" in str(result["failed"]) and reason in str(result["failed"])

@@ -373,10 +373,8 @@ def test_array_task_is_requeued_while_others_are_pending(slurm, tmp_path):
     try:
         for task in (first, second):
             wait_for((task.dir.path / "ready").exists, 20, "the tasks to run")
-        start = time.monotonic()
         second.requeue()
         wait_for(lambda: second.status().state is RunState.PENDING, 20, "the task to be requeued")
-        assert time.monotonic() - start < 20
         wait_for((third.dir.path / "ready").exists, 20, "another task to take its place")
         assert first.status().state is RunState.RUNNING
         assert [path.name for path in run.dir.path.iterdir() if path.name.isdigit()] == ["1"]

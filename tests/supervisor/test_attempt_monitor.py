@@ -162,4 +162,4 @@ def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):
     start = time.monotonic()
     outcome, step, _ = monitor(TaskExit(0, 75), job=Slurm())
     assert (outcome, step.killed) == (AttemptOutcome.STOPPED, True)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 40
