@@ -46,7 +46,7 @@ def test_status_shows_steps_loss_and_checkpoint(undisturbed):
 
 
 def test_resized_loop_has_the_same_samples_and_similar_parameters(tmp_path):
-    env = {"NO_DROPOUT": ""}
+    env = {"NO_DROPOUT": "", "NUM_WORKERS": "0"}
     whole = run_on_ranks(train_with_blocks.main, 3, world_size=2, env=env)[0]
     run_on_ranks(train_with_blocks.main, 3, 8, str(tmp_path), world_size=3, env=env)
     resized = run_on_ranks(train_with_blocks.main, 3, None, str(tmp_path), world_size=2, env=env)

@@ -37,7 +37,7 @@ def main(num_epochs: int, stop_at: int | None = None, run_dir: str | None = None
 
     torch.manual_seed(int(os.environ["RANK"]))
     sampler = hpctrain.StatefulBatchSampler(data, global_batch_size=8, seed=1)
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=1)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=int(os.environ.get("NUM_WORKERS", "1")))
     checkpointer = hpctrain.Checkpointer(
         run_dir=run_dir, model=model, optimizer=optimizer, schedule=schedule, sampler=sampler
     )
