@@ -32,7 +32,7 @@ LONG = {
     for name in (
         *("algorithms", "checkpoints", "cluster", "index", "loggers", "loop", "notifications", "python"),
         *("report", "restart", "sandbox", "strategies", "sweeps", "telemetry", "templates"),
-        *("training", "porting", "data", "verify"),
+        *("training", "porting", "data", "exactness", "verify"),
     )
 }
 

@@ -48,7 +48,7 @@ def reference(tmp_path_factory) -> Run:
 def test_a_killed_rank_costs_at_most_one_step(tmp_path):
     """Rank 0 has the only valid running means, and writes the metrics."""
     reference = train_undisturbed(tmp_path / "reference", 2)
-    check(tmp_path, reference, ["13:1:save", "20:0:allreduce"], 2)
+    check(tmp_path, reference, ["20:0:allreduce"], 2)
 
 
 @pytest.mark.long

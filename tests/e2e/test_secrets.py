@@ -120,10 +120,8 @@ def check_secret_is_hidden(
     assert_no_process_left(run.path)
 
 
-@pytest.mark.parametrize(
-    "umask",
-    [pytest.param(0o022, id="022"), pytest.param(0o002, id="002", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("umask", [0o022, 0o002], ids=["022", "002"])
 def test_variable_of_a_local_run_is_on_no_command_line(tmp_path, umask):
     check_secret_is_hidden({}, ["--backend", "local", "--nodes", "2"], tmp_path, umask)
 
