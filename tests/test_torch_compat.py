@@ -35,6 +35,7 @@ def private_imports(path: Path) -> list[str]:
     return imports
 
 
+@pytest.mark.slow
 def test_no_other_module_imports_private_parts_of_torch():
     private = {path.name: private_imports(path) for path in PACKAGE.rglob("*.py") if path.name not in ALLOWED}
     assert {name: imports for name, imports in private.items() if imports} == {}

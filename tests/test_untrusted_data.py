@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import hpctrain
 
 PACKAGE = Path(hpctrain.__file__).parent
@@ -43,6 +45,7 @@ def unpickles(name: str) -> bool:
     return module in MODULES and function in ("load", "loads", "Unpickler", "open")
 
 
+@pytest.mark.slow
 def test_every_use_of_pickle_is_listed():
     uses = Counter(
         str(path.relative_to(PACKAGE))
@@ -53,6 +56,7 @@ def test_every_use_of_pickle_is_listed():
     assert uses == {path: count for path, (count, _) in LISTED.items()}
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_from_peers():
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

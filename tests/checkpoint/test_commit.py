@@ -68,6 +68,7 @@ def test_loading_unpickles_nothing(tmp_path, monkeypatch):
     assert equal(store.load_newest()[0].state, STATE)
 
 
+@pytest.mark.slow
 def test_every_torch_load_sets_weights_only():
     """Every call in the package sets it, whatever torch's default is."""
     calls = [

@@ -361,6 +361,7 @@ def test_page_in_a_browser_follows_the_run(server, folder, tmp_path):
         assert {address.split("/")[2] for address in browser.requests} == {f"127.0.0.1:{server.port}"}
 
 
+@pytest.mark.slow
 def test_missing_runs_folder_gives_an_empty_index(tmp_path):
     with serving(tmp_path / "runs") as server:
         assert "This folder has no runs yet." in server.request("/")[2]

@@ -170,6 +170,7 @@ def test_nested_repository_is_copied(prepared, repo):
     }
 
 
+@pytest.mark.slow
 def test_runs_in_the_repository_are_not_copied(prepared, repo):
     first = submit_and_get_copy(prepared, repo, run_dir=repo / "runs" / "first")
     second = submit_and_get_copy(prepared, repo, run_dir=repo / "runs" / "second")
@@ -177,6 +178,7 @@ def test_runs_in_the_repository_are_not_copied(prepared, repo):
     assert "runs" not in git(repo, "status", "--porcelain")
 
 
+@pytest.mark.slow
 def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     first = submit_and_get_copy(prepared, repo, run_dir="r")
     (repo / "changed.py").write_text("value = 4\n")

@@ -310,6 +310,7 @@ def test_one_query_serves_all_jobs(executor, monkeypatch):
     assert queries == []
 
 
+@pytest.mark.slow
 def test_jobs_can_be_awaited_in_threads(executor):
     jobs = [executor.submit(add, i) for i in range(4)]
     with ThreadPoolExecutor(8) as pool:

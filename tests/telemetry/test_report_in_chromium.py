@@ -14,9 +14,10 @@ from test_report_page import SPEC, facts_of, hostile_page, run_with_losses
 from hpctrain.telemetry.report.comparison_page import render_comparison
 from hpctrain.telemetry.report.run_page import render_run_page
 
-pytestmark = pytest.mark.skipif(
-    find() is None, reason="needs a Chromium: scripts/install_for_tests.sh installs one"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find() is None, reason="needs a Chromium: scripts/install_for_tests.sh installs one"),
+]
 
 
 @pytest.fixture(scope="module")
