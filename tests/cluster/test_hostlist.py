@@ -15,9 +15,9 @@ from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.errors import UserError
 
 #: One query to scontrol takes a fraction of a millisecond, so thousands take seconds.
-MANY = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 #: For queries that need a process each.
-FEWER_EXAMPLES = settings(MANY, max_examples=150)
+FEWER_EXAMPLES = settings(MANY, max_examples=75)
 
 
 class Scontrol:
