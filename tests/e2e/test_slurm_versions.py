@@ -15,12 +15,7 @@ from hpctrain import sandbox
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(
-    params=[
-        *(pytest.param(version, marks=pytest.mark.long) for version in SLURM_VERSIONS[:-1]),
-        SLURM_VERSIONS[-1],
-    ]
-)
+@pytest.fixture(params=SLURM_VERSIONS)
 def cluster(request: pytest.FixtureRequest) -> Iterator[sandbox.Sandbox]:
     need_slurm_version(request.param)
     name = f"pytest-v{os.getpid()}"
