@@ -246,7 +246,9 @@ def _run(command: Sequence[str]) -> str:
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]} did not finish within {_COMMAND_LIMIT_S:.0f} s") from None
     except FileNotFoundError:
-        raise UserError(f"Another Slurm version requires {command[0]}, which is missing.") from None
+        raise UserError(
+            f"{command[0]} is required to use another Slurm version, but it is not installed."
+        ) from None
     if done.returncode:
         errors = [
             line for line in done.stderr.splitlines() if line.startswith("E: ")

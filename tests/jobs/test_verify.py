@@ -254,7 +254,7 @@ def test_each_differing_fact_is_named():
 def test_steps_without_anything_to_compare_are_refused(run, steps, ignored, advice):
     run.start(1).train(50, 50, epoch=0).train(100, 100, epoch=0).save(20, 26)
     write_samples(run, 0, 0, 25, 1)
-    with pytest.raises(SpecError, match="There is nothing to compare in the steps") as error:
+    with pytest.raises(SpecError, match="There is nothing to compare in steps") as error:
         verify_run(
             run.dir,
             {},
@@ -275,8 +275,8 @@ def test_steps_whose_only_record_is_a_state_that_is_not_saved_again_are_refused(
     with pytest.raises(SpecError) as error:
         verify_run(run.dir, {}, last=7, parent=tmp_path, report=lambda _: None)
     assert str(error.value) == (
-        "There is nothing to compare in the steps 1:7: run run recorded no samples and no metrics (except "
-        "those of --ignore), and the script did not save the state after step 7 this time. "
+        "There is nothing to compare in steps 1:7: run run recorded no samples and no metrics (other than "
+        "those excluded with --ignore), and the script did not save the state after step 7 this time. "
         "Include a step that can be compared in --steps: step 50."
     )
 

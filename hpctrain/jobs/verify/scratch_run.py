@@ -191,7 +191,8 @@ class ScratchRun:
         code = self._find_code(spec)
         if code is None and not verified.function.exists():
             self.notes.append(
-                f"The run has no code snapshot, so the present {spec.script} and its imports are used."
+                f"The run has no code snapshot, so the current versions of {spec.script} and its imports "
+                "are used."
             )
             if spec.program == "script" and not Path(spec.script).is_file():
                 raise SpecError(

@@ -130,8 +130,8 @@ def verify_run(
         result.damaged = start_problems + state_problems
         if start_problems:
             result.causes.append(
-                f"the checkpoint of step {plan.start} is damaged, so the next steps were not trained again. "
-                "Start from another one with --steps"
+                f"the checkpoint of step {plan.start} is damaged, so the steps after it were not repeated. "
+                "Use --steps to start from another checkpoint"
             )
             return result
         report(_describe(plan, record, scratch))
@@ -168,8 +168,8 @@ def _nothing_compared(
         else "No other step of this run can be compared, unless fewer metrics are ignored."
     )
     return SpecError(
-        f"There is nothing to compare in the steps {plan.start + 1}:{plan.last}: run {record.run.run_id} "
-        f"recorded no samples and no metrics (except those of --ignore), and {state}. {advice}"
+        f"There is nothing to compare in steps {plan.start + 1}:{plan.last}: run {record.run.run_id} "
+        f"recorded no samples and no metrics (other than those excluded with --ignore), and {state}. {advice}"
     )
 
 

@@ -122,7 +122,9 @@ class ChildRelay:
             try:
                 accepted, _ = self._socket.accept()
             except OSError as error:  # too many open files
-                print(f"hpctrain: a process of the command cannot be observed: {error}", file=sys.stderr)
+                print(
+                    f"hpctrain: cannot monitor a process that the command started: {error}", file=sys.stderr
+                )
                 time.sleep(1)
                 continue
             if not _is_own_process(accepted):

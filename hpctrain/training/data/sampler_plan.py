@@ -110,8 +110,8 @@ class SamplerPlan:
         if state["order"] is not None and self.draw(epoch).digest != state["order"]:
             raise UserError(
                 f"{self._what} returned a different order for epoch {epoch} than before the stop, so the "
-                "epoch cannot be continued. The order may depend only on the epoch and on random "
-                "numbers. Restore the previous sampler, or start a new run in a new folder."
+                "epoch cannot be continued. The order must depend only on the epoch and on "
+                "torch's random state. Restore the previous sampler, or start a new run in a new folder."
             )
 
     def last_step(self, epochs: int) -> int | None:

@@ -62,7 +62,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
         if global_batch_size < self._data_rank.world_size:
             raise UserError(
                 f"global_batch_size is {global_batch_size}, but there are {self._data_rank.world_size} "
-                "ranks. Set the number of samples for all ranks together, at least one per rank."
+                "ranks. It is the number of samples of all ranks together, and each rank needs at least one."
             )
         order = (SampleOrder if shuffle else SequentialOrder)(len(dataset), seed)
         self._plan = BatchPlan(order, global_batch_size, drop_last)
