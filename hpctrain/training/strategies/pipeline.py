@@ -31,6 +31,7 @@ from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.batch_split import pipeline_micro_batch_sizes, slice_batch
 from hpctrain.training.strategies.optimizer_state_gather import OptimizerStateGather
 from hpctrain.training.strategies.pipeline_stages import PipelineStages
+from hpctrain.training.strategies.sharded_params import joint_norm
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
@@ -124,15 +125,10 @@ class Pipeline(Strategy):
         if not self.context.is_distributed:
             return super().gradient_norm(parameters, p)
         shared = set(self._stages.shared)
-        with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-        own = super().gradient_norm([each for each in with_gradient if each not in shared], p).float()
-        alike = super().gradient_norm([each for each in with_gradient if each in shared], p).float()
-        if p == float("inf"):
-            dist.all_reduce(own, op=dist.ReduceOp.MAX)
-            return torch.maximum(own, alike)
-        powers = own**p
-        dist.all_reduce(powers)
-        return torch.pow(powers + alike**p, 1 / p)
+        gradients = {each: each.grad for each in parameters if each.grad is not None}
+        own = [gradient for each, gradient in gradients.items() if each not in shared]
+        alike = [gradient for each, gradient in gradients.items() if each in shared]
+        return joint_norm(own, alike, self.context.device, p)
 
     def sync_buffers(self) -> None:
         """Broadcast each stage's parameters, buffers and optimizer state to all ranks."""

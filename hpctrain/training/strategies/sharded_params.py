@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,16 +139,23 @@ def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device, p: f
     whole: list[torch.Tensor] = []
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         (cut if is_sharded(gradient) else whole).append(local_part(gradient))
-    of_cut, of_whole = (
+    return joint_norm(cut, whole, device, p)
+
+
+def joint_norm(
+    own: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], device: torch.device, p: float
+) -> torch.Tensor:
+    """Return the norm of the `own` gradients of all ranks, and of those equal on all ranks."""
+    of_own, of_shared = (
         torch.nn.utils.get_total_norm(gradients, norm_type=p).to(device, torch.float32)
-        for gradients in (cut, whole)
+        for gradients in (own, shared)
     )
     if p == float("inf"):
-        dist.all_reduce(of_cut, op=dist.ReduceOp.MAX)
-        return torch.maximum(of_cut, of_whole)
-    powers = of_cut**p
+        dist.all_reduce(of_own, op=dist.ReduceOp.MAX)
+        return torch.maximum(of_own, of_shared)
+    powers = of_own**p
     dist.all_reduce(powers)
-    return torch.pow(powers + of_whole**p, 1 / p)
+    return torch.pow(powers + of_shared**p, 1 / p)
 
 
 def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
