@@ -346,14 +346,7 @@ class RunDir:
 
     def new_profile(self) -> int:
         """Reserve the number of a new profile by creating its folder."""
-        number = len(self.storage.names(self.path / "profiles"))
-        while True:
-            try:
-                self.storage.make_folder(self.profile(number))
-            except FileExistsError:
-                number += 1
-            else:
-                return number
+        return self._reserve(len(self.storage.names(self.path / "profiles")), self.profile)
 
     def profile_trace(self, number: int, rank: int) -> Path:
         """Return the file with a rank's trace in Chrome's format."""
@@ -488,14 +481,17 @@ class RunDir:
         Raises:
             OSError: the folder cannot be created.
         """
-        attempt = max(self.attempts(), default=-1) + 1
+        return self._reserve(max(self.attempts(), default=-1) + 1, self.attempt_logs)
+
+    def _reserve(self, number: int, folder: Callable[[int], Path]) -> int:
+        """Create the folder of the first free number, and return this number."""
         while True:
             try:
-                self.storage.make_folder(self.attempt_logs(attempt))
+                self.storage.make_folder(folder(number))
             except FileExistsError:
-                attempt += 1
+                number += 1
             else:
-                return attempt
+                return number
 
     def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
         """Append an event to the run's event log, with the time in seconds since the epoch."""
