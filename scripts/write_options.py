@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.common import walk_commands
 from hpctrain.cli.main import cli
 from hpctrain.cli.submit import heading
 
@@ -30,32 +31,20 @@ def filled_in(text: str) -> str:
 
 
 def _submit() -> Iterator[str]:
-    (context,) = (context for name, context in _commands(cli, None) if name == "submit")
+    (context,) = (context for name, context in walk_commands(cli) if name == "submit")
     for title, members in groupby(_options(context), heading):
         yield f"**{title}**\n"
         yield from _table(members, context)
 
 
 def _others() -> Iterator[str]:
-    for name, context in _commands(cli, None):
+    for name, context in walk_commands(cli):
         if name != "submit":
             arguments = " ".join(context.command.collect_usage_pieces(context))
             yield f"### {name}\n"
             yield f"`{context.command_path} {arguments}`\n"
             yield (context.command.help or "").partition("\n\n")[0].replace("\n", " ") + "\n"
             yield from _table(_options(context), context)
-
-
-def _commands(group: click.Group, parent: click.Context | None) -> Iterator[tuple[str, click.Context]]:
-    """Return all commands, including subcommands, by name in the order of the help."""
-    context = click.Context(group, parent, group.name if parent else "hpctrain")
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        if isinstance(command, click.Group):
-            yield from ((f"{name} {inner}", its) for inner, its in _commands(command, context))
-        else:
-            yield name, click.Context(command, context, name)
 
 
 def _options(context: click.Context) -> list[click.Option]:

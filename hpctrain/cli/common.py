@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,6 +71,20 @@ def open_run(run: str, runs_dir: Path) -> Run:
     from hpctrain.jobs.runs.run import find_run
 
     return find_run(run, runs_dir, os.environ)
+
+
+def walk_commands(
+    group: click.Group, parent: click.Context | None = None
+) -> Iterator[tuple[str, click.Context]]:
+    """Yield all commands, including subcommands, by name in the order of the help."""
+    context = click.Context(group, parent, group.name if parent else "hpctrain")
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {inner}", its) for inner, its in walk_commands(command, context))
+        else:
+            yield name, click.Context(command, context, name)
 
 
 def echo_json(document: Any) -> None:

@@ -35,6 +35,7 @@ _COMMANDS = (
     "env",
     "exec",
     "doctor",
+    "explain",
     "chaos",
     "simulate",
     "sandbox",

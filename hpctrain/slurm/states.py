@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class RunState(StrEnum):
@@ -26,6 +27,20 @@ class RunState(StrEnum):
         return self not in (RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN)
 
 
+#: Meanings of the run states.
+RUN_STATES = {
+    RunState.PENDING: "The job of the run waits in the queue. `hpctrain status RUN` shows the reason.",
+    RunState.RUNNING: "The job of the run has its nodes, or is starting or ending.",
+    RunState.COMPLETED: "The run recorded that it is complete.",
+    RunState.FAILED: "The run ended with an error. `hpctrain status RUN` shows the cause. "
+    "To continue after a repair, use `hpctrain resume RUN`.",
+    RunState.CANCELLED: "The run was cancelled. To continue, use `hpctrain resume RUN`.",
+    RunState.STOPPED_EARLY: "A sweep stopped this trial, because others were better. Counts as success.",
+    RunState.UNKNOWN: "The scheduler gives no definite answer, and the run has not recorded its end. "
+    "It may still be running.",
+}
+
+
 @dataclass(frozen=True)
 class JobStateView:
     """The scheduler's view of a job."""
@@ -39,37 +54,70 @@ class JobStateView:
     job_state: str | None = None
 
 
-# Job states of squeue(1) and sacct(1), section JOB STATE CODES.
-_SLURM_STATES = {
-    RunState.PENDING: ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
-    RunState.RUNNING: (
-        "CONFIGURING",
-        "COMPLETING",
-        "EXPEDITING",
-        "LAUNCH_FAILED",
-        "POWER_UP_NODE",
-        "RECONFIG_FAIL",
-        "RESIZING",
-        "RUNNING",
-        "SIGNALING",
-        "STAGE_OUT",
-        "STOPPED",
-        "SUSPENDED",
-        "UPDATE_DB",
+class SlurmState(NamedTuple):
+    """A job state of Slurm."""
+
+    state: RunState
+    """State of the run."""
+    code: str
+    """Compact form; empty if Slurm has none."""
+    meaning: str
+
+
+#: Job states of squeue(1) and sacct(1), section JOB STATE CODES.
+SLURM_STATES = {
+    "PENDING": SlurmState(RunState.PENDING, "PD", "The job waits in the queue."),
+    "REQUEUED": SlurmState(RunState.PENDING, "RQ", "The job ended, and Slurm puts it back into the queue."),
+    "REQUEUE_FED": SlurmState(RunState.PENDING, "RF", "A federation of clusters requeues the job."),
+    "REQUEUE_HOLD": SlurmState(
+        RunState.PENDING, "RH", "The job was requeued and is held. Use `scontrol release JOB` to release it."
     ),
-    RunState.COMPLETED: ("COMPLETED",),
-    RunState.CANCELLED: ("CANCELLED", "REVOKED"),
-    RunState.FAILED: (
-        "BOOT_FAIL",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "TIMEOUT",
+    "RESV_DEL_HOLD": SlurmState(
+        RunState.PENDING, "RD", "The job is held because its reservation was deleted. Submit it again."
     ),
+    "SPECIAL_EXIT": SlurmState(
+        RunState.PENDING,
+        "SE",
+        "The site requeued and held the job because of its exit code. Use `scontrol release JOB`.",
+    ),
+    "CONFIGURING": SlurmState(RunState.RUNNING, "CF", "The nodes are allocated, but still boot."),
+    "COMPLETING": SlurmState(
+        RunState.RUNNING, "CG", "The job is ending. Processes or the epilog still run on some nodes."
+    ),
+    "EXPEDITING": SlurmState(RunState.RUNNING, "", "Slurm requeues the job with the highest priority."),
+    "LAUNCH_FAILED": SlurmState(RunState.RUNNING, "", "A node failed to start the job."),
+    "POWER_UP_NODE": SlurmState(RunState.RUNNING, "", "The nodes of the job are powered up."),
+    "RECONFIG_FAIL": SlurmState(RunState.RUNNING, "", "A node could not be reconfigured for the job."),
+    "RESIZING": SlurmState(RunState.RUNNING, "RS", "The job is about to change its size."),
+    "RUNNING": SlurmState(RunState.RUNNING, "R", "The job has its nodes."),
+    "SIGNALING": SlurmState(RunState.RUNNING, "SI", "Slurm sends a signal to the job."),
+    "STAGE_OUT": SlurmState(RunState.RUNNING, "SO", "The burst buffer copies the files of the job."),
+    "STOPPED": SlurmState(
+        RunState.RUNNING, "ST", "The job was stopped with SIGSTOP. Its CPUs stay allocated."
+    ),
+    "SUSPENDED": SlurmState(
+        RunState.RUNNING, "S", "The job is suspended. Its CPUs are free for other jobs until it resumes."
+    ),
+    "UPDATE_DB": SlurmState(RunState.RUNNING, "", "Slurm updates the database record of the job."),
+    "COMPLETED": SlurmState(RunState.COMPLETED, "CD", "The batch script exited with code 0."),
+    "CANCELLED": SlurmState(RunState.CANCELLED, "CA", "A user or an administrator cancelled the job."),
+    "REVOKED": SlurmState(RunState.CANCELLED, "RV", "Another cluster of the federation started the job."),
+    "BOOT_FAIL": SlurmState(RunState.FAILED, "BF", "A node of the job failed to boot. Submit the job again."),
+    "DEADLINE": SlurmState(RunState.FAILED, "DL", "The job reached the deadline of its --deadline option."),
+    "FAILED": SlurmState(
+        RunState.FAILED, "F", "The batch script exited with a nonzero code. `hpctrain logs RUN` shows why."
+    ),
+    "NODE_FAIL": SlurmState(RunState.FAILED, "NF", "A node of the job failed, and the job was not requeued."),
+    "OUT_OF_MEMORY": SlurmState(
+        RunState.FAILED,
+        "OOM",
+        "The job needed more memory than it requested. Request more with --mem.",
+    ),
+    "PREEMPTED": SlurmState(
+        RunState.FAILED, "PR", "A job with a higher priority took the nodes, and this job was not requeued."
+    ),
+    "TIMEOUT": SlurmState(RunState.FAILED, "TO", "The job reached its time limit. Request more with --time."),
 }
-_MEANING = {word: state for state, words in _SLURM_STATES.items() for word in words}
 
 #: Precedence of states for the combined state of several runs.
 _PRECEDENCE = (
@@ -93,7 +141,8 @@ def parse_job_state(words: str) -> RunState:
 
     Unrecognized states map to UNKNOWN, because newer Slurm releases add states.
     """
-    return _MEANING.get(base_state(words), RunState.UNKNOWN)
+    known = SLURM_STATES.get(base_state(words))
+    return known.state if known else RunState.UNKNOWN
 
 
 def combine_states(states: Iterable[RunState]) -> RunState:
@@ -126,34 +175,3 @@ def combine_views(views: Sequence[JobStateView]) -> JobStateView:
         held=any(view.held for view in views),
         job_state=next(view.job_state for view in views if view.state is state),
     )
-
-
-#: The reason of a job whose dependency can no longer be satisfied.
-DEPENDENCY_NEVER_SATISFIED = "DependencyNeverSatisfied"
-
-#: Reasons of squeue(1), section JOB REASON CODES, that need action or are not self-explanatory.
-_REASONS = {
-    "BeginTime": "waiting for its start time",
-    "Dependency": "waiting for another job to end",
-    DEPENDENCY_NEVER_SATISFIED: "the job will never start because its dependency can no longer be satisfied",
-    "JobArrayTaskLimit": "the array is already running its maximum number of tasks",
-    "JobHeldAdmin": "held by an administrator",
-    "JobHeldUser": "held by its user; use `scontrol release {job_id}` to release the job",
-    "JobLaunchFailure": "the nodes failed to start the job; contact an administrator",
-    "PartitionDown": "the partition is down, so its pending jobs do not start",
-    "PartitionNodeLimit": "the partition does not allow this number of nodes, or requested nodes are down",
-    "PartitionTimeLimit": "the time limit of the job exceeds the limit of its partition",
-    "Priority": "jobs with a higher priority are waiting",
-    "ReqNodeNotAvail": "a requested node is unavailable: in use, reserved or down",
-    "Resources": "waiting for nodes, CPUs or other resources to become free",
-    "job_requeue_in_held_state": "requeued and held; use `scontrol release {job_id}` to release the job",
-    (
-        "launch_failed_requeued_held"
-    ): "the nodes failed to start the job; use `scontrol release {job_id}` to try again",
-}
-
-
-def explain_reason(reason: str, job_id: str) -> str:
-    """Return the reason, followed by an explanation, if any."""
-    words = _REASONS.get(reason.partition(",")[0])
-    return reason if words is None else f"{reason}: {words.format(job_id=job_id)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from hpctrain.errors import SpecError
 from hpctrain.text import is_count
@@ -53,6 +54,117 @@ class EndKind(StrEnum):
     def is_stop(self) -> bool:
         """True if the ranks exited on request."""
         return self in (EndKind.PREEMPTED, EndKind.TIME_LIMIT, EndKind.REQUESTED)
+
+
+#: Actions of the policy, as in docs/restart-policy.md.
+RESTART_ACTIONS = {
+    "restart": "starts all ranks again in the same allocation, if enough nodes remain",
+    "requeue": "releases the allocation, and continues the run in another allocation",
+    "end": "marks the run as failed",
+}
+
+
+class EndKindInfo(NamedTuple):
+    """Description of a kind of end."""
+
+    cause: str
+    action: str
+    """Action of the policy; `–` if it only counts."""
+    advice: str = ""
+    """What users can do if the run ended because of this kind."""
+
+
+END_KINDS: Mapping[EndKind, EndKindInfo] = {
+    EndKind.DONE: EndKindInfo("all ranks completed", "–"),
+    EndKind.PREEMPTED: EndKindInfo("Slurm needs the nodes for another job", "requeue"),
+    EndKind.TIME_LIMIT: EndKindInfo(
+        "the job is close to its time limit",
+        "requeue",
+        "submit with a longer --time, or with a longer --stop-before-limit if there was not enough time for "
+        "the last save",
+    ),
+    EndKind.REQUESTED: EndKindInfo("you ran `hpctrain requeue`", "requeue"),
+    EndKind.PYTHON: EndKindInfo(
+        "an exception in the script, or a nonzero exit code",
+        "restart",
+        "`hpctrain logs RUN` shows the traceback; repair the script, then submit with the same --run-dir",
+    ),
+    EndKind.USER_ERROR: EndKindInfo(
+        "an exception in the first step, without a checkpoint",
+        "end",
+        "`hpctrain logs RUN` shows the traceback; repair the script, then submit again",
+    ),
+    EndKind.UNFINISHED: EndKindInfo(
+        "a rank exited with code 0 during training",
+        "end",
+        "look for `sys.exit`, `return` or a caught exception in the script",
+    ),
+    EndKind.OOM: EndKindInfo(
+        "the job ran out of memory",
+        "requeue",
+        "submit with fewer data workers or ranks per node, with a larger --mem, or to nodes with more memory",
+    ),
+    EndKind.GPU_OOM: EndKindInfo(
+        "a GPU ran out of memory",
+        "restart",
+        "use smaller batches, GPUs with more memory or, with the Trainer, a smaller micro_batch_size, "
+        "recompute=True or a sharded strategy",
+    ),
+    EndKind.KILLED: EndKindInfo(
+        "SIGKILL from another process, or ranks that failed without reporting a cause",
+        "restart",
+        "look for a lack of memory in the kernel log of the node",
+    ),
+    EndKind.SIGNAL: EndKindInfo(
+        "any other signal, such as SIGSEGV",
+        "restart",
+        "`hpctrain logs RUN` shows the Python stack; look for a faulty C extension or driver",
+    ),
+    EndKind.NCCL: EndKindInfo(
+        "communication failed, and no rank failed for another reason",
+        "restart",
+        "`hpctrain doctor` checks the network; --env NCCL_DEBUG=INFO logs the cause",
+    ),
+    EndKind.UNAUTHENTICATED: EndKindInfo(
+        "a program without the secret of the attempt connected in place of a rank",
+        "restart",
+        "ask an administrator which program scans ports on the nodes",
+    ),
+    EndKind.GPU: EndKindInfo(
+        "a GPU fault, such as an Xid error, an ECC error or a missing device",
+        "restart",
+        "report the node to an administrator, and exclude it with --exclude",
+    ),
+    EndKind.CORRUPTION: EndKindInfo(
+        "a rank computed wrong results, although its hardware reported no error",
+        "restart",
+        "report the device to an administrator, and exclude its node with --exclude",
+    ),
+    EndKind.HANG: EndKindInfo(
+        "no rank made progress",
+        "restart",
+        "`hpctrain logs RUN` shows the stacks of the ranks; if the script is only slow, use a longer "
+        "--hang-timeout",
+    ),
+    EndKind.STRAGGLER: EndKindInfo("a node repeatedly slowed down the others", "–"),
+    EndKind.NODE_LOST: EndKindInfo(
+        "a node no longer responds", "restart", "use --spare-nodes, so that the run need not queue again"
+    ),
+    EndKind.NODE_CHECK: EndKindInfo(
+        "a node failed the node check", "restart", "report the node to an administrator"
+    ),
+    EndKind.NOT_STARTED: EndKindInfo(
+        "Slurm did not start the ranks", "requeue", "the job log, slurm.log, contains the message of srun"
+    ),
+    EndKind.DISK_FULL: EndKindInfo(
+        "the disk has no space for the state of the last step",
+        "end",
+        "free space or request a larger quota, then use `hpctrain resume RUN`",
+    ),
+    EndKind.OUT_OF_TIME: EndKindInfo(
+        "the ranks did not exit before the time limit", "end", "submit with a longer --stop-before-limit"
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,12 @@ def test_jobs_are_queried_at_once(fake_slurm):
             held=True,
             job_state="PENDING",
         ),
-        JobStateView(PENDING, "QOSMaxJobsPerUserLimit", job_state="PENDING"),
+        JobStateView(
+            PENDING,
+            "QOSMaxJobsPerUserLimit: your running jobs have reached the limit of the QOS for jobs; "
+            "`sacctmgr show qos` lists the limits",
+            job_state="PENDING",
+        ),
         JobStateView(RunState.FAILED, "Slurm reports OUT_OF_MEMORY", job_state="OUT_OF_MEMORY"),
         JobStateView(RUNNING, "COMPLETING", job_state="COMPLETING"),
         JobStateView(UNKNOWN, "Slurm reports QUANTUM", job_state="QUANTUM"),

@@ -12,7 +12,14 @@ from helpers import REPOSITORY
 
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind, RestartPolicy, RestartRule
+from hpctrain.spec.restart_policy import (
+    DEFAULT_RULES,
+    END_KINDS,
+    RESTART_ACTIONS,
+    EndKind,
+    RestartPolicy,
+    RestartRule,
+)
 from hpctrain.supervisor.failures.classify import classify, is_deterministic
 from hpctrain.supervisor.failures.failure_files import RankFailure, root_cause
 from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
@@ -62,6 +69,15 @@ def rows() -> dict[str, tuple[str, RestartRule]]:
         )
         for kind, action_name, retries, repeats, exclude in table
     }
+
+
+def test_documentation_has_the_causes_and_actions_that_explain_prints():
+    text = (REPOSITORY / "docs" / "restart-policy.md").read_text()
+    plain = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)
+    for kind, info in END_KINDS.items():
+        assert kind is EndKind.DONE or f"| `{kind}` | {info.cause} | {info.action} |" in plain
+    for name, meaning in RESTART_ACTIONS.items():
+        assert f"| {name} | {meaning} |" in plain
 
 
 def failed(kind, count, host="n2", causes=None):

@@ -29,12 +29,12 @@ from hpctrain.slurm.job_queries import (
     query_squeue,
 )
 from hpctrain.slurm.parsing import SOON_S, parse_timestamp
+from hpctrain.slurm.pending_reasons import explain_reason
 from hpctrain.slurm.states import (
     JobStateView,
     RunState,
     base_state,
     combine_views,
-    explain_reason,
     parse_job_state,
 )
 

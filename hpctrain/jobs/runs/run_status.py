@@ -16,8 +16,8 @@ from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.records.run_record import RunRecord, last_activity, read_run_record
 from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED
 from hpctrain.slurm.states import (
-    DEPENDENCY_NEVER_SATISFIED,
     JobStateView,
     RunState,
     combine_states,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.cluster import compress_hostlist
-from hpctrain.spec.restart_policy import EndKind, RestartPolicy
+from hpctrain.spec.restart_policy import END_KINDS, EndKind, RestartPolicy
 from hpctrain.supervisor.policy.history import History, shows_no_progress
 from hpctrain.supervisor.policy.job_intent import JobIntent
 from hpctrain.text import pluralize
@@ -92,16 +92,11 @@ class Action(Enum):
     FAIL = "fail"
 
 
-#: Advice if the next attempt would have the same memory.
-_MEMORY_ADVICE = {
-    EndKind.OOM: (
-        "hpctrain cannot request more memory for this job, so another attempt would also run out; submit "
-        "with fewer data workers or ranks per node, with a larger --mem, or to nodes with more memory"
-    ),
+#: Reason to end the run if the next attempt would have the same memory.
+_NO_MORE_MEMORY = {
+    EndKind.OOM: "hpctrain cannot request more memory for this job, so another attempt would also run out",
     EndKind.GPU_OOM: (
-        "hpctrain cannot reduce the GPU memory that this run needs, so another attempt would also run out; "
-        "use smaller batches, GPUs with more memory or, with the Trainer, a smaller micro_batch_size, "
-        "recompute=True or a sharded strategy"
+        "hpctrain cannot reduce the GPU memory that this run needs, so another attempt would also run out"
     ),
 }
 _ENDS_RUN = {Action.COMPLETE: "completed", Action.CANCEL: "cancelled", Action.FAIL: "failed"}
@@ -153,8 +148,8 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
             return Decision(Action.LEAVE)
     gets_more = end.kind is EndKind.OOM and situation.larger_memory is not None
     changes = gets_more or end.micro_batch_size is not None or situation.history.has_saved
-    if (advice := _MEMORY_ADVICE.get(end.kind)) and not changes:
-        return Decision(Action.FAIL, reason=advice)
+    if (why := _NO_MORE_MEMORY.get(end.kind)) and not changes:
+        return Decision(Action.FAIL, reason=f"{why}; {END_KINDS[end.kind].advice}")
     if (why := _budget_exhausted(situation, end.kind)) is not None:
         return Decision(Action.FAIL, reason=why)
     if end.kind is EndKind.CORRUPTION and (why := _repeated_corruption(situation)) is not None:
@@ -241,17 +236,14 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
         if kind is EndKind.TIME_LIMIT:
             return (
                 f"{count + 1} consecutive attempts ended at the time limit without a new checkpoint "
-                f"(limit: --restart-policy {kind}.retries); submit with a longer --time, or with a longer "
-                "--stop-before-limit if there was not enough time for the last save"
+                f"(limit: --restart-policy {kind}.retries); {END_KINDS[kind].advice}"
             )
         return (
             f"{count + 1} consecutive attempts were stopped ({kind}) soon after their start, without a new "
             f"checkpoint (limit: --restart-policy {kind}.retries)"
         )
     if kind is EndKind.OUT_OF_TIME and rule.retries == 0:
-        return (
-            "the ranks did not save and exit before the time limit; submit with a longer --stop-before-limit"
-        )
+        return f"the ranks did not save and exit before the time limit; {END_KINDS[kind].advice}"
     alike = history.consecutive_identical()
     if rule.repeats is not None and alike > rule.repeats:
         return f"the same {kind} failure occurred {alike} times in a row without a new checkpoint"

@@ -1,0 +1,79 @@
+"""Explanations of exit codes, wait statuses and signals."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+
+from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError, UserError
+
+#: Exit codes of programs. hpctrain's own are in `hpctrain.errors`.
+EXIT_CODES = {
+    0: "success",
+    1: "an error; for a Python script, an exception that was not caught",
+    UserError.exit_code: f"of hpctrain: {UserError.__doc__} Of other programs: wrong arguments",
+    SchedulerError.exit_code: f"of hpctrain: {SchedulerError.__doc__}",
+    RunFailed.exit_code: f"of hpctrain: {RunFailed.__doc__}",
+    EXIT_CONTINUE: "the rank saved its state, and hpctrain continues the run",
+    124: "`timeout` ended the program after its time limit",
+    126: "the program was found, but cannot be executed; check its permissions",
+    127: "the program was not found; check PATH, --module, --conda and --venv",
+}
+#: Causes of signals, and what to do.
+SIGNALS: dict[int, str] = {
+    signal.SIGABRT: "the program aborted itself, often after an error in C++ or NCCL; see its log",
+    signal.SIGBUS: "a memory access failed, often because /dev/shm or a disk is full; use fewer data workers",
+    signal.SIGCONT: "Slurm sends it before SIGTERM, so that suspended processes can stop",
+    signal.SIGFPE: "an arithmetic error in native code, such as an integer division by zero",
+    signal.SIGHUP: "the terminal or the parent process ended",
+    signal.SIGILL: "the program has an instruction that this CPU lacks; build it for this type of node",
+    signal.SIGINT: "interrupted with Ctrl-C",
+    signal.SIGKILL: "killed without a chance to save: by the kernel because of a lack of memory, by Slurm "
+    "after the grace time of a stop, or by a user. If the job state is OUT_OF_MEMORY, use a larger --mem",
+    signal.SIGPIPE: "the program wrote to a pipe that its reader had closed",
+    signal.SIGQUIT: "hpctrain sends it to ranks that hang, so that they print their stacks",
+    signal.SIGSEGV: "an invalid memory access in native code; look for a faulty C extension or driver",
+    signal.SIGTERM: "a request to stop, from a preemption, `scancel` or the time limit. hpctrain saves",
+    signal.SIGUSR1: "user-defined; other tools use it to announce the time limit",
+    signal.SIGUSR2: "hpctrain's request to save the state and stop before the time limit",
+    signal.SIGXCPU: "the limit of CPU time was reached (ulimit -t)",
+    signal.SIGXFSZ: "the limit of the file size was reached (ulimit -f)",
+}
+_CODE = re.compile(r"(\d{1,5})(?::(\d{1,2}))?", re.ASCII)
+
+
+def explain_exit(word: str) -> Iterator[tuple[str, str]]:
+    """Yield kind and meaning of an exit code (137), Slurm's ExitCode (0:9) or a signal (SIGKILL)."""
+    names = {name: number for number in signal.Signals for name in (number.name, number.name[3:])}
+    if number := names.get(word.upper()):
+        words = _explain_signal(number).partition(": ")[2]
+        yield "signal", f"{words}. Exit code {128 + number}, in Slurm 0:{number}"
+    elif found := _CODE.fullmatch(word):
+        code = int(found[1])
+        if found[2] is not None:
+            yield "ExitCode of Slurm", _explain_both(code, int(found[2]))
+        elif code > 255:
+            words = _explain_both(code >> 8, code & 127)
+            yield "wait status", f"{words}. PBS also writes 256 + N if signal N ended the job"
+        else:
+            yield "exit code", _explain_code(code)
+
+
+def _explain_both(code: int, number: int) -> str:
+    """Explain an exit code with a signal, of which one is usually 0."""
+    if (code, number) == (0, 53):
+        return "Slurm could not open the output file or the folder of the job; check the path and the quota"
+    words = [f"exit code {code}: {_explain_code(code)}"] if code or not number else []
+    return ". ".join([*words, *([_explain_signal(number)] if number else [])])
+
+
+def _explain_code(code: int) -> str:
+    if 128 < code <= 128 + signal.SIGRTMAX:
+        return _explain_signal(code - 128)
+    return EXIT_CODES.get(code, "an error that the program defines")
+
+
+def _explain_signal(number: int) -> str:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"{name}: {SIGNALS.get(number) or signal.strsignal(number) or 'unknown'}"
