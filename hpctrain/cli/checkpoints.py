@@ -16,7 +16,6 @@ from hpctrain.cli.common import (
     json_option,
     open_run,
     run_argument,
-    runs_dir_option,
     short_path,
 )
 from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
@@ -120,8 +119,7 @@ def export(
 
 
 @command.command("import")
-@click.argument("run", metavar="RUN")
-@runs_dir_option
+@run_argument
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE")
 @click.option(
     "--step",

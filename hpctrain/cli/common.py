@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from hpctrain.errors import RunFailed
 from hpctrain.rundir import RunDir
@@ -59,7 +60,21 @@ def parse_pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str
 
 def run_argument(function: _Function) -> _Function:
     """Add the argument RUN and the option `--runs-dir` to a command."""
-    return click.argument("run", metavar="RUN")(runs_dir_option(function))
+    return click.argument("run", metavar="RUN", shell_complete=complete_runs)(runs_dir_option(function))
+
+
+def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """Complete the id of a run, newest first, otherwise a folder."""
+    from hpctrain.jobs.runs.run import list_runs
+
+    runs = list_runs(ctx.params.get("runs_dir") or Path("runs"), os.environ)
+    names = [run.run_id for run in reversed(runs) if run.run_id.startswith(incomplete)]
+    return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="dir")]
+
+
+def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """Complete the path of a file."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 def open_run(run: str, runs_dir: Path) -> Run:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.common import echo_json, echo_table, json_option, open_run, runs_dir_option
+from hpctrain.cli.common import complete_runs, echo_json, echo_table, json_option, open_run, runs_dir_option
 from hpctrain.text import NOTHING, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _HEADER = ("RUN", "STATE", "JOB", "AGE", "STEP", "LOSS", "")
 
 
 @click.command("list")
-@click.argument("array", metavar="[ARRAY]", required=False)
+@click.argument("array", metavar="[ARRAY]", required=False, shell_complete=complete_runs)
 @runs_dir_option
 @click.option(
     "--sort",

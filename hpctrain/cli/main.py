@@ -39,6 +39,8 @@ _COMMANDS = (
     "chaos",
     "simulate",
     "sandbox",
+    "completion",
+    "man",
 )
 
 

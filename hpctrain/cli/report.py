@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.common import json_text, open_run, runs_dir_option, short_path
+from hpctrain.cli.common import complete_runs, json_text, open_run, runs_dir_option, short_path
 from hpctrain.errors import RunNotFound, UserError
 from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
@@ -21,7 +21,7 @@ _FORMATS = ("html", "md", "json")
 
 
 @click.command("report")
-@click.argument("runs", metavar="RUN [RUN …]", nargs=-1, required=True)
+@click.argument("runs", metavar="RUN [RUN …]", nargs=-1, required=True, shell_complete=complete_runs)
 @runs_dir_option
 @click.option(
     "--format",

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.common import (
+    complete_runs,
     describe_progress,
     describe_state,
     echo_json,
@@ -26,7 +27,7 @@ _MAX_METRICS_BYTES = 50_000_000
 
 @click.command("status")
 @click.pass_context
-@click.argument("run", metavar="[RUN]", required=False)
+@click.argument("run", metavar="[RUN]", required=False, shell_complete=complete_runs)
 @runs_dir_option
 @json_option
 def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bool) -> None:

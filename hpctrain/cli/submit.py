@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import groupby
@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from hpctrain.cli.common import echo_json, json_option, parse_pairs, program_name, run_reference, short_path
+from hpctrain.cli.common import (
+    complete_files,
+    echo_json,
+    json_option,
+    parse_pairs,
+    program_name,
+    run_reference,
+    short_path,
+)
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.extra_directives import explain_foreign
 from hpctrain.jobs.options.option import Option
@@ -21,6 +30,7 @@ from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.slurm.command import SlurmCall
 from hpctrain.spec.program import ProgramKind
 from hpctrain.text import suggest
 
@@ -79,6 +89,19 @@ class SubmitCommand(click.Command):
                 formatter.write_dl([row for param in members if (row := param.get_help_record(ctx))])
 
 
+def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete a fixed word, a partition of the site or a path."""
+    option = all_options()[str(param.name)]
+    words: Iterable[str] = option.kind.choices
+    if option.name == "partition":
+        with suppress(SchedulerError):
+            answer, _ = SlurmCall(("sinfo", "--noheader", "--format=%R"), os.environ, timeout_s=2.0).answer()
+            words = dict.fromkeys(answer.split())
+    if option.about.is_path:
+        return complete_files(ctx, param, incomplete)
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
 def _click_option(option: Option) -> click.Option:
     """Return the command-line option. Values remain strings, and are parsed like values from files."""
     names = [option.name, option.flag, *option.about.aliases]
@@ -103,7 +126,7 @@ def _click_option(option: Option) -> click.Option:
             metavar=option.metavar,
             help=f"{text} May be repeated.",
         )
-    return SubmitOption(names, metavar=option.metavar, help=text)
+    return SubmitOption(names, metavar=option.metavar, help=text, shell_complete=_complete_value)
 
 
 def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -165,8 +188,8 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     is_flag=True,
     help="Run SCRIPT as a module, as `python -m` does: -m package.module.",
 )
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", shell_complete=complete_files)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -14,6 +14,7 @@ import click
 from hpctrain.cli import submit
 from hpctrain.cli.common import (
     DefaultGroup,
+    complete_files,
     echo_json,
     json_option,
     one_line,
@@ -116,8 +117,8 @@ _concurrent_option = click.option(
     metavar="N",
     help="With --stop-early, the first step at which a trial can be stopped.  [default: 100]",
 )
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", shell_complete=complete_files)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 @click.pass_context
 def submit_(
     ctx: click.Context,
