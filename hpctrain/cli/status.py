@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,6 +22,10 @@ from hpctrain.cli.common import (
     short_path,
 )
 from hpctrain.text import format_number, format_size
+
+if TYPE_CHECKING:
+    from hpctrain.rundir import RunDir
+    from hpctrain.telemetry.report.next_request import ResourceRequest
 
 #: A larger `metrics.jsonl` is only read for `--json`, because reading it takes a second or more.
 _MAX_METRICS_BYTES = 50_000_000
@@ -48,8 +54,10 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
     size = metrics.stat().st_size if metrics.exists() else 0
     with_metrics = as_json or size <= _MAX_METRICS_BYTES
     results = None if status.tasks is not None else read_results(found.dir, with_metrics=with_metrics)
+    requests = _next_request(found.dir) if status.state == "COMPLETED" and results and with_metrics else []
     if as_json:
-        echo_json(asdict(status) | (asdict(results) if results else {}))
+        more = {**asdict(results), "next_request": [asdict(one) for one in requests]} if results else {}
+        echo_json(asdict(status) | more)
         return
     from hpctrain.jobs.runs.error_report import job_log_tail
 
@@ -65,6 +73,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "best": None if with_metrics else f"not computed: {format_size(size)} of metrics (use --json)",
         **{name: one_line(text) for name, text in (describe_results(results) if results else {}).items()},
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
+        "next time": "  ".join(map(str, requests)) or None,
         "not saved": status.not_saved,
         "note": one_line(status.note) if status.note else None,
         "cause": one_line(status.cause) if status.cause else None,
@@ -75,3 +84,13 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
             click.echo(f"{name:<11} {value}")
     for line in job_log_tail(status.log):
         echo_log(f"            {line}")
+
+
+def _next_request(run: RunDir) -> list[ResourceRequest]:
+    """Return what to request after a completed run, unless it has many node measurements."""
+    from hpctrain.telemetry.report.next_request import next_request
+    from hpctrain.telemetry.report.run_data import RunContext, read_run_data
+
+    if sum(path.stat().st_size for path in run.all_telemetry()) > _MAX_METRICS_BYTES:
+        return []
+    return next_request(read_run_data(run, RunContext("COMPLETED"), now=time.time()))

@@ -83,6 +83,8 @@ class NodeSeries:
     gpu_memory_bytes: int | None = None
     """Memory per GPU, in bytes."""
     highest_gpu_memory: int | None = None
+    highest_memory: int | None = None
+    """Highest memory in use on the node, in bytes, also by other jobs."""
     throttled: dict[str, float] = field(default_factory=dict)
     """Fraction of the time per reason for a lowered clock."""
     clock_mhz: float | None = None
@@ -194,6 +196,8 @@ def _node(host: str, columns: _Columns) -> NodeSeries:
             node.xids += [xid for several in _listed(line, "gpu_xids") for xid in _list(several)]
         if "gpu_ecc_errors" in line:
             node.ecc_errors = max([node.ecc_errors, sum(_wholes(line, "gpu_ecc_errors"))])
+        if is_finite(memory := line.get("memory")):
+            node.highest_memory = max(node.highest_memory or 0, int(memory))
         if "gpu_memory" in line:
             highest = max(highest, _highest(line["gpu_memory"]))
         if "gpu_clock_mhz" in line:

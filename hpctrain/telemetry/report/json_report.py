@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpctrain.telemetry.report.advice import advise
+from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData
 
 
@@ -56,6 +57,7 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             for index, node in enumerate(run_data.devices.nodes)
         ],
         "advice": [asdict(one) for one in advise(run_data)],
+        "next_request": [asdict(one) for one in next_request(run_data)],
         "environment": run_data.environment,
         "spec": run_data.spec,
         "code": [

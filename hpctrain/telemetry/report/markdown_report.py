@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from hpctrain.telemetry.report.advice import advise
+from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import time_breakdown_rows
 from hpctrain.telemetry.report.summary import (
@@ -48,6 +49,9 @@ def markdown_report(run_data: RunData) -> str:
     if advice := advise(run_data):
         told = [(one.what, one.evidence) for one in advice]
         parts += ["## Recommendations", _table(("recommendation", "evidence"), told)]
+    if requests := next_request(run_data):
+        uses = [(one.option, one.requested, one.used, one.next) for one in requests]
+        parts += ["## Next request", _table(("option", "requested", "used", "next time"), uses)]
     if run_data.resubmit_command:
         # The fence must be longer than any run of backticks inside.
         longest = max(map(len, re.findall(r"`*", "\n".join(run_data.resubmit_command))))

@@ -16,6 +16,7 @@ from hpctrain.telemetry.report.device_metrics import COLUMNS, HeatMap, NodeSerie
 from hpctrain.telemetry.report.html_renderer import render_page
 from hpctrain.telemetry.report.jsonl import gc_disabled
 from hpctrain.telemetry.report.metric_curves import CurvePoint, downsample
+from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData, format_setting
 from hpctrain.telemetry.report.summary import (
     CATEGORY_TEXT,
@@ -82,6 +83,7 @@ def render_run_page(run_data: RunData, *, live_s: int | None = None) -> str:
         heats=heats,
         nodes=[_node(one) for one in run_data.devices.nodes],
         advice=advise(run_data),
+        next_request=next_request(run_data),
         environment=_environment(run_data),
         checkpoints=[_checkpoint(one) for one in run_data.checkpoints[:-13:-1]],
         checkpoint_words=_checkpoint_words(run_data.checkpoints),
