@@ -120,6 +120,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.errors import HpctrainError
     from hpctrain.jobs.runs.run import query_statuses
+    from hpctrain.jobs.runs.what_if import what_if
 
     runs = found.tasks() or [found]
     told = []
@@ -133,5 +134,6 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
             state = RunContext(str(known[place].state), known[place].words, known[place].cause)
         run_data = read_run_data(run.dir, state, now=now)
         run_data.resubmit_command = resubmit_command(run_data.spec)
+        run_data.what_if = what_if(run_data)
         told.append(run_data)
     return told

@@ -27,6 +27,8 @@ _SLOW_CLOCK_RATIO = 1.1
 _BUSY, _ROOMY = 0.9, 0.5
 #: More workers per rank rarely help.
 _MAX_WORKERS = 16
+#: Time of the steps that count.
+STEP_CATEGORIES = (TimeCategory.TRAINING, TimeCategory.DATA, TimeCategory.COMMUNICATING)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Advice:
 def advise(run_data: RunData) -> list[Advice]:
     """Return all recommendations with evidence, most important first."""
     told = [*_no_number(run_data), *_faults(run_data), *_slow_nodes(run_data)]
-    if len(run_data.curves.effective) >= _MIN_STEPS and _steps_us(run_data) > _MIN_S * 1e6:
+    if len(run_data.curves.effective) >= _MIN_STEPS and steps_us(run_data) > _MIN_S * 1e6:
         told += [
             *_data(run_data),
             *_buckets(run_data),
@@ -51,10 +53,18 @@ def advise(run_data: RunData) -> list[Advice]:
     return told
 
 
-def _steps_us(run_data: RunData) -> int:
+def steps_us(run_data: RunData) -> int:
     """Return the time spent on steps that count."""
-    totals = run_data.breakdown.totals_us
-    return totals[TimeCategory.TRAINING] + totals[TimeCategory.DATA] + totals[TimeCategory.COMMUNICATING]
+    return sum(run_data.breakdown.totals_us[category] for category in STEP_CATEGORIES)
+
+
+def more_workers(run_data: RunData) -> tuple[int, int] | None:
+    """Return the data workers of each rank, and a larger number that its CPUs allow; None if unknown."""
+    workers, cpus = _setting(run_data, "num_workers"), run_data.environment.get("cpus_per_rank")
+    if TimeCategory.DATA not in run_data.breakdown.measured or not isinstance(workers, int):
+        return None
+    more = min(_MAX_WORKERS, max(2, 4 * workers), cpus) if isinstance(cpus, int) else 0
+    return (workers, more) if more > workers else None
 
 
 def _setting(run_data: RunData, name: str) -> Any:
@@ -79,7 +89,7 @@ def _no_number(run_data: RunData) -> Iterator[Advice]:
 
 
 def _data(run_data: RunData) -> Iterator[Advice]:
-    part = run_data.breakdown.totals_us[TimeCategory.DATA] / _steps_us(run_data)
+    part = run_data.breakdown.totals_us[TimeCategory.DATA] / steps_us(run_data)
     if TimeCategory.DATA not in run_data.breakdown.measured or part < _MUCH_WAITING:
         return
     evidence = [f"the ranks spent {format_share(part)} of their step time waiting for data"]
@@ -94,8 +104,8 @@ def _data(run_data: RunData) -> Iterator[Advice]:
     elif cpu is not None and cpu >= 100 * _BUSY:
         what = "Request more CPUs per rank (--cpus-per-task), or do less work per sample."
         evidence.append(f"num_workers is {workers}")
-    elif (more := min(_MAX_WORKERS, max(2, 4 * workers), cpus)) > workers:
-        what = f"Set Trainer(num_workers={more}) instead of {workers}."
+    elif (counts := more_workers(run_data)) is not None:
+        what = f"Set Trainer(num_workers={counts[1]}) instead of {workers}."
         evidence.append(f"each rank has {pluralize(cpus, 'CPU')}")
     else:
         what = f"Request more CPUs per rank (--cpus-per-task), and increase num_workers from {workers}."
@@ -105,7 +115,7 @@ def _data(run_data: RunData) -> Iterator[Advice]:
 
 def _buckets(run_data: RunData) -> Iterator[Advice]:
     """Detect gradients sent in many small buckets while ranks wait for communication."""
-    part = run_data.breakdown.totals_us[TimeCategory.COMMUNICATING] / _steps_us(run_data)
+    part = run_data.breakdown.totals_us[TimeCategory.COMMUNICATING] / steps_us(run_data)
     known = run_data.environment.get("gradient_buckets"), run_data.environment.get("gradient_bytes")
     if TimeCategory.COMMUNICATING not in run_data.breakdown.measured or part < _MUCH_COMMUNICATING:
         return
@@ -189,7 +199,7 @@ def _throttled(node: NodeSeries) -> list[str]:
 
 def _saving(run_data: RunData) -> Iterator[Advice]:
     saving_us = run_data.breakdown.totals_us[TimeCategory.SAVING]
-    part = saving_us / (saving_us + _steps_us(run_data))
+    part = saving_us / (saving_us + steps_us(run_data))
     if part < _MUCH_SAVING or len(run_data.checkpoints) < 3:
         return
     if "settings" not in run_data.environment:
@@ -207,7 +217,7 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
 
 def _lost_work(run_data: RunData) -> Iterator[Advice]:
     lost_us = run_data.breakdown.totals_us[TimeCategory.LOST]
-    part = lost_us / (lost_us + _steps_us(run_data))
+    part = lost_us / (lost_us + steps_us(run_data))
     every = _setting(run_data, "checkpoint_every")
     if part < _MUCH_LOST or every == "auto":
         return

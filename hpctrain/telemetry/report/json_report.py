@@ -57,6 +57,7 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             for index, node in enumerate(run_data.devices.nodes)
         ],
         "advice": [asdict(one) for one in advise(run_data)],
+        "what_if": [asdict(one) for one in run_data.what_if],
         "next_request": [asdict(one) for one in next_request(run_data)],
         "environment": run_data.environment,
         "spec": run_data.spec,

@@ -49,6 +49,9 @@ def markdown_report(run_data: RunData) -> str:
     if advice := advise(run_data):
         told = [(one.what, one.evidence) for one in advice]
         parts += ["## Recommendations", _table(("recommendation", "evidence"), told)]
+    if run_data.what_if:
+        saved = [(one.change, format_duration(one.saved_us / 1e6)) for one in run_data.what_if]
+        parts += ["## What if", _table(("change", "would save"), saved)]
     if requests := next_request(run_data):
         uses = [(one.option, one.requested, one.used, one.next) for one in requests]
         parts += ["## Next request", _table(("option", "requested", "used", "next time"), uses)]

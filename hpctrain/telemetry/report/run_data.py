@@ -43,6 +43,14 @@ class RunContext:
     """The command that reproduces the run."""
 
 
+@dataclass(frozen=True)
+class WhatIf:
+    """A change, and the time that the run would have saved by it."""
+
+    change: str
+    saved_us: int
+
+
 @dataclass
 class RunData:
     """All data of a run."""
@@ -72,6 +80,8 @@ class RunData:
     reports_steps: bool | None
     """True if the script reports its steps; None if unknown."""
     notes: list[str] = field(default_factory=list)
+    what_if: list[WhatIf] = field(default_factory=list)
+    """Set by the command line, largest saving first."""
 
     @property
     def start(self) -> float:

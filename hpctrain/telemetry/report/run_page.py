@@ -84,6 +84,7 @@ def render_run_page(run_data: RunData, *, live_s: int | None = None) -> str:
         nodes=[_node(one) for one in run_data.devices.nodes],
         advice=advise(run_data),
         next_request=next_request(run_data),
+        what_if=_what_if(run_data),
         environment=_environment(run_data),
         checkpoints=[_checkpoint(one) for one in run_data.checkpoints[:-13:-1]],
         checkpoint_words=_checkpoint_words(run_data.checkpoints),
@@ -270,6 +271,17 @@ def _environment(run_data: RunData) -> list[tuple[str, str]]:
     settings = known.pop("settings", None)
     rows = [*known.items(), *(settings.items() if isinstance(settings, dict) else ())]
     return [(str(name), format_setting(value)) for name, value in rows if value is not None]
+
+
+def _what_if(run_data: RunData) -> list[tuple[str, int, float]]:
+    """Return a bar for the run, and one for each change: label, microseconds, width."""
+    wall_us = run_data.breakdown.wall_us
+    bars = [
+        (f"{one.change}: −{format_duration(one.saved_us / 1e6)}", wall_us - one.saved_us)
+        for one in run_data.what_if
+    ]
+    bars = [(f"this run: {format_duration(wall_us / 1e6)}", wall_us), *bars] if bars else []
+    return [(label, us, round(WIDTH * us / wall_us, 1)) for label, us in bars]
 
 
 def _rounded(value: float | None) -> float | None:
