@@ -48,7 +48,7 @@ def command(context: click.Context, word: str | None, as_json: bool) -> None:
         return
     found = _find(word, known)
     if not found:
-        names = [explanation.word for explanation in known]
+        names = [str(explanation.word) for explanation in known]
         spellings = (word, word.upper(), word.lower())
         hints = filter(None, (suggest(spelling, names, otherwise="") for spelling in spellings))
         raise click.UsageError(

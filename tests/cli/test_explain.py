@@ -76,6 +76,7 @@ def test_json_has_one_entry_per_meaning():
         ("prioritty", "Did you mean 'Priority'?"),
         ("OUT_OF_MEMRY", "Did you mean 'OUT_OF_MEMORY'?"),
         ("--tme", "Did you mean '--time'?"),
+        ("oomm", "Did you mean 'oom'?"),
         ("xyzzy", "without a word lists the known words"),
     ],
 )
