@@ -96,13 +96,13 @@ def train(run_dir: str, max_steps: int, settings: dict[str, Any]) -> dict[str, t
     With `kill_at` in the settings, all ranks are killed in that step.
     """
     settings = {"global_batch_size": 100, "gradient_clip_norm": 0.5, "strategy": "ddp", "seed": 3} | settings
-    settings = {"checkpoint_every": None, "grain_size": 8} | settings
+    settings = {"checkpoint_every": None, "elastic_determinism": True, "grain_size": 8} | settings
     kill_at, kind = settings.pop("kill_at", None), settings.pop("net", Net)
     data = settings.pop("data", Noisy)
     if kill_at is not None:
         settings["callbacks"] = [Kill(kill_at)]
     settings = {"validate_every": 4} | settings
-    trainer = hpctrain.Trainer(max_steps=max_steps, run_dir=run_dir, elastic_determinism=True, **settings)
+    trainer = hpctrain.Trainer(max_steps=max_steps, run_dir=run_dir, **settings)
     module = kind()
     trainer.fit(module, data(), Noisy())
     return {name: value.clone() for name, value in module.state_dict().items()}
@@ -278,6 +278,26 @@ def test_features_do_not_change_a_bit(tmp_path, feature):
     settings = FEATURES[feature]
     reference = results(tmp_path / "one", [(1, 6)], **settings)
     assert_same(results(tmp_path / "three", [(3, 4), (2, 6)], **settings), reference)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", [name for name in FEATURES if "grain_size" not in FEATURES[name]])
+def test_features_have_the_same_bits_on_the_same_ranks_without_elastic_determinism(tmp_path, feature):
+    plain = {"elastic_determinism": False, "grain_size": None, "find_unused_parameters": True}
+    settings = FEATURES[feature] | plain
+    reference = results(tmp_path / "whole", [(3, 6)], **settings)
+    assert_same(results(tmp_path / "parts", [(3, 4), (3, 6)], **settings), reference)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_with_another_strategy_do_not_change_a_bit(tmp_path, feature, strategy):
+    settings = FEATURES[feature]
+    if strategy != "zero1":
+        settings = {name: value for name, value in settings.items() if name != "bucket_cap_mb"}
+    reference = results(tmp_path / "one", [(1, 6)], **settings)
+    assert_same(results(tmp_path / "three", [(3, 6)], strategy=strategy, **settings), reference)
 
 
 @pytest.mark.parametrize(
