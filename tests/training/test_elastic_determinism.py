@@ -302,7 +302,13 @@ def test_features_with_another_strategy_do_not_change_a_bit(tmp_path, feature, s
 
 @pytest.mark.parametrize(
     "settings",
-    [{"bucket_cap_mb": 1e-4}, {"micro_batch_size": 24}, {"strategy": "ddp_spawn"}, {"strategy": "ddp2"}],
+    [
+        {"bucket_cap_mb": 1e-4},
+        {"micro_batch_size": 24},
+        {"micro_batch_size": 24, "strategy": "zero3"},
+        {"strategy": "ddp_spawn"},
+        {"strategy": "ddp2"},
+    ],
 )
 def test_settings_without_an_effect_do_not_change_a_bit(undisturbed, tmp_path, settings):
     assert_same(results(tmp_path / "run", [(2, 12)], **settings), undisturbed)
@@ -509,12 +515,14 @@ def test_checkpoint_with_another_grain_size_is_refused(tmp_path):
         train(str(tmp_path / "run"), 4, {"grain_size": 4})
 
 
-def test_other_version_of_torch_is_reported_fake_version(tmp_path, monkeypatch, capsys):
+def test_other_torch_or_device_is_reported_fake_names(tmp_path, monkeypatch, capsys):
     train(str(tmp_path / "run"), 2, {})
     monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(elastic_determinism, "describe_hardware", lambda device: "another CPU")
     train(str(tmp_path / "run"), 4, {})
     out = capsys.readouterr().out
     assert "The version of torch is 9.9, but was 2." in out, out
+    assert re.search("The device is another CPU, but was .* when the checkpoint was saved", out), out
 
 
 def test_overflow_of_the_loss_scale_skips_the_step_on_all_ranks(tmp_path):
