@@ -27,4 +27,5 @@ def test_cells_of_the_exactness_table_refer_to_tests():
     guaranteed = [cell for _, *cells in rows for cell in cells if not re.match("other|not guaranteed$", cell)]
     letters = [re.search(r"\(([a-z](?:, [a-z])*)\)$", cell)[1].split(", ") for cell in guaranteed]
     assert len(letters) > 30
-    assert {letter for each in letters for letter in each} == set(re.findall(r"^\| ([a-z]) \|", text, re.M))
+    listed = re.findall(r"^\| ([a-z]) \|", text, re.MULTILINE)
+    assert {letter for each in letters for letter in each} == set(listed)

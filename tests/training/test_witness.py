@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,13 @@ def test_persistent_fault_is_found_at_the_next_comparison(strategy):
     assert {tuple(suspects) for suspects, _, _ in of_ranks} == {(1,)}
     assert of_ranks[0][2].startswith("In step 4, ")
     assert of_ranks[0][1] == 0
+
+
+def test_wrong_parameter_is_found_before_its_gradient_is_applied():
+    flip = {"rank": 1, "target": "parameter", "seed": 5, "step": 3}
+    suspects, _, text = run_on_ranks(find_suspects, {"replica_check_every": None}, flip, world_size=3)[0]
+    assert suspects == [1], text
+    assert re.match("In step [34], ", text), text
 
 
 def test_transient_fault_is_found_with_two_ranks():
