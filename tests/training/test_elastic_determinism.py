@@ -394,6 +394,25 @@ class Growing(Net):
         return super().training_step(batch, batch_idx)["loss"]
 
 
+class Flagging(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.bool))
+
+    def training_step(self, batch, batch_idx):
+        self.seen.fill_(True)
+        return super().training_step(batch, batch_idx)
+
+
+class Complex(Net):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+    def forward(self, x, kind):
+        return super().forward(x, kind) * self.phase.abs()
+
+
 class NodeLoss(Net):
     def training_step_end(self, outputs):
         return outputs
@@ -446,6 +465,8 @@ REFUSALS = [
     ({"micro_batch_size": 12}, "must be a multiple of grain_size"),
     ({"net": Alternating}, "accepts optimizer_idx"),
     ({"net": Growing}, "added the buffer seen or changed its shape"),
+    ({"net": Flagging}, "changed the buffer seen of type torch.bool"),
+    ({"net": Complex}, "gradient of phase is complex"),
     ({"data": Stream}, "is a stream"),
     ({"net": Changing}, "Return the same metrics for every grain"),
     ({"net": Fused, "strategy": "zero1"}, "has fused=True"),

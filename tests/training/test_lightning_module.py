@@ -762,6 +762,12 @@ class EpochEnd(Refused):
             "compile=True is not supported for the LightningModule Refused",
         ),
         (Refused, loader(), {"micro_batch_size": "auto"}, "micro_batch_size='auto' is not supported"),
+        (
+            Refused,
+            loader(),
+            {"elastic_determinism": True, "grain_size": 2},
+            "Refused is a LightningModule, whose hooks",
+        ),
         (EpochEnd, DataLoader(Stream()), {}, "has on_train_epoch_end .* a stream"),
         (
             Manual,
