@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 #: Time limit in seconds. A failure loses at most one save interval of training.
 _LIMIT_S = 120.0
-_REMOVAL_LIMIT_S = 30.0
+#: After a stop, the job may have a few seconds left.
+_REMOVAL_LIMIT_S = 5.0
 
 
 def drain_local_tier(

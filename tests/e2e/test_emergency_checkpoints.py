@@ -85,7 +85,7 @@ def check(folder: Path, reference: Run, kills: list[str], num_ranks: int = NUM_R
     assert sorted(rows) == list(range(1, LAST_STEP + 1))
     assert_same_weights(run, reference)
     assert_no_process_left(run.path)
-    assert not list(Path("/dev/shm").glob(f"hpctrain-*/hpctrain-{run.path.name}-*")), "files in memory"
+    assert not list(Path("/dev/shm").glob(f"hpctrain-{run.path.name}-*")), "files in memory"
 
 
 def completed_step(kill: str) -> int:

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 import hpctrain
 from hpctrain.files import read_json_lines
+from hpctrain.records.lease import LeaseHolder
 from hpctrain.rundir import ATTEMPT_VARIABLE, EMERGENCY_CHECKPOINT_VARIABLE, RunDir
 from hpctrain.runtime.program.emergency_save import emergency_save
+from hpctrain.training.loop.step_exchange import StepExchange
 from hpctrain.training.saving import emergency_checkpoints
 
 LAST_STEP, FAILED_STEP = 12, 8
@@ -34,7 +36,8 @@ class Net(hpctrain.Module):
 
     def training_step(self, batch, batch_idx):
         loss = F.mse_loss(self.net(batch), batch.sum(1, keepdim=True))
-        if batch_idx + 1 == self.failed_step:
+        self.step += 1
+        if self.step == self.failed_step:
             raise RuntimeError("Connection closed by peer")
         return loss
 
@@ -99,10 +102,12 @@ def train_undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     return train(folder, 0).state_dict()
 
 
-def fail_and_save(folder: Path, saver: int) -> dict[str, object] | None:
+def fail_and_save(
+    folder: Path, saver: int, failed_step: int = FAILED_STEP, **settings: Any
+) -> dict[str, object] | None:
     """Fail on all ranks in the same step; one of them saves its state. Return the supervisor's request."""
     with pytest.raises(RuntimeError, match="closed by peer"):
-        train(folder, 0, FAILED_STEP)
+        train(folder, 0, failed_step, **settings)
     rank = int(os.environ["RANK"])
     if rank != saver:
         return None
@@ -112,7 +117,7 @@ def fail_and_save(folder: Path, saver: int) -> dict[str, object] | None:
     assert saved is not None
     assert "path" in saved["saved_state"], saved
     state = {name: value for name, value in answer["frozen_state"].items() if name != "folder"}
-    return {**state, "attempt": 0, "world_size": 2}
+    return {**state, "world_size": 2}
 
 
 def resume(folder: Path, request: dict[str, object]) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -149,7 +154,7 @@ def assert_resumed_from_checkpoint(folder: Path) -> None:
 def lose_record(folder: Path, request: dict[str, object]) -> None:
     """Resume without the record of rank 1."""
     if os.environ["RANK"] == "1":
-        (record,) = (folder / "memory-1").rglob("record-000-00001")
+        (record,) = (folder / "memory-1").rglob("record-000-*-00001")
         record.unlink()
     train(folder, 1, request=json.dumps(request))
 
@@ -158,6 +163,83 @@ def test_without_the_record_of_a_rank_the_newest_checkpoint_is_loaded(tmp_path):
     request = run_on_ranks(fail_and_save, tmp_path, 0)[0]
     run_on_ranks(lose_record, tmp_path, request)
     assert_resumed_from_checkpoint(tmp_path)
+
+
+def save_in_long_interval(folder: Path) -> dict[str, object] | None:
+    return fail_and_save(folder, 0, 90, max_steps=90, log_every=200, checkpoint_every=200)
+
+
+def resume_in_long_interval(folder: Path, request: dict[str, object]) -> None:
+    train(folder, 1, request=json.dumps(request), max_steps=90, log_every=200, checkpoint_every=200)
+
+
+def test_only_results_that_are_used_are_required(tmp_path):
+    """The records do not contain all steps since the last line of metrics."""
+    request = run_on_ranks(save_in_long_interval, tmp_path)[0]
+    run_on_ranks(resume_in_long_interval, tmp_path, request)
+    resumed = [
+        event["step"] for event in RunDir(tmp_path / "run").read_events() if event["kind"] == "resumed"
+    ]
+    assert resumed == [89]
+
+
+def resume_without_request(folder: Path) -> list[Path]:
+    """Return the files of the failed attempt that exist in the first step."""
+    found: list[Path] = []
+
+    class Search(Net):
+        def training_step(self, batch, batch_idx):
+            found.extend((folder / f"memory-{os.environ['RANK']}").rglob("*-000-*"))
+            return super().training_step(batch, batch_idx)
+
+    train(folder, 1, net=Search())
+    return found
+
+
+def test_a_state_that_is_not_requested_is_removed_before_the_first_step(tmp_path):
+    """It uses memory, such as that which the failed attempt lacked."""
+    run_on_ranks(fail_and_save, tmp_path, 0)
+    assert run_on_ranks(resume_without_request, tmp_path) == [[], []]
+
+
+def test_files_of_a_killed_run_are_removed_by_the_next_run_on_the_node(tmp_path):
+    folders = [tmp_path / f"hpctrain-{name}-emergency" for name in ("own", "alive", "killed", "deleted")]
+    for folder in folders:
+        folder.mkdir()
+        run = RunDir(tmp_path / f"run-{folder.name}")
+        (folder / "run").symlink_to(run.path)
+        if "deleted" not in folder.name:
+            run.lease(0).parent.mkdir(parents=True)
+            run.lease(0).write_bytes(LeaseHolder("7").text())
+    os.utime(RunDir(tmp_path / "run-hpctrain-killed-emergency").lease(0), (0, 0))
+    emergency_checkpoints._remove_abandoned(folders[0])
+    assert [folder.exists() for folder in folders] == [True, True, False, False]
+
+
+class NanNet(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 4 else loss
+
+
+def roll_back(folder: Path) -> list[bool]:
+    """Return the answers to requests during the communication about a bad loss."""
+    describe, answers = StepExchange._describe, []
+
+    def request_state(*arguments: Any) -> str:
+        answer = emergency_save.handle(0, {"freeze_state": True})
+        assert answer is not None
+        answers.append("step" in answer["frozen_state"])
+        emergency_save.handle(0, {"release_state": True})
+        return describe(*arguments)
+
+    StepExchange._describe = request_state  # type: ignore[method-assign]
+    train(folder, 0, net=NanNet(), on_bad_loss="rollback")
+    return answers
+
+
+def test_the_state_is_not_locked_while_the_ranks_communicate_about_a_bad_loss(tmp_path):
+    assert run_on_ranks(roll_back, tmp_path) == [[True], [True]]
 
 
 def fail_with(folder: Path, net: Net, **settings: Any) -> str:
