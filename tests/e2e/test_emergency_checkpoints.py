@@ -15,20 +15,21 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from hpctrain.checkpoint.format.dcp_format import TensorReader
 from hpctrain.checkpoint.io.loading import suppress_single_process_warning
 from hpctrain.files import read_json_lines
+from hpctrain.sandbox import Sandbox
 
 LAST_STEP, STEPS_PER_EPOCH = 52, 13
 NUM_RANKS = 4
 SCRIPT = SCRIPTS / "kill_at_moments.py"
-OPTIONS = ["--backend=local", "--nodes=2", "--standby-workers=0"]
+OPTIONS = ["--nodes=2", "--standby-workers=0", "--env=OMP_NUM_THREADS=1"]
 MOMENTS = ["data", "forward", "backward", "allreduce", "update", "updated"]
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def run_with_kills(path: Path, kills: list[str], num_ranks: int) -> Run:
-    run = Run(path, {"OMP_NUM_THREADS": "1"})
-    options = [*OPTIONS, f"--ntasks-per-node={num_ranks // 2}", f"--run-dir={path}"]
-    run.hpctrain("submit", *options, str(SCRIPT), "--kills", *kills)
+def run_with_kills(path: Path, kills: list[str], num_ranks: int, cluster: Sandbox | None) -> Run:
+    run = Run(path, {} if cluster is None else cluster.env)
+    shape = ["--gpus-per-node=2"] if cluster else ["--backend=local", f"--ntasks-per-node={num_ranks // 2}"]
+    run.hpctrain("submit", *OPTIONS, *shape, f"--run-dir={path}", str(SCRIPT), "--kills", *kills)
     limit_s = 60.0 + 25.0 * (1 + len(kills))
     result = run.hpctrain("wait", str(path), timeout=limit_s, check=False)
     assert result.returncode == 0, run.describe()
@@ -58,6 +59,18 @@ def test_kills_at_each_kind_of_moment(reference, tmp_path):
     check(tmp_path, reference, kills)
 
 
+@pytest.mark.timeout(300)
+def test_a_killed_rank_on_slurm_costs_at_most_one_step(slurm, reference, tmp_path):
+    check(tmp_path, reference, choose_kills(random.SystemRandom(), 1), cluster=slurm)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(20))
+def test_kills_on_slurm_at_ten_random_moments(slurm, reference, tmp_path, seed):
+    check(tmp_path, reference, choose_kills(random.Random(seed), 10), cluster=slurm)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(10))
@@ -74,8 +87,14 @@ def choose_kills(chosen: random.Random, count: int) -> list[str]:
     return kills
 
 
-def check(folder: Path, reference: Run, kills: list[str], num_ranks: int = NUM_RANKS) -> None:
-    run = run_with_kills(folder / "run", kills, num_ranks)
+def check(
+    folder: Path,
+    reference: Run,
+    kills: list[str],
+    num_ranks: int = NUM_RANKS,
+    cluster: Sandbox | None = None,
+) -> None:
+    run = run_with_kills(folder / "run", kills, num_ranks, cluster)
     assert_undisturbed(run, reference)
     resumed = {event["attempt"]: event["step"] for event in run.events("resumed")}
     repeated = {kill: completed_step(kill) - resumed.get(attempt, 0) for attempt, kill in enumerate(kills, 1)}
