@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run, assert_undisturbed, train_on_forked_ranks
+from helpers.training_runs import Run, assert_every_sample_once, assert_undisturbed, train_on_forked_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
@@ -76,6 +78,41 @@ def test_kills_on_slurm_at_ten_random_moments(slurm, reference, tmp_path, seed):
 @pytest.mark.parametrize("seed", range(10))
 def test_kills_at_twenty_random_moments(reference, tmp_path, seed):
     check(tmp_path, reference, choose_kills(random.Random(seed), 20))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_killed_node_costs_at_most_one_step(slurm, reference, tmp_path, spare, seed):
+    """Each node has its own folder as memory, which is lost with the node."""
+    run, memory = Run(tmp_path / "run", slurm.env), tmp_path / "memory"
+    memory.mkdir()
+    shape = ["--nodes=2", "--spare-nodes=1"] if spare else ["--nodes=1:2"]
+    options = [*shape, "--gpus-per-node=2", "--env=OMP_NUM_THREADS=1", f"--run-dir={run.path}"]
+    run.hpctrain("submit", *options, str(SCRIPT), "--step-s=0.1", f"--memory={memory}")
+    chosen = random.Random(seed)
+    run.wait_for_step(chosen.randrange(1, LAST_STEP - 5))
+    time.sleep(chosen.uniform(0, 0.2))
+    victim = run.events("started")[0]["hosts"][1]
+    slurm.kill_node(victim)
+    shutil.rmtree(memory / victim)
+    try:
+        assert run.wait() == 0
+    finally:
+        slurm.start_node(victim)
+    saved, resumed = run.events("emergency_checkpoint"), run.events("resumed")
+    assert [event["step"] for event in saved] == [event["step"] for event in resumed], run.describe()
+    begun = read_json_lines(run.dir.samples(0, 0))[-1]["step"]
+    assert begun - resumed[0]["step"] <= 1
+    assert [event["world_size"] for event in run.events("started")] == [4, 4 if spare else 2]
+    if spare:  # on fewer ranks, dropout differs
+        assert_undisturbed(run, reference)
+        assert_same_weights(run, reference)
+    else:
+        assert_every_sample_once(run)
+    assert_no_process_left(run.path)
+    assert not list(memory.rglob("*-*-*"))
 
 
 def choose_kills(chosen: random.Random, count: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,12 @@ def test_state_of_one_node_continues_the_training_bit_for_bit(tmp_path, saver):
         torch.testing.assert_close(result[name], tensor, rtol=0, atol=0, msg=name)
     one, two = (RunDir(tmp_path / name / "run") for name in ("one", "two"))
     assert [event["step"] for event in two.read_events() if event["kind"] == "resumed"] == [FAILED_STEP - 1]
-    values = [
-        [(line["step"], line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics)]
-        for run in (one, two)
-    ]
-    assert values[0] == values[1]
+    assert losses(one) == losses(two)
     assert files == files_1 == []
+
+
+def losses(run: RunDir) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics)]
 
 
 def assert_resumed_from_checkpoint(folder: Path) -> None:
@@ -151,18 +152,34 @@ def assert_resumed_from_checkpoint(folder: Path) -> None:
     assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] in ([3], [6])
 
 
-def lose_record(folder: Path, request: dict[str, object]) -> None:
-    """Resume without the record of rank 1."""
+def resume_after_loss(folder: Path, request: dict[str, object], *lost: str) -> dict[str, torch.Tensor]:
+    """Resume without the lost files."""
     if os.environ["RANK"] == "1":
-        (record,) = (folder / "memory-1").rglob("record-000-*-00001")
-        record.unlink()
-    train(folder, 1, request=json.dumps(request))
+        for pattern in lost:
+            for path in folder.glob(f"memory-*/*/{pattern}"):
+                path.unlink()
+    return train(folder, 1, request=json.dumps(request)).state_dict()
 
 
 def test_without_the_record_of_a_rank_the_newest_checkpoint_is_loaded(tmp_path):
     request = run_on_ranks(fail_and_save, tmp_path, 0)[0]
-    run_on_ranks(lose_record, tmp_path, request)
+    run_on_ranks(resume_after_loss, tmp_path, request, "record-*-00001", "copy-*-00001")
     assert_resumed_from_checkpoint(tmp_path)
+
+
+def test_a_lost_node_costs_no_completed_step(tmp_path):
+    """The state and the copy of its record come from the other node."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    expected, _ = run_on_ranks(train_undisturbed, tmp_path / "one")
+    request = run_on_ranks(fail_and_save, tmp_path / "two", 0)[0]
+    shutil.rmtree(tmp_path / "two" / "memory-1")
+    for result in run_on_ranks(resume_after_loss, tmp_path / "two", request):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(result[name], tensor, rtol=0, atol=0, msg=name)
+    one, two = (RunDir(tmp_path / name / "run") for name in ("one", "two"))
+    assert [event["step"] for event in two.read_events() if event["kind"] == "resumed"] == [FAILED_STEP - 1]
+    assert losses(one) == losses(two)
 
 
 def save_in_long_interval(folder: Path) -> dict[str, object] | None:

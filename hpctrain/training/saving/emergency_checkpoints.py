@@ -1,8 +1,8 @@
 """Emergency checkpoints: after the failure of a rank, another rank saves the state in memory of its node.
 
 With equal replicas, every rank has the complete state. The exception are the results of the last steps, which
-each rank records in memory that survives its process. The next attempt loads the state, exchanges the
-recorded results again, and continues with the next step.
+each rank records in memory that survives its process. A rank on another node keeps a copy of the record. The
+next attempt loads the state, exchanges the recorded results again, and continues with the next step.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.lightning_hooks import lightning_base
 from hpctrain.training.module import Module, is_manual
 from hpctrain.training.optim.optimizer_setup import parameters_of
+from hpctrain.training.saving.record_exchange import RecordExchange
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -112,6 +113,7 @@ class EmergencyCheckpoints:
         self.read_step = self._first_step = 0
         self.recovery: Recovery | None = None
         self._record: RankRecord | None = None
+        self._exchange: RecordExchange | None = None
         self._has_old_files, self._is_loaded, self._recorded_buffers = True, False, False
         self._trained_versions = 0
         if parts.log.run is not None:
@@ -157,23 +159,26 @@ class EmergencyCheckpoints:
             return f"{type(module).__name__} defines on_save_checkpoint"
         if any(type(each).get_extra_state is not nn.Module.get_extra_state for each in module.modules()):
             return f"{type(module).__name__} has extra state"
-        if not os.access(_SHARED_MEMORY, os.W_OK):
-            return f"{_SHARED_MEMORY} is not writable"
         return None
 
     def arm(self) -> None:
         """Allow emergency checkpoints of the current state."""
         if self.problem is not None:
             return
+        if self._exchange is None and self._context.ranks.num_nodes > 1:
+            self._exchange = RecordExchange(self._context)
         if self._record is None:
             try:
                 self._make_folder()
                 tensors = self._buffers if self._context.ranks.is_main else []
                 self._record = RankRecord(self._record_path(self._context.ranks.rank, self._files), tensors)
+                if self._exchange is not None:
+                    self._exchange.open(self._copy_path(self._exchange.source, self._files))
             except (OSError, CheckpointError) as error:
                 self.problem = emergency_save.problem = str(error)
                 return
-        self._record.clear()  # after a rollback, the steps are trained again
+        # After a rollback, the steps are trained again. Copies of their results are replaced.
+        self._record.clear()
         self.read_step = self._first_step = self._state.step
         self._first_buffers = [buffer.clone() for buffer in self._buffers]
         self._buffer_versions = _sum_versions(self._buffers)
@@ -194,11 +199,18 @@ class EmergencyCheckpoints:
         if self._record is not None:
             self._record.remove()
             self._record = None
+        if self._exchange is not None:
+            self._exchange.close()
         if not any(self.folder.glob(f"record-{self._files}-*")):  # the last rank on the node
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def record_result(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         """Record this rank's result of a step, before other ranks can complete the step."""
+        self._write_record(rank_batch, sums)
+        if self._exchange is not None:
+            self._exchange.begin(None if self._record is None else self._record.read_slot(rank_batch.step))
+
+    def _write_record(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         if self._record is None:
             return
         if self._state.step == self._first_step and (change := self._find_change()):
@@ -217,6 +229,11 @@ class EmergencyCheckpoints:
 
     def on_step_trained(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         """Mark the state as complete after a step."""
+        self._complete_state(rank_batch, sums)
+        if self._exchange is not None:
+            self._exchange.end()
+
+    def _complete_state(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         if self._record is None:
             return
         if self._num_values and _sum_versions(self._buffers) != self._recorded_versions:
@@ -354,13 +371,17 @@ class EmergencyCheckpoints:
 
     def _gather_records(self, request: Mapping[str, Any], steps: list[int]) -> list[RecordedStep] | str:
         """Return this rank's share of the results of the failed attempt, or the reason if some are lost."""
-        own: dict[int, dict[int, Any]] = {}
+        own: list[dict[int, dict[int, Any]]] = [{}, {}]
         if self._context.ranks.local_rank == 0:
             for rank in range(request["world_size"]):
-                results = read_record(self._record_path(rank))
-                own[rank] = {step: results[step] for step in steps if step in results}
+                for found, path in zip(own, (self._copy_path(rank), self._record_path(rank)), strict=True):
+                    results = read_record(path)
+                    found[rank] = {step: results[step] for step in steps if step in results}
         gathered = self._context.all_gather(own, "the results of the failed attempt")
-        records = {rank: results for each in gathered for rank, results in each.items() if results}
+        records: dict[int, dict[int, Any]] = {}
+        for found in (*(copies for copies, _ in gathered), *(originals for _, originals in gathered)):
+            for rank, results in found.items():
+                records.setdefault(rank, {}).update(results)
         for rank in range(request["world_size"]) if steps else ():
             if missing := [step for step in steps if step not in records.get(rank, {})]:
                 return f"the result of rank {rank} in step {missing[0]} is lost"
@@ -368,8 +389,8 @@ class EmergencyCheckpoints:
             return []
         last = steps[-1]
         self._recorded_buffers = "tensors" in records[0][last]
-        # Rank 0 must read the buffers itself.
-        if not self._context.broadcast_from_main(bool(gathered[0].get(0, {}).get(last))):
+        # Rank 0 must read the buffers itself, and a copy has no buffers.
+        if last not in gathered[0][1].get(0, {}):
             if request["buffers_change"] or self._recorded_buffers:
                 return "the buffers of rank 0 are lost"
         elif request["buffers_change"] and not self._recorded_buffers:
@@ -409,11 +430,15 @@ class EmergencyCheckpoints:
         """Return the record of a rank, by default in the failed attempt."""
         return self.folder / f"record-{files or self._request['files']}-{rank:05d}"
 
+    def _copy_path(self, rank: int, files: str | None = None) -> Path:
+        """Return the copy of the record of a rank on another node, by default in the failed attempt."""
+        return self._record_path(rank, files).with_name(f"copy-{files or self._request['files']}-{rank:05d}")
+
     def _remove_old_files(self) -> None:
         """Remove the emergency checkpoint and the records of earlier attempts from this node."""
         if self._has_old_files and self._context.ranks.local_rank == 0:
             for path in self.folder.glob("*-*"):
-                if not path.name.startswith(f"record-{self._files}-"):
+                if f"-{self._files}-" not in path.name:
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         self._has_old_files = False
 
