@@ -103,7 +103,7 @@ def test_a_killed_node_costs_at_most_one_step(slurm, reference, tmp_path, spare,
         slurm.start_node(victim)
     saved, resumed = run.events("emergency_checkpoint"), run.events("resumed")
     assert [event["step"] for event in saved] == [event["step"] for event in resumed], run.describe()
-    begun = read_json_lines(run.dir.samples(0, 0))[-1]["step"]
+    begun = list(read_json_lines(run.dir.samples(0, 0)))[-1]["step"]
     assert begun - resumed[0]["step"] <= 1
     assert [event["world_size"] for event in run.events("started")] == [4, 4 if spare else 2]
     if spare:  # on fewer ranks, dropout differs
