@@ -157,15 +157,17 @@ def train_alternately(rounds: int) -> dict[str, list[tuple[float, float]]]:
 
 def add_recoveries(results: Results, num_ranks: int, kills: int) -> None:
     medians = {}
-    for name in ("torchrun", "hpctrain"):
+    for name in ("hpctrain", "torchrun"):
         parts, failures = kill_repeatedly(name, num_ranks, kills)
-        medians[name] = results.add(
-            f"{name}: next step", [each["next step"] for each in parts], "s", headline=True
-        )
         results.add(f"{name}: kills without a restart", failures, "", limit=0 if name == "hpctrain" else None)
-        for part in parts[0].keys() - {"next step"}:
-            results.add(f"{name}: {part}", [each[part] for each in parts], "" if "steps" in part else "s")
-    results.add("hpctrain ÷ torchrun", medians["hpctrain"] / medians["torchrun"], limit=0.5)
+        for part in parts[0] if parts else ():
+            values = [each[part] for each in parts]
+            unit, is_main = "" if "steps" in part else "s", part == "next step"
+            figure = results.add(f"{name}: {part}", values, unit, headline=is_main)
+            if is_main:
+                medians[name] = figure
+    if len(medians) == 2:
+        results.add("hpctrain ÷ torchrun", medians["hpctrain"] / medians["torchrun"], limit=0.5)
 
 
 def kill_repeatedly(name: str, num_ranks: int, kills: int) -> tuple[list[dict[str, float]], int]:
@@ -185,7 +187,8 @@ def kill_repeatedly(name: str, num_ranks: int, kills: int) -> tuple[list[dict[st
             try:
                 for attempt in range(kills - len(parts)):
                     parts += [kill_rank(side, folder, num_ranks - 1, attempt)]
-            except TimeoutError:
+            except TimeoutError as error:
+                print(f"{name}: {error}", file=sys.stderr)
                 failures += 1
             finally:
                 side.stop()
@@ -197,7 +200,7 @@ def kill_rank(side: Torchrun | Hpctrain, folder: Path, victim: int, attempt: int
     steps = folder / "steps.jsonl"
     known = count(steps)
     if not wait_for(lambda: count(steps) > known + 15 and side.is_ready(attempt + 1)):
-        sys.exit(f"no steps, or no standby workers, after {restart.LIMIT_S:.0f} s")
+        raise TimeoutError(f"no steps, or no standby workers, after {restart.LIMIT_S:.0f} s")
     pid = last_pid(steps)
     killed = time.time()
     os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
