@@ -189,11 +189,11 @@ class Supervisor:
             hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
             self._run.log_event("excluded", ended.number, hosts=hosts, reason=reason)
         if decision.action in _RELEASES_NODES:
-            if not end.kind.is_stop:
+            is_stop, folder = end.kind.is_stop, self._worker_group.emergency_folder
+            if not is_stop:
                 drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
             if not ended.is_clean:
-                folder = self._worker_group.emergency_folder
-                remove_emergency_files(self._run, self._launcher, folder, ended.number, lost)
+                remove_emergency_files(self._run, self._launcher, folder, ended.number, lost, is_stop=is_stop)
         match decision.action:
             case Action.RESTART:
                 risk = {"note": decision.reason} if decision.reason else {}
