@@ -175,7 +175,7 @@ class EmergencyCheckpoints:
                 if self._exchange is not None:
                     self._exchange.open(self._copy_path(self._exchange.source, self._files))
             except (OSError, CheckpointError) as error:
-                self.problem = emergency_save.problem = str(error)
+                self._disarm(str(error))
                 return
         # After a rollback, the steps are trained again. Copies of their results are replaced.
         self._record.clear()

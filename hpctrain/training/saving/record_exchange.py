@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.tier.rank_record import SLOT_BYTES, RankRecord
 from hpctrain.runtime.distributed_context import DistributedContext
+
+#: Differs from the tags of messages that a script may send in the same group.
+_TAG = 1_768_060_019
 
 
 class RecordExchange:
@@ -44,23 +48,19 @@ class RecordExchange:
         if self._pending:
             return
         content = torch.zeros(SLOT_BYTES, dtype=torch.uint8) if slot is None else slot
-        # If a rank is gone, the step fails anyway.
-        try:
+        # If a rank is gone, the step fails. The copies of earlier steps are kept.
+        with suppress(RuntimeError):
             self._pending = [
-                dist.isend(content, self._target, self._group),
-                dist.irecv(self._received, self.source, self._group),
+                dist.isend(content, self._target, self._group, _TAG),
+                dist.irecv(self._received, self.source, self._group, _TAG),
             ]
-        except RuntimeError:
-            self.close()
 
     def end(self) -> None:
         """Write the received result to the copy. All ranks must call this after each step."""
         self.begin(None)
         pending, self._pending = self._pending, []
-        try:
+        with suppress(RuntimeError):
             for each in pending:
                 each.wait()
-        except RuntimeError:
-            return
-        if self._copy is not None and pending:
-            self._copy.write_slot(self._received.numpy().tobytes())
+            if self._copy is not None and pending:
+                self._copy.write_slot(self._received.numpy().tobytes())
