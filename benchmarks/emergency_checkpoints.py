@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -91,8 +92,10 @@ def main() -> None:
 
 
 def add_costs(results: Results, rounds: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
-        environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29431", "OMP_NUM_THREADS": "1"}
+        environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}
         ranks = [
             subprocess.Popen(
