@@ -119,8 +119,8 @@ def main() -> None:
 class Side:
     """A variant of starting the script."""
 
-    def ready(self) -> bool:
-        """Return true if the rank may be killed now."""
+    def is_ready(self, _attempt: int) -> bool:
+        """Return true if a rank may be killed now. The attempt with the given number follows."""
         return True
 
     def moments(self) -> dict[str, float]:
@@ -132,10 +132,10 @@ class Side:
 
 
 class Torchrun(Side):
-    def __init__(self, script: Path, folder: Path, ranks: int) -> None:
+    def __init__(self, script: Path, folder: Path, ranks: int, *, max_restarts: int = 3) -> None:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         self._process = subprocess.Popen(
-            [sys.executable, *command, "--max-restarts=3", str(script), str(folder)],
+            [sys.executable, *command, f"--max-restarts={max_restarts}", str(script), str(folder)],
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
@@ -150,18 +150,18 @@ class Torchrun(Side):
 
 class Hpctrain(Side):
     def __init__(self, script: Path, folder: Path, ranks: int, *, warm: bool) -> None:
-        self._run, self._warm = RunDir(folder / "run"), warm
+        self.run, self._warm = RunDir(folder / "run"), warm
         self._hpctrain(
             *("submit", "--backend", "local", f"--ntasks-per-node={ranks}", "--cpus-per-task=1"),
-            *(f"--standby-workers={'5' if warm else 'never'}", "--run-dir", str(self._run.path)),
+            *(f"--standby-workers={'5' if warm else 'never'}", "--run-dir", str(self.run.path)),
             *("--no-code-snapshot", str(script), str(folder)),
         )
 
-    def ready(self) -> bool:
-        return not self._warm or "ready for attempt" in self._run.supervisor_log.read_text()
+    def is_ready(self, attempt: int) -> bool:
+        return not self._warm or f"ready for attempt {attempt}\n" in self.run.supervisor_log.read_text()
 
     def moments(self) -> dict[str, float]:
-        events = {(event["kind"], event["attempt"]): event["time"] for event in self._run.read_events()}
+        events = {(event["kind"], event["attempt"]): event["time"] for event in self.run.read_events()}
         return {
             "all ranks gone": events["failure", 0],
             "restart decided": events["restart", 0],
@@ -169,13 +169,13 @@ class Hpctrain(Side):
         }
 
     def stop(self) -> None:
-        self._hpctrain("cancel", str(self._run.path))
+        self._hpctrain("cancel", str(self.run.path))
         # For a cancelled run, the exit code reports a failure.
-        self._hpctrain("wait", str(self._run.path), succeeds=False)
+        self._hpctrain("wait", str(self.run.path), succeeds=False)
 
     def _hpctrain(self, *words: str, succeeds: bool = True) -> None:
         command = [sys.executable, "-m", "hpctrain", *words]
-        done = subprocess.run(command, cwd=self._run.path.parent, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=self.run.path.parent, capture_output=True, text=True, check=False)
         if succeeds and done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
@@ -183,7 +183,7 @@ class Hpctrain(Side):
 def measure(side: Side, folder: Path, victim: int) -> dict[str, float]:
     """Kill a training rank; return the seconds to each event, with the first step of rank 0 as the last."""
     steps = folder / "steps.jsonl"
-    if not wait_for(lambda: count(steps) > 25 and side.ready()):
+    if not wait_for(lambda: count(steps) > 25 and side.is_ready(1)):
         sys.exit(f"no steps, or no standby workers, after {LIMIT_S:.0f} s")
     pid = json.loads(steps.read_text().splitlines()[0])["pid"]
     killed = time.time()

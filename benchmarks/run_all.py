@@ -45,6 +45,7 @@ class Section:
 
 SECTIONS = (
     Section("Restart", "restart", "--rounds 3"),
+    Section("Emergency checkpoints", "emergency_checkpoints", "--rounds 5 --kills 5"),
     Section("Preemption", "preemption", "--rounds 1"),
     Section("Training step", "step_overhead", "--rounds 5"),
     Section("Elastic determinism", "elastic_determinism", "--rounds 3 --steps 14"),

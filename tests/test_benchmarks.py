@@ -19,6 +19,7 @@ OPTIONS = {
     "data_order": "--rounds 1",
     "detect": "--rounds 3",
     "elastic_determinism": "--rounds 1 --steps 3",
+    "emergency_checkpoints": "--rounds 1 --kills 1 --ranks 2",
     "heartbeat": "--steps 2000 --rounds 1",
     "hostlist": "--rounds 1",
     "preemption": "--rounds 1",

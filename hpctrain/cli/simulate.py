@@ -25,6 +25,9 @@ from hpctrain.text import pluralize
     help="Fraction of bad nodes, which fail 100 times as often as good nodes.",
 )
 @click.option("--preemptions", default=0.5, show_default=True, help="Preemptions per run per day.")
+@click.option(
+    "--emergency-checkpoints", is_flag=True, help="Assume that all runs can use emergency checkpoints."
+)
 @click.option("--seed", default=1, show_default=True, help="Random seed.")
 @json_option
 def command(
@@ -34,6 +37,7 @@ def command(
     node_mtbf: float,
     bad_nodes: float,
     preemptions: float,
+    emergency_checkpoints: bool,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -61,6 +65,7 @@ def command(
         node_mtbf_days=node_mtbf,
         bad_nodes=bad_nodes,
         preemptions_per_day=preemptions,
+        emergency_checkpoints=emergency_checkpoints,
         seed=seed,
     )
     report = Simulation(conditions).run()

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 #: Time limit in seconds. A failure loses at most one save interval of training.
 _LIMIT_S = 120.0
 _REMOVAL_LIMIT_S = 30.0
+#: After a stop, the job may have a few seconds left.
+_REMOVAL_LIMIT_AFTER_STOP_S = 5.0
 
 
 def drain_local_tier(
@@ -61,7 +63,7 @@ def drain_local_tier(
 
 
 def remove_emergency_files(
-    run: RunDir, launcher: Launcher, folder: str | None, attempt: int, lost: Container[str]
+    run: RunDir, launcher: Launcher, folder: str | None, attempt: int, lost: Container[str], *, is_stop: bool
 ) -> None:
     """Remove the emergency checkpoint and the records of killed ranks from the nodes; log failures.
 
@@ -71,10 +73,12 @@ def remove_emergency_files(
         folder: the folder on each node; None if there is none.
         attempt: the ended attempt.
         lost: nodes on which no process can start.
+        is_stop: True after a stop.
     """
     if folder is not None:
-        command = ["sh", "-c", 'rm -rf -- "$0"; rmdir -- "${0%/*}" 2>/dev/null; :', folder]
-        _clean_nodes(run, launcher, command, attempt, lost, _REMOVAL_LIMIT_S, f"the removal of {folder}")
+        limit_s = _REMOVAL_LIMIT_AFTER_STOP_S if is_stop else _REMOVAL_LIMIT_S
+        command = ["rm", "-rf", "--", folder]
+        _clean_nodes(run, launcher, command, attempt, lost, limit_s, f"the removal of {folder}")
 
 
 def _clean_nodes(

@@ -47,6 +47,8 @@ _FAULTS = {
 _NODE_FAULTS = frozenset(
     {EndKind.NODE_LOST, EndKind.GPU, EndKind.NCCL, EndKind.KILLED, EndKind.SIGNAL, EndKind.HANG}
 )
+#: Failures of one rank or node, after which other ranks can save the state.
+_LEAVES_STATE = frozenset({EndKind.NODE_LOST, EndKind.GPU, EndKind.NCCL, EndKind.KILLED, EndKind.SIGNAL})
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class SimulationConfig:
     repair_days: float = 1.0
     time_limit_days: float = 2.0
     save_every_s: float = 1800.0
+    emergency_checkpoints: bool = False
+    """Keep the state after failures that leave other ranks alive."""
     seed: int = 1
 
     @property
@@ -88,6 +92,8 @@ class SimulatedRun:
     """Training time after which a faulty script raises an exception; None for a correct script."""
     trained_s: float = 0.0
     """Training time that the newest checkpoint contains."""
+    memory_s: float = 0.0
+    """Further training time that only an emergency checkpoint contains."""
     hosts: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
     job_ends: float = 0.0
@@ -202,13 +208,13 @@ class Simulation:
         run.begun = self._now + START_S
         faulty = sum(100 if host in self._bad else 1 for host in run.hosts)
         ends = {
-            EndKind.DONE: (run.needs_s - run.trained_s) / run.speed,
+            EndKind.DONE: (run.needs_s - run.trained_s - run.memory_s) / run.speed,
             EndKind.TIME_LIMIT: run.job_ends - _LEAD_S - run.begun,
             EndKind.PREEMPTED: self._random.expovariate(self._config.preemptions_per_day / DAY_S),
             self._fault(): self._random.expovariate(faulty / (self._config.node_mtbf_days * DAY_S)),
         }
         if run.fails_after_s is not None:
-            ends[EndKind.PYTHON] = max(0.0, run.fails_after_s - run.trained_s) / run.speed
+            ends[EndKind.PYTHON] = max(0.0, run.fails_after_s - run.trained_s - run.memory_s) / run.speed
         kind = min(ends, key=lambda its: ends[its])
         self._at(run.begun + max(0.0, ends[kind]), run, kind)
 
@@ -221,7 +227,8 @@ class Simulation:
 
     def _attempt_ended(self, run: SimulatedRun, kind: EndKind) -> None:
         self.report.ends[kind] += 1
-        self._keep(run, self._now - run.begun, whole=kind is EndKind.DONE or kind.is_stop)
+        whole = kind is EndKind.DONE or kind.is_stop
+        self._keep(run, self._now - run.begun, whole=whole, in_memory=self._leaves_state(run, kind))
         lost = self._record(run, kind)
         history = History.from_events(run.events)
         found = suspect_nodes(self._policy, history)
@@ -248,9 +255,24 @@ class Simulation:
             and self._config.num_nodes - len(history.excluded.union(found)) >= run.nodes + run.spares
         )
 
-    def _keep(self, run: SimulatedRun, seconds: float, *, whole: bool = False) -> None:
-        """Count the training since the launch of the ranks that a checkpoint contains."""
-        trained = max(0.0, seconds) * run.speed
+    def _leaves_state(self, run: SimulatedRun, kind: EndKind) -> bool:
+        """Return true if the failure leaves an emergency checkpoint; not if the supervisor's node is lost."""
+        if not self._config.emergency_checkpoints or kind not in _LEAVES_STATE:
+            return False
+        return kind is not EndKind.NODE_LOST or self._random.randrange(len(run.hosts)) > 0
+
+    def _keep(
+        self, run: SimulatedRun, seconds: float, *, whole: bool = False, in_memory: bool = False
+    ) -> None:
+        """Count the training since the newest checkpoint that a new checkpoint contains.
+
+        Args:
+            run: the run.
+            seconds: duration of the attempt.
+            whole: True if the ranks have saved at the end.
+            in_memory: True if an emergency checkpoint contains the rest.
+        """
+        trained = run.memory_s + max(0.0, seconds) * run.speed
         saves = self._config.save_every_s
         kept = trained if whole else (run.trained_s + trained) // saves * saves - run.trained_s
         kept = max(0.0, kept)
@@ -258,8 +280,13 @@ class Simulation:
             run.trained_s += kept
             run.starts_since_save = 0
             run.events.append({"kind": "checkpoint", "step": int(run.trained_s * 1000)})
+        run.memory_s = trained - kept if in_memory else 0.0
+        if run.memory_s > 0:
+            run.starts_since_save = 0
+            step = int((run.trained_s + run.memory_s) * 1000)
+            run.events.append({"kind": "emergency_checkpoint", "step": step})
         self.report.trained_s += kept * run.nodes
-        self.report.lost_s += (trained - kept) * run.nodes + START_S * len(run.hosts)
+        self.report.lost_s += (trained - kept - run.memory_s) * run.nodes + START_S * len(run.hosts)
 
     def _record(self, run: SimulatedRun, kind: EndKind) -> dict[str, str]:
         """Record the failure, and take a lost node out of service. Returns the lost node."""
@@ -306,6 +333,8 @@ class Simulation:
         return EndKind.PREEMPTED if cause is None else EndKind(run.events[-1].get("class", EndKind.KILLED))
 
     def _end_job(self, run: SimulatedRun, state: str) -> None:
+        self.report.lost_s += run.memory_s * run.nodes
+        run.memory_s = 0.0
         self._release({*run.hosts, *run.spare})
         run.hosts, run.spare, run.state = (), (), state
         if state in ("complete", "failed"):

@@ -55,6 +55,13 @@ class FinishedAttempt:
     def kind(self) -> EndKind:
         return self.diagnosis.end.kind
 
+    @property
+    def is_clean(self) -> bool:
+        """True if all ranks exited by themselves after a stop, so they left no files on the nodes."""
+        if self.result is None:
+            return False
+        return [task.code for task in self.result.monitor.exits] == [EXIT_CONTINUE] * self.result.world_size
+
 
 class Supervisor:
     """Supervises one job of a run."""
@@ -181,10 +188,12 @@ class Supervisor:
         if decision.exclude:
             hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
             self._run.log_event("excluded", ended.number, hosts=hosts, reason=reason)
-        if decision.action in _RELEASES_NODES and not end.kind.is_stop:
-            drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
-            folder = self._worker_group.emergency_folder
-            remove_emergency_files(self._run, self._launcher, folder, ended.number, lost)
+        if decision.action in _RELEASES_NODES:
+            is_stop, folder = end.kind.is_stop, self._worker_group.emergency_folder
+            if not is_stop:
+                drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
+            if not ended.is_clean:
+                remove_emergency_files(self._run, self._launcher, folder, ended.number, lost, is_stop=is_stop)
         match decision.action:
             case Action.RESTART:
                 risk = {"note": decision.reason} if decision.reason else {}

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import random
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run, assert_undisturbed, train_on_forked_ranks
+from helpers.training_runs import Run, assert_every_sample_once, assert_undisturbed, train_on_forked_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
 from hpctrain.checkpoint.io.loading import suppress_single_process_warning
 from hpctrain.files import read_json_lines
+from hpctrain.sandbox import Sandbox
 
 LAST_STEP, STEPS_PER_EPOCH = 52, 13
 NUM_RANKS = 4
 SCRIPT = SCRIPTS / "kill_at_moments.py"
-OPTIONS = ["--backend=local", "--nodes=2", "--standby-workers=0"]
+OPTIONS = ["--nodes=2", "--standby-workers=0", "--env=OMP_NUM_THREADS=1"]
 MOMENTS = ["data", "forward", "backward", "allreduce", "update", "updated"]
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def run_with_kills(path: Path, kills: list[str], num_ranks: int) -> Run:
-    run = Run(path, {"OMP_NUM_THREADS": "1"})
-    options = [*OPTIONS, f"--ntasks-per-node={num_ranks // 2}", f"--run-dir={path}"]
-    run.hpctrain("submit", *options, str(SCRIPT), "--kills", *kills)
+def run_with_kills(path: Path, kills: list[str], num_ranks: int, cluster: Sandbox | None) -> Run:
+    run = Run(path, {} if cluster is None else cluster.env)
+    shape = ["--gpus-per-node=2"] if cluster else ["--backend=local", f"--ntasks-per-node={num_ranks // 2}"]
+    run.hpctrain("submit", *OPTIONS, *shape, f"--run-dir={path}", str(SCRIPT), "--kills", *kills)
     limit_s = 60.0 + 25.0 * (1 + len(kills))
     result = run.hpctrain("wait", str(path), timeout=limit_s, check=False)
     assert result.returncode == 0, run.describe()
@@ -58,11 +61,58 @@ def test_kills_at_each_kind_of_moment(reference, tmp_path):
     check(tmp_path, reference, kills)
 
 
+@pytest.mark.timeout(300)
+def test_a_killed_rank_on_slurm_costs_at_most_one_step(slurm, reference, tmp_path):
+    check(tmp_path, reference, choose_kills(random.SystemRandom(), 1), cluster=slurm)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(20))
+def test_kills_on_slurm_at_ten_random_moments(slurm, reference, tmp_path, seed):
+    check(tmp_path, reference, choose_kills(random.Random(seed), 10), cluster=slurm)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(10))
 def test_kills_at_twenty_random_moments(reference, tmp_path, seed):
     check(tmp_path, reference, choose_kills(random.Random(seed), 20))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_killed_node_costs_at_most_one_step(slurm, reference, tmp_path, spare, seed):
+    """Each node has its own folder as memory, which is lost with the node."""
+    run, memory = Run(tmp_path / "run", slurm.env), tmp_path / "memory"
+    memory.mkdir()
+    shape = ["--nodes=2", "--spare-nodes=1"] if spare else ["--nodes=1:2"]
+    options = [*shape, "--gpus-per-node=2", "--env=OMP_NUM_THREADS=1", f"--run-dir={run.path}"]
+    run.hpctrain("submit", *options, str(SCRIPT), "--step-s=0.1", f"--memory={memory}")
+    chosen = random.Random(seed)
+    run.wait_for_step(chosen.randrange(1, LAST_STEP - 5))
+    time.sleep(chosen.uniform(0, 0.2))
+    victim = run.events("started")[0]["hosts"][1]
+    slurm.kill_node(victim)
+    shutil.rmtree(memory / victim)
+    try:
+        assert run.wait() == 0
+    finally:
+        slurm.start_node(victim)
+    saved, resumed = run.events("emergency_checkpoint"), run.events("resumed")
+    assert [event["step"] for event in saved] == [event["step"] for event in resumed], run.describe()
+    begun = list(read_json_lines(run.dir.samples(0, 0)))[-1]["step"]
+    assert begun - resumed[0]["step"] <= 1
+    assert [event["world_size"] for event in run.events("started")] == [4, 4 if spare else 2]
+    if spare:  # on fewer ranks, dropout differs
+        assert_undisturbed(run, reference)
+        assert_same_weights(run, reference)
+    else:
+        assert_every_sample_once(run)
+    assert_no_process_left(run.path)
+    assert not list(memory.glob("*/*"))
 
 
 def choose_kills(chosen: random.Random, count: int) -> list[str]:
@@ -74,8 +124,14 @@ def choose_kills(chosen: random.Random, count: int) -> list[str]:
     return kills
 
 
-def check(folder: Path, reference: Run, kills: list[str], num_ranks: int = NUM_RANKS) -> None:
-    run = run_with_kills(folder / "run", kills, num_ranks)
+def check(
+    folder: Path,
+    reference: Run,
+    kills: list[str],
+    num_ranks: int = NUM_RANKS,
+    cluster: Sandbox | None = None,
+) -> None:
+    run = run_with_kills(folder / "run", kills, num_ranks, cluster)
     assert_undisturbed(run, reference)
     resumed = {event["attempt"]: event["step"] for event in run.events("resumed")}
     repeated = {kill: completed_step(kill) - resumed.get(attempt, 0) for attempt, kill in enumerate(kills, 1)}
@@ -85,7 +141,7 @@ def check(folder: Path, reference: Run, kills: list[str], num_ranks: int = NUM_R
     assert sorted(rows) == list(range(1, LAST_STEP + 1))
     assert_same_weights(run, reference)
     assert_no_process_left(run.path)
-    assert not list(Path("/dev/shm").glob(f"hpctrain-*/hpctrain-{run.path.name}-*")), "files in memory"
+    assert not list(Path("/dev/shm").glob(f"hpctrain-{run.path.name}-*")), "files in memory"
 
 
 def completed_step(kill: str) -> int:

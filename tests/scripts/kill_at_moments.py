@@ -8,12 +8,14 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import hpctrain
+from hpctrain.training.saving import emergency_checkpoints
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 203, 16, 4
 
@@ -111,7 +113,11 @@ if __name__ == "__main__":
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--memory", type=Path, help="folder with the memory of each node")
     args = parser.parse_args()
+    if args.memory is not None:
+        emergency_checkpoints._SHARED_MEMORY = args.memory / os.environ["SLURMD_NODENAME"]
+        emergency_checkpoints._SHARED_MEMORY.mkdir(exist_ok=True)
     killer = Killer(args.kills)
     trainer = hpctrain.Trainer(
         max_epochs=NUM_EPOCHS,

@@ -51,14 +51,14 @@ class Local(LocalJobControl):
         self._limit_s = None
 
 
-def monitor(*past_events, job=None, stubborn=False, ends_in=None, lead=0.1):
+def monitor(*past_events, job=None, stubborn=False, ends_in=None, lead=0.1, **options):
     events = queue.SimpleQueue()
     for event in past_events:
         events.put(event)
     step = FakeStep(events, stubborn)
     ends_at = None if ends_in is None else time.monotonic() + ends_in
     attempt = AttemptMonitor(
-        events=events, job_control=job or Local(), ends_at=ends_at, stop_before_limit_s=lead
+        events=events, job_control=job or Local(), ends_at=ends_at, stop_before_limit_s=lead, **options
     )
     return attempt.wait(step), step, attempt
 
@@ -67,6 +67,24 @@ def test_all_ranks_done():
     outcome, step, _ = monitor(TaskExit(0, 0), TaskExit(1, 0), StepEnded(0))
     assert outcome is AttemptOutcome.DONE
     assert not step.killed
+
+
+def test_a_stop_ends_the_wait_for_an_emergency_checkpoint(monkeypatch):
+    """The nodes will be released, so the next attempt could not use it."""
+    monkeypatch.setattr(attempt_monitor, "STOP_GRACE_S", 60.0)
+    begun = time.monotonic()
+    failed, stop = TaskExit(3, None, signal.SIGKILL), SignalReceived(signal.SIGTERM)
+    outcome, step, _ = monitor(failed, stop, request_state=lambda: True)
+    assert step.killed
+    assert outcome is AttemptOutcome.FAILED
+    assert time.monotonic() - begun < attempt_monitor._EMERGENCY_LIMIT_S / 2
+
+
+def test_a_failure_after_a_stop_needs_no_emergency_checkpoint():
+    requested: list[int] = []
+    stop, failed = SignalReceived(signal.SIGTERM), TaskExit(3, None, signal.SIGKILL)
+    monitor(stop, failed, request_state=lambda: requested.append(1))
+    assert requested == []
 
 
 def test_peers_of_a_failed_rank_are_killed():

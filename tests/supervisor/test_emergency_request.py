@@ -24,7 +24,7 @@ class Ranks:
             self.request.on_message(rank, HEARTBEAT)
 
     def report(self, rank: int, step: int, read: int) -> None:
-        state = {"step": step, "read": read, "trained": True, "buffers_change": False}
+        state = {"step": step, "read": read, "trained": True, "buffers_change": False, "files": "000-a"}
         self.request.on_message(rank, {"frozen_state": state})
 
 
@@ -113,7 +113,14 @@ def test_a_training_without_emergency_checkpoints_reports_the_reason(why):
 
 
 def test_history_keeps_the_newest_emergency_checkpoint_until_a_checkpoint_is_as_new():
-    state = {"step": 7, "read": 6, "trained": True, "buffers_change": False, "world_size": 4}
+    state = {
+        "step": 7,
+        "read": 6,
+        "trained": True,
+        "buffers_change": False,
+        "files": "002-a",
+        "world_size": 4,
+    }
     saved = {"kind": "emergency_checkpoint", "attempt": 2, **state}
     failure = {"kind": "failure", "rank": 0, "host": "n1", "class": "killed"}
     history = History.from_events([failure, failure, saved, failure])
@@ -125,5 +132,6 @@ def test_history_keeps_the_newest_emergency_checkpoint_until_a_checkpoint_is_as_
     assert History.from_events([saved, {"kind": "requeue", "class": "preempted"}]).emergency is None
     wrong = {**failure, "class": EndKind.CORRUPTION.value, "verified_step": 5}
     assert History.from_events([saved, wrong, {"kind": "resumed", "step": 5}]).emergency is None
+    assert History.from_events([saved, {**failure, "class": EndKind.OOM.value}]).emergency is None
     none = {**saved, "step": None, "reason": "the ranks use GPUs"}
     assert History.from_events([none]).emergency is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +51,12 @@ def test_month_on_10000_gpus():
     assert all(run.state == "failed" or run.fails_after_s > run.needs_s for run in doomed)
     assert {EndKind.PREEMPTED, EndKind.GPU, EndKind.NODE_LOST, EndKind.TIME_LIMIT} <= report.ends.keys()
     assert report.lost_s < 0.05 * report.trained_s
+
+
+def test_emergency_checkpoints_reduce_lost_time():
+    conditions = SimulationConfig(gpus=2000, days=5)
+    without, with_them = check(conditions), check(replace(conditions, emergency_checkpoints=True))
+    assert with_them.lost_s < 0.85 * without.lost_s
 
 
 @pytest.mark.slow

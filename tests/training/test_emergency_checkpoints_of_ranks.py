@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.nn import functional as F
 
 import hpctrain
 from hpctrain.files import read_json_lines
+from hpctrain.records.lease import LeaseHolder
 from hpctrain.rundir import ATTEMPT_VARIABLE, EMERGENCY_CHECKPOINT_VARIABLE, RunDir
 from hpctrain.runtime.program.emergency_save import emergency_save
+from hpctrain.training.loop.step_exchange import StepExchange
 from hpctrain.training.saving import emergency_checkpoints
 
 LAST_STEP, FAILED_STEP = 12, 8
@@ -34,7 +37,8 @@ class Net(hpctrain.Module):
 
     def training_step(self, batch, batch_idx):
         loss = F.mse_loss(self.net(batch), batch.sum(1, keepdim=True))
-        if batch_idx + 1 == self.failed_step:
+        self.step += 1
+        if self.step == self.failed_step:
             raise RuntimeError("Connection closed by peer")
         return loss
 
@@ -99,10 +103,12 @@ def train_undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     return train(folder, 0).state_dict()
 
 
-def fail_and_save(folder: Path, saver: int) -> dict[str, object] | None:
+def fail_and_save(
+    folder: Path, saver: int, failed_step: int = FAILED_STEP, **settings: Any
+) -> dict[str, object] | None:
     """Fail on all ranks in the same step; one of them saves its state. Return the supervisor's request."""
     with pytest.raises(RuntimeError, match="closed by peer"):
-        train(folder, 0, FAILED_STEP)
+        train(folder, 0, failed_step, **settings)
     rank = int(os.environ["RANK"])
     if rank != saver:
         return None
@@ -112,7 +118,7 @@ def fail_and_save(folder: Path, saver: int) -> dict[str, object] | None:
     assert saved is not None
     assert "path" in saved["saved_state"], saved
     state = {name: value for name, value in answer["frozen_state"].items() if name != "folder"}
-    return {**state, "attempt": 0, "world_size": 2}
+    return {**state, "world_size": 2}
 
 
 def resume(folder: Path, request: dict[str, object]) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -132,12 +138,12 @@ def test_state_of_one_node_continues_the_training_bit_for_bit(tmp_path, saver):
         torch.testing.assert_close(result[name], tensor, rtol=0, atol=0, msg=name)
     one, two = (RunDir(tmp_path / name / "run") for name in ("one", "two"))
     assert [event["step"] for event in two.read_events() if event["kind"] == "resumed"] == [FAILED_STEP - 1]
-    values = [
-        [(line["step"], line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics)]
-        for run in (one, two)
-    ]
-    assert values[0] == values[1]
+    assert losses(one) == losses(two)
     assert files == files_1 == []
+
+
+def losses(run: RunDir) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics)]
 
 
 def assert_resumed_from_checkpoint(folder: Path) -> None:
@@ -146,18 +152,111 @@ def assert_resumed_from_checkpoint(folder: Path) -> None:
     assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] in ([3], [6])
 
 
-def lose_record(folder: Path, request: dict[str, object]) -> None:
-    """Resume without the record of rank 1."""
+def resume_after_loss(folder: Path, request: dict[str, object], *lost: str) -> dict[str, torch.Tensor]:
+    """Resume without the lost files."""
     if os.environ["RANK"] == "1":
-        (record,) = (folder / "memory-1").rglob("record-000-00001")
-        record.unlink()
-    train(folder, 1, request=json.dumps(request))
+        for pattern in lost:
+            for path in folder.glob(f"memory-*/*/{pattern}"):
+                path.unlink()
+    return train(folder, 1, request=json.dumps(request)).state_dict()
 
 
 def test_without_the_record_of_a_rank_the_newest_checkpoint_is_loaded(tmp_path):
     request = run_on_ranks(fail_and_save, tmp_path, 0)[0]
-    run_on_ranks(lose_record, tmp_path, request)
+    run_on_ranks(resume_after_loss, tmp_path, request, "record-*-00001", "copy-*-00001")
     assert_resumed_from_checkpoint(tmp_path)
+
+
+def test_a_lost_node_costs_no_completed_step(tmp_path):
+    """The state and the copy of its record come from the other node."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    expected, _ = run_on_ranks(train_undisturbed, tmp_path / "one")
+    request = run_on_ranks(fail_and_save, tmp_path / "two", 0)[0]
+    shutil.rmtree(tmp_path / "two" / "memory-1")
+    for result in run_on_ranks(resume_after_loss, tmp_path / "two", request):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(result[name], tensor, rtol=0, atol=0, msg=name)
+    one, two = (RunDir(tmp_path / name / "run") for name in ("one", "two"))
+    assert [event["step"] for event in two.read_events() if event["kind"] == "resumed"] == [FAILED_STEP - 1]
+    assert losses(one) == losses(two)
+
+
+def save_in_long_interval(folder: Path) -> dict[str, object] | None:
+    return fail_and_save(folder, 0, 90, max_steps=90, log_every=200, checkpoint_every=200)
+
+
+def resume_in_long_interval(folder: Path, request: dict[str, object]) -> None:
+    train(folder, 1, request=json.dumps(request), max_steps=90, log_every=200, checkpoint_every=200)
+
+
+def test_only_results_that_are_used_are_required(tmp_path):
+    """The records do not contain all steps since the last line of metrics."""
+    request = run_on_ranks(save_in_long_interval, tmp_path)[0]
+    run_on_ranks(resume_in_long_interval, tmp_path, request)
+    resumed = [
+        event["step"] for event in RunDir(tmp_path / "run").read_events() if event["kind"] == "resumed"
+    ]
+    assert resumed == [89]
+
+
+def resume_without_request(folder: Path) -> list[Path]:
+    """Return the files of the failed attempt that exist in the first step."""
+    found: list[Path] = []
+
+    class Search(Net):
+        def training_step(self, batch, batch_idx):
+            found.extend((folder / f"memory-{os.environ['RANK']}").rglob("*-000-*"))
+            return super().training_step(batch, batch_idx)
+
+    train(folder, 1, net=Search())
+    return found
+
+
+def test_a_state_that_is_not_requested_is_removed_before_the_first_step(tmp_path):
+    """It uses memory, such as that which the failed attempt lacked."""
+    run_on_ranks(fail_and_save, tmp_path, 0)
+    assert run_on_ranks(resume_without_request, tmp_path) == [[], []]
+
+
+def test_files_of_a_killed_run_are_removed_by_the_next_run_on_the_node(tmp_path):
+    folders = [tmp_path / f"hpctrain-{name}-emergency" for name in ("own", "alive", "killed", "deleted")]
+    for folder in folders:
+        folder.mkdir()
+        run = RunDir(tmp_path / f"run-{folder.name}")
+        (folder / "run").symlink_to(run.path)
+        if "deleted" not in folder.name:
+            run.lease(0).parent.mkdir(parents=True)
+            run.lease(0).write_bytes(LeaseHolder("7").text())
+    os.utime(RunDir(tmp_path / "run-hpctrain-killed-emergency").lease(0), (0, 0))
+    emergency_checkpoints._remove_abandoned(folders[0])
+    assert [folder.exists() for folder in folders] == [True, True, False, False]
+
+
+class NanNet(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 4 else loss
+
+
+def roll_back(folder: Path) -> list[bool]:
+    """Return the answers to requests during the communication about a bad loss."""
+    describe, answers = StepExchange._describe, []
+
+    def request_state(*arguments: Any) -> str:
+        answer = emergency_save.handle(0, {"freeze_state": True})
+        assert answer is not None
+        answers.append("step" in answer["frozen_state"])
+        emergency_save.handle(0, {"release_state": True})
+        return describe(*arguments)
+
+    StepExchange._describe = request_state  # type: ignore[method-assign]
+    train(folder, 0, net=NanNet(), on_bad_loss="rollback")
+    return answers
+
+
+def test_the_state_is_not_locked_while_the_ranks_communicate_about_a_bad_loss(tmp_path):
+    assert run_on_ranks(roll_back, tmp_path) == [[True], [True]]
 
 
 def fail_with(folder: Path, net: Net, **settings: Any) -> str:

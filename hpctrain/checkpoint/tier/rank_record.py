@@ -21,7 +21,7 @@ from hpctrain.files import own_file, read_regular
 
 #: The ranks exchange their results at least every 16 steps, and read them one exchange later.
 _NUM_SLOTS = 64
-_SLOT_BYTES = 4096
+SLOT_BYTES = 4096
 _HEADER = struct.Struct("<qq")
 #: A rank may be two steps ahead of the slowest rank.
 _NUM_COPIES = 3
@@ -42,7 +42,7 @@ class RankRecord:
         """
         self._path, self._tensors = path, list(tensors)
         self._copy_bytes = sum(_padded(tensor.nbytes) for tensor in tensors)
-        size = _NUM_SLOTS * _SLOT_BYTES + _NUM_COPIES * self._copy_bytes
+        size = _NUM_SLOTS * SLOT_BYTES + _NUM_COPIES * self._copy_bytes
         fd = own_file(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             # Without reserved memory, a write to the mapping could end the process with SIGBUS.
@@ -59,22 +59,37 @@ class RankRecord:
 
     def write(self, step: int, result: dict[str, Any], *, with_tensors: bool) -> None:
         """Write the result of a step, which replaces an old step. A result that is too long is omitted."""
-        start, memory = step % _NUM_SLOTS * _SLOT_BYTES, self._memory
-        memory[start : start + 8] = b"\0" * 8
+        start = step % _NUM_SLOTS * SLOT_BYTES
+        self._memory[start : start + 8] = b"\0" * 8
         if with_tensors and self._tensors:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies[step % _NUM_COPIES], self._tensors)
             result = {**result, "tensors": True}
         content = json.dumps(result).encode()
-        if len(content) > _SLOT_BYTES - _HEADER.size:
-            return
+        if len(content) <= SLOT_BYTES - _HEADER.size:
+            self._write(step, content)
+
+    def read_slot(self, step: int) -> torch.Tensor:
+        """Return a copy of the slot of a step, as a tensor of bytes with shape `(SLOT_BYTES,)`."""
+        start = step % _NUM_SLOTS * SLOT_BYTES
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=SLOT_BYTES, offset=start).clone()
+
+    def write_slot(self, content: bytes) -> None:
+        """Write the content of a slot of another record. An empty slot is omitted."""
+        step, length = _HEADER.unpack_from(content)
+        if step > 0:
+            self._write(step, content[_HEADER.size : _HEADER.size + length])
+
+    def _write(self, step: int, content: bytes) -> None:
+        start, memory = step % _NUM_SLOTS * SLOT_BYTES, self._memory
+        memory[start : start + 8] = b"\0" * 8
         memory[start + _HEADER.size : start + _HEADER.size + len(content)] = content
         memory[start + 8 : start + 16] = len(content).to_bytes(8, "little")
         memory[start : start + 8] = step.to_bytes(8, "little")
 
     def clear(self) -> None:
         """Remove the results of all steps."""
-        for start in range(0, _NUM_SLOTS * _SLOT_BYTES, _SLOT_BYTES):
+        for start in range(0, _NUM_SLOTS * SLOT_BYTES, SLOT_BYTES):
             self._memory[start : start + 8] = b"\0" * 8
 
     def remove(self) -> None:
@@ -89,7 +104,7 @@ def read_record(path: Path) -> dict[int, dict[str, Any]]:
     except OSError:
         return {}
     results = {}
-    for start in range(0, min(len(content), _NUM_SLOTS * _SLOT_BYTES), _SLOT_BYTES):
+    for start in range(0, min(len(content), _NUM_SLOTS * SLOT_BYTES), SLOT_BYTES):
         step, length = _HEADER.unpack_from(content, start)
         begin = start + _HEADER.size
         if step > 0:
@@ -110,7 +125,7 @@ def read_tensors(path: Path, step: int, like: Sequence[torch.Tensor]) -> list[to
 
 
 def _copy_offset(number: int, copy_bytes: int) -> int:
-    return _NUM_SLOTS * _SLOT_BYTES + number * copy_bytes
+    return _NUM_SLOTS * SLOT_BYTES + number * copy_bytes
 
 
 def _padded(num_bytes: int) -> int:

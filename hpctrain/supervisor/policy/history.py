@@ -89,8 +89,8 @@ class History:
                 case "resumed":
                     limit = None
                 case "emergency_checkpoint" if event["step"] is not None:
-                    names = ("attempt", "step", "read", "trained", "buffers_change", "world_size")
-                    emergency = {name: event[name] for name in names}
+                    names = ("step", "read", "trained", "buffers_change", "files", "world_size")
+                    emergency = {name: event.get(name) for name in names}
                     if event["step"] > newest:
                         newest, progressed = event["step"], True
                         for count in (failures, crashes, stops):
@@ -111,6 +111,8 @@ class History:
                     failures.append(past)
                     crashes.append(past.kind)
                     micro_batch_size = event.get("micro_batch_size", micro_batch_size)
+                    if past.kind is EndKind.OOM:
+                        emergency = None  # it uses memory of the node
                     if past.kind is EndKind.CORRUPTION:
                         limit, emergency = event.get("verified_step"), None
                         device = event.get("device")

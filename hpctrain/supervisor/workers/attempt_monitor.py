@@ -123,6 +123,9 @@ class AttemptMonitor:
                     self._kill(step)
             case SignalReceived(number):
                 self.signals.append(number)
+                if any(task.result is TaskResult.FAILED for task in self.exits):
+                    # The nodes will be released, so an emergency checkpoint is not needed.
+                    self._limit(_FAILURE_GRACE_S, f"the ranks to report errors after {number.name}")
                 forward = self.job_control.on_signal.get(number)
                 log.info(
                     "received %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else ""
@@ -143,7 +146,7 @@ class AttemptMonitor:
         name = f"{self.process_name} {task.rank}"
         log.info("%s %s", name, task)
         if task.result is TaskResult.FAILED:
-            if self.emergency is None and self.request_state():
+            if self.emergency is None and not self.signals and self.request_state():
                 self._limit(_EMERGENCY_LIMIT_S, "the emergency checkpoint")
             else:
                 self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")

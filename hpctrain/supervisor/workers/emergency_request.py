@@ -110,6 +110,7 @@ class EmergencyRequest:
             "read": int(state["read"]),
             "trained": bool(state["trained"]),
             "buffers_change": bool(state["buffers_change"]),
+            "files": str(state["files"]),
             "rank": self._saver,
             "path": str(saved["path"]),
             "bytes": int(saved["bytes"]),

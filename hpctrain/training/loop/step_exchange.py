@@ -188,8 +188,10 @@ class StepExchange:
                 # A step before a validation or a save has no time sample yet.
                 timing = result.timing or self._parts.step_timer.sample()
                 self._show([*results[: count - 1], replace(result, timing=timing)])
-                own = self._sync.own_loss(result.step)
-                raise BadStep(result.step, self._describe(result.step, cause, own))
+                emergency_save.end_change()  # other ranks may be gone
+                cause = self._describe(result.step, cause, self._sync.own_loss(result.step))
+                emergency_save.begin_change()
+                raise BadStep(result.step, cause)
             if SKIPPED_FIELD not in result.scalars:
                 self._parts.callbacks.step_end(result.step, result.scalars)
             self._emergency.read_step = result.step

@@ -1,8 +1,8 @@
 """Emergency checkpoints: after the failure of a rank, another rank saves the state in memory of its node.
 
 With equal replicas, every rank has the complete state. The exception are the results of the last steps, which
-each rank records in memory that survives its process. The next attempt loads the state, exchanges the
-recorded results again, and continues with the next step.
+each rank records in memory that survives its process. A rank on another node keeps a copy of the record. The
+next attempt loads the state, exchanges the recorded results again, and continues with the next step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import xxhash
 from torch import nn
 
+from hpctrain.authentication import code, read_secret
 from hpctrain.checkpoint.format.manifest import read_verified
 from hpctrain.checkpoint.io.coordination import RankCoordinator
 from hpctrain.checkpoint.io.loading import LoadedCheckpoint, VerifiedCheckpoint, load
@@ -27,6 +28,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tier.local_tier import make_private_folder, tier_folder
 from hpctrain.checkpoint.tier.rank_record import RankRecord, read_record, read_tensors
 from hpctrain.errors import CheckpointError
+from hpctrain.records.lease import counts_as_alive, newest_lease
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
@@ -38,15 +40,22 @@ from hpctrain.rundir import (
     list_checkpoint_steps,
 )
 from hpctrain.runtime.program.emergency_save import emergency_save
+from hpctrain.slurm.states import RunState
 from hpctrain.training.algorithms import Algorithm
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import RankBatch
+from hpctrain.training.lightning_hooks import lightning_base
 from hpctrain.training.module import Module, is_manual
 from hpctrain.training.optim.optimizer_setup import parameters_of
+from hpctrain.training.saving.record_exchange import RecordExchange
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
 
 _SHARED_MEMORY = Path("/dev/shm")
+#: Suffix of the folder of a run.
+_SUFFIX = "-emergency"
+#: Link to the run in this folder.
+_RUN_LINK = "run"
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,9 @@ class EmergencyCheckpoints:
         """
         self._parts, self._state, self._context = parts, parts.state, parts.context
         self._checked = checked
-        self._attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
+        # All ranks of an attempt have the same secret. Attempts of an earlier run in the same folder differ.
+        token = code(read_secret(environ), "emergency checkpoints").hex()[:8]
+        self._files = f"{int(environ.get(ATTEMPT_VARIABLE, '0')):03d}-{token}"
         self._request = json.loads(environ.get(EMERGENCY_CHECKPOINT_VARIABLE, "null"))
         self.problem = self._find_problem(environ)
         if parts.settings.emergency_checkpoints:
@@ -102,10 +113,12 @@ class EmergencyCheckpoints:
         self.read_step = self._first_step = 0
         self.recovery: Recovery | None = None
         self._record: RankRecord | None = None
+        self._exchange: RecordExchange | None = None
         self._has_old_files, self._is_loaded, self._recorded_buffers = True, False, False
         self._trained_versions = 0
         if parts.log.run is not None:
-            self.folder = tier_folder(_user_folder(), parts.log.run.checkpoints)
+            # One level, because a parent could be removed by another job while this job creates the folder.
+            self.folder = _SHARED_MEMORY / f"{tier_folder(Path(), parts.log.run.checkpoints).name}{_SUFFIX}"
         self._parameters = list(parts.module.parameters())
         updated = {id(each) for optimizer in self._state.optimizers for each in parameters_of(optimizer)}
         #: Their changes, such as those of a moving average, are not updates.
@@ -140,29 +153,32 @@ class EmergencyCheckpoints:
             return "elastic_determinism and on_bad_loss='skip' are not supported"
         if parts.source.has_position:
             return "the position in the training data is more than a number of steps"
+        if lightning_base(module) is not None:
+            return f"{type(module).__name__} is a LightningModule"
         if type(module).on_save_checkpoint is not Module.on_save_checkpoint:
             return f"{type(module).__name__} defines on_save_checkpoint"
         if any(type(each).get_extra_state is not nn.Module.get_extra_state for each in module.modules()):
             return f"{type(module).__name__} has extra state"
-        if not os.access(_SHARED_MEMORY, os.W_OK):
-            return f"{_SHARED_MEMORY} is not writable"
         return None
 
     def arm(self) -> None:
         """Allow emergency checkpoints of the current state."""
         if self.problem is not None:
             return
+        if self._exchange is None and self._context.ranks.num_nodes > 1:
+            self._exchange = RecordExchange(self._context)
         if self._record is None:
             try:
-                make_private_folder(self.folder.parent)
-                make_private_folder(self.folder)
-                path = self._record_path(self._context.ranks.rank, self._attempt)
+                self._make_folder()
                 tensors = self._buffers if self._context.ranks.is_main else []
-                self._record = RankRecord(path, tensors)
+                self._record = RankRecord(self._record_path(self._context.ranks.rank, self._files), tensors)
+                if self._exchange is not None:
+                    self._exchange.open(self._copy_path(self._exchange.source, self._files))
             except (OSError, CheckpointError) as error:
-                self.problem = emergency_save.problem = str(error)
+                self._disarm(str(error))
                 return
-        self._record.clear()  # after a rollback, the steps are trained again
+        # After a rollback, the steps are trained again. Copies of their results are replaced.
+        self._record.clear()
         self.read_step = self._first_step = self._state.step
         self._first_buffers = [buffer.clone() for buffer in self._buffers]
         self._buffer_versions = _sum_versions(self._buffers)
@@ -180,16 +196,21 @@ class EmergencyCheckpoints:
 
     def _remove_files(self) -> None:
         emergency_save.disarm()
-        self._remove_old_files()
         if self._record is not None:
             self._record.remove()
             self._record = None
-        with suppress(OSError):
-            self.folder.rmdir()  # the last rank on the node
-            self.folder.parent.rmdir()
+        if self._exchange is not None:
+            self._exchange.close()
+        if not any(self.folder.glob(f"record-{self._files}-*")):  # the last rank on the node
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def record_result(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         """Record this rank's result of a step, before other ranks can complete the step."""
+        self._write_record(rank_batch, sums)
+        if self._exchange is not None:
+            self._exchange.begin(None if self._record is None else self._record.read_slot(rank_batch.step))
+
+    def _write_record(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         if self._record is None:
             return
         if self._state.step == self._first_step and (change := self._find_change()):
@@ -208,6 +229,11 @@ class EmergencyCheckpoints:
 
     def on_step_trained(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         """Mark the state as complete after a step."""
+        self._complete_state(rank_batch, sums)
+        if self._exchange is not None:
+            self._exchange.end()
+
+    def _complete_state(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         if self._record is None:
             return
         if self._num_values and _sum_versions(self._buffers) != self._recorded_versions:
@@ -239,7 +265,8 @@ class EmergencyCheckpoints:
             return {"why": change}
         trained = state.step > self._first_step
         changed = trained and not all(map(torch.equal, self._buffers, self._first_buffers))
-        return {"step": state.step, "read": self.read_step, "trained": trained, "buffers_change": changed}
+        found = {"step": state.step, "read": self.read_step, "trained": trained, "buffers_change": changed}
+        return {**found, "files": self._files}
 
     def _find_change(self) -> str | None:
         """Describe a change of parameters between two updates, possibly through `data`, if one is found."""
@@ -265,7 +292,7 @@ class EmergencyCheckpoints:
         if state.step == self._first_step:
             # No result was recorded, and the next step may have changed the buffers.
             tree["module"].update(zip(self._buffer_names, self._first_buffers, strict=True))
-        folder = self._state_folder(self._attempt)
+        folder = self._state_folder(self._files)
         try:
             store = CheckpointStore(folder, checked=self._checked)
             saved = store.save(state.step, tree, {}, verified_step=state.verified_step)
@@ -289,7 +316,11 @@ class EmergencyCheckpoints:
         """
         run, self.recovery = self._parts.log.run, None
         request, self._is_loaded = None if self._is_loaded else self._request, True
+        if self.problem is None and self._context.ranks.local_rank == 0:
+            _remove_abandoned(self.folder)
         if request is None or run is None:
+            if self.problem is None:
+                self._remove_old_files()  # they use memory
             return None
         if any(self._context.all_gather(self.problem is not None or not self._has_private_folder())):
             return None
@@ -300,7 +331,11 @@ class EmergencyCheckpoints:
             return None
         # An attempt that had not trained a step has no records.
         first = min(request["read"], logged, step - 1) + 1 if request["trained"] else step + 1
-        recorded = self._gather_records(request, range(first, step + 1))
+        every = self._parts.settings.log_every
+        needed = [each for each in range(first, step + 1) if each > request["read"] or each % every == 0]
+        if request["trained"] and step not in needed:
+            needed.append(step)
+        recorded = self._gather_records(request, needed)
         if isinstance(recorded, str):
             self._report(step, recorded)
             return None
@@ -314,11 +349,16 @@ class EmergencyCheckpoints:
     def _has_private_folder(self) -> bool:
         """Return true if no other user could write the folder of this node."""
         try:
-            make_private_folder(self.folder.parent)
-            make_private_folder(self.folder)
+            self._make_folder()
         except (OSError, CheckpointError):
             return False
         return True
+
+    def _make_folder(self) -> None:
+        make_private_folder(self.folder)
+        assert self._parts.log.run is not None
+        with suppress(FileExistsError):
+            (self.folder / _RUN_LINK).symlink_to(self._parts.log.run.path.resolve())
 
     def restore_buffers(self, step: int) -> None:
         """Restore rank 0's buffers after the step, if they change. All ranks must call this."""
@@ -329,15 +369,19 @@ class EmergencyCheckpoints:
                 torch._foreach_copy_(self._buffers, read_tensors(self._record_path(0), step, self._buffers))
         broadcast_buffers(self._parts.module)
 
-    def _gather_records(self, request: Mapping[str, Any], steps: range) -> list[RecordedStep] | str:
+    def _gather_records(self, request: Mapping[str, Any], steps: list[int]) -> list[RecordedStep] | str:
         """Return this rank's share of the results of the failed attempt, or the reason if some are lost."""
-        own: dict[int, dict[int, Any]] = {}
+        own: list[dict[int, dict[int, Any]]] = [{}, {}]
         if self._context.ranks.local_rank == 0:
             for rank in range(request["world_size"]):
-                results = read_record(self._record_path(rank))
-                own[rank] = {step: results[step] for step in steps if step in results}
+                for found, path in zip(own, (self._copy_path(rank), self._record_path(rank)), strict=True):
+                    results = read_record(path)
+                    found[rank] = {step: results[step] for step in steps if step in results}
         gathered = self._context.all_gather(own, "the results of the failed attempt")
-        records = {rank: results for each in gathered for rank, results in each.items() if results}
+        records: dict[int, dict[int, Any]] = {}
+        for found in (*(copies for copies, _ in gathered), *(originals for _, originals in gathered)):
+            for rank, results in found.items():
+                records.setdefault(rank, {}).update(results)
         for rank in range(request["world_size"]) if steps else ():
             if missing := [step for step in steps if step not in records.get(rank, {})]:
                 return f"the result of rank {rank} in step {missing[0]} is lost"
@@ -345,8 +389,8 @@ class EmergencyCheckpoints:
             return []
         last = steps[-1]
         self._recorded_buffers = "tensors" in records[0][last]
-        # Rank 0 must read the buffers itself.
-        if not self._context.broadcast_from_main(bool(gathered[0].get(0, {}).get(last))):
+        # Rank 0 must read the buffers itself, and a copy has no buffers.
+        if last not in gathered[0][1].get(0, {}):
             if request["buffers_change"] or self._recorded_buffers:
                 return "the buffers of rank 0 are lost"
         elif request["buffers_change"] and not self._recorded_buffers:
@@ -364,7 +408,7 @@ class EmergencyCheckpoints:
 
     def _load_state(self, step: int) -> LoadedCheckpoint | None:
         """Load the state from the memory of this node; without it, receive it from another rank."""
-        folder = self._state_folder(self._request["attempt"])
+        folder = self._state_folder(self._request["files"])
         path, loaded = folder / checkpoint_folder_name(step), None
         with suppress(CheckpointError):
             verified = VerifiedCheckpoint(path, read_verified(path))
@@ -379,20 +423,22 @@ class EmergencyCheckpoints:
             loaded = loaded or LoadedCheckpoint(step, path, state, None, verified_step)
         return loaded
 
-    def _state_folder(self, attempt: int) -> Path:
-        return self.folder / f"state-{attempt:03d}"
+    def _state_folder(self, files: str) -> Path:
+        return self.folder / f"state-{files}"
 
-    def _record_path(self, rank: int, attempt: int | None = None) -> Path:
-        """Return the record of a rank in this attempt, by default in the failed attempt."""
-        attempt = self._request["attempt"] if attempt is None else attempt
-        return self.folder / f"record-{attempt:03d}-{rank:05d}"
+    def _record_path(self, rank: int, files: str | None = None) -> Path:
+        """Return the record of a rank, by default in the failed attempt."""
+        return self.folder / f"record-{files or self._request['files']}-{rank:05d}"
+
+    def _copy_path(self, rank: int, files: str | None = None) -> Path:
+        """Return the copy of the record of a rank on another node, by default in the failed attempt."""
+        return self._record_path(rank, files).with_name(f"copy-{files or self._request['files']}-{rank:05d}")
 
     def _remove_old_files(self) -> None:
         """Remove the emergency checkpoint and the records of earlier attempts from this node."""
         if self._has_old_files and self._context.ranks.local_rank == 0:
-            kept = f"record-{self._attempt:03d}-"
-            for path in self.folder.iterdir():
-                if not path.name.startswith(kept):
+            for path in self.folder.glob("*-*"):
+                if f"-{self._files}-" not in path.name:
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         self._has_old_files = False
 
@@ -426,8 +472,15 @@ def _join(step: int, shares: list[dict[str, Any]], every: list[dict[str, Any]]) 
     return RecordedStep(step, every[0]["epoch"], sums)
 
 
-def _user_folder() -> Path:
-    return _SHARED_MEMORY / f"hpctrain-{os.geteuid()}"
+def _remove_abandoned(own: Path) -> None:
+    """Remove this user's folders of runs that were killed and have not used this node since."""
+    for folder in own.parent.glob(f"hpctrain-*{_SUFFIX}"):
+        with suppress(OSError):
+            if folder == own or folder.lstat().st_uid != os.geteuid():
+                continue
+            held = newest_lease(RunDir((folder / _RUN_LINK).readlink()))
+            if held is None or not counts_as_alive(held, RunState.UNKNOWN):
+                shutil.rmtree(folder)
 
 
 def _hash(tensors: list[Any]) -> int:

@@ -1,0 +1,241 @@
+"""Cost of emergency checkpoints in each step, and the time from `kill -9` of a rank to the next step.
+
+    python benchmarks/emergency_checkpoints.py [--rounds N] [--kills N] [--ranks N]
+
+For the cost of a step, two ranks train a small model alternately with and without emergency checkpoints, in
+the same processes. Each rank is a node, so the ranks also exchange their records. The CPU time includes all
+threads of a rank, and depends less on other work on the machine than the time of a step.
+
+For the time after a kill, the last rank of a run is killed repeatedly. Before each kill, the benchmark waits
+for some steps and, with hpctrain, for standby workers. torchrun restarts the script of `restart.py`, which
+saves every tenth step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import restart
+import torch
+from restart import Hpctrain, Torchrun, count, last_pid, wait_for
+from results import Results
+from step_overhead import WARM_UP, Clock
+
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+import hpctrain
+
+folder = Path(sys.argv[1])
+rank = int(os.environ["RANK"])
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+
+class Net(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(64, 64)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters())
+        optimizer.register_step_post_hook(self.write_step)
+        return optimizer
+
+    def write_step(self, *_):
+        self.step += 1
+        if rank == 0:
+            with open(folder / "steps.jsonl", "a") as lines:
+                print(json.dumps({"step": self.step, "time": time.time(), "pid": os.getpid()}), file=lines)
+
+class Steps(hpctrain.Callback):
+    def on_fit_start(self, trainer, module):
+        module.step = trainer.step
+
+data = torch.utils.data.TensorDataset(torch.randn(4096, 64))
+settings = {"max_steps": 1_000_000, "global_batch_size": 32, "checkpoint_every": None}
+hpctrain.Trainer(emergency_checkpoints=True, callbacks=[Steps()], **settings).fit(Net(), data)
+"""
+WIDTH, BATCH, LAYERS = 512, 128, 4
+#: Steps of a round.
+STEPS = 60
+
+
+def main() -> None:
+    results = Results(__doc__)
+    results.parser.add_argument("--rounds", type=int, default=10)
+    results.parser.add_argument("--kills", type=int, default=20)
+    results.parser.add_argument("--ranks", type=int, default=4)
+    results.parser.add_argument("--as-rank", action="store_true", help="internal: train as one of two ranks")
+    options = results.parse()
+    if options.as_rank:
+        print(json.dumps(train_alternately(options.rounds)))
+        return
+    add_costs(results, options.rounds)
+    add_recoveries(results, options.ranks, options.kills)
+    results.finish()
+
+
+def add_costs(results: Results, rounds: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--as-rank", f"--rounds={rounds}"],
+                env={**environ, "RANK": str(rank), "GROUP_RANK": str(rank), "HPCTRAIN_RUN_DIR": folder},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        outputs = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit("a rank failed")
+    plain, armed = (json.loads(outputs[0].splitlines()[-1])[name] for name in ("plain", "armed"))
+    for what, i in (("step", 0), ("CPU time of a step", 1)):
+        ratios = [a[i] / p[i] for a, p in zip(armed, plain, strict=True)]
+        results.add(f"{what}, without emergency checkpoints", [p[i] * 1e3 for p in plain], "ms")
+        results.add(f"{what}, with ÷ without", ratios, limit=1.01 if i == 0 else None, headline=i == 0)
+    added = [(a[1] - p[1]) * 1e6 for a, p in zip(armed, plain, strict=True)]
+    results.add("additional CPU time of a step", added, "µs")
+
+
+def train_alternately(rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the median time and the CPU time of a step in each round, as one of two ranks."""
+    import hpctrain
+    from hpctrain.runtime.program.emergency_save import emergency_save
+
+    class Net(hpctrain.Module):
+        def __init__(self, clock: Clock) -> None:
+            super().__init__()
+            self.clock = clock
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+        def training_step(self, batch, _batch_idx):
+            self.clock.tick()
+            cpu_times.append(time.process_time())
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    emergency_save.is_available = True
+    cpu_times: list[float] = []
+    data = torch.utils.data.TensorDataset(torch.randn(4096, WIDTH))
+    measured: dict[str, list[tuple[float, float]]] = {"plain": [], "armed": []}
+    folder = Path(os.environ.pop("HPCTRAIN_RUN_DIR"))
+    for number in range(-1, rounds):
+        for name, seconds in measured.items():
+            clock = Clock()
+            cpu_times.clear()
+            trainer = hpctrain.Trainer(
+                max_steps=STEPS,
+                global_batch_size=2 * BATCH,
+                checkpoint_every=None,
+                run_dir=folder / f"{name}-{number}",
+                emergency_checkpoints=name == "armed",
+            )
+            trainer.fit(Net(clock), data)
+            if number >= 0:
+                counted = cpu_times[WARM_UP:]
+                spent = (counted[-1] - counted[0]) / (len(counted) - 1)
+                seconds.append((statistics.median(clock.steps()), spent))
+    return measured
+
+
+def add_recoveries(results: Results, num_ranks: int, kills: int) -> None:
+    medians = {}
+    for name in ("hpctrain", "torchrun"):
+        parts, failures = kill_repeatedly(name, num_ranks, kills)
+        results.add(f"{name}: kills without a restart", failures, "", limit=0 if name == "hpctrain" else None)
+        for part in parts[0] if parts else ():
+            values = [each[part] for each in parts]
+            unit, is_main = "" if "steps" in part else "s", part == "next step"
+            figure = results.add(f"{name}: {part}", values, unit, headline=is_main)
+            if is_main:
+                medians[name] = figure
+    if len(medians) == 2:
+        results.add("hpctrain ÷ torchrun", medians["hpctrain"] / medians["torchrun"], limit=0.5)
+
+
+def kill_repeatedly(name: str, num_ranks: int, kills: int) -> tuple[list[dict[str, float]], int]:
+    """Return the result of each kill, and the number of kills without a restart, which are repeated."""
+    parts: list[dict[str, float]] = []
+    failures = 0
+    while len(parts) < kills and failures < 3:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, script = Path(scratch), Path(scratch, "train.py")
+            side: Torchrun | Hpctrain
+            if name == "torchrun":
+                script.write_text(restart.SCRIPT)
+                side = Torchrun(script, folder, num_ranks, max_restarts=kills)
+            else:
+                script.write_text(SCRIPT)
+                side = Hpctrain(script, folder, num_ranks, warm=True)
+            try:
+                for attempt in range(kills - len(parts)):
+                    parts += [kill_rank(side, folder, num_ranks - 1, attempt)]
+            except TimeoutError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                failures += 1
+            finally:
+                side.stop()
+    return parts, failures
+
+
+def kill_rank(side: Torchrun | Hpctrain, folder: Path, victim: int, attempt: int) -> dict[str, float]:
+    """Kill a rank of an attempt; return the seconds of each part until the next step, and repeated steps."""
+    steps = folder / "steps.jsonl"
+    known = count(steps)
+    if not wait_for(lambda: count(steps) > known + 15 and side.is_ready(attempt + 1)):
+        raise TimeoutError(f"no steps, or no standby workers, after {restart.LIMIT_S:.0f} s")
+    pid = last_pid(steps)
+    killed = time.time()
+    os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
+    if not wait_for(lambda: last_pid(steps) != pid):
+        raise TimeoutError(f"no step within {restart.LIMIT_S:.0f} s of a kill")
+    records = list(read_json_lines(steps))
+    last = max(i for i, record in enumerate(records) if record["pid"] == pid)
+    repeated = records[last]["step"] - records[last + 1]["step"] + 1
+    parts = {"next step": records[last + 1]["time"] - killed, "repeated steps": repeated}
+    if isinstance(side, Hpctrain):
+        parts |= split(side.run, attempt, killed, records[last + 1]["time"])
+    return parts
+
+
+def split(run: RunDir, attempt: int, killed: float, next_step: float) -> dict[str, float]:
+    """Return the seconds of each part of a recovery."""
+    events = {(event["kind"], event["attempt"]): event for event in run.read_events()}
+    saved, resumed = events["emergency_checkpoint", attempt], events["resumed", attempt + 1]
+    started = events["started", attempt + 1]["time"]
+    return {
+        "detection, and end of the ranks": saved["time"] - killed - saved["freeze_s"] - saved["save_s"],
+        "states of the ranks": saved["freeze_s"],
+        "save": saved["save_s"],
+        "decision": started - saved["time"],
+        "start, and rendezvous": resumed["time"] - resumed["seconds"] - started,
+        "load": resumed["seconds"],
+        "first step": next_step - resumed["time"],
+    }
+
+
+if __name__ == "__main__":
+    main()
