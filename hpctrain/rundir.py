@@ -29,6 +29,7 @@ EventKind = Literal[
     "grow",
     "excluded",
     "straggler",
+    "debug",
     "requeue",
     "handover",
     "chaos",
@@ -65,6 +66,7 @@ _FIELDS: dict[str, Callable[[object], bool]] = {
         ("nodes", "nodes_before", "world_size", "exit_code", "micro_batch_size", "verified_step"), _is_count
     ),
     **dict.fromkeys(("hosts", "broken"), lambda value: isinstance(value, list) and all(map(_is_text, value))),
+    "ranks": lambda value: isinstance(value, list) and all(map(_is_count, value)),
     **dict.fromkeys(("kind", "job_id", "backend", "job_state", "state", "after", "memory"), _is_text),
     **dict.fromkeys(
         ("host", "cause", "log", "path", "tier", "by", "class", "device"),
@@ -78,6 +80,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "handover": ("job_id",),
     "emergency_checkpoint": ("attempt", "step", "world_size"),
     "excluded": ("hosts",),
+    "debug": ("attempt", "ranks"),
     "finished": ("time", "state"),
 }
 

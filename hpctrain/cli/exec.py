@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,10 +72,10 @@ def command(program: tuple[str, ...], timeout: float) -> None:
     }
     if rendezvous_info.reserved_port:
         rendezvous_info.reserved_port.reserve()
-    _become(program, environ)
+    become(program, environ)
 
 
-def _become(words: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
+def become(words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Replace this process by a program."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -83,7 +83,7 @@ def _become(words: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
         if number := getattr(signal, name, None):
             signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvpe(words[0], words, environ)
+        os.execvpe(words[0], list(words), environ)
     except OSError as error:
         missing = error.errno == errno.ENOENT
         where = "not found on PATH" if missing and os.sep not in words[0] else error.strerror
@@ -91,7 +91,7 @@ def _become(words: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
         sys.exit(_NOT_FOUND if missing else _NOT_RUNNABLE)
 
 
-def _hint(words: tuple[str, ...]) -> str:
+def _hint(words: Sequence[str]) -> str:
     script = Path(words[0])
     if script.suffix != ".py" or not script.is_file():
         return ""

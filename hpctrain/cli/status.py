@@ -21,7 +21,7 @@ from hpctrain.cli.common import (
     runs_dir_option,
     short_path,
 )
-from hpctrain.text import format_number, format_size
+from hpctrain.text import format_number, format_ranks, format_size
 
 if TYPE_CHECKING:
     from hpctrain.rundir import RunDir
@@ -75,6 +75,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
         "next time": "  ".join(map(str, requests)) or None,
         "not saved": status.not_saved,
+        "debugging": f"{format_ranks(status.debugged)}; the others wait for it" if status.debugged else None,
         "note": one_line(status.note) if status.note else None,
         "cause": one_line(status.cause) if status.cause else None,
         "log": short_path(status.log) if status.log else None,

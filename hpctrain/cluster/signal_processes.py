@@ -31,7 +31,7 @@ def signal_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Coll
     """
     struck = set()
     for process in processes(os.geteuid()):
-        rank = _rank(process, run_dir, attempt)
+        rank = _rank_of(process, run_dir, attempt)
         if rank is not None and rank in ranks and process.signal(number):
             struck.add(rank)
     return sorted(struck)
@@ -50,11 +50,21 @@ def signal_supervisor(run_dir: str, number: signal.Signals) -> bool:
     return struck
 
 
-def _rank(process: ProcessInfo, run_dir: str, attempt: int) -> int | None:
+def find_rank(run_dir: str, attempt: int, rank: int) -> ProcessInfo | None:
+    """Return the process of a rank on this host, or None."""
+    found = [each for each in processes(os.geteuid()) if _rank_of(each, run_dir, attempt) == rank]
+    # Data workers are forks of their rank.
+    pids = {process.pid for process in found}
+    return next((process for process in found if process.parent not in pids), None)
+
+
+def _rank_of(process: ProcessInfo, run_dir: str, attempt: int) -> int | None:
     """Return the rank of the process in the attempt; None for other processes."""
     argv, environ = process.argv, process.environ
-    # The command line of srun has the same words; a standby worker has those of the next attempt.
-    if _WORKER not in argv or os.path.basename(argv[0]) == "srun" or "SLURM_STEP_ID" not in environ:
+    # The command lines of srun and apptainer have the same words; a standby worker has those of the next
+    # attempt. In a container, the module is part of another word.
+    is_python = os.path.basename(argv[0]).startswith("python")
+    if not (is_python and any(_WORKER in word for word in argv)) or "SLURM_STEP_ID" not in environ:
         return None
     if environ.get(ATTEMPT_VARIABLE) != str(attempt) or not _is_same(environ.get(RUN_DIR_VARIABLE), run_dir):
         return None

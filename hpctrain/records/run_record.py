@@ -44,6 +44,8 @@ class RunRecord:
     handover: dict[str, Any] | None = None
     #: The newest start of the ranks.
     started: dict[str, Any] | None = None
+    #: The newest start or end of a debugger in the ranks.
+    debug: dict[str, Any] | None = None
 
     @property
     def job(self) -> JobRecord | None:
@@ -94,7 +96,11 @@ def summarize_events(run: RunDir, newest_first: Iterable[dict[str, Any]]) -> Run
         if last.get(kind, {}).get("job_id") != last.get("submitted", {}).get("job_id"):
             last.pop(kind, None)  # A late event of the previous job.
     return RunRecord(
-        run, *(last.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover", "started"))
+        run,
+        *(
+            last.get(kind)
+            for kind in ("submitted", "finished", "failure", "seen", "handover", "started", "debug")
+        ),
     )
 
 

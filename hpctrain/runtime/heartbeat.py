@@ -20,6 +20,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.debugger import debugger
 from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.program.requested_flips import request_flip
 from hpctrain.runtime.program.step_profiler import step_profiler
@@ -43,9 +44,11 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         started_with: the environment before the script started.
     """
     stop = {"stop": True} if agreed_stop.signal else {}
+    debugged = {"debugged": True} if debugger.is_attached else {}
     startup = startup_times.report()
     return {
         **stop,
+        **debugged,
         **({} if startup is None else {"startup": startup}),
         "emergency": emergency_save.heartbeat(),
         "phase": activity.phase,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY, SCRIPTS
-from helpers.commands import environment
+from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SpecError
@@ -332,3 +332,27 @@ def test_image_of_another_runtime_is_refused(tmp_path):
     defaults = {"backend": "slurm", "cwd": tmp_path, "python": sys.executable}
     with pytest.raises(SpecError, match="requires apptainer, but the runtime is pyxis"):
         build_spec("train.py", [], {}, container=container, **defaults)
+
+
+def check_interactive(project, run: Run, env) -> None:
+    """Check that a shell like the run, and one beside its rank 1, are in the container."""
+    variables = {**env, "PATH": f"{project.bin}:{os.environ['PATH']}", "B": "host"}
+    wait_for(lambda: (run.dir.path / "seen-0-1.json").exists(), 60, "the ranks")
+    show = ["--", "sh", "-c", 'echo "$RANK|$A|$B|$ONLY|$PWD|$(cat /data/x.txt)"; exit 7']
+    hpctrain = [sys.executable, "-P", "-m", "hpctrain"]
+    for words, rank in (["attach", run.dir.path, "--rank=1"], "1"), (["shell", "--like", run.dir.path], "7"):
+        shown = run_command([*hpctrain, *words, *show], variables, cwd=project.project, check=False)
+        assert shown.returncode == 7, shown.stderr
+        assert shown.stdout == f"{rank}|given $(x) '\"|host|image|{project.project}|data\n"
+    run.cancel()
+    run.wait_for_end(60)
+
+
+@pytest.mark.long
+def test_shells_in_fake_apptainer(project):
+    check_interactive(project, project.submit({}, "0", backend="local", ntasks_per_node=2), {})
+
+
+@pytest.mark.long
+def test_shells_in_fake_pyxis(project, slurm):
+    check_interactive(project, project.submit(slurm.env, "0", backend="slurm", nodes=2), slurm.env)

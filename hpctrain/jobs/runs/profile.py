@@ -12,7 +12,7 @@ from typing import Any
 from hpctrain.errors import RunFailed, SpecError, WaitTimeout
 from hpctrain.files import read_json, write_atomic
 from hpctrain.jobs.runs.run import Run
-from hpctrain.slurm.states import RunState
+from hpctrain.jobs.runs.running_attempt import require_running
 from hpctrain.text import format_ranks, pluralize
 
 _POLL_S = 0.2
@@ -37,20 +37,7 @@ class ProfileRequest:
         Raises:
             SpecError: the run is not running, has no such rank, or has a pending request.
         """
-        if tasks := run.tasks():
-            raise SpecError(f"Run {run.run_id} is a job array. Name a task, such as {tasks[0].run_id}.")
-        status = run.status()
-        started = [event for event in run.dir.read_events() if event["kind"] == "started"]
-        if status.state is not RunState.RUNNING or not started:
-            raise SpecError(
-                f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be profiled."
-            )
-        world_size = int(started[-1]["world_size"])
-        if missing := [rank for rank in ranks if rank >= world_size]:
-            raise SpecError(
-                f"Run {run.run_id} has no {format_ranks(missing)} (--ranks). It has "
-                f"{pluralize(world_size, 'rank')}, numbered from 0."
-            )
+        status, _ = require_running(run, ranks, option="--ranks", done="profiled")
         if run.dir.profile_request.exists():
             raise SpecError(
                 f"Another profile of run {run.run_id} is pending: {run.dir.profile_request}. Wait until it "

@@ -61,13 +61,13 @@ class PreparedSubmission:
         return self.preflight.get_forecast()
 
 
-def run_preflight(job: PreparedSubmission) -> None:
-    """Run all checks, and add their notes.
+def run_preflight(job: PreparedSubmission, checks: Sequence[Check]) -> None:
+    """Run checks, and add their notes.
 
     Raises:
         SpecError: the job cannot run as requested.
     """
-    for check in CHECKS:
+    for check in checks:
         job.notes += tuple(check(job) or ())
 
 
@@ -299,8 +299,10 @@ def check_backend(job: PreparedSubmission) -> Iterable[str]:
     return job.preflight.notes
 
 
-#: Each check returns notes for the user, if any, and raises SpecError for a job that cannot run.
-CHECKS: tuple[Callable[[PreparedSubmission], Iterable[str] | None], ...] = (
+#: A check returns notes for the user, if any, and raises SpecError for a job that cannot run.
+Check = Callable[[PreparedSubmission], Iterable[str] | None]
+#: All checks of a run, in order.
+CHECKS: tuple[Check, ...] = (
     check_options,
     check_time_left,
     check_program,

@@ -12,7 +12,7 @@ from hpctrain.jobs.options.option_value import OptionSource
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.jobs.submit.preflight import PreparedSubmission, run_preflight
+from hpctrain.jobs.submit.preflight import CHECKS, Check, PreparedSubmission, run_preflight
 from hpctrain.spec.container import Container
 from hpctrain.spec.job_spec import BackendName
 from hpctrain.spec.program import ProgramKind
@@ -34,6 +34,7 @@ def prepare_submission(
     code: Path | None = None,
     program: ProgramKind = "script",
     dry_run: bool = False,
+    checks: Sequence[Check] = CHECKS,
 ) -> PreparedSubmission:
     """Resolve the options and check the job; nothing is written or submitted.
 
@@ -49,6 +50,7 @@ def prepare_submission(
         code: a folder of the working tree to copy, if the script is elsewhere.
         program: the kind of `script`.
         dry_run: the job will not be submitted, so an unresponsive Slurm is accepted if requested by name.
+        checks: the checks to run.
 
     Raises:
         SpecError: the job cannot run as requested.
@@ -61,7 +63,7 @@ def prepare_submission(
         )
     settings = resolve_options(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
     try:
-        return _prepare(script, args, settings, environ, cwd, python, code, program, dry_run)
+        return _prepare(script, args, settings, environ, cwd, python, code, program, dry_run, checks)
     except SpecError as error:
         if places := settings.describe_sources(str(error)):
             raise SpecError(f"{error} ({places})") from error
@@ -78,6 +80,7 @@ def _prepare(
     code: Path | None,
     program: ProgramKind,
     dry_run: bool,
+    checks: Sequence[Check],
 ) -> PreparedSubmission:
     asked = settings.options
     backend, notes = choose_backend(asked.get("backend", "auto"), environ, dry_run=dry_run)
@@ -96,7 +99,7 @@ def _prepare(
     if code is None and program != "script":
         code = cwd
     submission = PreparedSubmission(spec, settings, backend, environ, code, tuple(notes))
-    run_preflight(submission)
+    run_preflight(submission, checks)
     return submission
 
 

@@ -48,15 +48,39 @@ def render(spec: JobSpec) -> str:
     return text
 
 
-def _render_template(spec: JobSpec, asked: str) -> str:
-    """Return the script rendered from the template `asked`, a name or a path, without checking the result."""
+def render_setup(spec: JobSpec) -> str:
+    """Return the batch script of the job, which runs its arguments instead of the supervisor.
+
+    Raises:
+        SpecError: see `render`; or the template starts the supervisor outside of the block `launch`.
+    """
+    asked = spec.template or _default_template(spec)
+    text = _render_template(spec, asked, launch='exec "$@"')
+    if "hpctrain.supervisor" in text:
+        raise SpecError(
+            f"The template {asked!r} (--template) starts the supervisor outside of the block 'launch', so it "
+            "cannot start a shell instead. Extend a built-in template."
+        )
+    return text
+
+
+def _render_template(spec: JobSpec, asked: str, launch: str | None = None) -> str:
+    """Return the script rendered from the template `asked`, a name or a path, without checking the result.
+
+    `launch` replaces the block that starts the supervisor.
+    """
     folder, file_name = _locate(asked)
     environment = _jinja_environment(folder)
     environment.globals["need"] = partial(_need, asked)
     try:
         if spec.template is not None:
             check_blocks(environment, file_name)
-        return environment.get_template(file_name).render(
+        template = environment.get_template(file_name)
+        if launch is not None:
+            template = environment.from_string(
+                f"{{% extends parent %}}{{% block launch %}}{launch}{{% endblock %}}", {"parent": template}
+            )
+        return template.render(
             spec=spec,
             directives=directive_lines(all_directives(spec)),
             template=asked,

@@ -75,11 +75,11 @@ def check_rendered_script(text: str, lines: Sequence[str], template: str) -> Non
             f"The template {template!r} (--template) does not start the supervisor, so no rank would "
             "run. Extend a built-in template. If you replace its block 'launch', call super() in that block."
         )
-    given = dict(option for line in lines for option in _options(line))
+    given = dict(option for line in lines for option in directive_options(line))
     for line in text.splitlines():
         if line in lines:
             continue
-        for name, value in _options(line):
+        for name, value in directive_options(line):
             if name in given and given[name] != value:
                 raise SpecError(
                     f"The template {template!r} (--template) contains {line.strip()!r}, but the job is "
@@ -108,7 +108,7 @@ def _blocks_of(environment: jinja2.Environment, file_name: str) -> Iterator[str]
             yield from _blocks_of(environment, parent.template.value)
 
 
-def _options(line: str) -> Iterator[tuple[str, str]]:
+def directive_options(line: str) -> Iterator[tuple[str, str]]:
     """Yield long names and values of the options in a directive line; nothing for other lines."""
     if (match := _DIRECTIVE.match(line)) is None:
         return

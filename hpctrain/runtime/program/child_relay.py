@@ -36,15 +36,24 @@ def connect_to_worker(name: str) -> Connection:
     Raises:
         OSError: no worker of this user listens at this name.
     """
+    return Connection(connect_to_own_process(name))
+
+
+def connect_to_own_process(name: str) -> socket.socket:
+    """Return a connection to a process of this user that listens at an abstract address.
+
+    Raises:
+        OSError: no process of this user listens at this name.
+    """
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(f"\0{name}")
-    if not _is_own_process(connected):
+    if not is_own_process(connected):
         connected.close()
         raise PermissionError(f"{name} is a socket that belongs to another user")
-    return Connection(connected)
+    return connected
 
 
-def _is_own_process(connected: socket.socket) -> bool:
+def is_own_process(connected: socket.socket) -> bool:
     """Return true if the peer is a process of the same user."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
@@ -127,7 +136,7 @@ class ChildRelay:
                 )
                 time.sleep(1)
                 continue
-            if not _is_own_process(accepted):
+            if not is_own_process(accepted):
                 accepted.close()
                 continue
             child = Connection(accepted)

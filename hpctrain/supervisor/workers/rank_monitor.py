@@ -98,6 +98,7 @@ class RankMonitor:
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
         self._reported: set[int] = set()
+        self._debugged: set[int] = set()
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank."""
@@ -112,6 +113,7 @@ class RankMonitor:
             self._straggler_detector.on_heartbeat(rank, StepTimes(step, data_s, compute_s, exchange_s))
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
+            self._note_debugger(rank, is_debugged=bool(message.get("debugged")))
         elif self._probe is not None and "told" in message:
             self._probe.snapshots[rank] = RankSnapshot(**message["told"])
         elif self._probe is not None and "written" in message:
@@ -121,6 +123,7 @@ class RankMonitor:
         """Record that a rank has disconnected."""
         self._hang_detector.remove_rank(rank)
         self._emergency.on_disconnect(rank)
+        self._note_debugger(rank, is_debugged=False)
         self._empty_since = None if self._hang_detector.ranks else system.monotonic()
 
     @property
@@ -153,7 +156,7 @@ class RankMonitor:
     def on_tick(self) -> None:
         """Check for hangs, stragglers and a missed end of the step."""
         now = system.monotonic()
-        if (paused := now - self._last_tick) > _PAUSE_S:
+        if (paused := now - self._last_tick) > _PAUSE_S or self._debugged:
             self._hang_detector.discount_pause(paused)
         self._last_tick = now
         self._emergency.check()
@@ -173,12 +176,27 @@ class RankMonitor:
             )
             self._probe = _HangProbe(hang, now)
             self._send({"tell": True})
-        else:
+        elif not self._debugged:
             self._report_stragglers(now)
 
     def close(self) -> None:
         """Stop monitoring after the attempt."""
         self._stopped = True
+
+    def _note_debugger(self, rank: int, *, is_debugged: bool) -> None:
+        """Record the start or end of a debugger in a rank. Meanwhile, all ranks may wait without progress."""
+        if is_debugged == (rank in self._debugged):
+            return
+        self._debugged ^= {rank}
+        self._straggler_detector = StragglerDetector(self._world_size)
+        ranks = sorted(self._debugged)
+        what = (
+            f"debugging {format_ranks(ranks)}: hang detection is paused"
+            if ranks
+            else "the debugger has ended"
+        )
+        log.info("%s", what)
+        self._run.log_event("debug", self._attempt, ranks=ranks)
 
     def _probe_ranks(self, probe: _HangProbe, now: float) -> None:
         there = self._hang_detector.ranks.keys()

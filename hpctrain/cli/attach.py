@@ -1,0 +1,99 @@
+"""`hpctrain attach`: a shell or another program beside a running rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from hpctrain.cli.common import open_run, run_argument
+from hpctrain.cli.exec import become
+from hpctrain.errors import SchedulerError
+from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.environment import strip_job_env
+
+rank_option = click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="The rank."
+)
+
+
+@click.command("attach")
+@run_argument
+@rank_option
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
+def command(run: str, runs_dir: Path, rank: int, words: tuple[str, ...]) -> None:
+    """Open a shell beside a running rank of RUN; or run COMMAND there.
+
+    It runs on the node of the rank, in the same container image, working directory and environment. It ends
+    with the job. Variables that connect a process to the run are not set.
+    """
+    start_beside_rank(run, runs_dir, rank, "attach", words)
+
+
+def start_beside_rank(run: str, runs_dir: Path, rank: int, module: str, words: Sequence[str]) -> NoReturn:
+    """Run a module of `hpctrain.runtime.program` on the node of a rank instead of this process.
+
+    Args:
+        run: the run.
+        runs_dir: parent folder of the runs.
+        rank: the rank.
+        module: the module; `attach` runs in the container of the rank.
+        words: the command of `attach`; empty for a shell.
+
+    Raises:
+        SpecError: the run is not running, or has no such rank.
+        SchedulerError: the node of the rank is not available.
+    """
+    # Imported here because these packages are slow to import.
+    from hpctrain.jobs.runs.running_attempt import require_running
+    from hpctrain.spec.load_spec import load_spec
+    from hpctrain.supervisor.launch.container_command import containerize
+    from hpctrain.supervisor.launch.worker_command import module_command
+
+    found = open_run(run, runs_dir)
+    done = "attached to" if module == "attach" else "debugged"
+    status, started = require_running(found, [rank], option="--rank", done=done)
+    spec = load_spec(found.dir.spec)
+    if module != "attach":
+        spec = replace(spec, container=None)
+    elif not words:
+        words = ["bash" if spec.container else os.environ.get("SHELL", "bash")]
+    command = module_command(spec, f"program.{module}")
+    command += [str(found.dir), str(started["attempt"]), str(rank), *words]
+    contained = containerize(spec, command, ["TERM"], os.environ.get("PATH"))
+    outer = strip_job_env(os.environ)
+    if spec.backend == "local":
+        become(contained.command, outer)
+    host = started["hosts"][rank // spec.ntasks_per_node]
+    _check_node(host, rank, outer)
+    step = [
+        *("srun", f"--jobid={_number_of(str(status.job_id), outer)}", f"--nodelist={host}", "--overlap"),
+        *("--nodes=1", "--ntasks=1", "--mpi=none", f"--chdir={spec.workdir}"),
+        *(["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []),
+    ]
+    outer["SLURM_EXIT_ERROR"] = str(SchedulerError.exit_code)
+    become([*step, *contained.srun_options, *contained.command], outer)
+
+
+def _check_node(host: str, rank: int, environ: Mapping[str, str]) -> None:
+    """Check that the node responds: srun would wait for it."""
+    from hpctrain.slurm.node_queries import query_nodes
+
+    for node in query_nodes([host], environ):
+        if "DOWN" in node.state or node.state.endswith("*") or "NOT_RESPONDING" in node.state:
+            raise SchedulerError(
+                f"The node {host} of rank {rank} does not respond: its state in Slurm is {node.state}. Use "
+                "`hpctrain status` to see whether the run has restarted without it."
+            )
+
+
+def _number_of(job_id: str, environ: Mapping[str, str]) -> str:
+    """Return the number of a job. srun does not accept the name of an array task."""
+    if "_" not in job_id:
+        return job_id
+    return run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A"], environ).strip()

@@ -1,0 +1,21 @@
+"""`hpctrain debug`: debug a running rank with pdb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.attach import rank_option, start_beside_rank
+from hpctrain.cli.common import run_argument
+
+
+@click.command("debug")
+@run_argument
+@rank_option
+def command(run: str, runs_dir: Path, rank: int) -> None:
+    """Stop a running rank of RUN, and debug it with pdb. Use quit to detach; the rank then continues.
+
+    Meanwhile, the other ranks wait at their next exchange. Hangs are not detected until you detach.
+    """
+    start_beside_rank(run, runs_dir, rank, "debug_client", ())

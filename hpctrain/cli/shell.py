@@ -1,0 +1,158 @@
+"""`hpctrain shell`: an interactive shell with the resources and the environment of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain.cli import submit
+from hpctrain.cli.common import open_run
+from hpctrain.cli.exec import become
+from hpctrain.cli.resubmit_command import submit_arguments
+from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE
+from hpctrain.jobs.submit.preflight import check_backend, check_environment, check_program, check_template
+from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.submit.render import render_setup
+from hpctrain.jobs.submit.template_checks import directive_options
+from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.load_spec import load_spec
+
+#: Options of a submission that do not affect a shell.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("array", "begin", "dependency", "spare_nodes", "node_check", "scale_up_after", "run_dir"),
+        *("max_failures", "restart_policy", "standby_workers", "hang_timeout", "mpi", "cpu_binding"),
+        *("independent_ranks", "resume_mode", "code_snapshot", "code_snapshot_limit", "stop_before_limit"),
+        *("launcher", "rdzv_backend", "rdzv_endpoint", "mail_type", "mail_user"),
+        *("notify", "notify_on", "notify_stall_after"),
+        *("explain", "dry_run", "follow", "as_json", "as_module"),
+    }
+)
+#: Options of sbatch that salloc does not have, and those that do not apply to a shell.
+_NOT_OF_SALLOC = frozenset(
+    {
+        *("array", "error", "export", "export-file", "ignore-pbs", "input", "no-requeue", "open-mode"),
+        *("output", "parsable", "propagate", "requeue", "wait", "wrap", "chdir", "signal"),
+    }
+)
+_SETUP_VARIABLE = "HPCTRAIN_SHELL_SETUP"
+#: Takes the batch script from a variable: other users can read command lines.
+_RUN_SETUP = f'setup="${_SETUP_VARIABLE}"; unset {_SETUP_VARIABLE} SLURM_EXIT_ERROR; eval "$setup"'
+
+
+class _ShellCommand(submit.SubmitCommand):
+    """The options of `submit` that affect a shell; its help lists them. They override those of `--like`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        like = None
+        with suppress(click.UsageError):  # reported below
+            values, _, _ = self.make_parser(ctx).parse_args(list(args))
+            like, runs_dir = values.get("like"), values.get("runs_dir")
+        if isinstance(like, str):
+            spec = load_spec(open_run(like, Path(str(runs_dir or "runs"))).dir.spec)
+            known = {flag for param in self.params for flag in param.opts}
+            words, _ = submit_arguments(asdict(spec))
+            args = [*(word for word in words if word.partition("=")[0] in known), *args]
+            ctx.obj = Path(spec.workdir)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        click.Command.format_options(self, ctx, formatter)
+
+
+@click.command("shell", cls=_ShellCommand, context_settings=submit.command.context_settings)
+@click.option("--like", metavar="RUN", help="Use the options and the working directory of this run.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND [ARGS]...]")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    words: tuple[str, ...],
+    like: str | None,  # noqa: ARG001 (handled before the other options)
+    assignments: tuple[str, ...],
+    **asked: Any,
+) -> None:
+    r"""Open a shell in a new job, with the resources and the environment of a run; or run COMMAND there.
+
+    \b
+        hpctrain shell --nodes 2 --gpus-per-node 4 --time 1:00:00
+        hpctrain shell --like RUN
+        hpctrain shell --gpus-per-node 1 -- jupyter lab --no-browser
+
+    Accepts the options of `hpctrain submit` for resources, queue, environment and container. The shell runs
+    on the first node, and the job ends with it. Without Slurm, it runs on this machine.
+    """
+    cwd = ctx.obj or Path.cwd()
+    program, *args = words or ("bash",)
+    submission = prepare_submission(
+        program,
+        args,
+        asked,  # type: ignore[arg-type]
+        source=COMMAND_LINE_SOURCE,
+        assignments=assignments,
+        environ=os.environ,
+        cwd=cwd,
+        python=sys.executable,
+        program="command",
+        checks=(check_program, check_environment, check_template, check_backend),
+    )
+    for line in (*submission.notes, *submission.forecast):
+        click.echo(line, err=True)
+    if reason := submission.preflight.refusal():
+        raise SchedulerError(f"Slurm would reject this job: {reason}. Change the options that cause this.")
+    spec = submission.spec
+    _become_shell(spec, words, submission.script)
+
+
+def _become_shell(spec: JobSpec, words: Sequence[str], script: str) -> None:
+    # Imported here because the package of the supervisor is slow to import.
+    from hpctrain.supervisor.launch.container_command import containerize
+    from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
+
+    default = "bash" if spec.container else os.environ.get("SHELL", "bash")
+    inner = restore_names_command([*words] or [default], spec.env)
+    defaults = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
+    own = {**prefixed(spec.env), _SETUP_VARIABLE: render_setup(spec)}
+    # There is no run folder to mount.
+    mounted = replace(spec, run_dir=spec.workdir)
+    contained = containerize(mounted, inner, [*own, *defaults], os.environ.get("PATH"))
+    inner = ["/bin/bash", "-c", _RUN_SETUP, "bash", *contained.command]
+    terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    os.chdir(spec.workdir)
+    if spec.backend == "local":
+        become(inner, apply_env_defaults({**strip_job_env(os.environ), **own}, defaults))
+    directives = dict(option for line in script.splitlines() for option in directive_options(line))
+    options = [
+        f"--{name}={value}" if value else f"--{name}"
+        for name, value in directives.items()
+        if name not in _NOT_OF_SALLOC
+    ]
+    environ = {
+        # salloc reads its defaults from other variables than sbatch.
+        name.replace("SBATCH_", "SALLOC_", 1) if name.startswith("SBATCH_") else name: value
+        for name, value in sbatch_env(os.environ, directives).items()
+    }
+    environ |= {**own, "SLURM_EXIT_ERROR": str(SchedulerError.exit_code)}
+    if contained.srun_options:
+        # The setup runs outside of the container, as in a run.
+        nested = ["srun", "--overlap", "--relative=0", "--nodes=1", "--ntasks=1", *terminal]
+        inner[4:] = [*nested, *contained.srun_options, *contained.command]
+    # A step that leaves all resources of the job to later steps.
+    step = ["srun", "--interactive", "--preserve-env", *terminal, *inner]
+    become(["salloc", *options, *step], apply_env_defaults(environ, defaults))
+
+
+for _param in submit.options():
+    if _param.name not in _WITHOUT_EFFECT:
+        _param.hidden = True
+        command.params.append(_param)

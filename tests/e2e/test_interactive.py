@@ -1,0 +1,200 @@
+"""Shells in new jobs and beside the ranks of a run, and debuggers of ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from helpers import recorded_weights
+from helpers.commands import run_command
+from helpers.terminal import Terminal
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
+
+HPCTRAIN = (sys.executable, "-P", "-m", "hpctrain")
+LOCAL = "--backend=local"
+#: A terminal without the startup files of the user.
+BASH = {"SHELL": "/bin/bash", "HOME": "/nonexistent"}
+#: Ranks that start fast, and train until a file appears.
+WAIT = """
+import os, time
+print("started", flush=True)
+while not os.path.exists("done"):
+    time.sleep(0.05)
+"""
+
+
+def submit(tmp_path: Path, *options: str, env: Mapping[str, str] = {}) -> Run:
+    """Submit a run of two ranks per node that waits, and wait until they run."""
+    (tmp_path / "wait.py").write_text(WAIT)
+    run = Run(tmp_path / "run", dict(env))
+    run.hpctrain("submit", "--ntasks-per-node=2", "--run-dir=run", *options, "wait.py", cwd=tmp_path)
+    world_size = 4 if "--nodes=2" in options else 2
+    for rank in range(world_size):
+        log = run.dir.rank_log(0, rank)
+        wait_for(lambda log=log: log.exists() and "started" in log.read_text(), 60, f"rank {rank}")
+    return run
+
+
+def end(run: Run) -> None:
+    (run.path.parent / "done").touch()
+    assert run.wait() == 0
+
+
+def check_terminal(terminal: Terminal) -> None:
+    """Check that size, interrupt and exit code pass through a shell."""
+    terminal.resize(33, 77)
+    terminal.send("stty size; echo si''ze\r")
+    assert "33 77" in terminal.expect("size\r\n")
+    # The shell itself may miss an interrupt between two commands.
+    terminal.send("sh -c \"echo sl''eeps; exec sleep 99\"\r")
+    terminal.expect("sleeps\r\n")
+    terminal.send("\x03")
+    terminal.send("echo in''terrupted; exit 7\r")
+    terminal.expect("interrupted\r\n")
+    assert terminal.wait() == 7
+
+
+def test_local_shell_has_the_environment_of_a_run(tmp_path):
+    options = [LOCAL, "--env=A=a b", "--setup=export B=2"]
+    show = ["sh", "-c", 'echo "$A|$B|$PWD|$(env | grep -c HPCTRAIN_SHELL)"; exit 7']
+    shown = run_command([*HPCTRAIN, "shell", *options, "--", *show], cwd=tmp_path, check=False)
+    assert (shown.returncode, shown.stdout) == (7, f"a b|2|{tmp_path}|0\n"), shown.stderr
+    with Terminal([*HPCTRAIN, "shell", LOCAL], tmp_path, BASH) as terminal:
+        check_terminal(terminal)
+
+
+@pytest.mark.slow
+def test_slurm_shell_runs_in_an_allocation_like_that_of_a_run(slurm, tmp_path):
+    (tmp_path / "train.py").touch()
+    run = Run(tmp_path / "run", dict(slurm.env))
+    options = ["--nodes=2", "--ntasks-per-node=2", "--time=10", "--gpus-per-node=2", "--env=A=1", "--array=3"]
+    run.hpctrain("submit", *options, "--run-dir=run", "--begin=now+1hour", "train.py", cwd=tmp_path)
+    run_command([*HPCTRAIN, "cancel", "run"], slurm.env, cwd=tmp_path)
+    shell = [*HPCTRAIN, "shell", "--like", str(run.path), "--env=A=2"]
+    with Terminal(shell, Path("/"), {**slurm.env, **BASH}) as terminal:
+        show = "srun sh -c 'echo $SLURM_PROCID:$CUDA_VISIBLE_DEVICES'"
+        terminal.send(f"stty -echo; echo; echo A=$A; {show}; pwd; echo en''d\r")
+        shown = terminal.expect("end\r\n")
+        terminal.send("stty echo\r")
+        assert {"A=2", "0:0,1", "3:0,1", str(tmp_path)} <= set(shown.split("\r\n")), shown
+        check_terminal(terminal)
+    refused = run_command([*HPCTRAIN, "shell", "--nodes=9"], slurm.env, cwd=tmp_path, check=False)
+    assert refused.returncode == 2
+    assert "9 nodes" in refused.stderr
+
+
+def check_attach(run: Run, rank: int) -> None:
+    show = 'echo "$RANK|$A|$PWD|$(env | grep -cE "^(HPCTRAIN|MASTER)_")"; setsid sleep 98765 & exit 7'
+    attach = ["attach", str(run.path), f"--rank={rank}"]
+    shown = run.hpctrain(*attach, "--", "bash", "-c", show, check=False, timeout=20)
+    assert (shown.returncode, shown.stdout) == (7, f"{rank}|a b|{run.path.parent}|0\n"), shown.stderr
+    assert run_command(["pgrep", "-f", "sleep 98765"], check=False).stdout == ""
+    assert "has no rank 9 (--rank)" in run.hpctrain("attach", str(run.path), "--rank=9", check=False).stderr
+    with Terminal([*HPCTRAIN, *attach], Path("/"), {**run.env, **BASH}) as terminal:
+        check_terminal(terminal)
+    with Terminal(
+        [*HPCTRAIN, *attach, "--", "sh", "-c", "echo on; sleep 99"], Path("/"), run.env
+    ) as terminal:
+        terminal.expect("on")
+        end(run)
+        assert terminal.wait() != 0
+    ended = run.hpctrain(*attach, check=False)
+    assert ended.returncode == 2
+    assert "is COMPLETED. Only a run that is RUNNING can be attached to" in ended.stderr
+
+
+@pytest.mark.slow
+def test_attach_to_a_local_rank(tmp_path):
+    check_attach(submit(tmp_path, LOCAL, "--env=A=a b"), 1)
+
+
+@pytest.mark.slow
+def test_attach_to_a_rank_on_a_slurm_node(slurm, tmp_path):
+    check_attach(submit(tmp_path, "--nodes=2", "--env=A=a b", env=slurm.env), 3)
+
+
+def debug(run: Run, rank: int) -> Terminal:
+    return Terminal([*HPCTRAIN, "debug", str(run.path), f"--rank={rank}"], Path("/"), run.env)
+
+
+def check_debug(run: Run, rank: int) -> None:
+    """Debug a rank for longer than hangs are allowed to take, and kill a debugger."""
+    breakpoint_line = recorded_weights.TRAINING.splitlines().index("    optimizer.zero_grad()") + 1
+    with debug(run, rank) as terminal:
+        terminal.expect("(Pdb) ")
+        wait_for(lambda: run.status()["debugged"] == [rank], 10, "the debugger in the status")
+        assert f"debugging   rank {rank}; the others wait" in run.hpctrain("status", str(run.path)).stdout
+        second = run.hpctrain("debug", str(run.path), f"--rank={rank}", check=False)
+        assert (second.returncode, second.stderr.count("is already being debugged")) == (4, 1)
+        time.sleep(4)
+        terminal.send(f"b {run.path.parent}/train.py:{breakpoint_line}\r")
+        terminal.expect("(Pdb) ")
+        terminal.send("c\r")
+        terminal.expect("-> optimizer.zero_grad()")
+        terminal.send("p 'rank', rank\r")
+        terminal.expect(f"('rank', '{rank}')")
+        terminal.send("cl 1\r")
+        terminal.expect("Deleted breakpoint 1")
+        terminal.send("c\r")
+        steps = len(recorded_weights.weights(run, 0))
+        wait_for(lambda: len(recorded_weights.weights(run, 0)) > steps + 20, 60, "more steps")
+        terminal.send("\x03")
+        terminal.expect("\r\n-> ")
+        terminal.send("raise SystemExit\r")
+        terminal.expect("*** SystemExit")
+        terminal.send("q\r")
+        terminal.expect(f"Detached. Rank {rank} continues.")
+        assert terminal.wait() == 0
+    with debug(run, rank) as terminal:
+        terminal.expect("(Pdb) ")
+        wait_for(lambda: run.status()["debugged"] == [rank], 10, "the debugger in the status")
+    wait_for(lambda: run.status()["debugged"] == [], 10, "the end of the killed debugger")
+    recorded_weights.end(run)
+    found = recorded_weights.weights(run, 0)
+    assert recorded_weights.weights(run, 1) == found == recorded_weights.reference_weights(len(found))
+    assert len(run.events("started")) == 1
+
+
+@pytest.mark.slow
+def test_debugged_rank_continues_with_the_same_result(tmp_path):
+    check_debug(recorded_weights.submit(tmp_path, "--hang-timeout=2", "train.py"), 1)
+
+
+@pytest.mark.slow
+def test_debug_of_a_rank_on_a_slurm_node(slurm, tmp_path):
+    run = submit(tmp_path, "--nodes=2", env=slurm.env)
+    with debug(run, 3) as terminal:
+        terminal.expect("(Pdb) ")
+        terminal.send("p os.environ['RANK']\r")
+        terminal.expect("'3'")
+        terminal.send("q\r")
+        terminal.expect("Detached. Rank 3 continues.")
+        assert terminal.wait() == 0
+    end(run)
+
+
+@pytest.mark.long
+def test_debugged_rank_on_a_slurm_node_continues_with_the_same_result(slurm, tmp_path):
+    options = ["--nodes=2", "--hang-timeout=2", "train.py"]
+    check_debug(recorded_weights.submit(tmp_path, *options, backend="slurm", env=slurm.env), 3)
+
+
+@pytest.mark.long
+def test_debug_of_a_shell_script(tmp_path):
+    check_debug(recorded_weights.submit(tmp_path, "--hang-timeout=2", "--", "./train.sh"), 1)
+
+
+@pytest.mark.slow
+def test_debugged_rank_stops_with_its_run(tmp_path):
+    run = submit(tmp_path, LOCAL)
+    with debug(run, 0) as terminal:
+        terminal.expect("(Pdb) ")
+        run.hpctrain("cancel", str(run.path))
+        terminal.expect("Detaching, because of StoppedBeforeTraining")
+        terminal.expect("Detached.")
+        assert terminal.wait() == 0
+    wait_for(lambda: run.status()["state"] == "CANCELLED", 30, "the end of the run")
