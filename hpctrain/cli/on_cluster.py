@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
 
-from hpctrain.cli.common import echo_log
-from hpctrain.errors import UserError
+from hpctrain.cli.common import echo_json, echo_log
+from hpctrain.errors import HpctrainError, UserError
+from hpctrain.remote import CLUSTER_VARIABLE
 from hpctrain.remote.cluster import Cluster
+from hpctrain.remote.ssh_connection import SSH_FAILED
 
 #: Commands that submit the code of this machine.
 _SENDING = ("submit", "sweep", "resume")
@@ -33,17 +37,19 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         ClusterUnreachable: the login failed, or the connection was lost.
     """
     if len(names) > 1:
-        if args[0] != "list":
-            raise UserError(f"--on names {len(names)} clusters, but only `list` accepts several. Name one.")
-        raise NotImplementedError
+        if args[0] != "list" or set(args[1:]) - {"--json"}:
+            raise UserError("Only `list` without arguments accepts several clusters. Name one (--on).")
+        return _list_clusters(names, args)
     cluster = open_cluster(names[0])
     if args[0] in _SENDING and (*args, "")[1] not in _NOT_SENDING:
         send_project(cluster, needs_slurm=not _names_local_backend(args))
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if not any(word in args for word in _FOLLOW):
-        code = subprocess.call(cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal))
-    else:
+    if any(word in args for word in _FOLLOW):
         code = _follow(cluster, args)
+    else:
+        command = cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal)
+        while (code := subprocess.call(command)) == SSH_FAILED and args[0] in _REPEATABLE:
+            cluster.connection.reopen(lambda words: click.echo(words, err=True))
     words = "Run the command again."
     if args[0] in _SENDING:
         words = f"`hpctrain --on {cluster.name} list` shows if the run was submitted."
@@ -60,6 +66,57 @@ def _follow(cluster: Cluster, args: Sequence[str]) -> int:
     except KeyboardInterrupt:
         click.echo(stream.detached or "", err=True)
         return _INTERRUPTED
+
+
+def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:
+    """Print the runs of several clusters in one list; a cluster that fails is reported, and others follow."""
+    from hpctrain.cli.list import print_runs
+    from hpctrain.jobs.runs.run_status import RunStatus
+    from hpctrain.slurm.states import RunState
+
+    found: list[tuple[str, dict[str, Any]]] = []
+    code = 0
+    for name in names:
+        try:
+            found += [(name, each) for each in run_json(open_cluster(name), [*args, "--json"])]
+        except HpctrainError as error:
+            click.echo(f"Error: {error}", err=True)
+            code = error.exit_code
+    found.sort(key=lambda each: each[1].get("submitted") or 0)
+    if "--json" in args:
+        echo_json([{"cluster": name, **record} for name, record in found])
+        return code
+    runs = []
+    for name, record in found:
+        loss = None if record["loss"] is None else float(record["loss"])
+        runs.append((name, RunStatus(**{**record, "state": RunState(record["state"]), "loss": loss})))
+    print_runs([status for _, status in runs], [name for name, _ in runs])
+    return code
+
+
+def run_json(cluster: Cluster, args: Sequence[str]) -> Any:
+    """Return the JSON document that `hpctrain ARGS` prints on a cluster.
+
+    Raises:
+        UserError: the command failed.
+        ClusterUnreachable: the connection was lost.
+    """
+    result = cluster.connection.run(cluster.hpctrain(args))
+    if result.returncode:
+        raise UserError(f"{cluster.name}: {result.stderr.strip().removeprefix('Error: ')}")
+    return json.loads(result.stdout)
+
+
+def needed_cluster(ctx: click.Context) -> Cluster:
+    """Return the cluster that `--on` names.
+
+    Raises:
+        UsageError: there is no `--on`.
+        ClusterUnreachable: the login failed.
+    """
+    if name := ctx.meta.get(CLUSTER_VARIABLE):
+        return open_cluster(name)
+    raise click.UsageError(f"Name a cluster: hpctrain --on CLUSTER {ctx.info_name} …", ctx)
 
 
 def open_cluster(name: str) -> Cluster:
@@ -80,11 +137,11 @@ def send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
         UserError: the cluster cannot run the project; the message has a line for each problem.
         ClusterUnreachable: the connection was lost.
     """
-    from hpctrain.remote.environment_check import find_problems, read_facts
+    from hpctrain.remote.environment_check import collect_facts, find_problems
     from hpctrain.remote.send_code import LocalCode, send_code
 
-    code = LocalCode.read(cluster.root, cluster.environ)
-    facts = read_facts(cluster)
+    code = LocalCode.find(cluster.root, cluster.environ)
+    facts = collect_facts(cluster)
     problems = find_problems(cluster, facts, size_bytes=code.size_bytes, needs_slurm=needs_slurm)
     if text := "\n".join(problems):
         raise UserError(text)

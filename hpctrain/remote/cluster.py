@@ -33,7 +33,7 @@ class Cluster:
         folders = (cwd, *cwd.parents)
         self.root = next((folder for folder in folders if os.path.lexists(folder / ".git")), cwd)
         """Root of the project on this machine: the git repository, or the current folder."""
-        self._subfolder = cwd.relative_to(self.root)
+        self._subfolder = os.fspath(cwd.relative_to(self.root)).removeprefix(".")
         state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "~"), ".local", "state")
         self._path = Path(state, "hpctrain", "clusters.json").expanduser()
         record = self._records().get(name)
@@ -62,7 +62,10 @@ class Cluster:
         """
         variables = {CLUSTER_VARIABLE: self.name, **({STREAM_VARIABLE: "1"} if stream else {})}
         exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        folder, setup = f"{self.folder}/{self._subfolder}", f"`hpctrain --on {self.name} setup"
+        folder, setup = (
+            os.path.join(self.folder, self._subfolder).rstrip("/"),
+            f"`hpctrain --on {self.name} setup",
+        )
         no_folder = (
             f"There is no folder {folder} on {self.name}. Submit from this project first, or name another "
             f"folder with {setup} --folder DIR`."

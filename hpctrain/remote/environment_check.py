@@ -44,8 +44,8 @@ class ClusterFacts:
     rsync: str = ""
 
 
-def read_facts(cluster: Cluster) -> ClusterFacts:
-    """Read the facts on the cluster, creating the folder of the project if it is missing.
+def collect_facts(cluster: Cluster) -> ClusterFacts:
+    """Collect facts on the cluster, creating the folder of the project if it is missing.
 
     Raises:
         ClusterUnreachable: the connection was lost, or the login shell does not run commands.
@@ -86,8 +86,7 @@ def find_problems(
             f"{facts.folder} on {cluster.name} has {format_size(free)} left, but the code needs "
             f"{format_size(needed)}. Free space there, or choose another folder with {setup} --folder DIR`."
         )
-    version = tuple(int(part) for part in facts.python_version.split(".")[:2] if part.isdigit())
-    if version < (3, 11):
+    if not is_supported(facts):
         found = f"{facts.python} is Python {facts.python_version}" if facts.python else "none is on the PATH"
         yield (
             f"{cluster.name} needs Python 3.11 or newer, but {found}. Load one in ~/.bash_profile there, or "
@@ -107,3 +106,8 @@ def find_problems(
         )
     if not facts.rsync:
         yield f"{cluster.name} has no rsync, which sends the code. Install it there."
+
+
+def is_supported(facts: ClusterFacts) -> bool:
+    """True if the cluster has a Python that hpctrain supports."""
+    return tuple(int(part) for part in facts.python_version.split(".")[:2] if part.isdigit()) >= (3, 11)

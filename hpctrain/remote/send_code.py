@@ -31,7 +31,7 @@ class LocalCode:
     diff: str = ""
 
     @classmethod
-    def read(cls, root: Path, environ: Mapping[str, str]) -> LocalCode:
+    def find(cls, root: Path, environ: Mapping[str, str]) -> LocalCode:
         """Find the files of a project.
 
         Raises:

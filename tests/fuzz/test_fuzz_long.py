@@ -30,6 +30,7 @@ EXEMPT = {
         "jobs.options.option.OptionType.from_hint",
         "jobs.options.resolved_options._from_caller",
         "jobs.options.resolved_options._from_files",
+        "jobs.runs.run_log_reader.LogPosition.from_json",
         "jobs.site.job_request.JobRequest.from_spec",
         "supervisor.launch.job_step.TaskExit.from_returncode",
         "telemetry.sampling.nvml.GpuReader.read",

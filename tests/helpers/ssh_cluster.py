@@ -7,20 +7,24 @@ is not changed. A proxy in front of it can cut connections.
 from __future__ import annotations
 
 import os
+import pty
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from helpers import REPOSITORY
-from helpers.commands import run_command
+from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -72,6 +76,38 @@ class Laptop:
     ) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "hpctrain", *args]
         return run_command(argv, self.env, cwd=self.project, check=check, timeout=timeout)
+
+    def on_terminal(
+        self, *args: str, answers: Sequence[tuple[str, str]] = (), timeout: float = 60
+    ) -> tuple[str, int]:
+        """Run hpctrain on a terminal, answering its prompts; return the output and the exit code."""
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(self.project)
+            argv = [sys.executable, "-m", "hpctrain", *args]
+            os.execve(sys.executable, argv, environment({**self.env, "TERM": "xterm"}))
+        shown, left, deadline = "", list(answers), time.monotonic() + timeout
+        try:
+            while True:
+                ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+                assert ready, f"no end after {timeout} s; shown so far: {shown!r}; left: {left}"
+                try:
+                    data = os.read(terminal, 65536)
+                except OSError:  # the end of a terminal, on Linux
+                    break
+                if not data:
+                    break
+                shown += data.decode(errors="replace")
+                if left and left[0][0] in shown.rpartition("\n")[2]:
+                    os.write(terminal, f"{left.pop(0)[1]}\n".encode())
+                    shown += "\n"
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            raise
+        finally:
+            os.close(terminal)
+            _, status = os.waitpid(pid, 0)
+        return shown, os.waitstatus_to_exitcode(status)
 
 
 class SshCluster:
@@ -169,15 +205,17 @@ class SshCluster:
         kept = [f"Host {other}" for other in others if not other.startswith(f"{self.name}\n")]
         self.laptop.config.write_text("".join([*kept, block]))
 
+    def close_connection(self) -> None:
+        """Close the open connection of the laptop, if any."""
+        control = f"ControlPath={self.laptop.sockets}/hpctrain-%C"
+        run_command(["ssh", "-o", control, "-O", "exit", self.name], self.laptop.env, check=False)
+
     def stop(self) -> None:
         """End sshd and all connections."""
-        run_command(["ssh", *self._control(), "-O", "exit", self.name], self.laptop.env, check=False)
+        self.close_connection()
         if self._process is not None:
             self._process.terminate()
             self._process.wait(10)
-
-    def _control(self) -> list[str]:
-        return ["-o", f"ControlPath={self.laptop.sockets}/hpctrain-%C"]
 
 
 class CuttingProxy:
