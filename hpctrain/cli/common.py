@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hpctrain.errors import RunFailed
-from hpctrain.remote import CLUSTER_VARIABLE
+from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
 from hpctrain.text import format_number, printable, without_escapes
 

@@ -14,7 +14,7 @@ from hpctrain.cli.common import describe_end, echo_log, exit_for, program_name, 
 from hpctrain.jobs.runs.follow import follow_run
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogMark, LogPosition, LogText
-from hpctrain.remote import RECORD_START, STREAM_VARIABLE
+from hpctrain.remote.protocol import RECORD_START, STREAM_VARIABLE
 
 _INTERRUPTED = 130
 

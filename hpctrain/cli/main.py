@@ -13,7 +13,7 @@ import click
 
 from hpctrain._version import __version__
 from hpctrain.errors import HpctrainError
-from hpctrain.remote import CLUSTER_VARIABLE, STREAM_VARIABLE
+from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
 from hpctrain.text import suggest
 
 #: Subcommands in the order of the help; each is `command` in the module of its name.
@@ -94,10 +94,10 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            if args[0] in _ALIASES:
-                return super().resolve_command(ctx, [_ALIASES[args[0]], *args[1:]])
-            hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
-            ctx.fail(f"No such command {args[0]!r}. {hint}")
+            if args[0] not in _ALIASES:
+                hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
+                ctx.fail(f"No such command {args[0]!r}. {hint}")
+            args = [_ALIASES[args[0]], *args[1:]]
         if (clusters := ctx.params["on"]) and args[0] not in _WITH_CLUSTER:
             from hpctrain.cli.on_cluster import run_on_clusters
 

@@ -15,8 +15,8 @@ import click
 
 from hpctrain.cli.common import echo_json, echo_log
 from hpctrain.errors import HpctrainError, UserError
-from hpctrain.remote import CLUSTER_VARIABLE
 from hpctrain.remote.cluster import Cluster
+from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.remote.ssh_connection import SSH_FAILED
 
 #: Commands that submit the code of this machine.

@@ -33,12 +33,12 @@ def command(ctx: click.Context, folder: str | None, python: str | None) -> None:
     cluster = needed_cluster(ctx)
     cluster.folder, cluster.python = folder or cluster.folder, python or cluster.python
     facts = collect_facts(cluster)
-    if is_supported(facts) and facts.rsync and not facts.write_error and facts.hpctrain != __version__:
-        install_hpctrain(cluster, facts)
-        facts = collect_facts(cluster)
     if not facts.write_error:
         cluster.folder = facts.folder
         cluster.remember()
+        if is_supported(facts) and facts.rsync and facts.hpctrain != __version__:
+            install_hpctrain(cluster, facts)
+            facts = collect_facts(cluster)
     if text := "\n".join(find_problems(cluster, facts)):
         raise UserError(text)
     click.echo(

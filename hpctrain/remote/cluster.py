@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.files import make_folder, read_json, write_atomic
-from hpctrain.remote import CLUSTER_VARIABLE, STREAM_VARIABLE
+from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
 from hpctrain.remote.ssh_connection import SshConnection
 
 #: Environment that `setup` creates on the cluster.

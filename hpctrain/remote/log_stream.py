@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hpctrain.jobs.runs.run_log_reader import LogMark, LogPosition
-from hpctrain.remote import RECORD_START
 from hpctrain.remote.cluster import Cluster
+from hpctrain.remote.protocol import RECORD_START
 from hpctrain.remote.ssh_connection import SSH_FAILED
 
 

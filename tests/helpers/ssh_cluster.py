@@ -159,7 +159,13 @@ class SshCluster:
         check.chmod(0o755)
         (self.folder / "pam.d").mkdir()
         auth = f"pam_exec.so expose_authtok quiet {check}" if code else "pam_deny.so"
-        rules = [f"auth required {auth}", "account required pam_permit.so", "session required pam_permit.so"]
+        # pam_exec ignores setcred, which must not fail.
+        rules = [
+            f"auth requisite {auth}",
+            "auth required pam_permit.so",
+            "account required pam_permit.so",
+            "session required pam_permit.so",
+        ]
         (self.folder / "pam.d" / "sshd").write_text("\n".join(rules) + "\n")
         self._uses_pam = bool(code)
 

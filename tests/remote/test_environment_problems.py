@@ -12,6 +12,7 @@ from helpers.ssh_cluster import Laptop, SshCluster, started
 
 pytestmark = pytest.mark.slow
 SUBMIT = ("submit", "--on", "alpha", "train.py")
+LOCAL = (*SUBMIT[:-1], "--backend", "local", "train.py")
 
 
 def problems(laptop: Laptop, *args: str) -> list[str]:
@@ -35,8 +36,8 @@ def hide_programs(cluster: SshCluster, *hidden: str, python: str = "") -> Path:
 
 
 def test_full_disk(laptop: Laptop):
-    with started(SshCluster(laptop, "alpha"), tmpfs="1M"):
-        (problem,) = problems(laptop, *SUBMIT, "--backend", "local")
+    with started(SshCluster(laptop, "alpha"), tmpfs="512K"):
+        (problem,) = problems(laptop, *LOCAL)
     assert problem == (
         "Cannot write to hpctrain/project on alpha: No space left on device. Free space there, or choose "
         "another folder with `hpctrain --on alpha setup --folder DIR`."
@@ -46,7 +47,7 @@ def test_full_disk(laptop: Laptop):
 def test_code_larger_than_the_disk(laptop: Laptop):
     (laptop.project / "weights.bin").write_bytes(bytes(5_000_000))
     with started(SshCluster(laptop, "alpha"), tmpfs="4M"):
-        (problem,) = problems(laptop, *SUBMIT, "--backend", "local")
+        (problem,) = problems(laptop, *LOCAL)
     assert "hpctrain/project on alpha has " in problem
     assert "left, but the code needs " in problem
 
@@ -70,7 +71,7 @@ def test_missing_hpctrain_and_slurm(laptop: Laptop, cluster: SshCluster):
     )
     assert no_slurm.startswith("alpha has no sbatch on the PATH of a login shell.")
     hide_programs(cluster, "sbatch", python='[ "$1" = --version ] && echo Python 3.12.1 || echo 0.0.1')
-    (other,) = problems(laptop, *SUBMIT, "--backend", "local")
+    (other,) = problems(laptop, *LOCAL)
     assert other == (
         "alpha has hpctrain 0.0.1, but this machine has 0.1.0. Install the same version there with "
         "`hpctrain --on alpha setup`."

@@ -31,10 +31,11 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], li
         "status --on a run --json",
         "status run --on a --json",
         "status run --json --on=a",
+        "--on=a ps run --json",
     ],
 )
 def test_the_option_may_stand_before_or_after_a_command(parsed: Callable[..., object], line: str):
-    assert parsed(*line.split()) == (["a"], ["status", "run", "--json"])
+    assert parsed(*line.split()) == (["a"], ["list" if "ps" in line else "status", "run", "--json"])
 
 
 def test_words_after_a_script_belong_to_it(parsed: Callable[..., object]):
