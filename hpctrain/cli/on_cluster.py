@@ -43,7 +43,8 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
     cluster = open_cluster(names[0])
     if args[0] in _SENDING and (*args, "")[1] not in _NOT_SENDING:
         send_project(cluster, needs_slurm=not _names_local_backend(args))
-    has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    # A lost connection kills programs on its terminal, which must not happen during a submission.
+    has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and args[0] not in _SENDING
     if any(word in args for word in _FOLLOW):
         code = _follow(cluster, args)
     else:

@@ -36,15 +36,11 @@ class Cluster:
         self._subfolder = os.fspath(cwd.relative_to(self.root)).removeprefix(".")
         state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "~"), ".local", "state")
         self._path = Path(state, "hpctrain", "clusters.json").expanduser()
-        record = self._records().get(name)
-        record = record if isinstance(record, dict) else {}
-        folders_there = record.get("folders")
-        self._folders: dict[str, str] = folders_there if isinstance(folders_there, dict) else {}
-        python = record.get("python")
-        self.python: str | None = python if isinstance(python, str) else None
+        record = self._records().get(name, {})
+        self._folders: dict[str, str] = record.get("folders", {})
+        self.python: str | None = record.get("python")
         """Path of Python on the cluster, if the user named one."""
-        known = self._folders.get(str(self.root))
-        self.folder: str = known if isinstance(known, str) else self._default_folder()
+        self.folder = self._folders.get(str(self.root)) or self._default_folder()
         """Folder of the project on the cluster, absolute or relative to the home folder."""
 
     def remember(self) -> None:

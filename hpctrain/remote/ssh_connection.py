@@ -32,7 +32,7 @@ _PERMANENT = ("Permission denied", "Host key verification failed", "Too many aut
 
 #: Messages of rsync: a failed system call, such as `No space left on device (28)`; a lost connection.
 _REASON = re.compile(r": ([^:\n]+) \(\d+\)$", re.MULTILINE)
-_LOST = re.compile(r"code 255|connection unexpectedly closed")
+_LOST = re.compile(r"code 255|connection unexpectedly closed|Broken pipe|Connection reset")
 
 
 class SshConnection:
@@ -139,7 +139,7 @@ class SshConnection:
         except FileNotFoundError:
             raise UserError("rsync not found on PATH. Install rsync on this machine.") from None
         if result.returncode:
-            reasons = _REASON.findall(result.stderr)
+            reasons = [reason for reason in _REASON.findall(result.stderr) if not _LOST.search(reason)]
             self.check(SSH_FAILED if not reasons and _LOST.search(result.stderr) else 0)
             reason = reasons[0] if reasons else result.stderr.strip() or f"exit code {result.returncode}"
             raise UserError(f"rsync cannot copy files between this machine and {self.host}: {reason}.")

@@ -115,11 +115,10 @@ class RunLogReader:
 
     def read(self) -> Iterator[LogText | EventLine]:
         """Yield new log output, then the events that the previous call found."""
-        if self._logs is None:
+        logs = self._logs
+        if logs is None:
             logs = self._start_attempt_logs()
             yield LogText("", LogMark(self._label, logs.first_attempt, None, self._num_events))
-        else:
-            logs = self._logs
         yield from self._reports() if self._shown.errors else logs.read()
         for event in self._announced_events:
             self._num_events += 1
@@ -137,13 +136,12 @@ class RunLogReader:
         past = list(self._events.read_in_parts())
         start = max((i for i, event in enumerate(past) if event.get("kind") == "submitted"), default=-1) + 1
         first = past[start - 1].get("attempt", 0) if self._whole and start else None
-        continues = self._position is not None
-        if self._position is not None:
-            start, first = self._position.events, self._position.attempt
+        announces, offsets = self._whole, {}
+        if (known := self._position) is not None:
+            start, first, announces, offsets = known.events, known.attempt, True, known.offsets
         self._new_events = past[start:]
-        self._announced_events = self._new_events if self._whole or continues else []
-        self._num_events = start if self._announced_events else len(past)
-        offsets = self._position.offsets if self._position else {}
+        self._announced_events = self._new_events if announces else []
+        self._num_events = start if announces else len(past)
         self._logs = _AttemptLogs(self._run, self._shown, first, self._label, offsets)
         return self._logs
 
