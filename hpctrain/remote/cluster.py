@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ class Cluster:
         folders = (cwd, *cwd.parents)
         self.root = next((folder for folder in folders if os.path.lexists(folder / ".git")), cwd)
         """Root of the project on this machine: the git repository, or the current folder."""
-        self._subfolder = os.fspath(cwd.relative_to(self.root)).removeprefix(".")
+        self._subfolder = cwd.relative_to(self.root)
         state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "~"), ".local", "state")
         self._path = Path(state, "hpctrain", "clusters.json").expanduser()
         record = self._records().get(name, {})
@@ -58,10 +59,8 @@ class Cluster:
         """
         variables = {CLUSTER_VARIABLE: self.name, **({STREAM_VARIABLE: "1"} if stream else {})}
         exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        folder, setup = (
-            os.path.join(self.folder, self._subfolder).rstrip("/"),
-            f"`hpctrain --on {self.name} setup",
-        )
+        folder = os.path.normpath(os.path.join(self.folder, self._subfolder))
+        setup = f"`hpctrain --on {self.name} setup"
         no_folder = (
             f"There is no folder {folder} on {self.name}. Submit from this project first, or name another "
             f"folder with {setup} --folder DIR`."
@@ -93,15 +92,10 @@ class Cluster:
 
 def shell_path(path: str) -> str:
     """Quote a path of the cluster for its shell; `~` and variables at the start are replaced there."""
-    first, slash, rest = path.partition("/")
-    is_named = first == "~" or (first.startswith("$") and first[1:].isidentifier())
-    return (
-        f"{first}{slash}{shlex.quote(rest)}"
-        if is_named and rest
-        else first
-        if is_named
-        else shlex.quote(path)
-    )
+    match = re.fullmatch(r"(~|\$\w+)(?:/(.*))?", path)
+    if match is None:
+        return shlex.quote(path)
+    return f"{match[1]}/{shlex.quote(match[2])}" if match[2] else match[1]
 
 
 def _fail(sentence: str) -> str:

@@ -71,17 +71,15 @@ def find_problems(
         needs_slurm: the job is for Slurm.
     """
     setup = f"`hpctrain --on {cluster.name} setup"
-    needed, free = (
-        size_bytes + _SPARE_BYTES,
-        int(facts.free_kb or 0) * 1024 if facts.free_kb.isdigit() else None,
-    )
+    needed = size_bytes + _SPARE_BYTES
+    free = int(facts.free_kb) * 1024 if facts.free_kb.isdigit() else needed
     if facts.write_error:
         reason = facts.write_error.rpartition(": ")[2]
         yield (
             f"Cannot write to {cluster.folder} on {cluster.name}: {reason}. Free space there, or choose "
             f"another folder with {setup} --folder DIR`."
         )
-    elif free is not None and free < needed:
+    elif free < needed:
         yield (
             f"{facts.folder} on {cluster.name} has {format_size(free)} left, but the code needs "
             f"{format_size(needed)}. Free space there, or choose another folder with {setup} --folder DIR`."

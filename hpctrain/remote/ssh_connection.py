@@ -107,14 +107,14 @@ class SshConnection:
         quiet = f"exec sh -c {shlex.quote(f'exec 3>&1 4>&2 >/dev/null 2>&1; exec {login}')}"
         return [*self._ssh, "-t" if terminal else "-T", self.host, quiet]
 
-    def run(self, script: str, content: str = "") -> subprocess.CompletedProcess[str]:
-        """Run a script with `content` as its stdin, and return its output.
+    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+        """Run a script, and return its output.
 
         Raises:
             ClusterUnreachable: the connection was lost.
         """
         result = subprocess.run(
-            self.command(script), input=content, capture_output=True, encoding="utf-8", errors="replace"
+            self.command(script), input="", capture_output=True, encoding="utf-8", errors="replace"
         )
         self.check(result.returncode)
         return result

@@ -65,7 +65,7 @@ def test_commands_of_a_cluster_need_one():
     ],
 )
 def test_only_home_and_variables_are_replaced(path: str, quoted: str):
-    assert shell_path(path).rstrip("/") == quoted
+    assert shell_path(path) == quoted
 
 
 def test_folders_of_projects_differ_and_are_remembered(tmp_path: Path):
