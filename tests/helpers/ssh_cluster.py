@@ -200,12 +200,12 @@ class SshCluster:
         self.point_to(self.port)
         wait_for(lambda: _answers(self.port), 20, f"sshd, which logs to {self.folder / 'sshd.log'}")
 
-    def point_to(self, port: int) -> None:
-        """Let the laptop connect to this port, such as that of a proxy."""
+    def point_to(self, port: int, option: str = "") -> None:
+        """Let the laptop connect to this port, such as that of a proxy, with one more option."""
         block = (
             f"Host {self.name}\n HostName 127.0.0.1\n Port {port}\n User root\n"
             f" IdentityFile {self.laptop.key}\n IdentitiesOnly yes\n"
-            " StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n"
+            f" StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n {option}\n"
         )
         others = self.laptop.config.read_text().split("Host ")[1:]
         kept = [f"Host {other}" for other in others if not other.startswith(f"{self.name}\n")]
@@ -228,7 +228,7 @@ class CuttingProxy:
     """A TCP proxy that cuts each connection after a number of bytes from the cluster, or on request."""
 
     def __init__(self, target: int, limit_bytes: int | None = None) -> None:
-        self.num_cuts = 0
+        self._silent: set[socket.socket] = set()
         self._target, self._limit_bytes = target, limit_bytes
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -252,8 +252,9 @@ class CuttingProxy:
     def _copy(self, source: socket.socket, target: socket.socket, left: int | None) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
+                if source in self._silent:
+                    continue
                 if left is not None and (left := left - len(data)) < 0:
-                    self.num_cuts += 1
                     break
                 target.sendall(data)
         for end in (source, target):
@@ -262,15 +263,14 @@ class CuttingProxy:
 
     def cut(self) -> None:
         """Cut all connections now."""
-        self.num_cuts += 1
         for pair in list(self._pairs):
             for end in pair:
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
 
-    def set_limit(self, limit_bytes: int | None) -> None:
-        """Set the limit for later connections."""
-        self._limit_bytes = limit_bytes
+    def silence(self) -> None:
+        """Drop all data of the open connections, as for a laptop that was asleep."""
+        self._silent.update(end for pair in self._pairs for end in pair)
 
     def close(self) -> None:
         self._server.close()

@@ -17,6 +17,13 @@ def test_password_and_second_factor_are_asked_once(laptop: Laptop):
         assert "No runs in runs." in result.stderr
 
 
+def test_jump_host(laptop: Laptop, cluster: SshCluster):
+    with started(SshCluster(laptop, "beta")) as inner:
+        inner.point_to(inner.port, "ProxyJump alpha")
+        assert "beta is ready" in laptop.hpctrain("--on", "beta", "setup").stdout
+    assert "Accepted publickey for root" in (cluster.folder / "sshd.log").read_text()
+
+
 def test_wrong_password_is_one_sentence(laptop: Laptop):
     with started(SshCluster(laptop, "alpha", key=False, password="right")):
         wrong = [("password:", "wrong")] * 3
