@@ -8,7 +8,6 @@
     │   ├── EnvironmentMismatch   variables of the environment contradict each other
     │   └── RunNotFound           no run of that id or folder
     ├── SchedulerError            exit 3: the scheduler rejected a request, or cannot be reached
-    ├── ClusterUnreachable        exit 3: the login to a cluster failed, or the connection was lost
     ├── RunFailed                 exit 4: the run ended without success
     ├── WaitTimeout               exit 1: the awaited event did not happen in time
     ├── RendezvousError           exit 1: the ranks of a job did not form a group
@@ -60,20 +59,6 @@ class SchedulerError(HpctrainError):
     """The scheduler rejected a request, or cannot be reached."""
 
     exit_code = 3
-
-
-class ClusterUnreachable(HpctrainError):
-    """The login to a cluster failed, or the connection was lost.
-
-    Attributes:
-        is_permanent: another try cannot succeed, such as after a wrong password.
-    """
-
-    exit_code = 3
-
-    def __init__(self, message: str, *, is_permanent: bool = False) -> None:
-        super().__init__(message)
-        self.is_permanent = is_permanent
 
 
 class RunFailed(HpctrainError):

@@ -52,6 +52,8 @@ def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_std
                 case EventLine(line, details, mark):
                     show("err", "\n   ".join([f"== {line}", *details]) + "\n", mark)
                     explained |= bool(details)
+                case LogMark():
+                    show("out", "", item)
                 case _:
                     status = item
     except KeyboardInterrupt:

@@ -9,8 +9,8 @@ import click
 
 from hpctrain.cli.common import short_path
 from hpctrain.cli.on_cluster import needed_cluster, run_json
-from hpctrain.errors import ClusterUnreachable
 from hpctrain.remote.cluster import Cluster
+from hpctrain.remote.ssh_connection import ClusterUnreachable
 
 
 @click.command("pull")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain._version import __version__
-from hpctrain.errors import ClusterUnreachable
 from hpctrain.remote.cluster import Cluster, shell_path
+from hpctrain.remote.ssh_connection import ClusterUnreachable
 from hpctrain.text import format_size
 
 #: Bytes that must be writable besides the code, for the first files of a run.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.errors import ClusterUnreachable, UserError
+from hpctrain.errors import HpctrainError, UserError
 from hpctrain.files import make_folder
 
 #: Exit code of ssh if the connection could not be opened, or was lost.
@@ -33,6 +33,20 @@ _PERMANENT = ("Permission denied", "Host key verification failed", "Too many aut
 #: Messages of rsync: a failed system call, such as `No space left on device (28)`; a lost connection.
 _REASON = re.compile(r": ([^:\n]+) \(\d+\)$", re.MULTILINE)
 _LOST = re.compile(r"code 255|connection unexpectedly closed|Broken pipe|Connection reset")
+
+
+class ClusterUnreachable(HpctrainError):
+    """The login to a cluster failed, or the connection was lost.
+
+    Attributes:
+        is_permanent: another try cannot succeed, such as after a wrong password.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, is_permanent: bool = False) -> None:
+        super().__init__(message)
+        self.is_permanent = is_permanent
 
 
 class SshConnection:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogPosition, RunLogReader
+from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogMark, LogPosition, RunLogReader
 from hpctrain.rundir import RunDir
 
 ALL = LogFilter()
@@ -51,8 +51,11 @@ def follow(run: RunDir, world_size: int, cut: int | None) -> tuple[list[str], in
             items = chain(reader.read(), reader.read_rest() if stage == 6 else ())
             is_cut = False
             for item in items:
-                shown.append(f"== {item.line}\n" if isinstance(item, EventLine) else item.text)
-                position.advance(item.mark)
+                if isinstance(item, LogMark):
+                    position.advance(item)
+                else:
+                    shown.append(f"== {item.line}\n" if isinstance(item, EventLine) else item.text)
+                    position.advance(item.mark)
                 count += 1
                 if is_cut := count == cut:
                     break

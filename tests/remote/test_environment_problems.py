@@ -44,6 +44,7 @@ def test_full_disk(laptop: Laptop):
     )
 
 
+@pytest.mark.long
 def test_code_larger_than_the_disk(laptop: Laptop):
     (laptop.project / "weights.bin").write_bytes(bytes(5_000_000))
     with started(SshCluster(laptop, "alpha"), tmpfs="4M"):
@@ -78,6 +79,7 @@ def test_missing_hpctrain_and_slurm(laptop: Laptop, cluster: SshCluster):
     )
 
 
+@pytest.mark.long
 def test_a_named_python_is_remembered(laptop: Laptop, cluster: SshCluster):
     cluster.write_profile(PATH="/usr/bin:/bin", PYTHONPATH=str(REPOSITORY))
     place = ("--python", sys.executable, "--folder", "~/else where")

@@ -17,6 +17,7 @@ def test_password_and_second_factor_are_asked_once(laptop: Laptop):
         assert "No runs in runs." in result.stderr
 
 
+@pytest.mark.long
 def test_jump_host(laptop: Laptop, cluster: SshCluster):
     with started(SshCluster(laptop, "beta")) as inner:
         inner.point_to(inner.port, "ProxyJump alpha")
@@ -37,6 +38,7 @@ def test_wrong_password_is_one_sentence(laptop: Laptop):
         assert code == 0, shown
 
 
+@pytest.mark.long
 def test_wrong_second_factor_is_one_sentence(laptop: Laptop):
     with started(SshCluster(laptop, "alpha", code="246810")):
         shown, code = laptop.on_terminal("--on", "alpha", "list", answers=[("Password:", "1")] * 3)

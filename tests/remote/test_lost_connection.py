@@ -42,6 +42,7 @@ def test_followed_submission_continues_after_each_cut(laptop: Laptop, proxy: Cut
     assert result.stderr.count("run          a: COMPLETED") == 1
 
 
+@pytest.mark.long
 def test_wait_continues_after_a_cut(laptop: Laptop, proxy: CuttingProxy):
     laptop.hpctrain(*SUBMIT, "--ntasks-per-node", "1", "train.py", "3000")
     threading.Timer(3, proxy.cut).start()

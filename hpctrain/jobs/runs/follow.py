@@ -7,7 +7,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogPosition, LogText, RunLogReader
+from hpctrain.jobs.runs.run_log_reader import (
+    EventLine,
+    LogFilter,
+    LogMark,
+    LogPosition,
+    LogText,
+    RunLogReader,
+)
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.runs.status_poller import StatusPoller
 from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
@@ -29,7 +36,7 @@ def follow_run(
     *,
     whole: bool,
     positions: Mapping[str, LogPosition] | None = None,
-) -> Iterator[LogText | EventLine | RunStatus]:
+) -> Iterator[LogText | EventLine | LogMark | RunStatus]:
     """Yield logs and events of the run as they are written; the last item is the status of the ended run.
 
     For a job array, yield those of all tasks with the task's name before each line, and a notice when the

@@ -113,12 +113,12 @@ class RunLogReader:
         """True if the last `read` found events that are not yet yielded."""
         return bool(self._new_events)
 
-    def read(self) -> Iterator[LogText | EventLine]:
-        """Yield new log output, then the events that the previous call found."""
+    def read(self) -> Iterator[LogText | EventLine | LogMark]:
+        """Yield the start, then new log output, then the events that the previous call found."""
         logs = self._logs
         if logs is None:
             logs = self._start_attempt_logs()
-            yield LogText("", LogMark(self._label, logs.first_attempt, None, self._num_events))
+            yield LogMark(self._label, logs.first_attempt, None, self._num_events)
         yield from self._reports() if self._shown.errors else logs.read()
         for event in self._announced_events:
             self._num_events += 1
