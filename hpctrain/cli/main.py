@@ -98,7 +98,9 @@ class _LazyGroup(click.Group):
                 hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
                 ctx.fail(f"No such command {args[0]!r}. {hint}")
             args = [_ALIASES[args[0]], *args[1:]]
-        if (clusters := ctx.params["on"]) and args[0] not in _WITH_CLUSTER:
+        # Shell completion parses without running.
+        clusters = None if ctx.resilient_parsing else ctx.params["on"]
+        if clusters and args[0] not in _WITH_CLUSTER:
             from hpctrain.cli.on_cluster import run_on_clusters
 
             ctx.exit(run_on_clusters(clusters.split(","), args))
