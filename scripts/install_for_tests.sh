@@ -29,6 +29,7 @@ if missing slurmdbd mariadbd my_print_defaults; then
     provide "Slurm's accounting" slurmdbd mariadb-server-core mariadb-client
 fi
 if missing mpirun.openmpi mpiexec.mpich; then provide MPI openmpi-bin mpich; fi
+if missing sshd rsync; then provide "sshd, to which the tests log in," openssh-server rsync; fi
 if missing strace; then provide "strace, which kills at system calls," strace; fi
 if missing etcd; then provide "etcd, at which agents of torchrun meet," etcd-server; fi
 if missing chromium-headless-shell && missing chromium && missing google-chrome; then

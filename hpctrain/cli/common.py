@@ -15,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hpctrain.errors import RunFailed
+from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
 from hpctrain.text import format_number, printable, without_escapes
 
@@ -224,7 +225,10 @@ def exit_for(status: RunStatus) -> None:
 
 
 def program_name() -> str:
-    """Return the command for `hpctrain`: its name if the shell finds it, otherwise its path."""
+    """Return the command for `hpctrain`, with `--on` if set: its name or its path."""
+    context = click.get_current_context(silent=True)
+    if cluster := context and context.meta.get(CLUSTER_VARIABLE):
+        return f"hpctrain --on {shlex.quote(cluster)}"
     called, found = Path(sys.argv[0]), shutil.which("hpctrain")
     if called.name != "hpctrain" or (found is not None and Path(found).samefile(called)):
         return "hpctrain"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,9 +56,17 @@ def command(runs_dir: Path, as_json: bool, array: str | None, sort: str | None, 
     if not found:
         click.echo(f"No runs in {runs_dir}.", err=True)
         return
+    print_runs(found)
+
+
+def print_runs(found: Sequence[RunStatus], clusters: Sequence[str] = ()) -> None:
+    """Print one line per run, preceded by its cluster, if given."""
     rows = [_row(status, time.time()) for status in found]
     if sys.stdout.isatty():
         rows.insert(0, _HEADER)
+    if clusters:
+        names = [*["CLUSTER"] * (len(rows) - len(clusters)), *clusters]
+        rows = [(name, *row) for name, row in zip(names, rows, strict=True)]
     echo_table(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -12,6 +13,7 @@ import click
 
 from hpctrain._version import __version__
 from hpctrain.errors import HpctrainError
+from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
 from hpctrain.text import suggest
 
 #: Subcommands in the order of the help; each is `command` in the module of its name.
@@ -44,7 +46,14 @@ _COMMANDS = (
     "sandbox",
     "completion",
     "man",
+    "setup",
+    "pull",
 )
+
+#: Commands that run on this machine, and use the cluster themselves.
+_WITH_CLUSTER = ("setup", "pull")
+#: Commands whose later arguments belong to a script.
+_WITH_SCRIPT = ("submit", "sweep", "exec")
 
 
 #: Names of the same commands in other tools.
@@ -74,14 +83,30 @@ class _LazyGroup(click.Group):
         command: click.Command = import_module(f"hpctrain.cli.{cmd_name}").command
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # `--on` may also follow the command. All words after a script are its arguments.
+        end = 2 if args and _ALIASES.get(args[0], args[0]) in _WITH_SCRIPT else len(args)
+        for place, word in enumerate(args[:end]):
+            if word == "--on" or word.startswith("--on="):
+                size = 2 if word == "--on" else 1
+                args = [*args[place : place + size], *args[:place], *args[place + size :]]
+                break
+        return super().parse_args(ctx, args)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            if args[0] in _ALIASES:
-                return super().resolve_command(ctx, [_ALIASES[args[0]], *args[1:]])
-            hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
-            ctx.fail(f"No such command {args[0]!r}. {hint}")
+            if args[0] not in _ALIASES:
+                hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
+                ctx.fail(f"No such command {args[0]!r}. {hint}")
+            args = [_ALIASES[args[0]], *args[1:]]
+        # Shell completion parses without running.
+        clusters = None if ctx.resilient_parsing else ctx.params["on"]
+        if clusters and args[0] not in _WITH_CLUSTER:
+            from hpctrain.cli.on_cluster import run_on_clusters
+
+            ctx.exit(run_on_clusters(clusters.split(","), args))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -104,8 +129,17 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hpctrain")
-def cli() -> None:
+@click.option(
+    "--on",
+    metavar="CLUSTER",
+    help="Run the command on this host of ~/.ssh/config. `submit` sends the code of this project.",
+)
+@click.pass_context
+def cli(ctx: click.Context, on: str | None) -> None:
     """Run PyTorch training on Slurm. Preemptions and crashes do not change the result."""
+    # Jobs do not inherit these variables, which describe this command alone.
+    for name in (CLUSTER_VARIABLE, STREAM_VARIABLE):
+        ctx.meta[name] = on if name == CLUSTER_VARIABLE and on else os.environ.pop(name, None)
 
 
 def main() -> None:

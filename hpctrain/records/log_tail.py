@@ -18,9 +18,11 @@ _SEARCHED_BYTES = 64 * _BLOCK_BYTES
 class FileTail:
     """Incremental reader of a text file. A missing file counts as empty."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        """Start at this byte of the file."""
         self._path = path
-        self._offset = 0
+        self._offset = self.line_start = offset
+        """Position after the last newline that was read, in bytes."""
         # A multi-byte character may be split between two writes.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -34,14 +36,21 @@ class FileTail:
         try:
             with open_regular(self._path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset = 0
+                    self._offset = self.line_start = 0
                 file.seek(self._offset)
                 left = most_bytes if end is None else min(most_bytes, end - self._offset)
                 new = file.read(max(0, left))
         except FileNotFoundError:
             return ""
+        if b"\n" in new:
+            self.line_start = self._offset + new.rindex(b"\n") + 1
         self._offset += len(new)
         return self._decoder.decode(new)
+
+    @property
+    def position(self) -> int:
+        """Position after the last character that was returned, in bytes."""
+        return self._offset - len(self._decoder.getstate()[0])
 
     def has_grown(self) -> bool:
         """True if there is unread data. Checks only the length of the file."""

@@ -30,6 +30,7 @@ EXEMPT = {
         "jobs.options.option.OptionType.from_hint",
         "jobs.options.resolved_options._from_caller",
         "jobs.options.resolved_options._from_files",
+        "jobs.runs.run_log_reader.LogPosition.from_json",
         "jobs.site.job_request.JobRequest.from_spec",
         "supervisor.launch.job_step.TaskExit.from_returncode",
         "telemetry.sampling.nvml.GpuReader.read",
@@ -105,9 +106,10 @@ EXEMPT = {
         "training.saving.verification_steps._parse",
     },
     "words of the command line, or of the user's own command": {
-        "cli.checkpoints._ListByDefault.parse_args",
+        "cli.common.DefaultGroup.parse_args",
+        "cli.common.parse_pairs",
+        "cli.main._LazyGroup.parse_args",
         "cli.submit.SubmitCommand.parse_args",
-        "cli.sweep._SubmitByDefault.parse_args",
         "runtime.program.program._parse_python_command",
     },
     "every error is caught by the caller and reported": {

@@ -72,6 +72,7 @@ _FOREIGN_OPTIONS = {
     "master-port": "hpctrain chooses the rendezvous port",
     "monitor-interval": "The supervisor detects crashes immediately. For hangs, use --hang-timeout",
     "node-rank": "hpctrain assigns the ranks",
+    "on": "Put --on directly after the command: hpctrain submit --on CLUSTER",
     "num-gpus": "Use --gpus-per-node",
     "num-processes": "Use --nodes with --gpus-per-node, or with --ntasks-per-node for a run on CPUs",
     "rdzv-id": "hpctrain chooses the rendezvous id",

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogText, RunLogReader
+from hpctrain.jobs.runs.run_log_reader import (
+    EventLine,
+    LogFilter,
+    LogMark,
+    LogPosition,
+    LogText,
+    RunLogReader,
+)
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.runs.status_poller import StatusPoller
 from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
@@ -24,8 +31,12 @@ ALL_RANKS = LogFilter()
 
 
 def follow_run(
-    run: Run, shown: LogFilter = ALL_RANKS, *, whole: bool
-) -> Iterator[LogText | EventLine | RunStatus]:
+    run: Run,
+    shown: LogFilter = ALL_RANKS,
+    *,
+    whole: bool,
+    positions: Mapping[str, LogPosition] | None = None,
+) -> Iterator[LogText | EventLine | LogMark | RunStatus]:
     """Yield logs and events of the run as they are written; the last item is the status of the ended run.
 
     For a job array, yield those of all tasks with the task's name before each line, and a notice when the
@@ -35,8 +46,9 @@ def follow_run(
         run: the run.
         shown: the logs to show.
         whole: start at the last submission instead of the newest attempt.
+        positions: continue there, by source of the marks.
     """
-    readings = deque(_open_readers(run, shown, whole=whole))
+    readings = deque(_open_readers(run, shown, whole=whole, positions=positions or {}))
     poller, unknown = StatusPoller([run.dir], run.environ), UnknownStateTracker()
     before: RunStatus | None = None
     while True:
@@ -58,18 +70,21 @@ def follow_run(
         time.sleep(_POLL_S)
 
 
-def _open_readers(run: Run, shown: LogFilter, *, whole: bool) -> list[RunLogReader]:
+def _open_readers(
+    run: Run, shown: LogFilter, *, whole: bool, positions: Mapping[str, LogPosition]
+) -> list[RunLogReader]:
     """Return a reader for the run, or for each task of a job array; `whole` takes those last submitted."""
     tasks: Sequence[int] = run.dir.tasks()
     if not tasks:
-        return [RunLogReader(run.dir, shown, whole=whole)]
+        return [RunLogReader(run.dir, shown, whole=whole, position=positions.get(""))]
     if whole:
         # An array resubmitted with other tasks still contains the folders of the earlier tasks.
         tasks = JobArray.parse(load_spec(run.dir.spec).array or "").indices
     width = len(f"[task-{max(tasks)}]")
+    labels = {index: f"{f'[task-{index}]':<{width}} " for index in tasks}
     return [
-        RunLogReader(run.dir.task(index), shown, whole=whole, label=f"{f'[task-{index}]':<{width}} ")
-        for index in tasks
+        RunLogReader(run.dir.task(index), shown, whole=whole, label=label, position=positions.get(label))
+        for index, label in labels.items()
     ]
 
 

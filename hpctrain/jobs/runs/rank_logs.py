@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from hpctrain.rundir import RunDir, is_event
 
 #: Logs per poll: a run of thousands of ranks must not overload the file system.
 _LOGS_PER_POLL = 64
+#: Bytes that are read at once: after a lost connection, an incomplete piece is sent again.
+_PIECE_BYTES = 32 * 1024
 #: Seconds between two searches for ranks with a new log.
 _LISTING_INTERVAL_S = 1.0
 
@@ -25,15 +27,26 @@ _LISTING_INTERVAL_S = 1.0
 class RankLogReader:
     """Incremental reader of the logs of one attempt."""
 
-    def __init__(self, run: RunDir, attempt: int, ranks: Collection[int] = (), label: str = "") -> None:
-        """Start at the beginning of the logs.
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        ranks: Collection[int] = (),
+        label: str = "",
+        offsets: Mapping[int, int] | None = None,
+    ) -> None:
+        """Prepare the reader; nothing is read yet.
 
         Args:
             run: the run.
             attempt: the attempt whose logs to read.
             ranks: the ranks to read; empty means all.
             label: prefix of each line, if the output of several runs is merged.
+            offsets: bytes of the log of each rank that were read before.
         """
+        self.mark: tuple[int, int] | None = None
+        """Rank of the text yielded last, and the position after this text in its log, in bytes."""
+        self._offsets = offsets or {}
         self._run, self._attempt, self._label = run, attempt, label
         self._wanted = frozenset(ranks)
         self._tails: dict[int, FileTail] = {}
@@ -69,13 +82,16 @@ class RankLogReader:
             if tail.has_grown():
                 yield from self._read(rank, tail)
             if torn := self._partial_lines.pop(rank, ""):
+                self.mark = rank, tail.position
                 yield self._line(rank, torn)
 
     def _find_ranks(self) -> None:
         self._next_listing = time.monotonic() + _LISTING_INTERVAL_S
         for rank in self._run.ranks(self._attempt):
             if rank not in self._tails and (not self._wanted or rank in self._wanted):
-                self._tails[rank] = FileTail(self._run.rank_log(self._attempt, rank))
+                self._tails[rank] = FileTail(
+                    self._run.rank_log(self._attempt, rank), self._offsets.get(rank, 0)
+                )
                 self._queue.append(rank)
         if self._tails and not self._width:
             world_size = _world_size(self._run, self._attempt) or len(self._tails)
@@ -84,12 +100,14 @@ class RankLogReader:
             self._width = len(str(max(world_size - 1, *self._tails)))
 
     def _read(self, rank: int, tail: FileTail, size: int | None = None) -> Iterator[str]:
-        while text := tail.read(size):
+        while text := tail.read(size, most_bytes=_PIECE_BYTES):
             if not self._labels_ranks and not self._label:
+                self.mark = rank, tail.position
                 yield text
                 continue
             *lines, torn = (self._partial_lines.pop(rank, "") + text).split("\n")
             if lines:
+                self.mark = rank, tail.line_start
                 yield "".join([self._line(rank, line) for line in lines])
             if torn:
                 self._partial_lines[rank] = torn

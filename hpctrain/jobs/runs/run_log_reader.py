@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hpctrain.jobs.runs.error_report import details, report_failure
 from hpctrain.jobs.runs.rank_logs import RankLogReader
@@ -13,11 +13,49 @@ from hpctrain.rundir import RunDir, is_event
 from hpctrain.telemetry.startup_parts import StartupDurations
 
 
+class LogMark(NamedTuple):
+    """Position after an item: a reader that starts there continues without losing or repeating lines."""
+
+    source: str
+    """Label of the task in a job array, otherwise empty."""
+    attempt: int | None
+    """Attempt of the logs; None for an event."""
+    rank: int | None
+    """Rank whose log was read; None for an event."""
+    offset: int
+    """Bytes of the log, or number of events."""
+
+
+@dataclass
+class LogPosition:
+    """Sum of the marks of one source."""
+
+    attempt: int | None = None
+    events: int = 0
+    offsets: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> LogPosition:
+        """Return the position from its JSON object, whose keys are strings."""
+        offsets = {int(rank): offset for rank, offset in record["offsets"].items()}
+        return cls(record["attempt"], record["events"], offsets)
+
+    def advance(self, mark: LogMark) -> None:
+        """Move to a mark."""
+        if mark.attempt not in (None, self.attempt):
+            self.attempt, self.offsets = mark.attempt, {}
+        if mark.rank is None:
+            self.events = mark.offset
+        else:
+            self.offsets[mark.rank] = mark.offset
+
+
 @dataclass(frozen=True)
 class LogText:
     """A piece of the logs; complete, labelled lines if several logs are shown."""
 
     text: str
+    mark: LogMark | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +65,7 @@ class EventLine:
     line: str
     details: tuple[str, ...] = ()
     """Details of the failure that the event reports."""
+    mark: LogMark | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +83,15 @@ class LogFilter:
 class RunLogReader:
     """Incremental reader of a run's output."""
 
-    def __init__(self, run: RunDir, shown: LogFilter, *, whole: bool, label: str = "") -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        shown: LogFilter,
+        *,
+        whole: bool,
+        label: str = "",
+        position: LogPosition | None = None,
+    ) -> None:
         """Prepare the reader; nothing is read yet.
 
         Args:
@@ -52,7 +99,9 @@ class RunLogReader:
             shown: the logs to show.
             whole: start at the last submission instead of the newest attempt.
             label: prefix of each line; empty if the run is shown alone.
+            position: continue there.
         """
+        self._position, self._num_events = position, 0
         self._run, self._shown, self._whole, self._label = run, shown, whole, label
         self._events = RecordTail(run.events, is_event)
         self._logs: _AttemptLogs | None = None
@@ -64,13 +113,18 @@ class RunLogReader:
         """True if the last `read` found events that are not yet yielded."""
         return bool(self._new_events)
 
-    def read(self) -> Iterator[LogText | EventLine]:
-        """Yield new log output, then the events that the previous call found."""
-        logs = self._logs or self._start_attempt_logs()
+    def read(self) -> Iterator[LogText | EventLine | LogMark]:
+        """Yield the start, then new log output, then the events that the previous call found."""
+        logs = self._logs
+        if logs is None:
+            logs = self._start_attempt_logs()
+            yield LogMark(self._label, logs.first_attempt, None, self._num_events)
         yield from self._reports() if self._shown.errors else logs.read()
         for event in self._announced_events:
+            self._num_events += 1
             if line := describe_event(event):
-                yield EventLine(f"{self._label}{line}", self._details(event))
+                mark = LogMark(self._label, None, None, self._num_events)
+                yield EventLine(f"{self._label}{line}", self._details(event), mark)
         self._announced_events = self._new_events = self._events.read()
 
     def read_rest(self) -> Iterator[LogText]:
@@ -82,9 +136,13 @@ class RunLogReader:
         past = list(self._events.read_in_parts())
         start = max((i for i, event in enumerate(past) if event.get("kind") == "submitted"), default=-1) + 1
         first = past[start - 1].get("attempt", 0) if self._whole and start else None
+        announces, offsets = self._whole, {}
+        if (known := self._position) is not None:
+            start, first, announces, offsets = known.events, known.attempt, True, known.offsets
         self._new_events = past[start:]
-        self._announced_events = self._new_events if self._whole else []
-        self._logs = _AttemptLogs(self._run, self._shown, first, self._label)
+        self._announced_events = self._new_events if announces else []
+        self._num_events = start if announces else len(past)
+        self._logs = _AttemptLogs(self._run, self._shown, first, self._label, offsets)
         return self._logs
 
     def _details(self, event: dict[str, Any]) -> tuple[str, ...]:
@@ -104,13 +162,22 @@ class RunLogReader:
 class _AttemptLogs:
     """Logs of the ranks across attempts."""
 
-    def __init__(self, run: RunDir, shown: LogFilter, first_attempt: int | None, label: str) -> None:
-        self._run, self._shown, self._label = run, shown, label
+    def __init__(
+        self,
+        run: RunDir,
+        shown: LogFilter,
+        first_attempt: int | None,
+        label: str,
+        offsets: Mapping[int, int],
+    ) -> None:
+        """Prepare the reader; `offsets` are the bytes of the first attempt that were read before."""
+        self._run, self._shown, self._label, self._offsets = run, shown, label, offsets
         self._attempt: int | None = None
         self._logs: RankLogReader | None = None
         self._least = first_attempt if first_attempt is not None else max(run.attempts(), default=0)
         if shown.attempt is not None:
             self._least = shown.attempt
+        self.first_attempt = self._least
 
     def read(self) -> Iterator[LogText]:
         """Yield new output; the rest of an older attempt precedes the next attempt."""
@@ -119,16 +186,22 @@ class _AttemptLogs:
                 continue
             if attempt != self._attempt:
                 yield from self.read_rest()
-                self._logs = RankLogReader(self._run, attempt, self._shown.ranks, self._label)
+                offsets = self._offsets if attempt == self.first_attempt else {}
+                self._logs = RankLogReader(self._run, attempt, self._shown.ranks, self._label, offsets)
                 self._attempt = self._least = attempt
-                yield from map(LogText, self._logs.read_past())
+                yield from self._marked(self._logs.read_past())
         if self._logs is not None:
-            yield from map(LogText, self._logs.read_new())
+            yield from self._marked(self._logs.read_new())
 
     def read_rest(self) -> Iterator[LogText]:
         """Yield the remaining logs of the attempt read last."""
         if self._logs is not None:
-            yield from map(LogText, self._logs.read_rest())
+            yield from self._marked(self._logs.read_rest())
+
+    def _marked(self, texts: Iterator[str]) -> Iterator[LogText]:
+        for text in texts:
+            mark = self._logs and self._logs.mark
+            yield LogText(text, LogMark(self._label, self._attempt, *mark) if mark else None)
 
 
 def describe_event(event: dict[str, Any]) -> str | None:

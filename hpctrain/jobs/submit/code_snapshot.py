@@ -15,6 +15,7 @@ from hpctrain.errors import SpecError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
+from hpctrain.jobs.submit.sent_code import SentCode
 from hpctrain.rundir import RunDir
 from hpctrain.spec.code_ref import CodeRef
 from hpctrain.text import format_size
@@ -27,7 +28,7 @@ _LEAST = 4096
 class CodeSnapshot:
     """Files of a working tree to copy."""
 
-    repository: GitRepository
+    repository: GitRepository | SentCode
     script: Path | None
     """The script's path in the working tree; None if it is elsewhere."""
     files: Mapping[str, bool]
@@ -51,7 +52,8 @@ class CodeSnapshot:
             SpecError: the files exceed `limit_mb`, a file cannot be copied, or git does not answer.
         """
         path = Path(os.path.realpath(script))
-        repository = GitRepository.containing(folder or path.parent, environ)
+        inside = folder or path.parent
+        repository = SentCode.containing(inside) or GitRepository.containing(inside, environ)
         place = None if folder else path.relative_to(repository.root)
         files = repository.files()
         if place is not None:

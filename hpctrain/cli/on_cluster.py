@@ -1,0 +1,156 @@
+"""Commands on a cluster (`--on`): the same command runs on the login node, and its output appears here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain.cli.common import echo_json, echo_log
+from hpctrain.errors import HpctrainError, UserError
+from hpctrain.remote.cluster import Cluster
+from hpctrain.remote.protocol import CLUSTER_VARIABLE
+from hpctrain.remote.ssh_connection import SSH_FAILED
+
+#: Commands that submit the code of this machine.
+_SENDING = ("submit", "sweep", "resume")
+#: Subcommands of `sweep` that submit nothing.
+_NOT_SENDING = ("status", "best", "cancel")
+_INTERRUPTED = 130
+_FOLLOW = ("-f", "--follow")
+#: Commands that only wait, so they run again after a lost connection.
+_REPEATABLE = ("wait",)
+
+
+def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
+    """Run `hpctrain ARGS` on a cluster, and return its exit code.
+
+    Raises:
+        UserError: several clusters are named for a command other than `list`.
+        ClusterUnreachable: the login failed, or the connection was lost.
+    """
+    if len(names) > 1:
+        if args[0] != "list" or set(args[1:]) - {"--json"}:
+            raise UserError("Only `list` without arguments accepts several clusters. Name one (--on).")
+        return _list_clusters(names, args)
+    cluster = open_cluster(names[0])
+    if args[0] in _SENDING and (*args, "")[1] not in _NOT_SENDING:
+        send_project(cluster, needs_slurm=not _names_local_backend(args))
+    # A lost connection kills programs on its terminal, which must not happen during a submission.
+    has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and args[0] not in _SENDING
+    if any(word in args for word in _FOLLOW):
+        code = _follow(cluster, args)
+    else:
+        command = cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal)
+        while (code := subprocess.call(command)) == SSH_FAILED and args[0] in _REPEATABLE:
+            cluster.connection.reopen(lambda words: click.echo(words, err=True))
+    words = "Run the command again."
+    if args[0] in _SENDING:
+        words = f"`hpctrain --on {cluster.name} list` shows if the run was submitted."
+    cluster.connection.check(code, words)
+    return code
+
+
+def _follow(cluster: Cluster, args: Sequence[str]) -> int:
+    from hpctrain.remote.log_stream import LogStream
+
+    stream = LogStream(cluster, lambda text, err: echo_log(text, nl=False, err=err))
+    try:
+        return stream.run(args)
+    except KeyboardInterrupt:
+        click.echo(stream.detached or "", err=True)
+        return _INTERRUPTED
+
+
+def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:
+    """Print the runs of several clusters in one list; a cluster that fails is reported, and others follow."""
+    from hpctrain.cli.list import print_runs
+    from hpctrain.jobs.runs.run_status import RunStatus
+    from hpctrain.slurm.states import RunState
+
+    found: list[tuple[str, dict[str, Any]]] = []
+    code = 0
+    for name in names:
+        try:
+            found += [(name, each) for each in run_json(open_cluster(name), [*args, "--json"])]
+        except HpctrainError as error:
+            click.echo(f"Error: {error}", err=True)
+            code = error.exit_code
+    found.sort(key=lambda each: each[1].get("submitted") or 0)
+    if "--json" in args:
+        echo_json([{"cluster": name, **record} for name, record in found])
+        return code
+    runs = []
+    for name, record in found:
+        loss = None if record["loss"] is None else float(record["loss"])
+        runs.append((name, RunStatus(**{**record, "state": RunState(record["state"]), "loss": loss})))
+    print_runs([status for _, status in runs], [name for name, _ in runs])
+    return code
+
+
+def run_json(cluster: Cluster, args: Sequence[str]) -> Any:
+    """Return the JSON document that `hpctrain ARGS` prints on a cluster.
+
+    Raises:
+        UserError: the command failed.
+        ClusterUnreachable: the connection was lost.
+    """
+    result = cluster.connection.run(cluster.hpctrain(args))
+    if result.returncode:
+        raise UserError(f"{cluster.name}: {result.stderr.strip().removeprefix('Error: ')}")
+    return json.loads(result.stdout)
+
+
+def needed_cluster(ctx: click.Context) -> Cluster:
+    """Return the cluster that `--on` names.
+
+    Raises:
+        UsageError: there is no `--on`.
+        ClusterUnreachable: the login failed.
+    """
+    if name := ctx.meta.get(CLUSTER_VARIABLE):
+        return open_cluster(name)
+    raise click.UsageError(f"Name a cluster: hpctrain --on CLUSTER {ctx.info_name} …", ctx)
+
+
+def open_cluster(name: str) -> Cluster:
+    """Log in to a cluster.
+
+    Raises:
+        ClusterUnreachable: the login failed.
+    """
+    cluster = Cluster(name, Path.cwd(), os.environ)
+    cluster.connection.open()
+    return cluster
+
+
+def send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
+    """Check the cluster, and send the code of the current project.
+
+    Raises:
+        UserError: the cluster cannot run the project; the message has a line for each problem.
+        ClusterUnreachable: the connection was lost.
+    """
+    from hpctrain.remote.environment_check import collect_facts, find_problems
+    from hpctrain.remote.send_code import LocalCode, send_code
+
+    code = LocalCode.find(cluster.root, cluster.environ)
+    facts = collect_facts(cluster)
+    problems = find_problems(cluster, facts, size_bytes=code.size_bytes, needs_slurm=needs_slurm)
+    if text := "\n".join(problems):
+        raise UserError(text)
+    cluster.folder = facts.folder
+    send_code(cluster, code)
+    cluster.remember()
+    click.echo(f"Sent {len(code.files)} files to {cluster.name}:{cluster.folder}", err=True)
+
+
+def _names_local_backend(args: Sequence[str]) -> bool:
+    return "--backend=local" in args or ("--backend", "local") in pairwise(args)

@@ -1,0 +1,102 @@
+"""A cluster as this project uses it: its connection, the project's folder there, and Python."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpctrain.files import make_folder, read_json, write_atomic
+from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
+from hpctrain.remote.ssh_connection import SshConnection
+
+#: Environment that `setup` creates on the cluster.
+VENV = "$HOME/.local/share/hpctrain/venv"
+
+
+class Cluster:
+    """A cluster that `--on` names."""
+
+    def __init__(self, name: str, cwd: Path, environ: Mapping[str, str]) -> None:
+        """Read what earlier commands recorded about the cluster; nothing is opened yet.
+
+        Raises:
+            UserError: the name is not that of a host.
+        """
+        self.connection = SshConnection(name, environ)
+        self.name, self.environ = name, environ
+        folders = (cwd, *cwd.parents)
+        self.root = next((folder for folder in folders if os.path.lexists(folder / ".git")), cwd)
+        """Root of the project on this machine: the git repository, or the current folder."""
+        self._subfolder = cwd.relative_to(self.root)
+        state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "~"), ".local", "state")
+        self._path = Path(state, "hpctrain", "clusters.json").expanduser()
+        record = self._records().get(name, {})
+        self._folders: dict[str, str] = record.get("folders", {})
+        self.python: str | None = record.get("python")
+        """Path of Python on the cluster, if the user named one."""
+        self.folder = self._folders.get(str(self.root)) or self._default_folder()
+        """Folder of the project on the cluster, absolute or relative to the home folder."""
+
+    def remember(self) -> None:
+        """Record the folder and Python for later commands."""
+        record = {"folders": {**self._folders, str(self.root): self.folder}, "python": self.python}
+        make_folder(self._path.parent, private=True)
+        write_atomic(self._path, json.dumps(self._records() | {self.name: record}, indent=1), private=True)
+
+    def hpctrain(self, args: Sequence[str], *, stream: bool = False) -> str:
+        """Return a script that runs `hpctrain ARGS` in the folder that corresponds to the current one.
+
+        Args:
+            args: the arguments.
+            stream: send logs as records (see `LogStream`).
+        """
+        variables = {CLUSTER_VARIABLE: self.name, **({STREAM_VARIABLE: "1"} if stream else {})}
+        exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+        folder = os.path.normpath(os.path.join(self.folder, self._subfolder))
+        setup = f"`hpctrain --on {self.name} setup"
+        no_folder = (
+            f"There is no folder {folder} on {self.name}. Submit from this project first, or name another "
+            f"folder with {setup} --folder DIR`."
+        )
+        no_hpctrain = f"hpctrain does not start on {self.name}. {setup}` finds the reason, or installs it."
+        return (
+            f"cd {shell_path(folder)} 2>/dev/null || {_fail(no_folder)}; {self.choose_python()}; "
+            f'"$PY" -P -c "import hpctrain" 2>/dev/null || {_fail(no_hpctrain)}; '
+            f'export {exported}; exec "$PY" -P -m hpctrain {shlex.join(args)}'
+        )
+
+    def choose_python(self) -> str:
+        """Return a script that sets PY: the named Python, otherwise that of `setup`, otherwise python3."""
+        if self.python:
+            return f"PY={shell_path(self.python)}"
+        return f'PY="{VENV}/bin/python"; [ -x "$PY" ] || PY=python3'
+
+    def _default_folder(self) -> str:
+        name = self.root.name or "root"
+        if any(Path(other).name == name for other in self._folders):
+            name += f"-{hashlib.sha256(os.fsencode(self.root)).hexdigest()[:6]}"
+        return f"hpctrain/{name}"
+
+    def _records(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            return read_json(self._path)
+        return {}
+
+
+def shell_path(path: str) -> str:
+    """Quote a path of the cluster for its shell; `~` and variables at the start are replaced there."""
+    match = re.fullmatch(r"(~|\$\w+)(?:/(.*))?", path)
+    if match is None:
+        return shlex.quote(path)
+    return f"{match[1]}/{shlex.quote(match[2])}" if match[2] else match[1]
+
+
+def _fail(sentence: str) -> str:
+    return f"{{ echo {shlex.quote(f'Error: {sentence}')} >&2; exit 3; }}"

@@ -1,0 +1,59 @@
+"""Installation of hpctrain on a cluster, with the version of this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from hpctrain._version import __version__
+from hpctrain.errors import UserError
+from hpctrain.remote.cluster import VENV, Cluster, shell_path
+from hpctrain.remote.environment_check import ClusterFacts
+
+
+def install_hpctrain(cluster: Cluster, facts: ClusterFacts) -> None:
+    """Build a wheel here, and install it on the cluster with pip, whose output is shown.
+
+    It is installed for the Python that the user named, otherwise into an environment of its own.
+
+    Raises:
+        UserError: pip failed, here or on the cluster.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, _source()]
+        if subprocess.call(pip, stdout=sys.stderr):
+            raise UserError(
+                "Cannot build a wheel of hpctrain on this machine; see the messages of pip above. Install "
+                f"hpctrain {__version__} on {cluster.name} yourself, and run this command again."
+            )
+        (wheel,) = Path(folder).glob("*.whl")
+        cluster.connection.rsync([str(wheel), f"{cluster.name}:{cluster.folder}/"])
+    there = shell_path(f"{cluster.folder}/{wheel.name}")
+    python = shlex.quote(facts.python)
+    create = ":" if cluster.python else f'{python} -m venv --system-site-packages "{VENV}"'
+    target = python if cluster.python else f'"{VENV}/bin/python"'
+    # `--force-reinstall` replaces another build of the same version; its dependencies stay.
+    install = f"{target} -m pip install --quiet"
+    script = f"{create} && {install} --no-deps --force-reinstall {there} && {install} {there}"
+    command = cluster.connection.command(f"{script}; E=$?; rm {there}; exit $E")
+    code = subprocess.call(command, stdout=sys.stderr)
+    cluster.connection.check(code)
+    if code:
+        raise UserError(
+            f"Cannot install hpctrain on {cluster.name}; see the messages of pip above. Install hpctrain "
+            f"{__version__} there yourself, and name its Python with `setup --python PATH`."
+        )
+
+
+def _source() -> str:
+    """Return the source of the installed package for pip: its folder or file, otherwise its version."""
+    try:
+        record = distribution("hpctrain").read_text("direct_url.json")
+    except PackageNotFoundError:
+        record = None
+    return str(json.loads(record)["url"]) if record else f"hpctrain=={__version__}"

@@ -1,0 +1,88 @@
+"""Copy of the code from this machine to the folder of the project on a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import UserError
+from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
+from hpctrain.jobs.submit.sent_code import SENT_CODE_FILE
+from hpctrain.remote.cluster import Cluster
+from hpctrain.text import format_size
+
+#: Limit outside a git repository, where data and code cannot be told apart.
+_MAX_BYTES = 100_000_000
+_SKIPPED = ("runs", "__pycache__", "node_modules")
+
+
+@dataclass(frozen=True)
+class LocalCode:
+    """Files of the project, with commit and changes."""
+
+    files: Mapping[str, bool]
+    """Paths below the root; True for files that git does not track."""
+    size_bytes: int
+    commit: str | None = None
+    diff: str = ""
+
+    @classmethod
+    def find(cls, root: Path, environ: Mapping[str, str]) -> LocalCode:
+        """Find the files of a project.
+
+        Raises:
+            UserError: the folder is not a git repository and is too large.
+            SpecError: git takes too long.
+        """
+        try:
+            repository = GitRepository.containing(root, environ)
+            files, diff = repository.files(), repository.diff()
+            return cls(files, _size(root, files), repository.commit, diff.text() if diff else "")
+        except NotARepository as reason:
+            files = dict.fromkeys(_walk(root), True)
+            if (size := _size(root, files)) > _MAX_BYTES:
+                raise UserError(
+                    f"{str(root)!r} has {format_size(size)}, but at most {format_size(_MAX_BYTES)} are sent "
+                    f"if git does not list the code ({reason}). Run `git init`, and let git ignore data."
+                ) from None
+            return cls(files, size)
+
+
+def send_code(cluster: Cluster, code: LocalCode) -> None:
+    """Copy changed files to the cluster, with a list that the code snapshot of a run reads there.
+
+    Raises:
+        UserError: the copy failed, such as for a full disk.
+        ClusterUnreachable: the connection was lost.
+    """
+    target = f"{cluster.name}:{cluster.folder}/"
+    cluster.connection.rsync(
+        ["-lptz", "--files-from=-", "--from0", f"{cluster.root}/", target], "\0".join(code.files)
+    )
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        listed = Path(folder, SENT_CODE_FILE)
+        listed.write_text(json.dumps({"commit": code.commit, "files": code.files, "diff": code.diff}))
+        cluster.connection.rsync(["-pz", str(listed), target])
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Yield the files below a folder, without hidden ones, runs and virtual environments."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".")
+            and name not in _SKIPPED
+            and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+        ]
+        for name in names:
+            if not name.startswith("."):
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _size(root: Path, files: Mapping[str, bool]) -> int:
+    return sum(os.lstat(root / name).st_size for name in files)

@@ -1,0 +1,159 @@
+"""Connection to a login node with OpenSSH."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError, UserError
+from hpctrain.files import make_folder
+
+#: Exit code of ssh if the connection could not be opened, or was lost.
+SSH_FAILED = 255
+
+#: One login serves all commands until nothing has used the connection for 15 minutes. A connection without
+#: an answer for 15 seconds counts as lost.
+_OPTIONS = {
+    "ControlMaster": "auto",
+    "ControlPersist": "15m",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "3",
+    "ConnectTimeout": "30",
+    "LogLevel": "ERROR",
+}
+_RECONNECT_LIMIT_S = 3600.0
+#: Reports of ssh that another try will not change.
+_PERMANENT = ("Permission denied", "Host key verification failed", "Too many authentication failures")
+
+#: Messages of rsync: a failed system call, such as `No space left on device (28)`; a lost connection.
+_REASON = re.compile(r": ([^:\n]+) \(\d+\)$", re.MULTILINE)
+_LOST = re.compile(r"code 255|connection unexpectedly closed|Broken pipe|Connection reset")
+
+
+class ClusterUnreachable(HpctrainError):
+    """The login to a cluster failed, or the connection was lost.
+
+    Attributes:
+        is_permanent: another try cannot succeed, such as after a wrong password.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, is_permanent: bool = False) -> None:
+        super().__init__(message)
+        self.is_permanent = is_permanent
+
+
+class SshConnection:
+    """A host of `~/.ssh/config`. OpenSSH asks for passwords and second factors on the terminal."""
+
+    def __init__(self, host: str, environ: Mapping[str, str]) -> None:
+        """Prepare the commands; nothing is opened yet.
+
+        Raises:
+            UserError: the name is not that of a host.
+        """
+        if not host or host.startswith("-") or any(character.isspace() for character in host):
+            raise UserError(f"{host!r} (--on) is not a host. Use a host of ~/.ssh/config, such as mycluster.")
+        self.host = host
+        folder = environ.get("XDG_RUNTIME_DIR") or str(Path(environ.get("HOME", "~")).expanduser() / ".ssh")
+        make_folder(Path(folder), private=True)
+        # ssh replaces %C with a hash of user, host and port.
+        options = {**_OPTIONS, "ControlPath": f"{folder}/hpctrain-%C"}
+        self._ssh = ["ssh", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
+
+    def open(self) -> None:
+        """Log in, unless an open connection exists.
+
+        Raises:
+            ClusterUnreachable: the login failed. `is_permanent` is true if another try cannot succeed.
+        """
+        with tempfile.NamedTemporaryFile("r", prefix="hpctrain-ssh-") as log:
+            argv = [*self._ssh, "-E", log.name, "-T", self.host, "true"]
+            try:
+                code = subprocess.call(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            except FileNotFoundError:
+                raise UserError("ssh not found on PATH. Install the OpenSSH client.") from None
+            lines = [line for line in log.read().splitlines() if line]
+        if code == SSH_FAILED:
+            reason = lines[-1].rstrip(".\r") if lines else "ssh closed the connection"
+            raise ClusterUnreachable(
+                f"Cannot log in to {self.host}: {reason}. Try `ssh {shlex.quote(self.host)}`.",
+                is_permanent=any(words in reason for words in _PERMANENT),
+            )
+
+    def reopen(self, report: Callable[[str], object]) -> None:
+        """Log in again after a lost connection, with up to half a minute between two tries.
+
+        Args:
+            report: receives a message for the user.
+
+        Raises:
+            ClusterUnreachable: the login was refused, or failed for an hour.
+        """
+        report(f"The connection to {self.host} was lost; reconnecting. Ctrl-C ends this.")
+        deadline, pause_s = time.monotonic() + _RECONNECT_LIMIT_S, 0.5
+        while True:
+            try:
+                self.open()
+                return
+            except ClusterUnreachable as error:
+                if error.is_permanent or time.monotonic() > deadline:
+                    raise
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 30.0)
+
+    def command(self, script: str, *, terminal: bool = False) -> list[str]:
+        """Return the local command that runs a shell script in a login shell of the host.
+
+        Output of the files that the login shell reads, such as `~/.bash_profile`, is dropped.
+
+        Args:
+            script: the script, for bash.
+            terminal: run it on a terminal, for programs that draw or ask.
+        """
+        login = f"bash -lc {shlex.quote(f'exec 1>&3 2>&4 3>&- 4>&-; {script}')}"
+        quiet = f"exec sh -c {shlex.quote(f'exec 3>&1 4>&2 >/dev/null 2>&1; exec {login}')}"
+        return [*self._ssh, "-t" if terminal else "-T", self.host, quiet]
+
+    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+        """Run a script, and return its output.
+
+        Raises:
+            ClusterUnreachable: the connection was lost.
+        """
+        result = subprocess.run(
+            self.command(script), input="", capture_output=True, encoding="utf-8", errors="replace"
+        )
+        self.check(result.returncode)
+        return result
+
+    def check(self, code: int, words: str = "Run the command again.") -> None:
+        """Raise ClusterUnreachable if the exit code of ssh reports a lost connection."""
+        if code == SSH_FAILED:
+            raise ClusterUnreachable(f"The connection to {self.host} was lost. {words}")
+
+    def rsync(self, arguments: Sequence[str], content: str = "") -> None:
+        """Copy files with rsync through this connection, with `content` as its stdin.
+
+        Raises:
+            UserError: rsync is not installed on this machine, or a file cannot be read or written.
+            ClusterUnreachable: the connection was lost.
+        """
+        argv = ["rsync", "--protect-args", "-e", shlex.join(self._ssh), *arguments]
+        try:
+            result = subprocess.run(
+                argv, input=content, stderr=subprocess.PIPE, encoding="utf-8", errors="surrogateescape"
+            )
+        except FileNotFoundError:
+            raise UserError("rsync not found on PATH. Install rsync on this machine.") from None
+        if result.returncode:
+            reasons = [reason for reason in _REASON.findall(result.stderr) if not _LOST.search(reason)]
+            self.check(SSH_FAILED if not reasons and _LOST.search(result.stderr) else 0)
+            reason = reasons[0] if reasons else result.stderr.strip() or f"exit code {result.returncode}"
+            raise UserError(f"rsync cannot copy files between this machine and {self.host}: {reason}.")

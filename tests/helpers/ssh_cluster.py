@@ -1,0 +1,300 @@
+"""Clusters on this machine: real sshd instances with a home folder, users and second factor of their own.
+
+Each sshd runs in a mount namespace with its own /etc/passwd, /etc/shadow and /etc/pam.d, so that the machine
+is not changed. A proxy in front of it can cut connections.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from helpers import REPOSITORY
+from helpers.commands import environment, run_command
+from helpers.waiting import wait_for
+
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def need_ssh() -> None:
+    """Skip if they are unavailable; with CI=true, fail."""
+    problem = None
+    if os.geteuid() != 0:
+        problem = "needs root, for sshd"
+    elif missing := [
+        name for name in ("sshd", "ssh", "rsync", "unshare") if not shutil.which(name, path=_PATH)
+    ]:
+        problem = f"needs {', '.join(missing)} (Debian: apt-get install openssh-server rsync util-linux)"
+    elif run_command(["unshare", "--mount", "true"], {"PATH": _PATH}, check=False).returncode:
+        problem = "needs mount namespaces, which this machine does not let us make"
+    if problem and os.environ.get("CI") == "true":
+        pytest.fail(f"CI=true, so this has to work here: {problem}", pytrace=False)
+    if problem:
+        pytest.skip(problem)
+
+
+class Laptop:
+    """A home folder with an SSH configuration and a project."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.project = folder / "laptop", folder / "laptop" / "project"
+        self.project.mkdir(parents=True)
+        (self.home / "bin").mkdir()
+        self.config = self.home / "ssh_config"
+        self.config.touch()
+        # ssh finds ~/.ssh/config by the user, not by HOME.
+        ssh = self.home / "bin" / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.config} "$@"\n')
+        ssh.chmod(0o755)
+        # Paths of sockets have at most 107 bytes.
+        self.sockets = Path(tempfile.mkdtemp(prefix="ssh-"))
+        self.key = self.home / "key"
+        run_command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key])
+        self.env = {
+            "HOME": str(self.home),
+            "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
+            "XDG_RUNTIME_DIR": str(self.sockets),
+            "XDG_STATE_HOME": "",
+        }
+
+    def hpctrain(
+        self, *args: str, check: bool = True, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "hpctrain", *args]
+        return run_command(argv, self.env, cwd=self.project, check=check, timeout=timeout)
+
+    def on_terminal(
+        self, *args: str, answers: Sequence[tuple[str, str]] = (), timeout: float = 60
+    ) -> tuple[str, int]:
+        """Run hpctrain on a terminal, answering its prompts; return the output and the exit code."""
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(self.project)
+            argv = [sys.executable, "-m", "hpctrain", *args]
+            os.execve(sys.executable, argv, environment({**self.env, "TERM": "xterm"}))
+        shown, left, deadline = "", list(answers), time.monotonic() + timeout
+        try:
+            while True:
+                ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+                assert ready, f"no end after {timeout} s; shown so far: {shown!r}; left: {left}"
+                try:
+                    data = os.read(terminal, 65536)
+                except OSError:  # the end of a terminal, on Linux
+                    break
+                if not data:
+                    break
+                shown += data.decode(errors="replace")
+                if left and left[0][0] in shown.rpartition("\n")[2]:
+                    os.write(terminal, f"{left.pop(0)[1]}\n".encode())
+                    shown += "\n"
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            raise
+        finally:
+            os.close(terminal)
+            _, status = os.waitpid(pid, 0)
+        return shown, os.waitstatus_to_exitcode(status)
+
+
+class SshCluster:
+    """An sshd on 127.0.0.1, as a host of the laptop's configuration."""
+
+    def __init__(
+        self, laptop: Laptop, name: str, *, key: bool = True, password: str = "", code: str = ""
+    ) -> None:
+        """Describe the host.
+
+        Args:
+            laptop: the machine that logs in.
+            name: the host.
+            key: the laptop's key is accepted.
+            password: password of the user; empty disables it.
+            code: second factor after the key; empty disables it.
+        """
+        self.laptop, self.name = laptop, name
+        self.folder = laptop.home.parent / name
+        self.home = self.folder / "home"
+        self.home.mkdir(parents=True)
+        (self.home / ".ssh").mkdir(mode=0o700)
+        if key:
+            shutil.copy(f"{laptop.key}.pub", self.home / ".ssh" / "authorized_keys")
+        self._write_etc(password, code)
+        run_command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "host_key"])
+        self.write_profile(PATH=f"{Path(sys.executable).parent}:$PATH", PYTHONPATH=str(REPOSITORY))
+        self._methods = "publickey,keyboard-interactive" if code else "any"
+        self.port = _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def write_profile(self, **variables: str) -> None:
+        """Set what a login shell exports. It also prints, as many sites do."""
+        lines = [f'export {name}="{value}"' for name, value in variables.items()]
+        profile = ["echo Welcome", "echo to the cluster >&2", "unset BASH_ENV", *lines]
+        (self.home / ".bash_profile").write_text("\n".join(profile) + "\n")
+
+    def _write_etc(self, password: str, code: str) -> None:
+        hashed = "*"
+        if password:
+            hashed = run_command(["openssl", "passwd", "-6", password]).stdout.strip()
+        users = {"passwd": f"root:x:0:0:root:{self.home}:/bin/bash", "shadow": f"root:{hashed}:1::::::"}
+        for name, first in users.items():
+            lines = Path("/etc", name).read_text().splitlines()
+            rest = [line for line in lines if not line.startswith("root:")]
+            (self.folder / name).write_text("\n".join([first, *rest]) + "\n")
+        check = self.folder / "check_code"
+        check.write_text(f'#!/bin/sh\nread -r code\n[ "$code" = "{code}" ]\n')
+        check.chmod(0o755)
+        (self.folder / "pam.d").mkdir()
+        auth = f"pam_exec.so expose_authtok quiet {check}" if code else "pam_deny.so"
+        # pam_exec ignores setcred, which must not fail.
+        rules = [
+            f"auth requisite {auth}",
+            "auth required pam_permit.so",
+            "account required pam_permit.so",
+            "session required pam_permit.so",
+        ]
+        (self.folder / "pam.d" / "sshd").write_text("\n".join(rules) + "\n")
+        self._uses_pam = bool(code)
+
+    def start(self, *, tmpfs: str = "") -> None:
+        """Start sshd; the home folder is a file system of that size if `tmpfs` is set."""
+        config = self.folder / "sshd_config"
+        config.write_text(
+            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder / 'host_key'}\nPidFile none\n"
+            f"PermitRootLogin yes\nStrictModes no\nUsePAM {'yes' if self._uses_pam else 'no'}\n"
+            f"AuthenticationMethods {self._methods}\n"
+            f"KbdInteractiveAuthentication {'yes' if self._uses_pam else 'no'}\n"
+            f"AuthorizedKeysFile {self.home}/.ssh/authorized_keys\nMaxStartups 100\n"
+        )
+        mounts = [f"mount --bind {self.folder / name} /etc/{name}" for name in ("passwd", "shadow", "pam.d")]
+        if tmpfs:
+            saved = self.folder / "saved"
+            mounts += [
+                f"cp -a {self.home} {saved}",
+                f"mount -t tmpfs -o size={tmpfs} tmpfs {self.home}",
+                f"cp -a {saved}/. {self.home}",
+            ]
+        sshd = shutil.which("sshd", path=_PATH)
+        script = " && ".join(["mkdir -p /run/sshd", *mounts, f"exec {sshd} -D -e -f {config}"])
+        with open(self.folder / "sshd.log", "ab") as log:
+            self._process = subprocess.Popen(
+                ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
+                env={"PATH": _PATH},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.point_to(self.port)
+        wait_for(lambda: _answers(self.port), 20, f"sshd, which logs to {self.folder / 'sshd.log'}")
+
+    def point_to(self, port: int, option: str = "") -> None:
+        """Let the laptop connect to this port, such as that of a proxy, with one more option."""
+        block = (
+            f"Host {self.name}\n HostName 127.0.0.1\n Port {port}\n User root\n"
+            f" IdentityFile {self.laptop.key}\n IdentitiesOnly yes\n"
+            f" StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n {option}\n"
+        )
+        others = self.laptop.config.read_text().split("Host ")[1:]
+        kept = [f"Host {other}" for other in others if not other.startswith(f"{self.name}\n")]
+        self.laptop.config.write_text("".join([*kept, block]))
+
+    def close_connection(self) -> None:
+        """Close the open connection of the laptop, if any."""
+        control = f"ControlPath={self.laptop.sockets}/hpctrain-%C"
+        run_command(["ssh", "-o", control, "-O", "exit", self.name], self.laptop.env, check=False)
+
+    def stop(self) -> None:
+        """End sshd and all connections."""
+        self.close_connection()
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(10)
+
+
+class CuttingProxy:
+    """A TCP proxy that cuts each connection after a number of bytes from the cluster, or on request."""
+
+    def __init__(self, target: int, limit_bytes: int | None = None) -> None:
+        self._silent: set[socket.socket] = set()
+        self._target, self._limit_bytes = target, limit_bytes
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                try:
+                    upstream = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    client.close()
+                    continue
+                self._pairs.add((client, upstream))
+                threading.Thread(target=self._copy, args=(client, upstream, None), daemon=True).start()
+                limit = self._limit_bytes
+                threading.Thread(target=self._copy, args=(upstream, client, limit), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, left: int | None) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if source in self._silent:
+                    continue
+                if left is not None and (left := left - len(data)) < 0:
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Cut all connections now."""
+        for pair in list(self._pairs):
+            for end in pair:
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def silence(self) -> None:
+        """Drop all data of the open connections, as for a laptop that was asleep."""
+        self._silent.update(end for pair in self._pairs for end in pair)
+
+    def close(self) -> None:
+        self._server.close()
+        self.cut()
+
+
+@contextmanager
+def started(cluster: SshCluster, *, tmpfs: str = "") -> Iterator[SshCluster]:
+    """Start a cluster, and stop it afterwards."""
+    cluster.start(tmpfs=tmpfs)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+            return connection.recv(4) == b"SSH-"
+    except OSError:
+        return False

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from hpctrain.cli import on_cluster
+from hpctrain.cli.main import cli
+from hpctrain.remote.cluster import Cluster, shell_path
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], list[str]]]:
+    """Return clusters and arguments that a command line names; nothing is run."""
+    found = []
+    monkeypatch.setattr(on_cluster, "run_on_clusters", lambda names, args: found.append((names, args)) or 0)
+
+    def parse(*args: str) -> tuple[list[str], list[str]]:
+        cli.main(list(args), standalone_mode=False)
+        return found.pop()
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--on a status run --json",
+        "status --on a run --json",
+        "status run --on a --json",
+        "status run --json --on=a",
+        "--on=a ps run --json",
+    ],
+)
+def test_the_option_may_stand_before_or_after_a_command(parsed: Callable[..., object], line: str):
+    assert parsed(*line.split()) == (["a"], ["list" if "ps" in line else "status", "run", "--json"])
+
+
+def test_words_after_a_script_belong_to_it(parsed: Callable[..., object]):
+    assert parsed("submit", "--on", "a,b", "t.py", "--on", "x") == (
+        ["a", "b"],
+        ["submit", "t.py", "--on", "x"],
+    )
+
+
+def test_an_option_at_the_wrong_place_of_submit_is_explained():
+    with pytest.raises(click.UsageError, match="directly after the command"):
+        cli.main(["submit", "--nodes", "2", "--on", "a", "t.py"], standalone_mode=False)
+
+
+def test_commands_of_a_cluster_need_one():
+    with pytest.raises(click.UsageError, match="hpctrain --on CLUSTER pull"):
+        cli.main(["pull", "run"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "quoted"),
+    [
+        ("~/my project", "~/'my project'"),
+        ("$SCRATCH/x", "$SCRATCH/x"),
+        ("$(reboot)/x", "'$(reboot)/x'"),
+        ("~", "~"),
+    ],
+)
+def test_only_home_and_variables_are_replaced(path: str, quoted: str):
+    assert shell_path(path) == quoted
+
+
+def test_folders_of_projects_differ_and_are_remembered(tmp_path: Path):
+    environ = {"HOME": str(tmp_path)}
+    for parent in ("one", "two"):
+        (tmp_path / parent / "project" / ".git").mkdir(parents=True)
+    first = Cluster("a", tmp_path / "one" / "project", environ)
+    assert first.folder == "hpctrain/project"
+    first.remember()
+    second = Cluster("a", tmp_path / "two" / "project", environ)
+    assert second.folder.startswith("hpctrain/project-")
+    second.folder = "/scratch/two"
+    second.remember()
+    (tmp_path / "two" / "project" / "sub").mkdir()
+    again = Cluster("a", tmp_path / "two" / "project" / "sub", environ)
+    assert again.folder == "/scratch/two"
+    assert "cd /scratch/two/sub " in again.hpctrain(["list"])
+    assert Cluster("b", tmp_path / "two" / "project", environ).folder == "hpctrain/project"

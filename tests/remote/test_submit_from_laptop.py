@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from helpers import REPOSITORY
+from helpers.commands import run_command
+from helpers.ssh_cluster import CuttingProxy, Laptop, SshCluster, started
+
+from hpctrain import sandbox
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+LOCAL = ("--backend", "local", "--ntasks-per-node", "1")
+
+SAVING = """
+import pathlib, sys
+import hpctrain, torch
+from torch.utils.data import TensorDataset
+
+class Line(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return (self.layer(batch[0]) ** 2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = TensorDataset(torch.ones(20, 1))
+hpctrain.Trainer(max_steps=9, global_batch_size=4, checkpoint_every=3).fit(Line(), data)
+"""
+
+
+def commit(folder: Path) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "first"]):
+        run_command(["git", *words], cwd=folder)
+    return run_command(["git", "rev-parse", "HEAD"], cwd=folder).stdout.strip()
+
+
+def test_the_code_of_a_repository_is_sent_and_recorded(laptop: Laptop, cluster: SshCluster):
+    (laptop.project / ".gitignore").write_text("*.bin\nruns\n")
+    head = commit(laptop.project)
+    (laptop.project / "data.bin").write_bytes(b"large")
+    (laptop.project / "new file.py").write_text("value = 5\n")
+    with (laptop.project / "train.py").open("a") as script:
+        script.write("print('value', __import__('new file').value)\n")
+    args = ("submit", "--on", "alpha", *LOCAL, "--run-dir", "runs/a", "train.py", "3", "--on", "beta")
+    result = laptop.hpctrain(*args)
+    assert "Run a: job" in result.stdout
+    assert "Next: hpctrain --on alpha logs -f a" in result.stdout
+    waited = laptop.hpctrain("wait", "a", "--on", "alpha")
+    assert "run          a: COMPLETED" in waited.stdout
+    logs = laptop.hpctrain("--on=alpha", "logs", "a").stdout
+    assert "args ['3', '--on', 'beta']" in logs
+    assert "value 5" in logs
+    there = cluster.home / "hpctrain" / "project"
+    assert not (there / "data.bin").exists()
+    record = json.loads((there / "runs" / "a" / "code" / "submission-000.json").read_text())
+    assert (record["commit"], record["new_files"]) == (head, ["new file.py"])
+    diff = (there / "runs" / "a" / "code" / "submission-000.diff").read_text()
+    assert "+print('value', __import__('new file').value)" in diff
+
+
+def test_exit_codes_and_errors_pass_through(laptop: Laptop, cluster: SshCluster):
+    result = laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "missing.py", check=False)
+    assert result.returncode == 2
+    assert "missing.py" in result.stderr
+    (laptop.project / "train.py").write_text("raise SystemExit(3)")
+    result = laptop.hpctrain(
+        "submit", "--on", "alpha", *LOCAL, "--run-dir", "runs/a", "--follow", "train.py", check=False
+    )
+    assert result.returncode == 4
+    assert "run          a: FAILED" in result.stderr
+    result = laptop.hpctrain("--on", "alpha", "logs", "-f", "other", check=False)
+    assert result.returncode == 2
+    assert "There is no run 'other'" in result.stderr
+
+
+def test_pulls_results_and_newest_checkpoint_over_a_bad_line(laptop: Laptop, cluster: SshCluster):
+    (laptop.project / "train.py").write_text(SAVING)
+    laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "--run-dir", "runs/a", "--follow", "train.py")
+    there = cluster.home / "hpctrain" / "project" / "runs" / "a"
+    assert len(list((there / "checkpoints").glob("step-*"))) > 1
+    (there / "logs" / "large").write_bytes(bytes(range(256)) * 2000)
+    proxy = CuttingProxy(cluster.port, limit_bytes=150_000)
+    cluster.close_connection()
+    cluster.point_to(proxy.port)
+    try:
+        result = laptop.hpctrain("--on", "alpha", "pull", "a", timeout=100)
+    finally:
+        proxy.close()
+    assert result.stdout == "Run copied to runs/a, with report.html\n"
+    assert "was lost; reconnecting" in result.stderr
+    here = laptop.project / "runs" / "a"
+    assert [path.name for path in (here / "checkpoints").glob("step-*")] == ["step-00000009"]
+    for name in ("metrics.jsonl", "events.jsonl", "logs/large", "report.html"):
+        assert (here / name).read_bytes() == (there / name).read_bytes()
+
+
+def test_lists_several_clusters_and_reports_an_unreachable_one(laptop: Laptop, cluster: SshCluster):
+    with started(SshCluster(laptop, "beta")):
+        for name, run in (("alpha", "first"), ("beta", "second")):
+            laptop.hpctrain("submit", "--on", name, *LOCAL, "--run-dir", f"runs/{run}", "train.py")
+            laptop.hpctrain("--on", name, "wait", run)
+        result = laptop.hpctrain("list", "--on", "alpha,gone.invalid,beta", check=False)
+        rows = [line.split()[:3] for line in result.stdout.splitlines()]
+        assert rows == [["alpha", "first", "COMPLETED"], ["beta", "second", "COMPLETED"]]
+        assert result.returncode == 3
+        assert result.stderr.startswith("Error: Cannot log in to gone.invalid")
+        runs = json.loads(laptop.hpctrain("list", "--json", "--on", "alpha,beta").stdout)
+        assert [(run["cluster"], run["run_id"]) for run in runs] == [("alpha", "first"), ("beta", "second")]
+
+
+def test_submits_to_slurm_and_cancels(laptop: Laptop, cluster: SshCluster, slurm: sandbox.Sandbox):
+    cluster.write_profile(
+        PATH=f"{Path(sys.executable).parent}:$PATH", PYTHONPATH=str(REPOSITORY), **slurm.env
+    )
+    (laptop.project / "train.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(100)\n")
+    options = ("--gpus-per-node", "0", "--ntasks-per-node", "1", "--time", "10", "--run-dir", "runs/a")
+    result = laptop.hpctrain("submit", "--on", "alpha", *options, "train.py")
+    assert "(slurm), folder runs/a" in result.stdout
+    result = laptop.hpctrain("--on", "alpha", "cancel", "a")
+    assert "a" in result.stdout
+    waited = laptop.hpctrain("--on", "alpha", "wait", "a", check=False)
+    assert (waited.returncode, "a: CANCELLED" in waited.stdout) == (4, True)
+
+
+@pytest.mark.long
+def test_setup_installs_hpctrain(laptop: Laptop, cluster: SshCluster):
+    packages = cluster.folder / "packages"
+    packages.mkdir()
+    for path in Path(click.__file__).parents[1].iterdir():
+        if "hpctrain" not in path.name:
+            (packages / path.name).symlink_to(path)
+    cluster.write_profile(
+        PATH=f"{sys.base_prefix}/bin:$PATH", PYTHONPATH=str(packages), PIP_NO_DEPS="1", PIP_NO_INDEX="1"
+    )
+    laptop.env |= {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
+    result = laptop.hpctrain("--on", "alpha", "setup", timeout=110)
+    assert f"({cluster.home}/.local/share/hpctrain/venv/bin/python), hpctrain 0.1.0" in result.stdout
+    assert "No runs in runs." in laptop.hpctrain("--on", "alpha", "list").stderr
