@@ -110,6 +110,7 @@ EXEMPT = {
         "cli.common.DefaultGroup.parse_args",
         "cli.common.parse_pairs",
         "cli.main._LazyGroup.parse_args",
+        "cli.shell._ShellCommand.parse_args",
         "cli.submit.SubmitCommand.parse_args",
         "runtime.program.program._parse_python_command",
     },

@@ -172,7 +172,7 @@ PARSERS = [
         lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}),
     ),
     Parser(
-        template_checks._options,
+        template_checks.directive_options,
         ["#SBATCH -N2 --time=1:00 -p gpu # x", '#SBATCH --comment="a b"'],
         most_bytes=1 << 14,
     ),
