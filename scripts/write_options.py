@@ -39,7 +39,7 @@ def _submit() -> Iterator[str]:
 
 def _others() -> Iterator[str]:
     for name, context in walk_commands(cli):
-        if name != "submit":
+        if name != "submit" and not isinstance(context.command, click.Group):
             arguments = " ".join(context.command.collect_usage_pieces(context))
             yield f"### {name}\n"
             yield f"`{context.command_path} {arguments}`\n"

@@ -92,15 +92,14 @@ def open_run(run: str, runs_dir: Path) -> Run:
 def walk_commands(
     group: click.Group, parent: click.Context | None = None
 ) -> Iterator[tuple[str, click.Context]]:
-    """Yield all commands, including subcommands, by name in the order of the help."""
+    """Yield all commands, including groups and their subcommands, by name in the order of the help."""
     context = click.Context(group, parent, group.name if parent else "hpctrain")
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
+        yield name, click.Context(command, context, name)
         if isinstance(command, click.Group):
             yield from ((f"{name} {inner}", its) for inner, its in walk_commands(command, context))
-        else:
-            yield name, click.Context(command, context, name)
 
 
 def echo_json(document: Any) -> None:

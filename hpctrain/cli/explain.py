@@ -132,7 +132,7 @@ def _options(context: click.Context) -> Iterator[Explanation]:
     commands: dict[tuple[tuple[str, ...], str], list[str]] = {}
     root = context.find_root()
     assert isinstance(root.command, click.Group)
-    for path, each in walk_commands(root.command):
+    for path, each in [("", root), *walk_commands(root.command)]:
         for param in each.command.params:
             if isinstance(param, click.Option) and (record := param.get_help_record(each)):
                 # The first long name is the one of the documentation.
@@ -140,7 +140,7 @@ def _options(context: click.Context) -> Iterator[Explanation]:
                 meaning = f"{record[0]}: {' '.join(record[1].split())}"
                 commands.setdefault((names, meaning), []).append(path)
     for ((name, *aliases), meaning), paths in commands.items():
-        yield Explanation(name, f"option of hpctrain {', '.join(paths)}", meaning, tuple(aliases))
+        yield Explanation(name, f"option of hpctrain {', '.join(paths)}".rstrip(), meaning, tuple(aliases))
 
 
 def _indented(text: str) -> str:

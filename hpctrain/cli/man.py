@@ -67,7 +67,8 @@ def man_page(title: str, context: click.Context, titles: list[str]) -> str:
     for names, text in options:
         lines += [".TP", f".B {_escape(names)}", _escape(" ".join(text.split()))]
     if isinstance(command, click.Group):
-        lines += [".SH COMMANDS", *(f".br\n.BR {_escape(it.replace(' ', '-'))} (1)" for it in titles[1:])]
+        inner = [each.replace(" ", "-") for each in titles if each.startswith(f"{title} ")]
+        lines += [".SH COMMANDS", *(f".br\n.BR {_escape(each)} (1)" for each in inner)]
     return "\n".join(lines)
 
 

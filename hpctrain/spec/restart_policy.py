@@ -71,7 +71,7 @@ class EndKindInfo(NamedTuple):
     action: str
     """Action of the policy; `–` if it only counts."""
     advice: str = ""
-    """What users can do if the run ended because of this kind."""
+    """Advice to users if the run ended because of this kind."""
 
 
 END_KINDS: Mapping[EndKind, EndKindInfo] = {

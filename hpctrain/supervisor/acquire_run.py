@@ -295,7 +295,13 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
             f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this "
             "job exits. To continue the run, submit the script again."
         )
-    print(f"The run {finished['state'].lower()} after job {job_id} was submitted, so this job exits.")
+    if finished["state"] == "FAILED":
+        print(
+            f"The run failed after job {job_id} was requeued, so this job exits. To continue the run, use "
+            f"hpctrain resume {shlex.quote(str(run.path))}"
+        )
+    else:
+        print(f"The run completed after job {job_id} was submitted, so this job exits.")
     return True
 
 

@@ -14,17 +14,15 @@ class StartupTimes:
 
     def __init__(self) -> None:
         self._ends: dict[StartupPart, float] = {}
-        self._is_reported = False
 
     def end(self, part: StartupPart) -> None:
         """Record the end of a part. Only the first call for a part counts."""
         self._ends.setdefault(part, time.time())
 
     def report(self) -> dict[str, float] | None:
-        """Return the times after the first step, once; otherwise None."""
-        if self._is_reported or StartupPart.STEP not in self._ends:
+        """Return the times after the first step, otherwise None."""
+        if StartupPart.STEP not in self._ends:
             return None
-        self._is_reported = True
         created = _creation_time()
         launch = {} if created is None else {StartupPart.LAUNCH.value: created}
         return launch | {part.value: round(end, 3) for part, end in self._ends.items()}

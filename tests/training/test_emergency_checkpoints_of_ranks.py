@@ -220,17 +220,24 @@ def test_a_state_that_is_not_requested_is_removed_before_the_first_step(tmp_path
 
 
 def test_files_of_a_killed_run_are_removed_by_the_next_run_on_the_node(tmp_path):
-    folders = [tmp_path / f"hpctrain-{name}-emergency" for name in ("own", "alive", "killed", "deleted")]
+    names = ("own", "alive", "local", "killed", "ended", "deleted")
+    folders = [tmp_path / f"hpctrain-{name}-emergency" for name in names]
     for folder in folders:
         folder.mkdir()
         run = RunDir(tmp_path / f"run-{folder.name}")
         (folder / "run").symlink_to(run.path)
         if "deleted" not in folder.name:
             run.lease(0).parent.mkdir(parents=True)
+        if "local" in folder.name or "ended" in folder.name:
+            run.lock.touch()
+        elif "deleted" not in folder.name:
             run.lease(0).write_bytes(LeaseHolder("7").text())
+    lock = try_lock(RunDir(tmp_path / "run-hpctrain-local-emergency").lock)
+    assert lock is not None
     os.utime(RunDir(tmp_path / "run-hpctrain-killed-emergency").lease(0), (0, 0))
     emergency_checkpoints._remove_abandoned(folders[0])
-    assert [folder.exists() for folder in folders] == [True, True, False, False]
+    assert [folder.exists() for folder in folders] == [True, True, True, False, False, False]
+    os.close(lock)
 
 
 class NanNet(Net):

@@ -24,7 +24,7 @@ from hpctrain.files import is_locked
 from hpctrain.rundir import RunDir
 
 #: Prefixes of variables that connect a process to the run. A program beside the rank must not join the run.
-_OF_THE_RUN = ("HPCTRAIN_", "MASTER_")
+_OF_THE_RUN = ("HPCTRAIN_", "MASTER_", "TORCHELASTIC_", "PMI_", "PMIX_")
 #: Variables of the user's terminal.
 _TERMINAL = ("TERM", "COLORTERM", "LANG", "LC_ALL", "DISPLAY")
 _POLL_S = 0.5

@@ -7,6 +7,7 @@ import select
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,10 +59,11 @@ def _debuggable(rank: ProcessInfo) -> ProcessInfo | None:
     own = processes()
     family = [rank]
     for process in family:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-        if int(caught, 16) >> (number - 1) & 1:
-            return process
+        with suppress(FileNotFoundError, ProcessLookupError):  # The process may exit at any moment.
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+            if int(caught, 16) >> (number - 1) & 1:
+                return process
         family += [child for child in own if child.parent == process.pid]
     return None
 

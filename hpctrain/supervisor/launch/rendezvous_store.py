@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 from types import TracebackType
@@ -9,8 +10,7 @@ from typing import Any, Self
 
 from hpctrain import system
 
-#: Time limit for an import of PyTorch that is in progress when the ranks have ended.
-_IMPORT_LIMIT_S = 60.0
+log = logging.getLogger(__name__)
 
 
 class RendezvousStore:
@@ -32,8 +32,8 @@ class RendezvousStore:
             OSError: no port can be bound.
         """
         self._address = address
-        self._waiting: system.Thread | None = None
         self._wake: socket.socket | None = None
+        self._lock, self._is_over = system.Lock(), False
         self._on_demand = on_demand
         # The store has no authentication, so other hosts can reach it only if ranks run there.
         self._socket: socket.socket | None = open_store_socket(address)
@@ -55,28 +55,39 @@ class RendezvousStore:
             self._start_store()
             return
         self._wake, ended = socket.socketpair()
-        self._waiting = system.Thread(target=self._serve_first_connection, args=(ended,), daemon=True)
-        self._waiting.start()
+        system.Thread(target=self._serve_first_connection, args=(ended,), daemon=True).start()
 
     def _serve_first_connection(self, ended: socket.socket) -> None:
         assert self._socket is not None
         with ended:
-            readable, _, _ = select.select([self._socket, ended], [], [])
-            if ended not in readable:
-                self._start_store()
+            try:
+                readable, _, _ = select.select([self._socket, ended], [], [])
+            except (OSError, ValueError):
+                return  # The attempt has ended, and the socket is closed.
+            if ended in readable:
+                return
+        try:
+            self._start_store()
+        except Exception:
+            log.exception("cannot serve the store for the rank")
+            self._close()  # ends the connection of the rank
 
     def _start_store(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        assert self._socket is not None
-        self._store = TCPStore(
-            "127.0.0.1",
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),
-        )
-        self._socket = None
+        with self._lock:
+            # The attempt may have ended during the import.
+            if self._is_over:
+                return
+            assert self._socket is not None
+            self._store = TCPStore(
+                "127.0.0.1",
+                self._port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self._socket.detach(),
+            )
+            self._socket = None
 
     def was_used(self) -> bool:
         """Return true if any rank has stored a key, as ranks that form a process group do."""
@@ -88,12 +99,15 @@ class RendezvousStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._wake is not None and self._waiting is not None:
+        if self._wake is not None:
             self._wake.close()
-            self._waiting.join(_IMPORT_LIMIT_S)
-        self._store = None
-        if self._socket is not None:
-            self._socket.close()
+        self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_over, self._store = True, None
+            if self._socket is not None:
+                self._socket.close()
 
 
 def open_store_socket(address: str) -> socket.socket:

@@ -28,6 +28,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tier.local_tier import make_private_folder, tier_folder
 from hpctrain.checkpoint.tier.rank_record import RankRecord, read_record, read_tensors
 from hpctrain.errors import CheckpointError
+from hpctrain.files import is_locked
 from hpctrain.records.lease import counts_as_alive, newest_lease
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
@@ -478,8 +479,11 @@ def _remove_abandoned(own: Path) -> None:
         with suppress(OSError):
             if folder == own or folder.lstat().st_uid != os.geteuid():
                 continue
-            held = newest_lease(RunDir((folder / _RUN_LINK).readlink()))
-            if held is None or not counts_as_alive(held, RunState.UNKNOWN):
+            run = RunDir((folder / _RUN_LINK).readlink())
+            held = newest_lease(run)
+            # Local runs have a lock, and no lease. A job on a full disk has neither.
+            has_ended = not run.path.exists() or (run.lock.exists() and not is_locked(run.lock))
+            if has_ended if held is None else not counts_as_alive(held, RunState.UNKNOWN):
                 shutil.rmtree(folder)
 
 
