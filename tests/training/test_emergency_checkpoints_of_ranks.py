@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpctrain
-from hpctrain.files import read_json_lines
+from hpctrain.files import read_json_lines, try_lock
 from hpctrain.records.lease import LeaseHolder
 from hpctrain.rundir import ATTEMPT_VARIABLE, EMERGENCY_CHECKPOINT_VARIABLE, RunDir
 from hpctrain.runtime.program.emergency_save import emergency_save

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,7 +41,7 @@ def _without_stragglers(run_data: RunData) -> Iterator[WhatIf]:
             reports[str(event.get("attempt")), describe_rank(event)].append(event)
     saved_us: dict[str, tuple[float, str]] = {}
     for (attempt, rank), events in reports.items():
-        part = max(map(_slow_part, events))
+        part = statistics.fmean(map(_slow_part, events))
         first_us, last_us = events[0]["time"] * 1e6, events[-1]["time"] * 1e6
         overlaps = (
             max(0.0, min(span.end_us, last_us) - max(span.start_us, first_us))
