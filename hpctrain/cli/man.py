@@ -21,12 +21,12 @@ from hpctrain.cli.common import short_path, walk_commands
 )
 @click.pass_context
 def command(context: click.Context, name: tuple[str, ...], output: Path | None) -> None:
-    r"""Print the manual page of COMMAND, by default of hpctrain, in the format of man.
+    """Print the manual page of COMMAND, by default of hpctrain, in the format of man.
 
     \b
         hpctrain man submit | man -l -
         hpctrain man --output ~/.local/share/man/man1
-    """
+    """  # noqa: D301
     root = context.find_root()
     assert isinstance(root.command, click.Group)
     pages = {"hpctrain": root, **{f"hpctrain {path}": its for path, its in walk_commands(root.command)}}

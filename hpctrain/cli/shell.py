@@ -82,7 +82,7 @@ def command(
     assignments: tuple[str, ...],
     **asked: Any,
 ) -> None:
-    r"""Open a shell in a new job, with the resources and the environment of a run; or run COMMAND there.
+    """Open a shell in a new job, with the resources and the environment of a run; or run COMMAND there.
 
     \b
         hpctrain shell --nodes 2 --gpus-per-node 4 --time 1:00:00
@@ -91,7 +91,7 @@ def command(
 
     Accepts the options of `hpctrain submit` for resources, queue, environment and container. The shell runs
     on the first node, and the job ends with it. Without Slurm, it runs on this machine.
-    """
+    """  # noqa: D301
     cwd = ctx.obj or Path.cwd()
     program, *args = words or ("bash",)
     submission = prepare_submission(

@@ -204,14 +204,14 @@ def command(
     as_module: bool,
     **asked: Any,
 ) -> None:
-    r"""Submit SCRIPT as a run. ARGS are passed to it unchanged.
+    """Submit SCRIPT as a run. ARGS are passed to it unchanged.
 
     To submit a module or any other command:
 
     \b
         hpctrain submit [OPTIONS] -m package.module [ARGS]
         hpctrain submit [OPTIONS] -- COMMAND [ARGS]
-    """
+    """  # noqa: D301
     if dry_run and (as_json or explain):
         what = "--json a JSON document" if as_json else "--explain a table"
         raise click.UsageError(f"--dry-run prints a shell script and {what}. Use only one of these options.")

@@ -42,3 +42,8 @@ def test_one_page_is_printed_and_an_unknown_command_is_refused():
     refused = CliRunner().invoke(cli, ["man", "sumbit"])
     assert refused.exit_code == 2
     assert "no command 'hpctrain sumbit'" in refused.stderr
+
+
+def test_example_lines_keep_their_line_breaks():
+    for name, context in walk_commands(cli):
+        assert "\\b" not in context.get_help(), name

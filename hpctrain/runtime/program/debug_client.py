@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.cluster.processes import ProcessInfo, processes
-from hpctrain.errors import RunFailed, WaitTimeout
+from hpctrain.errors import RunFailed, UserError, WaitTimeout
 from hpctrain.runtime.program.attach import require_rank
 from hpctrain.runtime.program.child_relay import is_own_process
 from hpctrain.runtime.program.debugger import debug_address, debug_signal
 
 #: Time for the main thread to return to Python code.
 _LIMIT_S = 30.0
+#: Time in which a rank exits after its end, or the end of its supervisor.
+_EXIT_S = 0.5
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> NoReturn:
         try:
             listening.bind(f"\0{debug_address(process.pid)}")
         except OSError:
-            _exit(f"Rank {rank} is already being debugged.", RunFailed.exit_code)
+            _exit(f"Rank {rank} is already being debugged.", UserError.exit_code)
         listening.listen()
         _interrupt(process)
         if (connected := _accept(listening)) is None:
@@ -46,6 +48,8 @@ def main(argv: list[str]) -> NoReturn:
             )
         with connected:
             _converse(connected, process)
+    # The statement at the prompt, or the end of the run, may have ended the rank.
+    time.sleep(_EXIT_S)
     if not Path(f"/proc/{process.pid}").exists():
         _exit(f"Rank {rank} has exited.", RunFailed.exit_code)
     print(f"Detached. Rank {rank} continues.")
