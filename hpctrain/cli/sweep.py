@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -288,7 +289,9 @@ def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_jso
     rows = _rows(found, read_sweep(found.dir), metric, mode)
     if not rows or (value := rows[0][1].best) is None:
         name = f"the metric {metric!r}" if metric else "a metric"
-        raise UserError(f"No trial of {found.run_id} has logged {name} yet. See `hpctrain list {run}`.")
+        raise UserError(
+            f"No trial of {found.run_id} has logged {name} yet. See `hpctrain list {shlex.quote(run)}`."
+        )
     its, results = rows[0]
     if as_json:
         echo_json(as_document(rows[0]))

@@ -55,6 +55,7 @@ FOUND_BUGS = {
         9,
         "start-by-hand@19.4 preempt@7.6 slurm-silent@129:180",
     ),
+    "two threads submit a successor": (3177862, "kill-batch@104.5:14.1 requeue@98.9:16.4"),
     "a requeued job trains after another job has failed": (
         2004617,
         "requeue@18.8:4.7 start-by-hand@27.8:4.1 crash-again@42.6:109.6",

@@ -102,10 +102,15 @@ class SlurmSuccessors:
         self.predecessor = environ.get(PREDECESSOR_VARIABLE)
         restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
         self.lease = Lease(run, self._job_id, restarts, self._environ, _leave)
+        # A thread submits, too, if the batch script is killed.
+        self._submission = system.Lock()
 
     def submit(self, attempt: int, changes: JobChanges) -> str:
         """Submit the same script again, to start after this job. See `SuccessorJobs.submit`."""
-        return submit_successor(self._run, self._spec, self._job_id, attempt, self._batch_environ, changes)
+        with self._submission:
+            return submit_successor(
+                self._run, self._spec, self._job_id, attempt, self._batch_environ, changes
+            )
 
     def find(self) -> str | None:
         """Search the output of `squeue`. See `SuccessorJobs.find`."""
