@@ -116,5 +116,7 @@ def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) ->
         log.error("cannot read the run's record, so the failure is not recorded: %s", error)
         return RunFailed.exit_code
     if record.job_id in (None, own_id) or record.finished is not None:
+        # The death of the batch script no longer continues the run.
+        system.handle_signal(ORPHANED_SIGNAL, lambda _number, _frame: None)
         finish_run(run, "FAILED", cause)
     return RunFailed.exit_code

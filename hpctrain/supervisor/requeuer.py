@@ -103,10 +103,11 @@ class Requeuer:
                 log.info("job %s will continue the run", self.job_control.successors.submit(attempt, changes))
                 return Exit(EXIT_CONTINUE)
             except SchedulerError as error:
-                if self.intent() is JobIntent.YIELD:
+                intent = self.intent()
+                if intent is JobIntent.YIELD:
                     return Exit(EXIT_CONTINUE)  # Slurm has already taken over.
                 is_requeue = method is ContinuationMethod.REQUEUE
-                if is_requeue and _ALREADY_ENDING in str(error):
+                if is_requeue and _ALREADY_ENDING in str(error) and intent is not JobIntent.RELOCATE:
                     # Slurm accepted an earlier request whose answer was lost, or ends the job by itself.
                     return self._leave_requeued_job(changes)
                 what = "the requeue" if is_requeue else "the submission of a successor job"
