@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,6 +13,9 @@ from hpctrain.cli.common import short_path
 from hpctrain.cli.on_cluster import needed_cluster, run_json
 from hpctrain.remote.cluster import Cluster
 from hpctrain.remote.ssh_connection import ClusterUnreachable
+
+#: Consecutive lost connections without progress that end the copy.
+_MAX_STALLED = 8
 
 
 @click.command("pull")
@@ -27,27 +32,37 @@ def command(ctx: click.Context, run: str, dest: Path | None, all_checkpoints: bo
     `pull` copies only what has changed.
     """
     cluster = needed_cluster(ctx)
+    copied, size_bytes, stalled = dest, -1, 0
     while True:
         try:
-            copied = _copy(cluster, run, dest, all_checkpoints=all_checkpoints)
+            status = run_json(cluster, ["status", run, "--json"])
+            copied = dest or Path("runs", status["run_id"])
+            _copy(cluster, status, copied, all_checkpoints=all_checkpoints)
             break
         except ClusterUnreachable as error:
-            if error.is_permanent:
+            before, size_bytes = size_bytes, _size(copied)
+            stalled = stalled + 1 if size_bytes == before else 0
+            if error.is_permanent or stalled == _MAX_STALLED:
                 raise
             cluster.connection.reopen(lambda words: click.echo(words, err=True))
+            time.sleep(min(2.0**stalled / 2, 30.0))
     click.echo(f"Run copied to {short_path(copied)}, with report.html")
 
 
-def _copy(cluster: Cluster, run: str, dest: Path | None, *, all_checkpoints: bool) -> Path:
-    status = run_json(cluster, ["status", run, "--json"])
-    cluster.connection.run(cluster.hpctrain(["report", run]))
+def _size(folder: Path | None) -> int:
+    """Return the bytes of all files below a folder."""
+    files = folder.rglob("*") if folder else ()
+    return sum(path.lstat().st_size for path in files)
+
+
+def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpoints: bool) -> None:
+    cluster.connection.find_rsync()
+    cluster.connection.run(cluster.hpctrain(["report", status["run_dir"]]))
     best = (status.get("best") or {}).get("checkpoint")
     kept = {Path(path).name for path in (status["checkpoint"], best) if path}
     filters = [f"--include=/checkpoints/{name}{inside}" for name in sorted(kept) for inside in ("", "/**")]
     filters += ["--exclude=/checkpoints/*", "--exclude=/task-*/checkpoints/*"]
-    copied = dest or Path("runs", status["run_id"])
     copied.mkdir(parents=True, exist_ok=True)
     progress = ["--info=progress2"] * sys.stdout.isatty()
     options = ["-rlpt", "--partial", *progress, *([] if all_checkpoints else filters)]
     cluster.connection.rsync([*options, f"{cluster.name}:{status['run_dir']}/", f"{copied}/"])
-    return copied

@@ -56,6 +56,7 @@ def collect_facts(cluster: Cluster) -> ClusterFacts:
     if "rsync" not in lines:
         reason = (result.stderr or result.stdout).strip() or f"exit code {result.returncode}"
         raise ClusterUnreachable(f"{cluster.name} cannot run a script in a login shell of bash: {reason}.")
+    cluster.connection.rsync_path = lines["rsync"] or "rsync"
     return ClusterFacts(**{name: lines[name] for name in ClusterFacts.__dataclass_fields__ if name in lines})
 
 

@@ -33,6 +33,10 @@ _PERMANENT = ("Permission denied", "Host key verification failed", "Too many aut
 #: Messages of rsync: a failed system call, such as `No space left on device (28)`; a lost connection.
 _REASON = re.compile(r": ([^:\n]+) \(\d+\)$", re.MULTILINE)
 _LOST = re.compile(r"code 255|connection unexpectedly closed|Broken pipe|Connection reset")
+#: Exit codes of rsync if the host cannot start its own rsync, and if files vanished during the copy.
+_NOT_STARTED, _VANISHED = (126, 127), 24
+#: Messages of a shell that cannot start a program.
+_NOT_FOUND = "(command not found|not found|cannot execute|no such file|permission denied)"
 
 
 class ClusterUnreachable(HpctrainError):
@@ -61,6 +65,8 @@ class SshConnection:
         if not host or host.startswith("-") or any(character.isspace() for character in host):
             raise UserError(f"{host!r} (--on) is not a host. Use a host of ~/.ssh/config, such as mycluster.")
         self.host = host
+        self.rsync_path = "rsync"
+        """Path of rsync on the host. `find_rsync` sets it, because rsync is not started in a login shell."""
         folder = environ.get("XDG_RUNTIME_DIR") or str(Path(environ.get("HOME", "~")).expanduser() / ".ssh")
         make_folder(Path(folder), private=True)
         # ssh replaces %C with a hash of user, host and port.
@@ -138,21 +144,44 @@ class SshConnection:
         if code == SSH_FAILED:
             raise ClusterUnreachable(f"The connection to {self.host} was lost. {words}")
 
-    def rsync(self, arguments: Sequence[str], content: str = "") -> None:
-        """Copy files with rsync through this connection, with `content` as its stdin.
+    def find_rsync(self) -> None:
+        """Find rsync on the PATH of a login shell of the host.
 
         Raises:
-            UserError: rsync is not installed on this machine, or a file cannot be read or written.
+            UserError: there is none.
             ClusterUnreachable: the connection was lost.
         """
-        argv = ["rsync", "--protect-args", "-e", shlex.join(self._ssh), *arguments]
+        self.rsync_path = self.run("command -v rsync").stdout.strip()
+        if not self.rsync_path:
+            raise UserError(f"{self.host} has no rsync on the PATH of a login shell. Install it there.")
+
+    def rsync(self, arguments: Sequence[str], content: str = "", *, may_vanish: bool = False) -> None:
+        """Copy files with rsync through this connection, with `content` as its stdin.
+
+        Args:
+            arguments: the arguments of rsync.
+            content: its stdin.
+            may_vanish: files may be deleted during the copy.
+
+        Raises:
+            UserError: a machine has no rsync, or a file cannot be read or written.
+            ClusterUnreachable: the connection was lost.
+        """
+        argv = ["rsync", "--protect-args", f"--rsync-path={shlex.quote(self.rsync_path)}"]
+        argv += ["-e", shlex.join(self._ssh), *arguments]
         try:
             result = subprocess.run(
                 argv, input=content, stderr=subprocess.PIPE, encoding="utf-8", errors="surrogateescape"
             )
         except FileNotFoundError:
             raise UserError("rsync not found on PATH. Install rsync on this machine.") from None
-        if result.returncode:
+        # If writing to the ended command fails first, the exit code of rsync is another.
+        failed = re.search(f"{re.escape(self.rsync_path)}: {_NOT_FOUND}", result.stderr, re.IGNORECASE)
+        if result.returncode in _NOT_STARTED or failed:
+            raise UserError(
+                f"{self.host} cannot start {self.rsync_path}, which copies files. Install rsync there."
+            )
+        if result.returncode and not (may_vanish and result.returncode == _VANISHED):
             reasons = [reason for reason in _REASON.findall(result.stderr) if not _LOST.search(reason)]
             self.check(SSH_FAILED if not reasons and _LOST.search(result.stderr) else 0)
             reason = reasons[0] if reasons else result.stderr.strip() or f"exit code {result.returncode}"

@@ -96,3 +96,13 @@ def test_commands_before_the_first_submission(laptop: Laptop, cluster: SshCluste
         "Error: There is no folder hpctrain/project on alpha. Submit from this project first, or name "
         "another folder with `hpctrain --on alpha setup --folder DIR`.\n"
     )
+
+
+def test_an_rsync_that_does_not_start(laptop: Laptop, cluster: SshCluster):
+    tools = hide_programs(
+        cluster, "rsync", python='[ "$1" = --version ] && echo Python 3.12.1 || echo 0.1.0'
+    )
+    (tools / "rsync").write_text("#!/missing\n")
+    (tools / "rsync").chmod(0o755)
+    (problem,) = problems(laptop, *LOCAL)
+    assert problem == f"alpha cannot start {tools}/rsync, which copies files. Install rsync there."
