@@ -53,7 +53,7 @@ _COMMANDS = (
 #: Commands that run on this machine, and use the cluster themselves.
 _WITH_CLUSTER = ("setup", "pull")
 #: Commands whose later arguments belong to a script.
-_WITH_SCRIPT = ("submit", "sweep", "exec")
+_WITH_SCRIPT = ("submit", "sweep", "exec", "shell")
 
 
 #: Names of the same commands in other tools.
@@ -84,8 +84,10 @@ class _LazyGroup(click.Group):
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # `--on` may also follow the command. All words after a script are its arguments.
-        end = 2 if args and _ALIASES.get(args[0], args[0]) in _WITH_SCRIPT else len(args)
+        # `--on` may also follow the command. All words after a script, or `--`, are those of a program.
+        end = args.index("--") if "--" in args else len(args)
+        if args and _ALIASES.get(args[0], args[0]) in _WITH_SCRIPT:
+            end = min(end, 2)
         for place, word in enumerate(args[:end]):
             if word == "--on" or word.startswith("--on="):
                 size = 2 if word == "--on" else 1

@@ -45,6 +45,26 @@ def test_words_after_a_script_belong_to_it(parsed: Callable[..., object]):
     )
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "submit --on a -- prog --on x",
+        "shell --on a prog --on x",
+        "shell --on a -- prog --on x",
+        "attach run --on a -- prog --on x",
+        "exec --on a prog --on x",
+    ],
+)
+def test_words_of_a_program_belong_to_it(parsed: Callable[..., object], line: str):
+    assert parsed(*line.split()) == (["a"], line.replace("--on a ", "").split())
+
+
+@pytest.mark.parametrize("line", ["attach run -- prog --on x", "shell -- prog --on x", "shell prog --on x"])
+def test_a_program_alone_names_no_cluster(line: str):
+    context = cli.make_context("hpctrain", line.split(), resilient_parsing=True)
+    assert context.params["on"] is None
+
+
 def test_an_option_at_the_wrong_place_of_submit_is_explained():
     with pytest.raises(click.UsageError, match="directly after the command"):
         cli.main(["submit", "--nodes", "2", "--on", "a", "t.py"], standalone_mode=False)
