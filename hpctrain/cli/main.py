@@ -106,9 +106,10 @@ class _LazyGroup(click.Group):
         # Shell completion parses without running.
         clusters = None if ctx.resilient_parsing else ctx.params["on"]
         if clusters and args[0] not in _WITH_CLUSTER:
-            from hpctrain.cli.on_cluster import run_on_clusters
+            from hpctrain.cli.on_cluster import asks_for_help, run_on_clusters
 
-            ctx.exit(run_on_clusters(clusters.split(","), args))
+            if not asks_for_help(args):
+                ctx.exit(run_on_clusters(clusters.split(","), args))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ _SENDING = ("submit", "sweep", "resume")
 #: Subcommands of `sweep` that submit nothing.
 _NOT_SENDING = ("status", "best", "cancel")
 _INTERRUPTED = 130
-_FOLLOW = ("-f", "--follow")
 #: Commands that only wait, so they run again after a lost connection.
 _REPEATABLE = ("wait",)
 
@@ -40,12 +39,14 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         if args[0] != "list" or set(args[1:]) - {"--json"}:
             raise UserError("Only `list` without arguments accepts several clusters. Name one (--on).")
         return _list_clusters(names, args)
+    options = _parse_options(args)
     cluster = open_cluster(names[0])
-    if args[0] in _SENDING and (*args, "")[1] not in _NOT_SENDING:
-        send_project(cluster, needs_slurm=not _names_local_backend(args))
+    prints_only = options.get("explain") or options.get("help")
+    if args[0] in _SENDING and (*args, "")[1] not in _NOT_SENDING and not prints_only:
+        send_project(cluster, needs_slurm=options.get("backend") != "local")
     # A lost connection kills programs on its terminal, which must not happen during a submission.
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and args[0] not in _SENDING
-    if any(word in args for word in _FOLLOW):
+    if options.get("follow"):
         code = _follow(cluster, args)
     else:
         command = cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal)
@@ -56,6 +57,36 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         words = f"`hpctrain --on {cluster.name} list` shows if the run was submitted."
     cluster.connection.check(code, words)
     return code
+
+
+def asks_for_help(args: Sequence[str]) -> bool:
+    """True if a command that submits would only print its help, which needs no cluster."""
+    # `resume RUN --help` opens the run, so it needs one.
+    return args[0] in ("submit", "sweep") and bool(_parse_options(args)["help"])
+
+
+def _parse_options(args: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a command that may follow a run; the arguments of a script are not among them."""
+    if args[0] not in ("logs", *_SENDING):
+        return {}
+    command, words = import_module(f"hpctrain.cli.{args[0]}").command, list(args[1:])
+    if isinstance(command, click.Group):
+        inner = words.pop(0) if words and words[0] in command.commands else "submit"
+        command = command.commands[inner]
+    values = _parse(command, words)
+    later = values.get("options")
+    if isinstance(later, tuple):  # those of `submit`, after the run that is resumed
+        values |= _parse(import_module("hpctrain.cli.submit").command, list(later))
+    return values
+
+
+def _parse(command: click.Command, words: list[str]) -> dict[str, Any]:
+    with command.make_context(
+        None, [], resilient_parsing=True, help_option_names=["-h", "--help"]
+    ) as context:
+        values, _, _ = command.make_parser(context).parse_args(words)
+        help_option = command.get_help_option(context)
+    return {**values, "help": help_option is not None and values.get(str(help_option.name)) is True}
 
 
 def _follow(cluster: Cluster, args: Sequence[str]) -> int:
@@ -150,7 +181,3 @@ def send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
     send_code(cluster, code)
     cluster.remember()
     click.echo(f"Sent {len(code.files)} files to {cluster.name}:{cluster.folder}", err=True)
-
-
-def _names_local_backend(args: Sequence[str]) -> bool:
-    return "--backend=local" in args or ("--backend", "local") in pairwise(args)

@@ -99,9 +99,7 @@ def test_commands_before_the_first_submission(laptop: Laptop, cluster: SshCluste
 
 
 def test_an_rsync_that_does_not_start(laptop: Laptop, cluster: SshCluster):
-    tools = hide_programs(
-        cluster, "rsync", python='[ "$1" = --version ] && echo Python 3.12.1 || echo 0.1.0'
-    )
+    tools = hide_programs(cluster, "rsync", python='[ "$1" = --version ] && echo Python 3.12.1 || echo 0.1.0')
     (tools / "rsync").write_text("#!/missing\n")
     (tools / "rsync").chmod(0o755)
     (problem,) = problems(laptop, *LOCAL)

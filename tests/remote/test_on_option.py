@@ -76,6 +76,39 @@ def test_commands_of_a_cluster_need_one():
 
 
 @pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("submit --backend local --follow t.py", {"backend": "local", "follow": True}),
+        ("submit --backend=local t.py -f", {"backend": "local"}),
+        ("submit t.py --backend local --follow --help --explain", {}),
+        ("submit -- prog --follow", {}),
+        ("submit --dry-run t.py", {}),
+        ("submit --explain t.py", {"explain": True}),
+        ("submit --bad-option", {}),
+        ("submit --help", {"help": True}),
+        ("sweep --help", {"help": True}),
+        ("resume run -h", {"help": True}),
+        ("sweep --over a=1 --backend local t.py", {"backend": "local"}),
+        ("sweep resume run --backend local", {"backend": "local"}),
+        ("sweep status run", {}),
+        ("resume run --follow --backend local", {"backend": "local", "follow": True}),
+        ("logs run -f", {"follow": True}),
+        ("logs run", {}),
+        ("exec prog -f", {}),
+    ],
+)
+def test_options_before_a_script(line: str, options: dict[str, object]):
+    values = on_cluster._parse_options(line.split())
+    names = ("backend", "follow", "help", "explain")
+    assert {name: value for name, value in values.items() if name in names and value} == options
+
+
+def test_help_of_submit_needs_no_cluster(capsys: pytest.CaptureFixture[str]):
+    cli.main(["submit", "--on", "gone.invalid", "--help"], standalone_mode=False)
+    assert "Submit SCRIPT as a run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("path", "quoted"),
     [
         ("~/my project", "~/'my project'"),
