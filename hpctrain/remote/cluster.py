@@ -69,7 +69,9 @@ class Cluster:
         return (
             f"cd {shell_path(folder)} 2>/dev/null || {_fail(no_folder)}; {self.choose_python()}; "
             f'"$PY" -P -c "import hpctrain" 2>/dev/null || {_fail(no_hpctrain)}; '
-            f'export {exported}; exec "$PY" -P -m hpctrain {shlex.join(args)}'
+            # 255 is ssh's own exit code, of a lost connection.
+            f'export {exported}; trap : INT QUIT; "$PY" -P -m hpctrain {shlex.join(args)}; '
+            "E=$?; [ $E != 255 ] || E=254; exit $E"
         )
 
     def choose_python(self) -> str:

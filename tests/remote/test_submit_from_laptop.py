@@ -99,6 +99,12 @@ def test_pulls_results_and_newest_checkpoint_over_a_bad_line(laptop: Laptop, clu
     assert [path.name for path in (here / "checkpoints").glob("step-*")] == ["step-00000009"]
     for name in ("metrics.jsonl", "events.jsonl", "logs/large", "report.html"):
         assert (here / name).read_bytes() == (there / name).read_bytes()
+    cluster.point_to(cluster.port)
+    (there / "report.html").unlink()
+    (there / "report.html").mkdir()
+    result = laptop.hpctrain("--on", "alpha", "pull", "a", "copy")
+    assert result.stdout == "Run copied to copy\n"
+    assert "Warning: alpha cannot write report.html: " in result.stderr
 
 
 def test_lists_several_clusters_and_reports_an_unreachable_one(laptop: Laptop, cluster: SshCluster):
@@ -143,3 +149,17 @@ def test_setup_installs_hpctrain(laptop: Laptop, cluster: SshCluster):
     result = laptop.hpctrain("--on", "alpha", "setup", timeout=110)
     assert f"({cluster.home}/.local/share/hpctrain/venv/bin/python), hpctrain 0.1.0" in result.stdout
     assert "No runs in runs." in laptop.hpctrain("--on", "alpha", "list").stderr
+
+
+def test_exit_code_255_is_not_a_lost_connection(laptop: Laptop, cluster: SshCluster):
+    (cluster.home / "hpctrain" / "project").mkdir(parents=True)
+    shell = ("shell", "--on", "alpha", "--backend", "local", "--", "bash", "-c")
+    result = laptop.hpctrain(*shell, "exit 255", check=False)
+    assert (result.returncode, "was lost" in result.stderr) == (254, False)
+    assert laptop.hpctrain(*shell, "kill -TERM $$", check=False).returncode == 143
+    shown, code = laptop.on_terminal(
+        *shell, "read -p 'Ready? ' it; echo got $it", answers=[("Ready?", "yes")]
+    )
+    assert (code, "got yes" in shown) == (0, True)
+    _, code = laptop.on_terminal(*shell, "read -p 'Ready? ' it; echo", answers=[("Ready?", "\x03")])
+    assert code == 130
