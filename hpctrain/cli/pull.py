@@ -37,7 +37,7 @@ def command(ctx: click.Context, run: str, dest: Path | None, all_checkpoints: bo
         try:
             status = run_json(cluster, ["status", run, "--json"])
             copied = dest or Path("runs", status["run_id"])
-            _copy(cluster, status, copied, all_checkpoints=all_checkpoints)
+            has_report = _copy(cluster, status, copied, all_checkpoints=all_checkpoints)
             break
         except ClusterUnreachable as error:
             before, size_bytes = size_bytes, _size(copied)
@@ -46,7 +46,7 @@ def command(ctx: click.Context, run: str, dest: Path | None, all_checkpoints: bo
                 raise
             cluster.connection.reopen(lambda words: click.echo(words, err=True))
             time.sleep(min(2.0**stalled / 2, 30.0))
-    click.echo(f"Run copied to {short_path(copied)}, with report.html")
+    click.echo(f"Run copied to {short_path(copied)}{', with report.html' if has_report else ''}")
 
 
 def _size(folder: Path | None) -> int:
@@ -55,9 +55,13 @@ def _size(folder: Path | None) -> int:
     return sum(path.lstat().st_size for path in files)
 
 
-def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpoints: bool) -> None:
+def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpoints: bool) -> bool:
+    """Copy the run, and return true if it has a new report."""
     cluster.connection.find_rsync()
-    cluster.connection.run(cluster.hpctrain(["report", status["run_dir"]]))
+    report = cluster.connection.run(cluster.hpctrain(["report", status["run_dir"]]))
+    if report.returncode:
+        reason = report.stderr.strip().removeprefix("Error: ")
+        click.echo(f"Warning: {cluster.name} cannot write report.html: {reason}", err=True)
     best = (status.get("best") or {}).get("checkpoint")
     kept = {Path(path).name for path in (status["checkpoint"], best) if path}
     filters = [f"--include=/checkpoints/{name}{inside}" for name in sorted(kept) for inside in ("", "/**")]
@@ -65,4 +69,7 @@ def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpo
     copied.mkdir(parents=True, exist_ok=True)
     progress = ["--info=progress2"] * sys.stdout.isatty()
     options = ["-rlpt", "--partial", *progress, *([] if all_checkpoints else filters)]
-    cluster.connection.rsync([*options, f"{cluster.name}:{status['run_dir']}/", f"{copied}/"])
+    cluster.connection.rsync(
+        [*options, f"{cluster.name}:{status['run_dir']}/", f"{copied}/"], may_vanish=True
+    )
+    return not report.returncode
