@@ -18,7 +18,8 @@ from hpctrain.errors import UserError
 @click.option(
     "--python",
     metavar="PATH",
-    help="Python on the cluster, for hpctrain and the ranks.  [default: an environment of `setup`]",
+    help="Python on the cluster, for hpctrain and the ranks; '' resets it.  [default: an environment of "
+    "`setup`]",
 )
 @click.pass_context
 def command(ctx: click.Context, folder: str | None, python: str | None) -> None:
@@ -31,11 +32,19 @@ def command(ctx: click.Context, folder: str | None, python: str | None) -> None:
     from hpctrain.remote.install import install_hpctrain
 
     cluster = needed_cluster(ctx)
-    cluster.folder, cluster.python = folder or cluster.folder, python or cluster.python
+    if folder:
+        cluster.folder = folder
+    else:
+        cluster.remember()
+    recorded = cluster.python
+    named = recorded if python is None else python or None
+    cluster.python = named
     facts = collect_facts(cluster)
     if not facts.write_error:
         cluster.folder = facts.folder
+        cluster.python = named if is_supported(facts) else recorded
         cluster.remember()
+        cluster.python = named
         if is_supported(facts) and facts.rsync and facts.hpctrain != __version__:
             install_hpctrain(cluster, facts)
             facts = collect_facts(cluster)

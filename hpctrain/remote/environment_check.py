@@ -86,7 +86,9 @@ def find_problems(
             f"{format_size(needed)}. Free space there, or choose another folder with {setup} --folder DIR`."
         )
     if not is_supported(facts):
-        found = f"{facts.python} is Python {facts.python_version}" if facts.python else "none is on the PATH"
+        found = f"{cluster.python} does not run" if cluster.python else "none is on the PATH"
+        if facts.python_version:
+            found = f"{cluster.python or facts.python} is Python {facts.python_version}"
         yield (
             f"{cluster.name} needs Python 3.11 or newer, but {found}. Load one in ~/.bash_profile there, or "
             f"name one with {setup} --python PATH`."
