@@ -173,11 +173,12 @@ def send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
     from hpctrain.remote.send_code import LocalCode, send_code
 
     code = LocalCode.find(cluster.root, cluster.environ)
+    cluster.remember()  # so that another project with this name takes another folder
     facts = collect_facts(cluster)
     problems = find_problems(cluster, facts, size_bytes=code.size_bytes, needs_slurm=needs_slurm)
     if text := "\n".join(problems):
         raise UserError(text)
     cluster.folder = facts.folder
-    send_code(cluster, code)
     cluster.remember()
+    send_code(cluster, code)
     click.echo(f"Sent {len(code.files)} files to {cluster.name}:{cluster.folder}", err=True)

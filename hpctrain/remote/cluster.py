@@ -7,17 +7,20 @@ import json
 import os
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.files import make_folder, read_json, write_atomic
+from hpctrain.errors import UserError
+from hpctrain.files import make_folder, read_json, try_lock, write_atomic
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
 from hpctrain.remote.ssh_connection import SshConnection
 
 #: Environment that `setup` creates on the cluster.
 VENV = "$HOME/.local/share/hpctrain/venv"
+_LOCK_LIMIT_S = 10.0
 
 
 class Cluster:
@@ -38,17 +41,38 @@ class Cluster:
         state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "~"), ".local", "state")
         self._path = Path(state, "hpctrain", "clusters.json").expanduser()
         record = self._records().get(name, {})
-        self._folders: dict[str, str] = record.get("folders", {})
+        folders = record.get("folders", {})
         self.python: str | None = record.get("python")
         """Path of Python on the cluster, if the user named one."""
-        self.folder = self._folders.get(str(self.root)) or self._default_folder()
+        self.folder = self._own_folder = self._choose_folder(folders)
         """Folder of the project on the cluster, absolute or relative to the home folder."""
 
     def remember(self) -> None:
-        """Record the folder and Python for later commands."""
-        record = {"folders": {**self._folders, str(self.root): self.folder}, "python": self.python}
+        """Record the folder and Python for later commands.
+
+        Another project may have taken the default folder since it was chosen. Another is then chosen.
+
+        Raises:
+            UserError: other processes hold the lock for too long.
+        """
         make_folder(self._path.parent, private=True)
-        write_atomic(self._path, json.dumps(self._records() | {self.name: record}, indent=1), private=True)
+        lock = self._acquire_lock()
+        try:
+            records = self._records()
+            folders = records.get(self.name, {}).get("folders", {})
+            if self.folder == self._own_folder:
+                self.folder = self._own_folder = self._choose_folder(folders)
+            record = {"folders": {**folders, str(self.root): self.folder}, "python": self.python}
+            write_atomic(self._path, json.dumps(records | {self.name: record}, indent=1), private=True)
+        finally:
+            os.close(lock)
+
+    def _acquire_lock(self) -> int:
+        path, deadline = self._path.with_suffix(".lock"), time.monotonic() + _LOCK_LIMIT_S
+        while (lock := try_lock(path)) is None:
+            if time.monotonic() > deadline:
+                raise UserError(f"Another process holds {str(path)!r}. End it, and run the command again.")
+        return lock
 
     def hpctrain(self, args: Sequence[str], *, stream: bool = False) -> str:
         """Return a script that runs `hpctrain ARGS` in the folder that corresponds to the current one.
@@ -80,9 +104,11 @@ class Cluster:
             return f"PY={shell_path(self.python)}"
         return f'PY="{VENV}/bin/python"; [ -x "$PY" ] || PY=python3'
 
-    def _default_folder(self) -> str:
+    def _choose_folder(self, folders: Mapping[str, str]) -> str:
+        if recorded := folders.get(str(self.root)):
+            return recorded
         name = self.root.name or "root"
-        if any(Path(other).name == name for other in self._folders):
+        if any(Path(other).name == name for other in folders):
             name += f"-{hashlib.sha256(os.fsencode(self.root)).hexdigest()[:6]}"
         return f"hpctrain/{name}"
 

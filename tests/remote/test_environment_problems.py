@@ -58,6 +58,11 @@ def test_missing_and_old_python(laptop: Laptop, cluster: SshCluster):
     hide_programs(cluster)
     (problem,) = problems(laptop, *SUBMIT)
     assert problem == f"alpha needs Python 3.11 or newer, but none is on the PATH. {remedy}"
+    asked = ("--on", "alpha", "setup", "--python", "~/gone", "--folder", "~/other")
+    (problem,) = problems(laptop, *asked)
+    assert problem == f"alpha needs Python 3.11 or newer, but ~/gone does not run. {remedy}"
+    (problem,) = problems(laptop, *SUBMIT)  # which does not use ~/gone
+    assert problem == f"alpha needs Python 3.11 or newer, but none is on the PATH. {remedy}"
     tools = hide_programs(cluster, "rsync", python="[ $1 = --version ] && echo Python 3.6.8")
     old, no_rsync = problems(laptop, *SUBMIT)
     assert old == f"alpha needs Python 3.11 or newer, but {tools}/python3 is Python 3.6.8. {remedy}"
@@ -87,6 +92,8 @@ def test_a_named_python_is_remembered(laptop: Laptop, cluster: SshCluster):
     result = laptop.hpctrain("--on", "alpha", "list")
     assert "No runs in runs." in result.stderr
     assert (cluster.home / "else where").is_dir()
+    laptop.hpctrain("--on", "alpha", "setup", "--python", "", check=False)
+    assert "hpctrain does not start on alpha" in laptop.hpctrain("--on", "alpha", "list", check=False).stderr
 
 
 def test_commands_before_the_first_submission(laptop: Laptop, cluster: SshCluster):

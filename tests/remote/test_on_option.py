@@ -121,6 +121,18 @@ def test_only_home_and_variables_are_replaced(path: str, quoted: str):
     assert shell_path(path) == quoted
 
 
+def test_projects_with_one_name_that_start_together(tmp_path: Path):
+    environ = {"HOME": str(tmp_path)}
+    for parent in ("one", "two"):
+        (tmp_path / parent / "project" / ".git").mkdir(parents=True)
+    first, second = (Cluster("a", tmp_path / parent / "project", environ) for parent in ("one", "two"))
+    first.remember()
+    second.remember()
+    assert first.folder == "hpctrain/project"
+    assert second.folder.startswith("hpctrain/project-")
+    assert Cluster("a", tmp_path / "one" / "project", environ).folder == first.folder
+
+
 def test_folders_of_projects_differ_and_are_remembered(tmp_path: Path):
     environ = {"HOME": str(tmp_path)}
     for parent in ("one", "two"):
