@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +19,9 @@ from hpctrain.errors import HpctrainError, UserError
 from hpctrain.remote.cluster import Cluster
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.remote.ssh_connection import SSH_FAILED
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run_status import RunStatus
 
 #: Commands that submit the code of this machine.
 _SENDING = ("submit", "sweep", "resume")
@@ -103,27 +107,39 @@ def _follow(cluster: Cluster, args: Sequence[str]) -> int:
 def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:
     """Print the runs of several clusters in one list; a cluster that fails is reported, and others follow."""
     from hpctrain.cli.list import print_runs
-    from hpctrain.jobs.runs.run_status import RunStatus
-    from hpctrain.slurm.states import RunState
 
+    as_json = "--json" in args
     found: list[tuple[str, dict[str, Any]]] = []
+    statuses: list[tuple[str, RunStatus]] = []
     code = 0
     for name in names:
         try:
-            found += [(name, each) for each in run_json(open_cluster(name), [*args, "--json"])]
+            records = run_json(open_cluster(name), [*args, "--json"])
+            statuses += [(name, _read_status(each)) for each in records if not as_json]
+            found += [(name, each) for each in records]
+        except (KeyError, TypeError, ValueError) as error:
+            click.echo(f"Error: {name}: unknown answer, maybe of another version: {error!r}.", err=True)
+            code = UserError.exit_code
         except HpctrainError as error:
             click.echo(f"Error: {error}", err=True)
             code = error.exit_code
-    found.sort(key=lambda each: each[1].get("submitted") or 0)
-    if "--json" in args:
+    if as_json:
+        found.sort(key=lambda each: each[1].get("submitted") or 0)
         echo_json([{"cluster": name, **record} for name, record in found])
         return code
-    runs = []
-    for name, record in found:
-        loss = None if record["loss"] is None else float(record["loss"])
-        runs.append((name, RunStatus(**{**record, "state": RunState(record["state"]), "loss": loss})))
-    print_runs([status for _, status in runs], [name for name, _ in runs])
+    statuses.sort(key=lambda each: each[1].submitted or 0)
+    print_runs([status for _, status in statuses], [name for name, _ in statuses])
     return code
+
+
+def _read_status(record: dict[str, Any]) -> RunStatus:
+    """Return the status that a cluster printed; fields of another version are dropped."""
+    from hpctrain.jobs.runs.run_status import RunStatus
+    from hpctrain.slurm.states import RunState
+
+    known = {each.name: record[each.name] for each in fields(RunStatus) if each.name in record}
+    loss = None if record["loss"] is None else float(record["loss"])
+    return RunStatus(**{**known, "state": RunState(record["state"]), "loss": loss})
 
 
 def run_json(cluster: Cluster, args: Sequence[str]) -> Any:

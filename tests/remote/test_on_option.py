@@ -121,6 +121,14 @@ def test_only_home_and_variables_are_replaced(path: str, quoted: str):
     assert shell_path(path) == quoted
 
 
+def test_a_status_of_another_version():
+    required = {"run_id": "a", "run_dir": "/a", "words": "", "held": False, "job_id": None, "backend": None}
+    record = {**required, "state": "RUNNING", "loss": "nan", "new_field": 1}
+    assert on_cluster._read_status(record).state == "RUNNING"
+    with pytest.raises(ValueError, match="FLYING"):
+        on_cluster._read_status({**record, "state": "FLYING"})
+
+
 def test_projects_with_one_name_that_start_together(tmp_path: Path):
     environ = {"HOME": str(tmp_path)}
     for parent in ("one", "two"):
