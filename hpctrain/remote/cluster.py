@@ -119,11 +119,21 @@ class Cluster:
 
 
 def shell_path(path: str) -> str:
-    """Quote a path of the cluster for its shell; `~` and variables at the start are replaced there."""
-    match = re.fullmatch(r"(~|\$\w+)(?:/(.*))?", path)
-    if match is None:
-        return shlex.quote(path)
-    return f"{match[1]}/{shlex.quote(match[2])}" if match[2] else match[1]
+    """Quote a path of the cluster for its shell; `~` or a variable at the start is replaced there.
+
+    Raises:
+        UserError: `$` or `~` has another meaning.
+    """
+    match = re.fullmatch(r"(?:(~)|\$([A-Za-z_]\w*)|\$\{([A-Za-z_]\w*)\})(?:/(.*))?", path, re.DOTALL)
+    start, rest = "", path
+    if match:
+        start, rest = match[1] or f'"${{{match[2] or match[3]}}}"', match[4] or ""
+    if "$" in rest or (not start and rest.startswith("~")):
+        raise UserError(
+            f"{path!r} is not a usable path on a cluster: only ~/ or one variable at its start is replaced. "
+            "Write the path without another `$` or `~`."
+        )
+    return "/".join(part for part in (start, rest and shlex.quote(rest)) if part)
 
 
 def _fail(sentence: str) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from hpctrain.cli import on_cluster
 from hpctrain.cli.main import cli
+from hpctrain.errors import UserError
 from hpctrain.remote.cluster import Cluster, shell_path
 
 
@@ -112,13 +114,24 @@ def test_help_of_submit_needs_no_cluster(capsys: pytest.CaptureFixture[str]):
     ("path", "quoted"),
     [
         ("~/my project", "~/'my project'"),
-        ("$SCRATCH/x", "$SCRATCH/x"),
-        ("$(reboot)/x", "'$(reboot)/x'"),
+        ("$SCRATCH/x", '"${SCRATCH}"/x'),
+        ("${SCRATCH}/my x", "\"${SCRATCH}\"/'my x'"),
+        ("$SCRATCH", '"${SCRATCH}"'),
         ("~", "~"),
+        ("/a b/~c", "'/a b/~c'"),
+        ("a", "a"),
     ],
 )
 def test_only_home_and_variables_are_replaced(path: str, quoted: str):
     assert shell_path(path) == quoted
+
+
+@pytest.mark.parametrize(
+    "path", ["$(reboot)/x", "/scratch/$USER/x", "~other/x", "${A:-b}/x", "$A$B", "$A/$B", "$1/x"]
+)
+def test_other_replacements_are_refused(path: str):
+    with pytest.raises(UserError, match=re.escape(repr(path))):
+        shell_path(path)
 
 
 def test_a_status_of_another_version():
