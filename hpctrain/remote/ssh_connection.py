@@ -32,6 +32,7 @@ _PERMANENT = ("Permission denied", "Host key verification failed", "Too many aut
 
 #: Messages of rsync: a failed system call, such as `No space left on device (28)`; a lost connection.
 _REASON = re.compile(r": ([^:\n]+) \(\d+\)$", re.MULTILINE)
+_FOLDER = re.compile(r"could not make way for new [a-z ]+: (.+)$", re.MULTILINE)
 _LOST = re.compile(r"code 255|connection unexpectedly closed|Broken pipe|Connection reset")
 #: Exit codes of rsync if the host cannot start its own rsync, and if files vanished during the copy.
 _NOT_STARTED, _VANISHED = (126, 127), 24
@@ -182,6 +183,11 @@ class SshConnection:
                 f"{self.host} cannot start {self.rsync_path}, which copies files. Install rsync there."
             )
         if result.returncode and not (may_vanish and result.returncode == _VANISHED):
+            # Not replaced with --force, because the folder may contain runs or data.
+            if folder := _FOLDER.search(result.stderr):
+                raise UserError(
+                    f"{folder[1]!r} is a file here, but a folder on {self.host}. Rename or delete it there."
+                )
             reasons = [reason for reason in _REASON.findall(result.stderr) if not _LOST.search(reason)]
             self.check(SSH_FAILED if not reasons and _LOST.search(result.stderr) else 0)
             reason = reasons[0] if reasons else result.stderr.strip() or f"exit code {result.returncode}"
