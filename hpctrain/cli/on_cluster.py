@@ -50,15 +50,15 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         send_project(cluster, needs_slurm=options.get("backend") != "local")
     # A lost connection kills programs on its terminal, which must not happen during a submission.
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and args[0] not in _SENDING
+    words = "Run the command again."
+    if args[0] in _SENDING:
+        words = f"`hpctrain --on {cluster.name} list` shows if the run was submitted."
     if options.get("follow"):
-        code = _follow(cluster, args)
+        code = _follow(cluster, args, words if args[0] in _SENDING else "")
     else:
         command = cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal)
         while (code := subprocess.call(command)) == SSH_FAILED and args[0] in _REPEATABLE:
             cluster.connection.reopen(lambda words: click.echo(words, err=True))
-    words = "Run the command again."
-    if args[0] in _SENDING:
-        words = f"`hpctrain --on {cluster.name} list` shows if the run was submitted."
     cluster.connection.check(code, words)
     return code
 
@@ -93,14 +93,14 @@ def _parse(command: click.Command, words: list[str]) -> dict[str, Any]:
     return {**values, "help": help_option is not None and values.get(str(help_option.name)) is True}
 
 
-def _follow(cluster: Cluster, args: Sequence[str]) -> int:
+def _follow(cluster: Cluster, args: Sequence[str], interrupted: str) -> int:
     from hpctrain.remote.log_stream import LogStream
 
     stream = LogStream(cluster, lambda text, err: echo_log(text, nl=False, err=err))
     try:
         return stream.run(args)
     except KeyboardInterrupt:
-        click.echo(stream.detached or "", err=True)
+        click.echo(stream.detached or f"\n{interrupted}", err=True)
         return _INTERRUPTED
 
 

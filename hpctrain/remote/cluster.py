@@ -89,10 +89,12 @@ class Cluster:
             f"There is no folder {folder} on {self.name}. Submit from this project first, or name another "
             f"folder with {setup} --folder DIR`."
         )
-        no_hpctrain = f"hpctrain does not start on {self.name}. {setup}` finds the reason, or installs it."
+        does_not_start = shlex.quote(f"Error: hpctrain does not start on {self.name}: ")
+        remedy = shlex.quote(f". {setup}` finds the reason, or installs it.")
         return (
             f"cd {shell_path(folder)} 2>/dev/null || {_fail(no_folder)}; {self.choose_python()}; "
-            f'"$PY" -P -c "import hpctrain" 2>/dev/null || {_fail(no_hpctrain)}; '
+            'E=$("$PY" -P -c "import hpctrain" 2>&1 >/dev/null) || '
+            f"{{ echo {does_not_start}\"${{E##*$'\\n'}}\"{remedy} >&2; exit 3; }}; "
             # 255 is ssh's own exit code, of a lost connection.
             f'export {exported}; trap : INT QUIT; "$PY" -P -m hpctrain {shlex.join(args)}; '
             "E=$?; [ $E != 255 ] || E=254; exit $E"

@@ -96,12 +96,28 @@ def test_a_named_python_is_remembered(laptop: Laptop, cluster: SshCluster):
     assert "hpctrain does not start on alpha" in laptop.hpctrain("--on", "alpha", "list", check=False).stderr
 
 
+def test_a_file_that_is_a_folder_on_the_cluster(laptop: Laptop, cluster: SshCluster):
+    kept = cluster.home / "hpctrain" / "project" / "train.py" / "data"
+    kept.mkdir(parents=True)
+    found = problems(laptop, *LOCAL)
+    assert found == ["'train.py' is a file here, but a folder on alpha. Rename or delete it there."]
+    assert kept.is_dir()
+
+
 def test_commands_before_the_first_submission(laptop: Laptop, cluster: SshCluster):
     result = laptop.hpctrain("--on", "alpha", "status", "a", check=False)
     assert result.returncode == 3
     assert result.stderr == (
         "Error: There is no folder hpctrain/project on alpha. Submit from this project first, or name "
         "another folder with `hpctrain --on alpha setup --folder DIR`.\n"
+    )
+    (cluster.home / "hpctrain" / "project").mkdir(parents=True)
+    hide_programs(cluster, python="echo Traceback >&2; echo ImportError: a lib >&2; exit 1")
+    result = laptop.hpctrain("--on", "alpha", "status", "a", check=False)
+    assert (result.returncode, result.stderr) == (
+        3,
+        "Error: hpctrain does not start on alpha: ImportError: a lib. `hpctrain --on alpha setup` finds the "
+        "reason, or installs it.\n",
     )
 
 
