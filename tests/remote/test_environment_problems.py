@@ -114,10 +114,10 @@ def test_commands_before_the_first_submission(laptop: Laptop, cluster: SshCluste
     (cluster.home / "hpctrain" / "project").mkdir(parents=True)
     hide_programs(cluster, python="echo Traceback >&2; echo ImportError: a lib >&2; exit 1")
     result = laptop.hpctrain("--on", "alpha", "status", "a", check=False)
-    assert (result.returncode, result.stderr) == (
-        3,
+    assert result.returncode == 3
+    assert result.stderr == (
         "Error: hpctrain does not start on alpha: ImportError: a lib. `hpctrain --on alpha setup` finds the "
-        "reason, or installs it.\n",
+        "reason, or installs it.\n"
     )
 
 
