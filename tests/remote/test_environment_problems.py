@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -93,7 +94,8 @@ def test_a_named_python_is_remembered(laptop: Laptop, cluster: SshCluster):
     assert "No runs in runs." in result.stderr
     assert (cluster.home / "else where").is_dir()
     laptop.hpctrain("--on", "alpha", "setup", "--python", "", check=False)
-    assert "hpctrain does not start on alpha" in laptop.hpctrain("--on", "alpha", "list", check=False).stderr
+    record = json.loads((laptop.home / ".local/state/hpctrain/clusters.json").read_text())
+    assert record["alpha"]["python"] is None
 
 
 def test_a_file_that_is_a_folder_on_the_cluster(laptop: Laptop, cluster: SshCluster):
