@@ -105,7 +105,7 @@ class _LazyGroup(click.Group):
             args = [_ALIASES[args[0]], *args[1:]]
         # Shell completion parses without running.
         clusters = None if ctx.resilient_parsing else ctx.params["on"]
-        if clusters and args[0] not in _WITH_CLUSTER:
+        if clusters is not None and args[0] not in _WITH_CLUSTER:
             from hpctrain.cli.on_cluster import asks_for_help, run_on_clusters
 
             if not asks_for_help(args):

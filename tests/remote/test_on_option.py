@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from hpctrain.cli import on_cluster
 from hpctrain.cli.main import cli
@@ -170,3 +171,15 @@ def test_folders_of_projects_differ_and_are_remembered(tmp_path: Path):
     assert again.folder == "/scratch/two"
     assert "cd /scratch/two/sub " in again.hpctrain(["list"])
     assert Cluster("b", tmp_path / "two" / "project", environ).folder == "hpctrain/project"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--on", "", "list"], "(--on) is empty"),
+        (["--on", "alpha", "serve"], "ssh -L 8000:127.0.0.1:8000 alpha"),
+    ],
+)
+def test_command_that_cannot_run_on_a_cluster_is_refused(arguments, message):
+    result = CliRunner().invoke(cli, arguments)
+    assert (result.exit_code, result.stderr.count(message)) == (2, 1)
