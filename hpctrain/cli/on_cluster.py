@@ -43,8 +43,8 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         raise UserError("The name of a cluster (--on) is empty. Name a host of ~/.ssh/config.")
     if args[0] == "serve":
         raise UserError(
-            f"`serve` cannot run with --on, because its pages would only be visible on {names[0]}. Log in with "
-            f"`ssh -L 8000:127.0.0.1:8000 {names[0]}`, and run `hpctrain serve --port 8000` there."
+            f"`serve` cannot run with --on, because its pages would only be visible on {names[0]}. Log in "
+            f"with `ssh -L 8000:127.0.0.1:8000 {names[0]}`, and run `hpctrain serve --port 8000` there."
         )
     if len(names) > 1:
         if args[0] != "list" or set(args[1:]) - {"--json"}:

@@ -58,8 +58,10 @@ FOUND_BUGS = {
     "a preempted run is not continued while Slurm is away": (3114627, "preempt@6.5:15.9 slurm-away@2.6:45.9"),
     "a failed run is continued while its disk is full": (
         3053627,
-        "lost-report@87.1:5 requeue@25:147.7 slurm-lost-answers@0.8:76.4 disk-full@31.9:15.2 hang@301.8 "
-        "kill-batch@47.7:163.6",
+        (
+            "lost-report@87.1:5 requeue@25:147.7 slurm-lost-answers@0.8:76.4 disk-full@31.9:15.2 hang@301.8 "
+            "kill-batch@47.7:163.6"
+        ),
     ),
     "two threads submit a successor": (3177862, "kill-batch@104.5:14.1 requeue@98.9:16.4"),
     "a requeued job trains after another job has failed": (
