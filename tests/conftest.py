@@ -26,8 +26,6 @@ _SANDBOX_PREFIX = "pytest-"
 
 #: Every test in these folders starts ranks.
 _FOLDERS_WITH_RANKS = ("e2e", "examples")
-#: Folders whose files take long.
-_LONG_FOLDERS = ("e2e", "plugins", "docs", "examples", "remote")
 
 #: Variables that pytest and torch set by themselves.
 _SET_BY_TOOLS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
@@ -63,20 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slurm")
         if item.path.parent.name in _FOLDERS_WITH_RANKS:
             item.add_marker("ranks")
-    items.sort(key=_start_order)
     if config.getoption("--long") or "long" in config.getoption("-m"):
         return
     long = [item for item in items if item.get_closest_marker("long")]
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
-
-
-def _start_order(item: pytest.Item) -> int:
-    """Return the place of a test: a long file that starts last delays the end."""
-    if item.get_closest_marker("slurm"):
-        return 0
-    return 1 if item.path.parent.name in _LONG_FOLDERS else 2
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,8 +6,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from helpers import REPOSITORY
@@ -16,12 +14,7 @@ _FUNCTION = re.compile(r"^def (\w+)\((.*?)\)", re.MULTILINE | re.DOTALL)
 
 
 class SharedSlurmScheduling(LoadScopeScheduling):
-    """Schedules tests by file, because they may share a run, but those on Slurm in two groups."""
-
-    def __init__(self, config: pytest.Config, log: Producer) -> None:
-        super().__init__(config, log)
-        # In the order of the collection, not of the number of tests.
-        config.option.loadscopereorder = False
+    """Schedules tests by file, because they may share a run, but those on Slurm in two groups and first."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
