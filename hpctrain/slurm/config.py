@@ -36,6 +36,8 @@ class SlurmConfig:
     preempt_mode: str = "OFF"
     signals_user: bool = False
     """True if a preemption sends the signal that the job requested (preempt_send_user_signal)."""
+    expedites_requeues: bool = False
+    """True if `--requeue=expedite` starts a requeued job without a delay (Slurm 25.11 and newer)."""
     kill_wait_s: float = 30.0
     """Seconds from SIGTERM to SIGKILL at the end of a job."""
     slurmd_timeout_s: float = 300.0
@@ -101,6 +103,7 @@ def parse_config(answer: str) -> SlurmConfig:
         preempt_type=value("PreemptType", "none").rpartition("/")[2],
         preempt_mode=value("PreemptMode", "OFF"),
         signals_user="preempt_send_user_signal" in value("SlurmctldParameters"),
+        expedites_requeues="enable_expedited_requeue" in value("SlurmctldParameters"),
         kill_wait_s=duration_s("KillWait", SlurmConfig.kill_wait_s),
         slurmd_timeout_s=duration_s("SlurmdTimeout", SlurmConfig.slurmd_timeout_s),
         max_array_size=parse_number(value("MaxArraySize")) or SlurmConfig.max_array_size,

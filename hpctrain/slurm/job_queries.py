@@ -42,6 +42,7 @@ _RECORD = re.compile(
 _FIELDS = {
     "state": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
     "requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
+    "expedited": re.compile(r"^ +ExpeditedRequeue=(Yes)", re.MULTILINE),
     "reason": re.compile(r"^ +JobState=\S+ Reason=(.*) Dependency=", re.MULTILINE),
     "restarts": re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE),
     "submitted_at": re.compile(r"^ +SubmitTime=(\S+)", re.MULTILINE),
@@ -67,6 +68,8 @@ class JobRow:
     """Not set by squeue. The first record of a job in accounting may lack the folder."""
     requeues: bool = True
     """False if the job was submitted with `--no-requeue`; only set by the controller."""
+    expedited: bool = False
+    """True if the job was submitted with `--requeue=expedite`; only set by the controller."""
 
 
 class JobTable:
@@ -211,6 +214,7 @@ def _controller_rows(record: str) -> Iterable[JobRow]:
             found["eligible_at"],
             found["submitted_at"],
             found["requeue"] != "0",
+            bool(found["expedited"]),
         )
 
 

@@ -39,7 +39,7 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
         "chdir": spec.run_dir,
         "output": _log(spec),
         "open-mode": "append",
-        "requeue": "",
+        "requeue": "expedite" if spec.expedite_requeue else "",
         "signal": f"USR2@{spec.stop_before_limit_s}",
         "export": "ALL",
     }

@@ -93,6 +93,8 @@ class JobSpec:
 
     auto uses the method that the site allows.
     """
+    expedite_requeue: bool = False
+    """True if Slurm starts the requeued job without a delay."""
     standby_workers_s: int | None = 30
     """Seconds of training after which standby workers are started; None disables them."""
     hang_timeout_s: int | None = 300

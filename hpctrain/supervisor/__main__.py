@@ -4,21 +4,20 @@ import os
 import sys
 
 from hpctrain import system
-from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.lossy_stdio import make_stdio_lossy
 from hpctrain.supervisor.watchdog import run_under_watchdog
 
 make_stdio_lossy()
 deaths = run_under_watchdog(os.environ)
 
-from hpctrain.supervisor.job_control.slurm import start_soon  # noqa: E402
+from hpctrain.supervisor.job_control.slurm import prepare_job_end  # noqa: E402
 from hpctrain.supervisor.launch.local import kill_session  # noqa: E402 (the waiting parent process does not need this)
 from hpctrain.supervisor.main import main  # noqa: E402
 
 exit_code = main(sys.argv[1:], os.environ, deaths=deaths)
 kill_session(os.environ)
-if exit_code == EXIT_CONTINUE and "SLURM_JOB_ID" in os.environ:
-    start_soon(os.environ)
+if exit_code and "SLURM_JOB_ID" in os.environ:
+    prepare_job_end(os.environ)
     # Python's cleanup delays the next start.
     sys.stdout.flush()
     system.exit_now(exit_code)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 from helpers.commands import run_command
 from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version
-from helpers.training_runs import check_preempted_run_continues, submit
+from helpers.training_runs import LAST_STEP, Run, check_preempted_run_continues, submit
+from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 
@@ -30,3 +31,51 @@ def test_preempted_run_continues(cluster: sandbox.Sandbox, tmp_path) -> None:
     assert version.startswith(f"{cluster.shape.slurm}.")
     run = submit(tmp_path / "run", cluster.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0.1)
     check_preempted_run_continues(run, cluster)
+
+
+@pytest.fixture(scope="module")
+def expediting() -> Iterator[sandbox.Sandbox]:
+    """A cluster that starts requeued jobs without a delay."""
+    need_slurm_version("26.05")
+    name, settings = f"pytest-x{os.getpid()}", ["SlurmctldParameters=enable_expedited_requeue"]
+    try:
+        yield sandbox.up(name, nodes=2, gpus_per_node=1, slurm="26.05", settings=settings)
+    finally:
+        sandbox.down(name)
+
+
+@pytest.mark.long
+def test_requeued_job_is_expedited(expediting: sandbox.Sandbox, tmp_path) -> None:
+    run = submit(tmp_path / "run", expediting.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0.1)
+    assert "#SBATCH --requeue=expedite\n" in run.dir.job_script.read_text()
+    run.wait_for_step(2)
+    run.hpctrain("requeue", str(run.path))
+    # Neither `status` nor `wait` runs here: they would shorten the usual delay of two minutes.
+    wait_for(lambda: run.events("resumed"), 100, "the next start")
+    assert run.wait() == 0
+
+
+@pytest.mark.long
+def test_lost_batch_host_delays_no_expedited_run(expediting: sandbox.Sandbox, tmp_path) -> None:
+    run = submit(tmp_path / "run", expediting.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0.2)
+    run.wait_for_step(8)
+    (started,) = run.events("started")
+    (host,) = started["hosts"]
+    expediting.kill_node(host)
+    wait_for(lambda: run.events("resumed"), 100, "the next start")
+    expediting.start_node(host)
+    assert run.wait() == 0
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+
+
+@pytest.mark.long
+def test_failed_expedited_run_is_not_held(expediting: sandbox.Sandbox, tmp_path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)")
+    run = Run(tmp_path / "run", expediting.env)
+    run.hpctrain("submit", "--run-dir", str(run.path), str(script))
+    assert run.wait() == 4
+    (job,) = (event["job_id"] for event in run.events("submitted"))
+    record = run_command(["scontrol", "show", "job", job], expediting.env).stdout
+    assert "JobState=FAILED" in record
+    assert "ExpeditedRequeue=Yes" in record

@@ -16,7 +16,7 @@ from hpctrain.records.lease import RENEW_INTERVAL_S, LeaseHolder
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.supervisor import main as supervisor_main
-from hpctrain.supervisor.job_control.slurm import start_soon
+from hpctrain.supervisor.job_control.slurm import prepare_job_end
 from simulation import simulated_system as system
 from simulation.config import Fault, SimConfig
 from simulation.rank_step import HeartbeatServer, RankStep, SimRank
@@ -79,8 +79,8 @@ class World:
         """The main thread of a supervisor process. See `hpctrain.supervisor.__main__`."""
         system.sleep(self.scheduler.random.uniform(0.2, 2.0))
         code = supervisor_main.main([str(self.run.array or self.run)], environ, deaths=deaths)
-        if code == EXIT_CONTINUE:
-            start_soon(environ)
+        if code:
+            prepare_job_end(environ)
         return code
 
     def on_supervisor_exit(self, job: Job, code: int) -> None:

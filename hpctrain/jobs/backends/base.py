@@ -37,6 +37,9 @@ class Backend(Protocol):
 
     name: ClassVar[BackendName]
 
+    def expedites_requeues(self) -> bool:
+        """Return true if a requeued job can start without a delay."""
+
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         """Check the request against the available resources. Nothing is changed.
 

@@ -40,6 +40,9 @@ class LocalBackend:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
+    def expedites_requeues(self) -> bool:
+        return False
+
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:  # noqa: ARG002 (there is no site)
         at_once = _tasks_at_once(spec)
         most = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))

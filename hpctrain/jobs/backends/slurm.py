@@ -12,6 +12,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult, SubmissionUnconfirmed
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_answer_lost, is_transient, run_all
+from hpctrain.slurm.config import parse_config
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.slurm.job_requests import cancel_jobs, signal_ranks, submit_job, update_job
 from hpctrain.slurm.site_queries import SiteAnswers, query_site
@@ -57,6 +58,11 @@ class SlurmBackend:
         except SchedulerError as error:
             return str(error)
         return None
+
+    def expedites_requeues(self) -> bool:
+        # The configuration is the second answer of `query_site`.
+        answer = self._answers[1] if self._answers is not None else None
+        return isinstance(answer, str) and parse_config(answer).expedites_requeues
 
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         if self._trouble is not None:

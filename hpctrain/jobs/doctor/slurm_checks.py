@@ -26,7 +26,8 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
     """Yield findings on the configuration."""
     yield Finding(_TOPIC, "version", f"{slurm.version}, cluster {slurm.cluster}")
     if slurm.job_requeue:
-        yield Finding(_TOPIC, "requeue", "jobs are requeued (JobRequeue=1)")
+        at_once = " and start without a delay (enable_expedited_requeue)" if slurm.expedites_requeues else ""
+        yield Finding(_TOPIC, "requeue", f"jobs are requeued (JobRequeue=1){at_once}")
     else:
         yield Finding(
             _TOPIC,

@@ -9,7 +9,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -290,6 +290,8 @@ def check_code(job: PreparedSubmission) -> Iterable[str]:
 
 def check_template(job: PreparedSubmission) -> None:
     """Render the batch script; a custom template must still start the supervisor."""
+    if job.settings.site.habits.requeue and job.backend.expedites_requeues():
+        job.spec = replace(job.spec, expedite_requeue=True)
     job.script = render(job.spec)
 
 

@@ -135,24 +135,26 @@ class SlurmSuccessors:
             return None
 
 
-def start_soon(environ: Mapping[str, str]) -> None:
-    """Give this job an early start time if Slurm has requeued it. Call this last before the exit.
+def prepare_job_end(environ: Mapping[str, str]) -> None:
+    """Give this job an early start time if Slurm has requeued it. Call this last before a failing exit.
 
     Slurm delays a requeued job by two minutes after its last process and its epilog have ended. An explicit
     later start time of the job replaces that delay (`batch_requeue_fini`).
+
+    A job with `--requeue=expedite` is not delayed. But if its script fails, Slurm 26.05 requeues it and holds
+    it until a user releases it, so such a job is made one that cannot be requeued.
     """
     job_id, outer = own_job_id(environ), strip_job_env(environ)
     try:
-        if query_job(job_id, outer).restarts <= int(environ.get("SLURM_RESTART_COUNT", "0")):
-            return
-        delay_s = SOON_S if query_config(outer).has_epilog else _EXIT_TIMEOUT_S
-        update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
+        job = query_job(job_id, outer)
+        is_requeued = job.restarts > int(environ.get("SLURM_RESTART_COUNT", "0"))
+        if is_requeued and not job.expedited:
+            delay_s = SOON_S if query_config(outer).has_epilog else _EXIT_TIMEOUT_S
+            update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
+        elif job.expedited and not is_requeued:
+            update_job([job_id], outer, until_killed=True, Requeue="0")
     except SchedulerError as error:
-        print(
-            f"hpctrain: cannot shorten Slurm's two-minute delay before the next start: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"hpctrain: cannot prepare the end of this job: {error}", file=sys.stderr, flush=True)
 
 
 def _leave(claimed_by: LeaseHolder) -> None:
