@@ -61,7 +61,7 @@ class Registry(Generic[T]):
         origin = origin or self.setting
         if not isinstance(name, str):
             raise UserError(
-                f"{origin} is {name!r}; it must be a name, for example {next(iter(self.ours))!r}."
+                f"{origin} is {name!r}, but must be a name, for example {next(iter(self.ours))!r}."
             )
         if name in self.registered:
             return self.registered[name]
@@ -83,7 +83,9 @@ class Registry(Generic[T]):
             raise UserError(f"{origin} is {name!r}. {self.refused[name]}")
         known = [*self.ours, *others, *self.registered]
         hint = suggest(name, known, otherwise="")
-        raise UserError(f"{origin} is {name!r}; choose from {', '.join(map(repr, known))}. {hint}".rstrip())
+        raise UserError(
+            f"{origin} is {name!r}, but must be one of {', '.join(map(repr, known))}. {hint}".rstrip()
+        )
 
 
 @cache

@@ -93,7 +93,7 @@ def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
     switch = environ.get(SHARE_VARIABLE, "")
     if switch not in ("", "0", "1"):
         raise EnvironmentMismatch(
-            f"{SHARE_VARIABLE} is {switch!r}, but it must be 0, or 1 to let ranks share a GPU."
+            f"{SHARE_VARIABLE} is {switch!r}, but must be 0, or 1 to let ranks share a GPU."
         )
     if switch:
         return f"{SHARE_VARIABLE}=1" if switch == "1" else None

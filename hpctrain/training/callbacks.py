@@ -82,13 +82,13 @@ class EarlyStopping(Callback):
         """
         if not isinstance(metric, str) or not metric:
             raise UserError(
-                f"EarlyStopping has metric={metric!r}; metric must be the name of a value returned by "
-                "validation_step."
+                f"EarlyStopping received metric={metric!r}, but metric must be the name of a value returned "
+                "by validation_step."
             )
         if type(patience) is not int or patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
             raise UserError(
-                f"EarlyStopping has patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}; "
-                "patience must be an integer of at least 1, mode must be 'min' or 'max', and min_delta "
+                f"EarlyStopping received patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}, "
+                "but patience must be an integer of at least 1, mode must be 'min' or 'max', and min_delta "
                 "must be at least 0."
             )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta

@@ -470,7 +470,7 @@ def lightning_run(
     """
     if lightning_base(module) is None:
         raise UserError(
-            f"A datamodule requires a LightningModule, but the module has the type "
+            f"A datamodule requires a LightningModule, but the module is of type "
             f"{type(module).__name__}. Pass data sets instead."
         )
     hosts = [module] if datamodule is None else [datamodule, module]

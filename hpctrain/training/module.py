@@ -103,12 +103,12 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
             tensor = torch.as_tensor(value)
         except (RuntimeError, TypeError, ValueError):
             raise UserError(
-                f"{origin}: {name!r} is {value!r}; it must be a number or a tensor with one element."
+                f"{origin}: {name!r} is {value!r}, but must be a number or a tensor with one element."
             ) from None
         if tensor.numel() != 1:
             raise UserError(
-                f"{origin}: {name!r} has shape {tuple(tensor.shape)}; it must be a scalar, the mean over "
-                "the batch."
+                f"{origin}: {name!r} has shape {tuple(tensor.shape)}, but must be a scalar: the mean "
+                "over the batch."
             )
         scalars[name] = tensor.reshape(())
     return scalars

@@ -258,7 +258,7 @@ class ReplicaCheck:
         verified_step = self._state.verified_step or 0
         text = (
             f"After step {found.step}, {what} differed between the ranks. The last comparison "
-            f"without a difference was after step {found.slice.verified_step}. "
+            f"that found no difference was after step {found.slice.verified_step}. "
         )
         if odd:
             text += (

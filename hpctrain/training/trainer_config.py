@@ -236,7 +236,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):
             raise UserError(
-                f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}; set exactly "
+                f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}. Set exactly "
                 "one of them."
             )
         for name in _COUNTS:
@@ -247,19 +247,19 @@ class TrainerConfig(metaclass=_AcceptsAliases):
                 continue
             if type(value) is not int or value < 1:
                 other = " or 'auto'" if name == "micro_batch_size" else ""
-                raise UserError(f"{name} is {value!r}; it must be an integer of at least 1{other}.")
+                raise UserError(f"{name} is {value!r}, but must be an integer of at least 1{other}.")
         for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb", "dataloader_timeout_s"):
             value = getattr(self, name)
             if value is None and name != "dataloader_timeout_s":
                 continue
             if not ((type(value) is int or isinstance(value, float)) and value > 0):
-                raise UserError(f"{name} is {value!r}; it must be a number above 0.")
+                raise UserError(f"{name} is {value!r}, but must be a number above 0.")
         if self.lr_scaling not in ("linear", "sqrt"):
-            raise UserError(f"lr_scaling is {self.lr_scaling!r}; it must be 'linear' or 'sqrt'.")
+            raise UserError(f"lr_scaling is {self.lr_scaling!r}, but must be 'linear' or 'sqrt'.")
         for name in ("warmup_steps", "sanity_val_batches", "num_workers"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
-                raise UserError(f"{name} is {value!r}; it must be an integer of at least 0.")
+                raise UserError(f"{name} is {value!r}, but must be an integer of at least 0.")
         if isinstance(self.recompute, str):
             self.recompute = (self.recompute,)
         if self.recompute and self.compile is not False:
@@ -268,10 +268,10 @@ class TrainerConfig(metaclass=_AcceptsAliases):
                 "itself decides which activations to recompute. Set only one of them."
             )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed is {self.seed!r}; it must be an integer that fits in 64 bits.")
+            raise UserError(f"seed is {self.seed!r}, but must be an integer that fits in 64 bits.")
         if not isinstance(self.compile, (bool, Mapping)):
             raise UserError(
-                f"compile is {self.compile!r}; it must be True, False or a dict of torch.compile arguments."
+                f"compile is {self.compile!r}, but must be True, False or a dict of torch.compile arguments."
             )
         if isinstance(self.compile, Mapping):
             _check_arguments("compile", self.compile, torch.compile)
@@ -284,9 +284,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
                     f"{replacement_of_callback(callback)}"
                 )
         if type(self.keep_best) is not int or self.keep_best < 0:
-            raise UserError(f"keep_best is {self.keep_best!r}; it must be an integer of at least 0.")
+            raise UserError(f"keep_best is {self.keep_best!r}, but must be an integer of at least 0.")
         if self.mode not in ("min", "max"):
-            raise UserError(f"mode is {self.mode!r}; it must be 'min' or 'max'.")
+            raise UserError(f"mode is {self.mode!r}, but must be 'min' or 'max'.")
         self._check_loss_guard()
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
@@ -294,7 +294,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         try:
             self.hparams = plain_hparams(self.hparams or {})
         except TypeError as error:
-            raise UserError(f"hparams: {error}. Pass one of these.") from None
+            raise UserError(f"{error}.") from None
         if self.devices is not None:
             parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)
@@ -304,8 +304,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         for name in ("grain_size", "witness_every"):
             if not self.elastic_determinism and getattr(self, name) is not None:
                 raise UserError(
-                    f"{name} is {getattr(self, name)}, but elastic_determinism is False, so it would have no "
-                    f"effect. Set elastic_determinism=True, or remove {name}."
+                    f"{name} is {getattr(self, name)}, but elastic_determinism is False, so {name} would "
+                    f"have no effect. Set elastic_determinism=True, or remove {name}."
                 )
         if not self.elastic_determinism:
             return
@@ -327,12 +327,12 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     def _check_loss_guard(self) -> None:
         if self.on_bad_loss not in ("stop", "skip", "rollback", None):
             raise UserError(
-                f"on_bad_loss is {self.on_bad_loss!r}; it must be 'stop', 'skip', 'rollback' or None."
+                f"on_bad_loss is {self.on_bad_loss!r}, but must be 'stop', 'skip', 'rollback' or None."
             )
         threshold = self.loss_spike_threshold
         if not (threshold in ("auto", None) or (type(threshold) in (int, float) and threshold > 0)):  # type: ignore[operator]
             raise UserError(
-                f"loss_spike_threshold is {threshold!r}; it must be a number above 0, 'auto' or None."
+                f"loss_spike_threshold is {threshold!r}, but must be a number above 0, 'auto' or None."
             )
         if self.on_bad_loss == "rollback" and self.checkpoint_every is None:
             raise UserError(
@@ -380,4 +380,4 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], of: Callable[..., 
 def _check_every(name: str, value: object, word: str) -> None:
     if value is None or value == word or (type(value) is int and value > 0):
         return
-    raise UserError(f"{name} is {value!r}; it must be a number of steps (at least 1), {word!r} or None.")
+    raise UserError(f"{name} is {value!r}, but must be a number of steps (at least 1), {word!r} or None.")

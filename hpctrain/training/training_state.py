@@ -126,7 +126,7 @@ class TrainingState:
             _load_each("scheduler", self.schedulers, tree["schedulers"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
-                f"{loaded.path} does not fit {type(self.module).__name__} and its optimizers: "
+                f"{loaded.path} does not match {type(self.module).__name__} and its optimizers: "
                 f"{str(error).rstrip('.')}. Restore the previous module and optimizers, or start a new "
                 "run in a new folder."
             ) from error

@@ -100,7 +100,7 @@ def test_other_objects_are_refused(tmp_path):
 
 def test_checkpoint_of_another_model_is_refused(tmp_path):
     Checkpointer(run_dir=tmp_path, model=nn.Linear(1, 1)).save(1)
-    with pytest.raises(UserError, match=r"model in .*step-00000001 does not fit the script"):
+    with pytest.raises(UserError, match=r"model in .*step-00000001 does not match the script"):
         Checkpointer(run_dir=tmp_path, model=nn.Linear(2, 1)).load()
 
 

@@ -145,7 +145,7 @@ def test_unshuffled_order_has_no_short_batches():
 
 
 def test_data_without_a_batch_is_refused():
-    with pytest.raises(UserError, match="has 50 samples, too few for a batch: global_batch_size is 51"):
+    with pytest.raises(UserError, match="has 50 samples, but global_batch_size is 51"):
         StatefulBatchSampler(range(NUM_SAMPLES), 51, drop_last=True, rank=0, num_replicas=1)
 
 

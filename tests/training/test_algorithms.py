@@ -199,7 +199,7 @@ def test_algorithm_resumes_on_any_number_of_ranks(tmp_path, plain, algorithm):
     ("settings", "message"),
     [
         ({"algorithm": "bytegard"}, "Did you mean 'bytegrad'"),
-        ({"algorithm": "bytegrad", "strategy": "zero1"}, "Algorithms work only with"),
+        ({"algorithm": "bytegrad", "strategy": "zero1"}, "algorithms work only with"),
         ({"algorithm": "local_sgd", "strategy": "ddp2"}, "strategy is 'ddp2'"),
         ({"algorithm": "local_sgd", "precision": "16-mixed"}, "skip different steps"),
         ({"algorithm": "qadam", "precision": "16-mixed"}, "momenta would include the loss scale"),

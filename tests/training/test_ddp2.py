@@ -130,6 +130,6 @@ def test_auto_strategy_is_that_of_the_job_or_ddp():
     assert find_strategy("auto", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP2
     assert find_strategy("ddp", {"HPCTRAIN_STRATEGY": "ddp2"}) is DDP
     with pytest.raises(
-        UserError, match=r"HPCTRAIN_STRATEGY is 'dpp'; choose from 'ddp', .*'ddp2'.* Did you mean 'd"
+        UserError, match=r"HPCTRAIN_STRATEGY is 'dpp', but must be one of 'ddp', .*'ddp2'.* Did you mean 'd"
     ):
         find_strategy("auto", {"HPCTRAIN_STRATEGY": "dpp"})

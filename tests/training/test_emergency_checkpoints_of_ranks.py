@@ -277,7 +277,7 @@ def fail_with(folder: Path, net: Net, **settings: Any) -> str:
 
 @pytest.mark.parametrize("first", [1, FAILED_STEP])
 def test_a_parameter_that_changes_between_updates_makes_the_state_unusable(tmp_path, first):
-    why = "its parameters were changed between two updates"
+    why = "the parameters were changed between two optimizer steps"
     assert run_on_ranks(fail_with, tmp_path, AveragingNet(first)) == [why] * 2
 
 

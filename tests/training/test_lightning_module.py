@@ -766,7 +766,7 @@ class EpochEnd(Refused):
             Refused,
             loader(),
             {"elastic_determinism": True, "grain_size": 2},
-            "Refused is a LightningModule, whose hooks",
+            "Refused is a LightningModule, which is not supported",
         ),
         (EpochEnd, DataLoader(Stream()), {}, "has on_train_epoch_end .* a stream"),
         (

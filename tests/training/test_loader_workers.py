@@ -60,7 +60,7 @@ def test_dataset_error_names_sample_and_epoch(num_workers):
         list(batches(Numbers(fail), num_workers))
     error_text = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "no such picture" in error_text
-    assert "raised while fetching sample 7 of train_dataset in epoch 3" in error_text
+    assert "This error was raised while fetching sample 7 of train_dataset in epoch 3" in error_text
     if num_workers:
         assert "in fail" in error_text  # the traceback of the worker
 

@@ -449,8 +449,8 @@ class TakesTurns(Net):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"on_bad_loss": "continue"}, "on_bad_loss is 'continue'; it must be"),
-        ({"loss_spike_threshold": 0}, "loss_spike_threshold is 0; it must be"),
+        ({"on_bad_loss": "continue"}, "on_bad_loss is 'continue', but must be"),
+        ({"loss_spike_threshold": 0}, "loss_spike_threshold is 0, but must be"),
         ({"on_bad_loss": "rollback", "checkpoint_every": None}, "checkpoint_every is None"),
         ({"on_bad_loss": "rollback", "local_checkpoints": "auto"}, "local_checkpoints is 'auto'"),
         ({"on_bad_loss": "rollback", "run_dir": None}, "there is no run folder"),

@@ -257,7 +257,7 @@ def test_mixture_is_validated_once():
 
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")], lambda step: [step]])
 def test_impossible_weights_are_refused(weights):
-    with pytest.raises(hpctrain.UserError, match=r"weights of the Mixture in step 1 .* for 2 data sets"):
+    with pytest.raises(hpctrain.UserError, match=r"Mixture has 2 data sets, but its weights in step 1 are"):
         hpctrain.Mixture([Numbers(), Numbers()], weights)
 
 
@@ -536,7 +536,7 @@ class Endless(Sampler[int]):
         (lambda: loader(sampler=SubsetRandomSampler([])), "returned too few samples for a batch in epoch 0"),
         (
             lambda: loader(batch_size=50, drop_last=True),
-            "23 samples, but a batch has 50 and drop_last is True",
+            "23 samples, but the batch size is 50 and drop_last is True",
         ),
         (lambda: loader(sampler=Endless()), "returned more than 99 samples in an epoch"),
         (

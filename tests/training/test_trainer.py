@@ -199,12 +199,12 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
     ("settings", "message"),
     [
         ({}, "max_steps is None and max_epochs is None"),
-        ({"max_steps": 1, "max_epochs": 1}, "set exactly one of them"),
+        ({"max_steps": 1, "max_epochs": 1}, "Set exactly one of them"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"max_steps": 1, "global_batch_size": -2}, "global_batch_size is -2"),
-        ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd'; choose from 'ddp'"),
-        ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp']; it must be a name, for example 'ddp'"),
-        ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8'; choose from '32', 'bf16-mixed'"),
+        ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd', but must be one of 'ddp'"),
+        ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp'], but must be a name, for example 'ddp'"),
+        ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8', but must be one of '32', 'bf16-mixed'"),
         ({"max_steps": 1, "precision": "apex"}, "Use PyTorch's built-in mixed precision instead: '16-mixed'"),
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
         ({"max_steps": 1, "validate_every": 0}, "validate_every is 0"),
@@ -240,7 +240,7 @@ def test_invalid_settings_are_refused_at_once(settings, message):
     ("module", "message"),
     [
         (Tiny(output=lambda w: w.expand(3)), "'loss' has shape (3,)"),
-        (Tiny(output=lambda w: {"los": w.sum()}), "without 'loss'"),
+        (Tiny(output=lambda w: {"los": w.sum()}), "but not 'loss'"),
         (Tiny(output=lambda w: None), "training_step: 'loss' is None"),
         (Tiny(output=lambda w: {"loss": w.sum(), "names": ["a"]}), "'names' is ['a']"),
         (Tiny(output=lambda w: w.item()), "does not depend on trainable parameters"),
@@ -288,7 +288,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
     fit(Tiny(), run_dir=tmp_path)
     other = Tiny()
     other.more = torch.nn.Linear(2, 2)
-    with pytest.raises(hpctrain.UserError, match=r"does not fit Tiny(.|\n)*more.weight"):
+    with pytest.raises(hpctrain.UserError, match=r"does not match Tiny(.|\n)*more.weight"):
         fit(other, run_dir=tmp_path, max_steps=4)
 
 

@@ -226,7 +226,7 @@ def test_unknown_monitor_metric_is_reported_with_available_ones(tmp_path):
     [
         ({"keep_every": 0}, "keep_every is 0"),
         ({"keep_best": -1}, "keep_best is -1"),
-        ({"mode": "low"}, "mode is 'low'; it must be 'min' or 'max'"),
+        ({"mode": "low"}, "mode is 'low', but must be 'min' or 'max'"),
     ],
 )
 def test_retention_settings_out_of_range_are_refused(settings, message):
@@ -554,7 +554,7 @@ def test_stop_saves_if_there_is_time_and_reports_otherwise(tmp_path, monkeypatch
     assert stop["saved"] is saved
     assert (stop["step"] in steps(tmp_path)) is saved
     out = capsys.readouterr().out
-    assert ("its checkpoint is saved" in out) is saved
+    assert ("the checkpoint of this step is saved" in out) is saved
     assert ("Earlier checkpoints are intact" in out) is not saved
     assert steps(tmp_path), "a checkpoint stands"
     assert fit(tmp_path, 20).seen["steps"] == 20

@@ -33,9 +33,9 @@ class Retention:
             if value is None and name == "every":
                 continue
             if type(value) is not int or value < least:
-                raise UserError(f"{name} is {value!r}; it must be an integer of at least {least}.")
+                raise UserError(f"{name} is {value!r}, but must be an integer of at least {least}.")
         if self.mode not in ("min", "max"):
-            raise UserError(f"mode is {self.mode!r}; it must be 'min' or 'max'.")
+            raise UserError(f"mode is {self.mode!r}, but must be 'min' or 'max'.")
 
     def steps_to_keep(
         self,

@@ -46,7 +46,7 @@ def parse_devices(devices: Devices) -> int | list[int] | None:
         case Sequence() if all(type(index) is int and index >= 0 for index in devices):
             wanted = [int(index) for index in devices]
     if wanted is None or wanted in (0, []) or (isinstance(wanted, int) and wanted < -1):
-        raise UserError(f"devices is {devices!r}; it must be {_FORMS}.")
+        raise UserError(f"devices is {devices!r}, but must be {_FORMS}.")
     if isinstance(wanted, list) and len(set(wanted)) < len(wanted):
         raise UserError(
             f"devices is {devices!r}, which lists a device more than once. List each device once."
@@ -75,7 +75,10 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
         return [None] * (1 if wanted in (None, -1) else wanted or 1)
     if isinstance(wanted, list):
         if max(wanted) >= num_gpus:
-            raise UserError(f"devices is {devices!r}, but the last visible GPU has index {num_gpus - 1}.")
+            raise UserError(
+                f"devices is {devices!r}, but the last visible GPU has index {num_gpus - 1}. Use indices "
+                f"from 0 to {num_gpus - 1}."
+            )
         return list(wanted)
     if wanted is not None and wanted > num_gpus:
         raise UserError(

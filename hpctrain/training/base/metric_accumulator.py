@@ -36,7 +36,7 @@ class MetricAccumulator:
         if self.values and self.values.keys() != scalars.keys():
             raise UserError(
                 f"training_step returned the metrics {sorted(scalars)} for a micro-batch, but "
-                f"{sorted(self.values)} for the previous one. Return the same metrics for every "
+                f"{sorted(self.values)} for the previous micro-batch. Return the same metrics for every "
                 "micro-batch."
             )
         tokens = _double(scalars[TOKENS_FIELD]) if TOKENS_FIELD in scalars else None

@@ -31,7 +31,7 @@ def canonical_precision(precision: str | int) -> str:
             "instead: '16-mixed', or 'bf16-mixed' on GPUs that support bfloat16."
         )
     if precision not in PRECISIONS:
-        raise UserError(f"precision is {precision!r}; choose from {', '.join(map(repr, PRECISIONS))}.")
+        raise UserError(f"precision is {precision!r}, but must be one of {', '.join(map(repr, PRECISIONS))}.")
     return precision
 
 

@@ -145,7 +145,7 @@ class _SampleFetcherBase:
 
     def _add_sample_note(self, error: Exception, what: str, epoch: int) -> None:
         when = describe_round(epoch)
-        error.add_note(f"hpctrain: raised while {what} of {self._name} in {when}.")
+        error.add_note(f"hpctrain: This error was raised while {what} of {self._name} in {when}.")
 
 
 class ItemsFetcher(_SampleFetcherBase):

@@ -68,7 +68,7 @@ class ShardedStream:
         has_shards = callable(getattr(dataset, "shard", None))
         self.num_shards = offered if isinstance(offered, int) and has_shards else 1
         if self.num_shards < 1:
-            raise UserError(f"{name} has {self.num_shards} shards; it must have at least one.")
+            raise UserError(f"{name} has {self.num_shards} shards, but must have at least one.")
 
     def shard(self, index: int) -> Any:
         """Return a shard as an iterable, positioned at its beginning."""
@@ -95,8 +95,8 @@ class _ShardReader:
         if self._holder is None:
             raise UserError(
                 f"{self._name} was at sample {checkpoint.number} of shard {shard} when the checkpoint was "
-                "written, but it no longer has state_dict() and load_state_dict(). Restore these "
-                "methods, or start a new run in a new folder."
+                "written, but the data set no longer has state_dict() and load_state_dict(). Restore "
+                "these methods, or start a new run in a new folder."
             )
         self._holder.load_state_dict(copy.deepcopy(checkpoint.state))
         if self._holder is dataset:
@@ -117,8 +117,8 @@ class _ShardReader:
                     ended = True
                 except Exception as error:
                     error.add_note(
-                        f"hpctrain: raised while reading sample {self._number} of shard {shard} of "
-                        f"{self._name} in epoch {epoch}."
+                        f"hpctrain: This error was raised while reading sample {self._number} of shard "
+                        f"{shard} of {self._name} in epoch {epoch}."
                     )
                     raise
                 else:
@@ -201,7 +201,7 @@ def dump_checkpoints(checkpoints: list[ReaderCheckpoint | None], name: str) -> t
     except Exception as error:
         raise UserError(
             f"The state_dict() of {name} contains a value that a checkpoint cannot store. Return only "
-            "numbers, strings, tensors, None, and lists, tuples and dicts of these. Error of torch.load: "
+            "numbers, strings, tensors, None, and lists, tuples and dicts of these. torch.load reported: "
             f"{error}"
         ) from error
     return dumped

@@ -30,7 +30,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
             UserError: `batch_size` is less than 1.
         """
         if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
+            raise UserError(f"batch_size is {batch_size}, but must be at least 1.")
         self._lengths, self._batch_size = torch.as_tensor(lengths), batch_size
 
     def __len__(self) -> int:

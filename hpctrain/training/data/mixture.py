@@ -54,8 +54,9 @@ class Mixture(ConcatDataset[Any]):
         total = sum(weights)
         if len(weights) != len(self.datasets) or min(weights) < 0 or not 0 < total < math.inf:
             raise UserError(
-                f"The weights of the Mixture in step {step} are {weights}, for {len(self.datasets)} data "
-                "sets. Set one finite, non-negative weight per data set; at least one must be above 0."
+                f"The Mixture has {len(self.datasets)} data sets, but its weights in step {step} are "
+                f"{weights}. Set one finite, non-negative weight per data set. At least one weight must be "
+                "above 0."
             )
         return [weight / total for weight in weights]
 

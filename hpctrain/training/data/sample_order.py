@@ -35,7 +35,7 @@ class SampleOrder:
             seed: any integer; the same seed yields the same orders on any machine.
         """
         if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}; it must be at least 1.")
+            raise ValueError(f"num_samples is {num_samples}, but must be at least 1.")
         self.num_samples = num_samples
         self.seed = seed
         self._a = math.isqrt(num_samples - 1) + 1

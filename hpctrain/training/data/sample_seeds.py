@@ -145,8 +145,8 @@ def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None)
         seed = sample.seed(kind, (index,))
     else:
         raise UserError(
-            f"sample_generator(index={index!r}): __getitems__ is fetching {len(sample.among)} samples. "
-            "Pass the index of one of these samples."
+            f"sample_generator() received index={index!r}, which is not among the {len(sample.among)} "
+            "samples that __getitems__ is fetching. Pass the index of one of these samples."
         )
     if kind == "torch":
         return torch.Generator().manual_seed(seed)
@@ -156,7 +156,9 @@ def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None)
         import numpy
 
         return numpy.random.default_rng(seed)
-    raise UserError(f"sample_generator() received kind={kind!r}; choose from 'torch', 'numpy' and 'python'.")
+    raise UserError(
+        f"sample_generator() received kind={kind!r}, but kind must be 'torch', 'numpy' or 'python'."
+    )
 
 
 def _own_generators() -> tuple[torch.Tensor, Any, Any]:

@@ -165,7 +165,10 @@ class SamplerPlan:
             if len(indices) % self._batch_size and not self._parts.drop_last:
                 ends.append(len(indices))
         if not ends:
-            raise UserError(f"{self._what} returned too few samples for a batch in epoch {epoch}.")
+            raise UserError(
+                f"{self._what} returned too few samples for a batch in epoch {epoch}. Return more samples, "
+                "or set a smaller batch size."
+            )
         drawn = torch.frombuffer(indices, dtype=torch.int64)
         if not 0 <= int(drawn.min()) <= int(drawn.max()) < self._num_samples:
             raise UserError(

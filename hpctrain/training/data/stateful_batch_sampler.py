@@ -56,13 +56,13 @@ class StatefulBatchSampler(Sampler[list[int]]):
         self._data_rank = _find_data_rank(rank, num_replicas)
         if len(dataset) < (global_batch_size if drop_last else 1):
             raise UserError(
-                f"The data set has {len(dataset)} samples, too few for a batch: global_batch_size is "
-                f"{global_batch_size} and drop_last is {drop_last}."
+                f"The data set has {len(dataset)} samples, but global_batch_size is {global_batch_size} and "
+                f"drop_last is {drop_last}, so there is no batch. Set a smaller global_batch_size."
             )
         if global_batch_size < self._data_rank.world_size:
             raise UserError(
                 f"global_batch_size is {global_batch_size}, but there are {self._data_rank.world_size} "
-                "ranks. It is the number of samples of all ranks together, and each rank needs at least one."
+                "ranks. Each rank needs at least one sample per batch. Set a larger global_batch_size."
             )
         order = (SampleOrder if shuffle else SequentialOrder)(len(dataset), seed)
         self._plan = BatchPlan(order, global_batch_size, drop_last)

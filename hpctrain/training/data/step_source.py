@@ -253,8 +253,8 @@ def _make_plan(
         return SamplerPlan(parts, batch_size, num_samples, seed, name)
     if parts.drop_last and num_samples < batch_size:
         raise UserError(
-            f"{name} has {num_samples} samples, but a batch has {batch_size} and drop_last is True. Set a "
-            "smaller batch size, or remove drop_last."
+            f"{name} has {num_samples} samples, but the batch size is {batch_size} and drop_last is True. "
+            "Set a smaller batch size, or remove drop_last."
         )
     order = (SampleOrder if parts.shuffle else SequentialOrder)(num_samples, seed)
     return BatchPlan(order, batch_size, parts.drop_last)

@@ -127,7 +127,8 @@ class GradientSum:
         for each, peak in too_large.items():
             if each.is_count:
                 raise UserError(
-                    f"{each.name} changed by {peak:g} in one step, which is too much for an exact sum."
+                    f"The {each.name} changed by {peak:g} in one step, which is too much for an exact sum. "
+                    "Use smaller values, or set elastic_determinism=False."
                 )
             self.exponents[each.name] = shared_exponent(peak, self._num_terms)
         if too_large:
@@ -206,18 +207,18 @@ class GradientSum:
                 before, number = self._before.get(name), self._buffer_numbers.get(name)
                 if before is None or before.shape != buffer.shape:
                     raise UserError(
-                        f"The training step added the buffer {name} or changed its shape, so the buffer has "
-                        "no mean over the grains of a step. Register all buffers in __init__, or set "
-                        "elastic_determinism=False."
+                        f"The training step added the buffer {name} or changed its shape, so hpctrain cannot "
+                        "average the buffer over the grains of a step. Register all buffers in __init__, or "
+                        "set elastic_determinism=False."
                     )
                 # On a GPU, this waits, so it is used only for buffers that must not change.
                 if (buffer.is_cpu or number is None) and torch.equal(buffer, before):
                     continue
                 if number is None:
                     raise UserError(
-                        f"The training step changed the buffer {name} of type {buffer.dtype}, which has no "
-                        "mean over the grains of a step. Use a floating-point or int64 buffer, or set "
-                        "elastic_determinism=False."
+                        f"The training step changed the buffer {name} of type {buffer.dtype}, which hpctrain "
+                        "cannot average over the grains of a step. Use a floating-point or int64 buffer, or "
+                        "set elastic_determinism=False."
                     )
                 if self._is_used:
                     # Infinite elements that did not change have no difference.

@@ -110,8 +110,8 @@ def build_training_loop(
     if lightning is not None:
         if determinism is not None:
             raise UserError(
-                f"elastic_determinism is True, but {type(module).__name__} is a LightningModule, whose hooks "
-                "run once per rank. Use an hpctrain.Module instead."
+                f"elastic_determinism is True, but {type(module).__name__} is a LightningModule, which is "
+                "not supported because its hooks run once per rank. Use an hpctrain.Module instead."
             )
         train_step: TrainStep = LightningTrainStep(lightning, placed, optimization, settings, scaler)
     elif determinism is not None:

@@ -161,8 +161,8 @@ class GrainTrainStep(TrainStep):
         """
         if sums.values and sums.values.keys() != scalars.values.keys():
             raise UserError(
-                f"{self._origin} returned {sorted(scalars.values)} for a grain, but {sorted(sums.values)} "
-                "for the previous grain. Return the same metrics for every grain."
+                f"{self._origin} returned the metrics {sorted(scalars.values)} for a grain, but "
+                f"{sorted(sums.values)} for the previous grain. Return the same metrics for every grain."
             )
         for name, value in scalars.values.items():
             if name not in sums.values:

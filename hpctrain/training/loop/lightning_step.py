@@ -157,10 +157,10 @@ class LightningTrainStep(TrainStep):
         for number, optimizer in enumerate(self._optimizers):
             if optimizer not in self._stepped and any(p.grad is not None for p in parameters_of(optimizer)):
                 raise UserError(
-                    f"{self._origin} computed gradients for optimizer {number}, but did not call its "
-                    "step(). Gradients cannot be kept for the next step, because checkpoints contain "
-                    "none. To accumulate gradients, increase global_batch_size. To exclude these parameters, "
-                    "detach the tensors or use toggle_optimizer()."
+                    f"{self._origin} computed gradients for optimizer {number}, but did not call its step(). "
+                    "Gradients cannot be kept for the next step, because checkpoints do not contain "
+                    "gradients. To accumulate gradients, increase global_batch_size. To exclude these "
+                    "parameters, detach the tensors or use toggle_optimizer()."
                 )
 
 

@@ -74,7 +74,7 @@ def session(
     """
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
-        raise UserError(f"session() has no option {unknown[0]!r}; choose from {', '.join(_OPTIONS)}.")
+        raise UserError(f"session() has no option {unknown[0]!r}. Choose from {', '.join(_OPTIONS)}.")
     if options.get("on_bad_loss") in ("skip", "rollback"):
         raise UserError(
             f"on_bad_loss is {options['on_bad_loss']!r}, but a custom loop performs its own updates, so "
@@ -283,8 +283,8 @@ class Session:
                 raise
             if not self._has_backward:
                 raise UserError(
-                    "The loop body did not call session.backward(loss), which elastic_determinism requires: "
-                    "it weights the loss of each grain. Replace loss.backward() with session.backward(loss)."
+                    "The loop body did not call session.backward(loss), which elastic_determinism requires "
+                    "to weight the loss of each grain. Replace loss.backward() with session.backward(loss)."
                 )
         self._scalars = None
         for call in self._deferred:

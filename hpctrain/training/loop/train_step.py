@@ -197,7 +197,8 @@ class TrainStep:
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
             raise UserError(
-                f"{self._origin} returned {sorted(scalars)} without 'loss'. Return the loss under this name."
+                f"{self._origin} returned {sorted(scalars)}, but not 'loss'. Return the loss under the name "
+                "'loss'."
             )
         if not (scalars["loss"].requires_grad or self._runs_backward):
             raise UserError(

@@ -183,7 +183,7 @@ class TrainingLoop:
                 advice += " To skip the update of such a step, use 'skip'."
             error = BadLoss(
                 f"{bad.cause[0].upper()}{bad.cause[1:]}. The run stops, because {reason}. Last good "
-                f"checkpoint: {newest or 'none'}. Check the data of that step and the learning rate."
+                f"checkpoint: {newest or 'none'}. Check the data of this step and the learning rate."
                 f"{advice if guard.policy == 'stop' else ''}"
             )
             mark_non_retryable(error)
@@ -241,7 +241,7 @@ class TrainingLoop:
             if (most := self.train_step.max_micro_batch) is not None:
                 self._print_hint(
                     f"Micro-batches are limited to {pluralize(most, 'sample')}, because an earlier "
-                    "attempt ran out of GPU memory. The gradients are the same up to rounding."
+                    "attempt ran out of GPU memory. The gradients are the same except for rounding."
                 )
 
     def _exchange_recovered(self) -> Recovery | None:

@@ -37,7 +37,7 @@ def log_metrics(
         UserError: a name is reserved.
     """
     if reserved := sorted(metrics.keys() & RESERVED_FIELDS):
-        raise UserError(f"log_metrics() sets {reserved[0]!r} itself; use another name for the metric.")
+        raise UserError(f"log_metrics() sets {reserved[0]!r} itself. Use another name for the metric.")
     writer = _writer()
     if writer is not None:
         values = {

@@ -70,8 +70,8 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
         found = [name for name in named if _matches(name, pattern)]
         if not found:
             raise UserError(
-                f"recompute contains {pattern!r}, but no submodule of {type(module).__name__} matches. "
-                f"Its submodules include {', '.join(map(repr, list(named)[:20]))}."
+                f"recompute contains {pattern!r}, but no submodule of {type(module).__name__} matches this "
+                f"pattern. The submodules include {', '.join(map(repr, list(named)[:20]))}."
             )
         chosen |= {name: named[name] for name in found}
     for name in chosen:

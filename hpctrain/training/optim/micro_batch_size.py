@@ -67,7 +67,7 @@ def find_micro_batch_size(
         raise UserError(
             "micro_batch_size is 'auto', but ranks wait for each other in the SyncBatchNorm layers of "
             "the module. The search for a micro-batch size could deadlock if a rank runs out of memory. "
-            "Set a number."
+            "Set micro_batch_size to a number."
         )
 
     def fits(count: int) -> bool:

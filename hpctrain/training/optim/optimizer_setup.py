@@ -56,8 +56,8 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
             )
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise UserError(
-                f"{origin} returned an LBFGS, which is not supported because it recomputes the loss several "
-                "times per step. Use another optimizer."
+                f"{origin} returned an LBFGS optimizer, which is not supported because it recomputes the "
+                "loss several times per step. Use another optimizer."
             )
         if optimizers and are_optimizers and all(hasattr(scheduler, "step") for scheduler in schedulers):
             _check_disjoint(optimizers, module, origin)

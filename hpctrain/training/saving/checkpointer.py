@@ -228,7 +228,7 @@ class Checkpointer:
                 value.load_state_dict(loaded.state[name])
             except (RuntimeError, ValueError, KeyError) as error:
                 raise UserError(
-                    f"{name} in {loaded.path} does not fit the script: {str(error).rstrip('.')}. Restore "
+                    f"{name} in {loaded.path} does not match the script: {str(error).rstrip('.')}. Restore "
                     f"the previous {name}, or start a new run in a new folder."
                 ) from error
         rng.resume_rng_state(loaded.rank_state, "rank", self._context.ranks.rank, "step", loaded.step)

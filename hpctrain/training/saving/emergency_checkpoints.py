@@ -139,27 +139,27 @@ class EmergencyCheckpoints:
         if parts.log.run is None or not emergency_save.is_available or VERIFY_STEPS_VARIABLE in environ:
             return "hpctrain did not start this process as a rank"
         if not parts.settings.emergency_checkpoints:
-            return "the setting emergency_checkpoints is False"
+            return "emergency_checkpoints is False"
         if not (self._context.is_distributed and strategy.has_equal_replicas and strategy.has_complete_state):
             return f"with strategy {parts.settings.strategy!r}, no other rank has the state of a failed rank"
         algorithm = strategy.algorithm
         assert algorithm is not None
         if type(algorithm).state_dict is not Algorithm.state_dict or algorithm.keeps_gradients:
-            return f"algorithm {type(algorithm).__name__} keeps a state on each rank"
+            return f"algorithm {type(algorithm).__name__} has a separate state on each rank"
         if is_manual(module):
-            return f"{type(module).__name__} updates its parameters itself"
+            return f"{type(module).__name__} uses manual optimization"
         if self._context.device.type != "cpu":
-            return "the ranks use GPUs"
+            return "emergency checkpoints are not supported on GPUs"
         if state.determinism is not None or state.loss_guard.policy == "skip":
             return "elastic_determinism and on_bad_loss='skip' are not supported"
         if parts.source.has_position:
-            return "the position in the training data is more than a number of steps"
+            return "the training data is a stream, or has a custom sampler"
         if lightning_base(module) is not None:
             return f"{type(module).__name__} is a LightningModule"
         if type(module).on_save_checkpoint is not Module.on_save_checkpoint:
             return f"{type(module).__name__} defines on_save_checkpoint"
         if any(type(each).get_extra_state is not nn.Module.get_extra_state for each in module.modules()):
-            return f"{type(module).__name__} has extra state"
+            return f"{type(module).__name__} defines get_extra_state"
         return None
 
     def arm(self) -> None:
@@ -187,7 +187,7 @@ class EmergencyCheckpoints:
         try:
             self._first_hash, self._frozen_hash = _hash(self._parameters), _hash(self._frozen)
         except (RuntimeError, TypeError) as error:  # such as tensors without memory
-            self._disarm(f"its parameters cannot be read: {error}")
+            self._disarm(f"the parameters cannot be read: {error}")
             return
         emergency_save.arm(self)
 
@@ -238,7 +238,7 @@ class EmergencyCheckpoints:
         if self._record is None:
             return
         if self._num_values and _sum_versions(self._buffers) != self._recorded_versions:
-            self._disarm("its buffers change after the forward passes of a step")
+            self._disarm("the module changes its buffers after the forward passes of a step")
             return
         self._trained_versions = _sum_versions(self._parameters)
         if len(sums.values) != self._num_values:  # such as the norm of the gradients
@@ -259,7 +259,7 @@ class EmergencyCheckpoints:
         """See `StateSource`."""
         state = self._state
         if self.problem is not None or state.step == 0:
-            return {"why": self.problem or "it has not completed a step"}
+            return {"why": self.problem or "the training has not completed a step"}
         if self._parts.callbacks.ending is not None:
             return {"why": "a callback requested the end of the training"}  # not part of the state
         if change := self._find_change():
@@ -277,7 +277,7 @@ class EmergencyCheckpoints:
             or (is_first and _hash(self._parameters) != self._first_hash)
             or _hash(self._frozen) != self._frozen_hash
         ):
-            return "its parameters were changed between two updates"
+            return "the parameters were changed between two optimizer steps"
         return None
 
     def save(self) -> dict[str, Any]:
@@ -289,7 +289,10 @@ class EmergencyCheckpoints:
         state, tree = self._state, self._state.tree()
         needed, free = _count_bytes(tree), shutil.disk_usage(self.folder).free
         if needed > free // 2:  # other programs also need this memory
-            raise CheckpointError(f"the state has {needed} bytes, and {self.folder} has {free} bytes free")
+            raise CheckpointError(
+                f"the state has {needed} bytes, but only {free // 2} of the {free} free bytes in "
+                f"{self.folder} may be used"
+            )
         if state.step == self._first_step:
             # No result was recorded, and the next step may have changed the buffers.
             tree["module"].update(zip(self._buffer_names, self._first_buffers, strict=True))
@@ -342,7 +345,7 @@ class EmergencyCheckpoints:
             return None
         loaded = self._load_state(step)
         if loaded is None:
-            self._report(step, "no node has its state")
+            self._report(step, "no node still has this checkpoint")
             return None
         self.recovery = Recovery(loaded, request["read"], recorded, logged)
         return self.recovery

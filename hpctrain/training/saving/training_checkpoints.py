@@ -239,7 +239,9 @@ class TrainingCheckpoints:
             saved = self._save_within_deadline(self._manager, signal_name)
             self._log.write_event("signal", signal=signal_name, step=step, saved=saved)
             if saved:
-                self._progress.print_message(f"stopping after step {step}; its checkpoint is saved")
+                self._progress.print_message(
+                    f"stopping after step {step}; the checkpoint of this step is saved"
+                )
         raise SystemExit(EXIT_CONTINUE)
 
     def _save_within_deadline(self, manager: CheckpointManager, signal_name: str | None) -> bool:
@@ -298,9 +300,9 @@ def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: 
     if broken or aside:
         raise UserError(
             f"No checkpoint in {folder} is complete, so training would start over at step 0. "
-            f"{' '.join(broken) or 'Set aside: ' + ', '.join(aside) + '.'} Restore the missing files and "
-            "remove '.broken-N' from the folder names, or import a checkpoint (hpctrain checkpoints "
-            "import). To start over, delete the damaged checkpoints, or use another --run-dir."
+            f"{' '.join(broken) or 'Damaged checkpoints: ' + ', '.join(aside) + '.'} Restore the missing "
+            "files and remove '.broken-N' from the folder names, or import a checkpoint (hpctrain "
+            "checkpoints import). To start over, delete the damaged checkpoints, or use another --run-dir."
         )
 
 
@@ -340,7 +342,7 @@ def _node_mtbf_s(environ: Mapping[str, str]) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise UserError(
-            f"{NODE_MTBF_VARIABLE} is {text!r}; it must be a positive number of seconds, the mean time "
+            f"{NODE_MTBF_VARIABLE} is {text!r}, but must be a positive number of seconds: the mean time "
             "between failures of a node."
         )
     return seconds

@@ -57,7 +57,7 @@ class FullyShardedBase(Strategy):
             raise UserError(
                 f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
                 "each other in every forward pass. The search for a micro-batch size could deadlock if a "
-                "rank runs out of memory. Set a number."
+                "rank runs out of memory. Set micro_batch_size to a number."
             )
 
     def place(self) -> None:

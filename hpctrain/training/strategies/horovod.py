@@ -39,7 +39,7 @@ class Horovod(Strategy):
     def check(cls, settings: TrainerConfig) -> None:
         if find_spec("horovod") is None:
             raise UserError(
-                f"strategy is {settings.strategy!r}, but Horovod is not installed. It has no prebuilt "
+                f"strategy is {settings.strategy!r}, but Horovod is not installed. There are no prebuilt "
                 "packages for current versions of PyTorch. To build and install it, run "
                 "scripts/install_horovod.sh in a clone of hpctrain's repository. Strategy 'ddp' is "
                 "equivalent and does not require Horovod."

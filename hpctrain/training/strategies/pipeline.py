@@ -59,7 +59,7 @@ class Pipeline(Strategy):
             raise UserError(
                 "micro_batch_size is 'auto', but with strategy 'pipeline' the ranks wait for each other "
                 "in every pass. The search for a micro-batch size could deadlock if a rank runs out of "
-                "memory. Set a number."
+                "memory. Set micro_batch_size to a number."
             )
 
     @classmethod

@@ -35,7 +35,7 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
     algorithm = find_algorithm(settings.algorithm)
     if type(algorithm) is not AllReduce and not strategy.has_algorithms:
         raise UserError(
-            f"algorithm is {settings.algorithm!r}, but strategy is {settings.strategy!r}. Algorithms work "
-            "only with 'ddp' and 'ddp_spawn'."
+            f"algorithm is {settings.algorithm!r}, but strategy is {settings.strategy!r}. Communication "
+            "algorithms work only with 'ddp' and 'ddp_spawn'. Use one of these, or remove algorithm."
         )
     algorithm.check(settings)
