@@ -58,7 +58,7 @@ def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[
     space: dict[str, Values] = {}
     for name, text in given.items():
         if not _NAME.fullmatch(name):
-            raise UserError(f"{name!r} is not a valid name of a hyper-parameter (--over). {_FORMS}.")
+            raise UserError(f"{name!r} is not a valid hyper-parameter name (--over). {_FORMS}.")
         values = _parse(name, text, folder) if isinstance(text, str) else list(map(str, text))
         if not isinstance(values, ValueRange):
             values = list(dict.fromkeys(values))
@@ -84,7 +84,7 @@ def _parse(name: str, text: str, folder: Path) -> Values:
         numbers = range(int(match[1]), int(match[2]), step) if step else range(0)
         if not 0 < len(numbers) <= MAX_TASKS:
             raise UserError(
-                f"--over {name}={text} has {len(numbers)} values, not 1 to {MAX_TASKS}. {_FORMS}."
+                f"--over {name}={text} has {len(numbers)} values, but must have 1 to {MAX_TASKS}. {_FORMS}."
             )
         return list(map(str, numbers))
     if match := _BOUNDS.fullmatch(text):
@@ -115,11 +115,15 @@ def grid(space: SearchSpace) -> list[TrialValues]:
     for name, values in space.items():
         if isinstance(values, ValueRange):
             raise UserError(
-                f"{name} is a range (--over), which a grid cannot enumerate. Add --random N, or list values."
+                f"{name} is a range (--over), so a grid search cannot list its values. Add --random N, or "
+                "list the values."
             )
         lists.append(values)
     if (number := math.prod(map(len, lists))) > MAX_TASKS:
-        raise UserError(f"The grid has {number} trials (--over), but a sweep has at most {MAX_TASKS}.")
+        raise UserError(
+            f"The grid has {number} trials (--over), but a sweep can have at most {MAX_TASKS}. Use fewer "
+            "values, or --random N."
+        )
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*lists)]
 
 

@@ -66,11 +66,16 @@ class StoppingRule:
             return cls("median", metric, mode, min_steps)
         if name == "asha" and (not colon or (is_count(factor) and int(factor) >= 2)):
             return cls("asha", metric, mode, min_steps, int(factor or cls.factor))
-        raise UserError(f"--stop-early is {text!r}, but must be median, asha or asha:FACTOR (2 or more).")
+        raise UserError(
+            f"--stop-early is {text!r}, but must be median, asha or asha:FACTOR, with a FACTOR of at least 2."
+        )
 
     def __post_init__(self) -> None:
         if self.min_steps < 1 or self.factor < 2:
-            raise ValueError(f"min_steps is {self.min_steps} and factor is {self.factor}")
+            raise ValueError(
+                f"min_steps is {self.min_steps} and factor is {self.factor}, but min_steps must be at least "
+                "1 and factor at least 2"
+            )
 
     def last_decision(self, step: int) -> int | None:
         """Return the last step of a decision up to `step`; None if there is none.

@@ -51,7 +51,7 @@ class SweepRecord:
             found = "{value}" in self.format
         if not found:
             raise UserError(
-                f"{self.format!r} is not a format of arguments (--as). Use {{name}} and {{value}}, as in "
+                f"{self.format!r} is not a valid argument format (--as). Use {{name}} and {{value}}, as in "
                 f"{DEFAULT_FORMAT!r} or '{{name}}={{value}}'."
             )
 

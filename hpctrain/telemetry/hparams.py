@@ -61,7 +61,7 @@ def plain_hparams(given: object) -> dict[str, HparamValue]:
     elif is_dataclass(given) and not isinstance(given, type):
         given = asdict(given)
     if not isinstance(given, Mapping):
-        raise TypeError(f"{given!r} is not a mapping, an argparse Namespace or a dataclass")
+        raise TypeError(f"hparams is {given!r}, but must be a mapping, an argparse Namespace or a dataclass")
     found: dict[str, HparamValue] = {}
     for name, value in given.items():
         if isinstance(value, Mapping):

@@ -29,14 +29,14 @@ class StartupPart(StrEnum):
 #: Description of each part, for the report.
 PART_TEXT = {
     StartupPart.JOB: "Slurm's prolog, the batch script and the supervisor",
-    StartupPart.LAUNCH: "srun, until the process of the rank exists",
-    StartupPart.INTERPRETER: "the start of Python",
-    StartupPart.WORKER: "hpctrain, until the first line of the script",
-    StartupPart.IMPORTS: "the script, until the training starts",
-    StartupPart.STORE: "the connection to the store, and the choice of a device",
-    StartupPart.GROUP: "the process group",
-    StartupPart.SETUP: "the model, and the state of a checkpoint",
-    StartupPart.DATA: "the first batch",
+    StartupPart.LAUNCH: "srun, until it starts the process of the rank",
+    StartupPart.INTERPRETER: "starting Python",
+    StartupPart.WORKER: "hpctrain, up to the first line of the script",
+    StartupPart.IMPORTS: "the script, up to the start of the training",
+    StartupPart.STORE: "connecting to the rendezvous store, and choosing a device",
+    StartupPart.GROUP: "creating the process group",
+    StartupPart.SETUP: "preparing the model, and loading a checkpoint",
+    StartupPart.DATA: "waiting for the first batch",
     StartupPart.STEP: "the first step; without a Trainer, everything from the first line of the script",
 }
 

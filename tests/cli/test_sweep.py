@@ -30,7 +30,7 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
         (["--over", "lr", "train.py"], "'lr' is not of the form NAME=VALUES"),
         (["--over", "lr=1..2", "train.py"], "lr is a range (--over)"),
         (["--over", "lr=1", "--array", "0-1", "train.py"], "A sweep sets --array itself"),
-        (["--over", "lr=1", "--as", "x", "train.py"], "'x' is not a format of arguments"),
+        (["--over", "lr=1", "--as", "x", "train.py"], "'x' is not a valid argument format"),
         (["--over", "lr=1", "--nodez", "2", "train.py"], "Did you mean '--nodes'?"),
         (["--over", "lr=1", "--stop-early", "asha", "train.py"], "Add --metric NAME"),
         (

@@ -50,7 +50,7 @@ def test_values_from_a_file(tmp_path):
 
 def test_names_are_checked(tmp_path):
     assert list(parse_space({"model.lr": "1", "data/set@x": "1"}, tmp_path)) == ["model.lr", "data/set@x"]
-    with pytest.raises(UserError, match="'a b' is not a valid name"):
+    with pytest.raises(UserError, match="'a b' is not a valid hyper-parameter name"):
         parse_space({"a b": "1"}, tmp_path)
 
 

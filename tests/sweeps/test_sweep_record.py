@@ -28,7 +28,7 @@ def test_arguments_of_a_trial(form, args):
 
 @pytest.mark.parametrize("form", ["--{name}", "{value", "{other} {value}", "{0} {value}"])
 def test_invalid_formats_are_refused(form):
-    with pytest.raises(UserError, match=r"not a format of arguments \(--as\)"):
+    with pytest.raises(UserError, match=r"not a valid argument format \(--as\)"):
         record(format=form)
 
 

@@ -152,7 +152,7 @@ def test_node_with_lower_clocks_gives_advice(tmp_path):
         node_lines(run, node, f"n{node}", gpu_util=[99, 99], **(slow if node == 1 else fast))
     (advice,) = advice_in_all_reports(run)
     assert advice.what == "n1 is slow and delays all other nodes. Exclude it with --exclude n1."
-    assert "1230 MHz, those of other nodes at 1600 MHz (1.3 times as fast)" in advice.evidence
+    assert "1230 MHz, but those of other nodes at 1600 MHz (1.3 times as fast)" in advice.evidence
     assert "lowered: temperature (100.0% of the time)" in advice.evidence
 
 

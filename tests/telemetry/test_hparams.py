@@ -58,9 +58,9 @@ def test_overrides_and_configs_of_hydra_are_recorded():
 
 
 def test_other_types_are_refused():
-    with pytest.raises(TypeError, match="3 is not a mapping"):
+    with pytest.raises(TypeError, match="hparams is 3, but must be a mapping"):
         plain_hparams(3)
-    with pytest.raises(ValueError, match=r"hparams: \[1\] is not a mapping"):
+    with pytest.raises(ValueError, match=r"hparams is \[1\], but must be a mapping"):
         TrainerConfig(max_steps=1, hparams=[1])
 
 

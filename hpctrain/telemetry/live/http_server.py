@@ -203,7 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
             cookie = None
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not (self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))):
-            raise _Refused(HTTPStatus.FORBIDDEN, "Open the URL printed by hpctrain serve.")
+            raise _Refused(
+                HTTPStatus.FORBIDDEN, "Access requires a token. Open the URL printed by hpctrain serve."
+            )
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())

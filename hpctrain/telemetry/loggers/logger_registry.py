@@ -48,8 +48,8 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
                 else ""
             )
             raise UserError(
-                f"The logger {kind!r} needs the package {package.replace('_', '-')}, which is not installed. "
-                f"Run pip install 'hpctrain[{kind}]'.{only_offline}"
+                f"The logger {kind!r} requires the package {package.replace('_', '-')}, which is not "
+                f"installed. Run pip install 'hpctrain[{kind}]'.{only_offline}"
             )
     return loggers
 
@@ -57,7 +57,8 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
 def _checked(logger: object) -> Logger:
     if not isinstance(logger, Logger):
         raise UserError(
-            f"{logger!r} is not a logger. A logger has a name and the methods start, log, rewind and finish."
+            f"{logger!r} is not a logger. A logger must have a name, and the methods start, log, rewind and "
+            "finish."
         )
     if not _NAME.fullmatch(logger.name):
         raise UserError(

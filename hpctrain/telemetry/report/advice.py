@@ -170,7 +170,7 @@ def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
             and (ratio := statistics.median(others) / node.clock_mhz) >= _SLOW_CLOCK_RATIO
         ):
             evidence.append(
-                f"its GPUs ran at {node.clock_mhz:.0f} MHz, those of other nodes at "
+                f"its GPUs ran at {node.clock_mhz:.0f} MHz, but those of other nodes at "
                 f"{statistics.median(others):.0f} MHz ({ratio:.1f} times as fast)"
             )
         if evidence:

@@ -71,7 +71,7 @@ def summarize(run_data: RunData) -> list[str]:
     elif len(run_data.attempts) == 1 and not run_data.is_going:
         sentences.append("There were no interruptions.")
     if (ettr := run_data.goodput.ettr) is not None and run_data.step is not None:
-        sentences.append(f"{format_share(ettr)} of the time, not counting idle time, was productive (ETTR).")
+        sentences.append(f"{format_share(ettr)} of the time, excluding idle time, was productive (ETTR).")
     return sentences
 
 
@@ -129,7 +129,7 @@ def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
     productive = (
         "Productive",
         format_share(run_data.goodput.ettr),
-        "ETTR: fraction of the time, not counting idle time",
+        "ETTR: fraction of the time, excluding idle time",
     )
     lost = (
         "Lost work",
