@@ -92,7 +92,7 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
             cannot be unpacked.
     """
     if not _VERSION.fullmatch(version):
-        raise SpecError(f"{version!r} is not a Slurm version. Use the form 26.05 or 26.05.5.")
+        raise SpecError(f"{version!r} is not a valid Slurm version. Use the form 26.05 or 26.05.5.")
     folder = cache / version
     if folder.exists():
         return folder
@@ -115,7 +115,7 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
                     _unpack(apt.download()).rename(folder)
                     return folder
     offers = ", ".join(f"{full} ({suite})" for suite, full in found.items())
-    raise SpecError(f"{mirror} does not offer Slurm {version}. It offers {offers or 'no version'}.")
+    raise SpecError(f"{mirror} does not offer Slurm {version}. Available versions: {offers or 'none'}.")
 
 
 def link_commands(plan: SandboxLayout, packages: Path) -> None:
@@ -148,7 +148,7 @@ def link_commands(plan: SandboxLayout, packages: Path) -> None:
     done = subprocess.run([plan.launcher, "true"], capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise UserError(
-            f"Slurm {plan.shape.slurm} requires an overlay in a private mount namespace, which this machine "
+            f"Slurm {plan.shape.slurm} requires an overlay mount in a private namespace, which this machine "
             f"does not allow: {done.stderr.strip()}. If this is a container, start it with --privileged."
         )
 
@@ -213,8 +213,8 @@ def _codename() -> str:
         codename = "unknown"
     if codename not in _SUITES:
         raise UserError(
-            f"Another Slurm version requires Debian {_SUITES[0]} or newer, but the release of this machine "
-            f"is {codename}. Use the installed version, or a Debian container."
+            f"--slurm requires Debian {_SUITES[0]} or newer, but the release of this machine is {codename}. "
+            "Remove --slurm to use the installed version, or create the sandbox in a Debian container."
         )
     return codename
 
@@ -227,7 +227,8 @@ def _mirror(codename: str) -> str:
         if release in (codename, *_ALIASES) and component == "main":
             return mirror
     raise UserError(
-        f"The package sources of this machine name no mirror of {codename} main. See `man sources.list`."
+        f"The APT sources of this machine contain no mirror of {codename} main. Add one (see "
+        "`man sources.list`)."
     )
 
 
@@ -247,7 +248,7 @@ def _run(command: Sequence[str]) -> str:
         raise UserError(f"{command[0]} did not finish within {_COMMAND_LIMIT_S:.0f} s") from None
     except FileNotFoundError:
         raise UserError(
-            f"{command[0]} is required to use another Slurm version, but it is not installed."
+            f"--slurm requires {command[0]}, which is not installed. Install it, or remove --slurm."
         ) from None
     if done.returncode:
         errors = [

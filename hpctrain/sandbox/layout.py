@@ -24,7 +24,7 @@ _LIMITS = {
     "nodes": ("number of nodes", 1, 64),
     "gpus_per_node": ("number of GPUs per node", 0, 16),
     "cpus_per_node": ("number of CPUs per node", 1, 256),
-    "preempt_grace_s": ("grace time of preempted jobs, in seconds,", 0, 3600),
+    "preempt_grace_s": ("grace time of preempted jobs in seconds", 0, 3600),
 }
 
 

@@ -40,8 +40,8 @@ def check_requirements(
     """
     if system != "Linux":
         raise UserError(
-            f"A sandbox requires Linux, but this is {system}. Run it in a Linux container or virtual machine."
-            " A sandbox is not needed for `hpctrain submit --backend local`."
+            f"A sandbox requires Linux, but this machine runs {system}. Use a Linux container or virtual "
+            "machine. A sandbox is not needed for `hpctrain submit --backend local`."
         )
     if not slurm and (missing := _missing(_PROGRAMS, search_path)):
         raise UserError(

@@ -124,8 +124,8 @@ def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
             os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(_DEVICE_MAJOR, number))
     except OSError as error:
         raise UserError(
-            f"Cannot create the device file {device}, which simulates a GPU: {error.strerror}. Add "
-            "the capability CAP_MKNOD if this is a container, or use --gpus-per-node 0."
+            f"Cannot create the device file {device}, which simulates a GPU: {error.strerror}. If "
+            "this is a container, add the capability CAP_MKNOD. Otherwise, use --gpus-per-node 0."
         ) from error
     # Written last, so that a saved layout implies a complete sandbox.
     plan.save()

@@ -48,8 +48,8 @@ def remove(folder: Path, *, came_up: bool = True) -> None:
     running = processes()
     if any(process.pid == os.getpid() for process in with_descendants(ours, running)):
         raise UserError(
-            f"This process runs in a job of sandbox {folder.name}, so removing the sandbox would kill it. "
-            "Run this command outside the jobs of the sandbox."
+            f"This process runs in a job of sandbox {folder.name}, so it would be killed with the "
+            "sandbox. Run this command outside the sandbox."
         )
     plan = SandboxLayout.load(folder)
     if came_up and plan is not None and _controller_runs(plan, running):

@@ -26,7 +26,7 @@ def _layout(folder: Path, **shape: Any) -> SandboxLayout:
         ({"nodes": 65}, "number of nodes is 65, but must be between 1 and 64"),
         ({"gpus_per_node": -1}, "GPUs per node is -1, but must be between 0 and 16"),
         ({"cpus_per_node": 0}, "CPUs per node is 0, but must be between 1 and 256"),
-        ({"preempt_grace_s": -5}, "grace time of preempted jobs, in seconds, is -5"),
+        ({"preempt_grace_s": -5}, "grace time of preempted jobs in seconds is -5"),
         ({"gpu_type": "a:100"}, "'a:100' is not a valid GPU type"),
         ({"settings": ("JobRequeue",)}, "'JobRequeue' is not a valid slurm.conf line"),
         ({"settings": ("A=b\nC=d",)}, "is not a valid slurm.conf line"),
@@ -155,7 +155,7 @@ def test_config_of_one_node_with_and_without_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("system", "uid", "search_path", "message"),
     [
-        ("Darwin", 0, None, "requires Linux, but this is Darwin.*--backend local"),
+        ("Darwin", 0, None, "requires Linux, but this machine runs Darwin.*--backend local"),
         ("Linux", 0, "/nonexistent", "are missing: .*slurmctld.*apt-get install slurm-wlm munge"),
         ("Linux", 1000, "programs", "requires root.*runs as user 1000.*sudo"),
     ],
