@@ -145,7 +145,7 @@ def join_with_own_secret() -> str:
 
 def test_rank_with_another_secret_is_reported_with_the_store_and_its_connections():
     error = error_on_rank_0(join_with_own_secret)
-    assert error.startswith("Unauthenticated the store's entry 'hpctrain/0/devices/seats/")
+    assert error.startswith("Unauthenticated the store entry 'hpctrain/0/devices/seats/")
     assert "store at 127.0.0.1:" in error
 
 
@@ -188,7 +188,7 @@ def join_with_changed_address() -> str:
 def test_changed_address_in_the_store_is_refused():
     """This prevents a relay between two ranks."""
     error = error_on_rank_0(join_with_changed_address)
-    assert error.startswith("Unauthenticated the store's entry 'hpctrain/0/0//cpu//0/1' was written by")
+    assert error.startswith("Unauthenticated the store entry 'hpctrain/0/0//cpu//0/1' was written by")
 
 
 def join_without_proof_of_rank_1() -> str:

@@ -72,9 +72,7 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
     cause = write_failure(path, failure_record(error, environ), log, environ)
     if is_consequence:
         words = (
-            f"this rank exited because {cause} failed"
-            if cause
-            else "this rank lost the connection to another rank"
+            f"this rank exited because {cause}" if cause else "this rank lost the connection to another rank"
         )
         message = " ".join(str(error).split())
         print(f"hpctrain: {words}: {type(error).__name__}: {message}", file=sys.stderr)
@@ -105,7 +103,7 @@ def write_failure(
         make_folder(path.parent)
         write_atomic(path, json.dumps(record, indent=1) + "\n")
     except OSError as problem:
-        print(f"hpctrain: cannot write {path}: {problem}", file=sys.stderr)
+        print(f"hpctrain: cannot write the failure file {path}: {problem}", file=sys.stderr)
     return cause
 
 
@@ -139,7 +137,7 @@ def _next_failure_index(
         order = int(store.add(FAILURE_COUNT_KEY, 1))
         if not PEER_LOST.search(failure["message"]):
             host = host_name(environ)
-            store.compare_set(_CAUSE_KEY, "", f"rank {environ['RANK']} on {host} ({failure['error']})")
+            store.compare_set(_CAUSE_KEY, "", f"rank {environ['RANK']} on {host} failed ({failure['error']})")
         return order, store.get(_CAUSE_KEY).decode() if store.check([_CAUSE_KEY]) else None
     except Exception:  # noqa: BLE001 (the failure file is written in any case)
         return order, None

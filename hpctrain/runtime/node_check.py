@@ -26,7 +26,7 @@ from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
-from hpctrain.text import pluralize
+from hpctrain.text import format_memory, pluralize
 
 if TYPE_CHECKING:
     from hpctrain.runtime.rendezvous.signed_store import SignedStore
@@ -133,7 +133,9 @@ def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool =
         new = pluralize(errors, "uncorrected memory error")
         trouble.append(f"GPU {index}: {new} since the first node check of this job")
     if not shared and (gpu.processes or (gpu.memory or 0) > _IN_USE_BYTES):
-        trouble.append(f"GPU {index} is in use (processes: {gpu.processes}, memory: {gpu.memory} bytes)")
+        trouble.append(
+            f"GPU {index} is in use (processes: {gpu.processes}, memory: {format_memory(gpu.memory)})"
+        )
     return trouble
 
 
@@ -186,7 +188,11 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
     dist.all_reduce(value)
     total = value.item()
     dist.destroy_process_group()
-    return [] if total == size else [f"a sum over {size} ranks returned {total:g} instead of {size}"]
+    return (
+        []
+        if total == size
+        else [f"an all-reduce of ones over {size} ranks returned {total:g} instead of {size}"]
+    )
 
 
 def _publish_result(environ: Mapping[str, str], words: str) -> None:

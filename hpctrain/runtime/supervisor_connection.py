@@ -176,7 +176,7 @@ def start_heartbeat(
             time.sleep(_PAUSE_S)
         print(
             f"hpctrain: no connection to the supervisor: {str(problem) or type(problem).__name__}. "
-            "Training continues without this connection.",
+            "Training continues without a connection.",
             file=sys.stderr,
         )
 

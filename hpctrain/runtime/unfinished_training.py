@@ -104,7 +104,7 @@ class TrainingMarker:
             return {"kind": UNFINISHED, "error": words, "message": UNFINISHED_ADVICE, "traceback": ""}
         return {
             **self._failure,
-            "message": f"{self._failure['message']} (this exception was caught); {words}",
+            "message": f"{self._failure['message']} (the script caught this exception); {words}",
         }
 
     def _write(self) -> None:

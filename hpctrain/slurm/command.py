@@ -140,7 +140,9 @@ def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list
 def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> system.Popen[str]:
     # Without this file, Slurm's commands retry for a minute.
     if (conf := environ.get("SLURM_CONF")) and not os.path.exists(conf):
-        raise SchedulerError(f"SLURM_CONF is {conf!r}, but this file does not exist")
+        raise SchedulerError(
+            f"SLURM_CONF is {conf!r}, but this file does not exist; correct or unset the variable"
+        )
     stdin = _memfd_of(text) if text else subprocess.DEVNULL
     try:
         return system.Popen(

@@ -24,21 +24,21 @@ EXIT_CODES = {
 SIGNALS: dict[int, str] = {
     signal.SIGABRT: "the program aborted itself, often after an error in C++ or NCCL; see its log",
     signal.SIGBUS: "a memory access failed, often because /dev/shm or a disk is full; use fewer data workers",
-    signal.SIGCONT: "Slurm sends it before SIGTERM, so that suspended processes can stop",
+    signal.SIGCONT: "Slurm sends this signal before SIGTERM, so that suspended processes can stop",
     signal.SIGFPE: "an arithmetic error in native code, such as an integer division by zero",
     signal.SIGHUP: "the terminal or the parent process ended",
     signal.SIGILL: "the program has an instruction that this CPU lacks; build it for this type of node",
     signal.SIGINT: "interrupted with Ctrl-C",
-    signal.SIGKILL: "killed without a chance to save: by the kernel because of a lack of memory, by Slurm "
-    "after the grace time of a stop, or by a user. If the job state is OUT_OF_MEMORY, use a larger --mem",
-    signal.SIGPIPE: "the program wrote to a pipe that its reader had closed",
-    signal.SIGQUIT: "hpctrain sends it to ranks that hang, so that they print their stacks",
+    signal.SIGKILL: "killed without a chance to save: by the kernel because memory ran out, by Slurm "
+    "at the end of a grace time, or by a user. If the job state is OUT_OF_MEMORY, use a larger --mem",
+    signal.SIGPIPE: "the program wrote to a pipe whose reader had closed it",
+    signal.SIGQUIT: "hpctrain sends this signal to hanging ranks, which then print their stacks",
     signal.SIGSEGV: "an invalid memory access in native code; look for a faulty C extension or driver",
-    signal.SIGTERM: "a request to stop, from a preemption, `scancel` or the time limit. hpctrain saves",
-    signal.SIGUSR1: "user-defined; other tools use it to announce the time limit",
+    signal.SIGTERM: "a request to stop: a preemption, `scancel` or the time limit. hpctrain saves the state",
+    signal.SIGUSR1: "user-defined; some tools use it as a warning before the time limit",
     signal.SIGUSR2: "hpctrain's request to save the state and stop before the time limit",
-    signal.SIGXCPU: "the limit of CPU time was reached (ulimit -t)",
-    signal.SIGXFSZ: "the limit of the file size was reached (ulimit -f)",
+    signal.SIGXCPU: "the limit on CPU time was reached (ulimit -t)",
+    signal.SIGXFSZ: "the limit on the file size was reached (ulimit -f)",
 }
 _CODE = re.compile(r"(\d{1,5})(?::(\d{1,2}))?", re.ASCII)
 
@@ -71,7 +71,7 @@ def _explain_both(code: int, number: int) -> str:
 def _explain_code(code: int) -> str:
     if 128 < code <= 128 + signal.SIGRTMAX:
         return _explain_signal(code - 128)
-    return EXIT_CODES.get(code, "an error that the program defines")
+    return EXIT_CODES.get(code, "an error code defined by the program")
 
 
 def _explain_signal(number: int) -> str:

@@ -29,13 +29,14 @@ class RunState(StrEnum):
 
 #: Meanings of the run states.
 RUN_STATES = {
-    RunState.PENDING: "The job of the run waits in the queue. `hpctrain status RUN` shows the reason.",
-    RunState.RUNNING: "The job of the run has its nodes, or is starting or ending.",
+    RunState.PENDING: "The job of the run is waiting in the queue. `hpctrain status RUN` shows the reason.",
+    RunState.RUNNING: "The job of the run is starting, running or ending.",
     RunState.COMPLETED: "The run recorded that it is complete.",
     RunState.FAILED: "The run ended with an error. `hpctrain status RUN` shows the cause. "
-    "To continue after a repair, use `hpctrain resume RUN`.",
+    "Fix the cause, then use `hpctrain resume RUN` to continue.",
     RunState.CANCELLED: "The run was cancelled. To continue, use `hpctrain resume RUN`.",
-    RunState.STOPPED_EARLY: "A sweep stopped this trial, because others were better. Counts as success.",
+    RunState.STOPPED_EARLY: "The sweep stopped this trial, because other trials were better. "
+    "This counts as a success.",
     RunState.UNKNOWN: "The scheduler gives no definite answer, and the run has not recorded its end. "
     "It may still be running.",
 }
@@ -66,9 +67,9 @@ class SlurmState(NamedTuple):
 
 #: Job states of squeue(1) and sacct(1), section JOB STATE CODES.
 SLURM_STATES = {
-    "PENDING": SlurmState(RunState.PENDING, "PD", "The job waits in the queue."),
-    "REQUEUED": SlurmState(RunState.PENDING, "RQ", "The job ended, and Slurm puts it back into the queue."),
-    "REQUEUE_FED": SlurmState(RunState.PENDING, "RF", "A federation of clusters requeues the job."),
+    "PENDING": SlurmState(RunState.PENDING, "PD", "The job is waiting in the queue."),
+    "REQUEUED": SlurmState(RunState.PENDING, "RQ", "The job ended, and Slurm is requeueing it."),
+    "REQUEUE_FED": SlurmState(RunState.PENDING, "RF", "The federation of clusters is requeueing the job."),
     "REQUEUE_HOLD": SlurmState(
         RunState.PENDING, "RH", "The job was requeued and is held. Use `scontrol release JOB` to release it."
     ),
@@ -78,27 +79,30 @@ SLURM_STATES = {
     "SPECIAL_EXIT": SlurmState(
         RunState.PENDING,
         "SE",
-        "The site requeued and held the job because of its exit code. Use `scontrol release JOB`.",
+        "The site requeued and held the job because of its exit code. Use `scontrol release JOB` to release "
+        "it.",
     ),
-    "CONFIGURING": SlurmState(RunState.RUNNING, "CF", "The nodes are allocated, but still boot."),
+    "CONFIGURING": SlurmState(RunState.RUNNING, "CF", "The nodes are allocated, but are still booting."),
     "COMPLETING": SlurmState(
-        RunState.RUNNING, "CG", "The job is ending. Processes or the epilog still run on some nodes."
+        RunState.RUNNING, "CG", "The job is ending. Some nodes are still running its processes or the epilog."
     ),
-    "EXPEDITING": SlurmState(RunState.RUNNING, "", "Slurm requeues the job with the highest priority."),
+    "EXPEDITING": SlurmState(RunState.RUNNING, "", "Slurm is requeueing the job with the highest priority."),
     "LAUNCH_FAILED": SlurmState(RunState.RUNNING, "", "A node failed to start the job."),
-    "POWER_UP_NODE": SlurmState(RunState.RUNNING, "", "The nodes of the job are powered up."),
+    "POWER_UP_NODE": SlurmState(RunState.RUNNING, "", "The nodes of the job are being powered up."),
     "RECONFIG_FAIL": SlurmState(RunState.RUNNING, "", "A node could not be reconfigured for the job."),
-    "RESIZING": SlurmState(RunState.RUNNING, "RS", "The job is about to change its size."),
-    "RUNNING": SlurmState(RunState.RUNNING, "R", "The job has its nodes."),
-    "SIGNALING": SlurmState(RunState.RUNNING, "SI", "Slurm sends a signal to the job."),
-    "STAGE_OUT": SlurmState(RunState.RUNNING, "SO", "The burst buffer copies the files of the job."),
+    "RESIZING": SlurmState(RunState.RUNNING, "RS", "The job is about to change size."),
+    "RUNNING": SlurmState(RunState.RUNNING, "R", "The job is running on its nodes."),
+    "SIGNALING": SlurmState(RunState.RUNNING, "SI", "Slurm is sending a signal to the job."),
+    "STAGE_OUT": SlurmState(
+        RunState.RUNNING, "SO", "The burst buffer is copying the output files of the job."
+    ),
     "STOPPED": SlurmState(
-        RunState.RUNNING, "ST", "The job was stopped with SIGSTOP. Its CPUs stay allocated."
+        RunState.RUNNING, "ST", "The job was stopped with SIGSTOP. Its CPUs remain allocated."
     ),
     "SUSPENDED": SlurmState(
         RunState.RUNNING, "S", "The job is suspended. Its CPUs are free for other jobs until it resumes."
     ),
-    "UPDATE_DB": SlurmState(RunState.RUNNING, "", "Slurm updates the database record of the job."),
+    "UPDATE_DB": SlurmState(RunState.RUNNING, "", "Slurm is updating the database record of the job."),
     "COMPLETED": SlurmState(RunState.COMPLETED, "CD", "The batch script exited with code 0."),
     "CANCELLED": SlurmState(RunState.CANCELLED, "CA", "A user or an administrator cancelled the job."),
     "REVOKED": SlurmState(RunState.CANCELLED, "RV", "Another cluster of the federation started the job."),

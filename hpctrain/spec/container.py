@@ -70,11 +70,14 @@ class Container:
                 )
         for name in self.env:
             if not _VARIABLE_NAME.fullmatch(name):
-                raise SpecError(f"{name!r} (--container-env) is not a valid variable name.")
+                raise SpecError(
+                    f"{name!r} (--container-env) is not a valid name of an environment variable. Use "
+                    "letters, digits and _, and do not start with a digit."
+                )
         for what, path in folders.items():
             if path in _SYSTEM:
                 raise SpecError(
-                    f"The {what} is {path}. Mounting it would hide {path} in the container image. "
+                    f"The {what} is {path}. In a container, this folder would hide {path} of the image. "
                     "Use another folder."
                 )
             if match := re.search("[:,]", path):

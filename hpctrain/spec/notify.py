@@ -41,7 +41,7 @@ class NotifyConfig:
                     f"{', '.join(NOTIFICATION_KINDS)}."
                 )
         if self.stall_s < 1:
-            raise SpecError(f"--notify-stall-after is {self.stall_s}, but must be at least 1.")
+            raise SpecError(f"--notify-stall-after is {self.stall_s} s, but must be at least 1 s.")
         for target in filter(is_address, self.targets):
             if fault := _fault(target):
                 raise SpecError(f"The URL {strip_url_paths(target)!r} (--notify) cannot be used: {fault}.")
@@ -49,7 +49,7 @@ class NotifyConfig:
             if not is_address(target) and _NO_COMMAND.fullmatch(target):
                 raise SpecError(
                     f"{target!r} (--notify) is neither a URL (https:// or http://) nor a shell command. "
-                    "To run a command of that name, prepend ./ to the name."
+                    "To run a command with this name, prepend ./ to the name."
                 )
 
 

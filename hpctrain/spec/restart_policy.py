@@ -87,12 +87,12 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
     EndKind.PYTHON: EndKindInfo(
         "an exception in the script, or a nonzero exit code",
         "restart",
-        "`hpctrain logs RUN` shows the traceback; repair the script, then submit with the same --run-dir",
+        "`hpctrain logs RUN` shows the traceback; fix the script, then submit again with the same --run-dir",
     ),
     EndKind.USER_ERROR: EndKindInfo(
-        "an exception in the first step, without a checkpoint",
+        "an exception in the first step, before any checkpoint",
         "end",
-        "`hpctrain logs RUN` shows the traceback; repair the script, then submit again",
+        "`hpctrain logs RUN` shows the traceback; fix the script, then submit again",
     ),
     EndKind.UNFINISHED: EndKindInfo(
         "a rank exited with code 0 during training",
@@ -111,22 +111,22 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "recompute=True or a sharded strategy",
     ),
     EndKind.KILLED: EndKindInfo(
-        "SIGKILL from another process, or ranks that failed without reporting a cause",
+        "a rank was killed with SIGKILL, or failed without reporting a cause",
         "restart",
-        "look for a lack of memory in the kernel log of the node",
+        "check whether the kernel log of the node reports a lack of memory",
     ),
     EndKind.SIGNAL: EndKindInfo(
-        "any other signal, such as SIGSEGV",
+        "a rank was killed by another signal, such as SIGSEGV",
         "restart",
         "`hpctrain logs RUN` shows the Python stack; look for a faulty C extension or driver",
     ),
     EndKind.NCCL: EndKindInfo(
-        "communication failed, and no rank failed for another reason",
+        "communication between ranks failed, and no rank reported another cause",
         "restart",
         "`hpctrain doctor` checks the network; --env NCCL_DEBUG=INFO logs the cause",
     ),
     EndKind.UNAUTHENTICATED: EndKindInfo(
-        "a program without the secret of the attempt connected in place of a rank",
+        "a program that is not part of the run connected in place of a rank",
         "restart",
         "ask an administrator which program scans ports on the nodes",
     ),
@@ -148,16 +148,18 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
     ),
     EndKind.STRAGGLER: EndKindInfo("a node repeatedly slowed down the others", "–"),
     EndKind.NODE_LOST: EndKindInfo(
-        "a node no longer responds", "restart", "use --spare-nodes, so that the run need not queue again"
+        "a node stopped responding",
+        "restart",
+        "use --spare-nodes, so that the run does not have to wait for another allocation",
     ),
     EndKind.NODE_CHECK: EndKindInfo(
         "a node failed the node check", "restart", "report the node to an administrator"
     ),
     EndKind.NOT_STARTED: EndKindInfo(
-        "Slurm did not start the ranks", "requeue", "the job log, slurm.log, contains the message of srun"
+        "Slurm did not start the ranks", "requeue", "see the error message of srun in the job log, slurm.log"
     ),
     EndKind.DISK_FULL: EndKindInfo(
-        "the disk has no space for the state of the last step",
+        "the disk has no space for the checkpoint of the last step",
         "end",
         "free space or request a larger quota, then use `hpctrain resume RUN`",
     ),

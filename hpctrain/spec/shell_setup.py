@@ -81,8 +81,8 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
     conda = shutil.which(environ.get("CONDA_EXE") or "conda", path=environ.get("PATH"))
     if conda is None:
         raise SpecError(
-            f"conda not found for the environment {name!r} (--conda): neither PATH nor CONDA_EXE leads to "
-            "it. Load its module (--module), or use the path of the environment."
+            f"The environment {name!r} (--conda) requires conda, which was not found through PATH or "
+            "CONDA_EXE. Load the module of conda (--module), or use the path of the environment."
         )
     try:
         listed = subprocess.run(

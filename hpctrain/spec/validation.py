@@ -69,7 +69,7 @@ def check_spec(spec: JobSpec) -> None:
 def _check_choice(option: str, value: str, choices: object) -> None:
     known = get_args(choices)
     if value not in known:
-        raise SpecError(f"Unknown {option} {value!r} (--{option}). Choose one of {', '.join(known)}.")
+        raise SpecError(f"Unknown {option} {value!r} (--{option}). Choose from {', '.join(known)}.")
 
 
 def _check_array(spec: JobSpec) -> None:
@@ -103,7 +103,7 @@ def _check_shape(spec: JobSpec) -> None:
         raise SpecError(f"--scale-up-after is {spec.scale_up_after_s} s, but must be 0 or more.")
     if spec.gpus_per_node < 0:
         raise SpecError(
-            f"--gpus-per-node is {spec.gpus_per_node}, but must be 0 or more. Use 0 for a run on CPUs."
+            f"--gpus-per-node is {spec.gpus_per_node}, but must be 0 or more. Use 0 to train on CPUs."
         )
     if spec.gpu_type is not None:
         if not _GPU_TYPE.fullmatch(spec.gpu_type):
@@ -114,7 +114,7 @@ def _check_shape(spec: JobSpec) -> None:
         if spec.gpus_per_node == 0:
             raise SpecError(
                 f"GPU type {spec.gpu_type} was requested, but the number of GPUs is 0 (--gpus-per-node). "
-                "Use a positive number, or --gpus-per-node 0 for a run on CPUs."
+                "Use a positive number of GPUs, or --gpus-per-node 0 without a type to train on CPUs."
             )
     if spec.ntasks_per_node < 1:
         raise SpecError(f"--ntasks-per-node is {spec.ntasks_per_node}, but must be at least 1.")
@@ -129,7 +129,7 @@ def _check_shape(spec: JobSpec) -> None:
     if spec.max_failures < 1:
         raise SpecError(
             f"--max-failures is {spec.max_failures}, but must be at least 1. "
-            "With 1, the run ends at the first crash."
+            "With 1, the run ends at the first failure."
         )
     RestartPolicy.with_changes(spec.restart_policy, spec.max_failures)
 
@@ -159,8 +159,8 @@ def _check_words(spec: JobSpec) -> None:
     for name in spec.env:
         if not _VARIABLE_NAME.fullmatch(name):
             raise SpecError(
-                f"{name!r} (--env) is not a valid variable name. Use letters, digits and _, and do not start "
-                "with a digit."
+                f"{name!r} (--env) is not a valid name of an environment variable. Use letters, digits and "
+                "_, and do not start with a digit."
             )
         if name in _RANK_VARIABLES:
             raise SpecError(

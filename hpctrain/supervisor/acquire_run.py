@@ -154,7 +154,7 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
         ) from None
     except OSError as error:
         # A full disk must not prevent training.
-        log.warning("cannot acquire the lease on the run folder (%s); continuing without it", error)
+        log.warning("cannot acquire the lease on the run folder (%s); continuing without a lease", error)
 
 
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:

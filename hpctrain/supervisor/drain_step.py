@@ -97,7 +97,7 @@ def _clean_nodes(
         if launcher.hosts:
             return run_auxiliary_step(run, launcher, command, attempt, limit_s=limit_s, what=what)
     except OSError as error:
-        log.warning("%s failed, so its files remain on the nodes: %s", what, error)
+        log.warning("%s failed, so files remain on the nodes: %s", what, error)
     finally:
         launcher.hosts = all_hosts
     return None

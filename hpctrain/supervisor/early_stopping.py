@@ -58,7 +58,7 @@ class EarlyStoppingMonitor:
         try:
             sweep = read_sweep(self.run.array)
         except UserError as error:
-            log.warning("the trial will not be stopped early: %s", error)
+            log.warning("early stopping is disabled for this trial: %s", error)
             return None
         stopped = any(event.get("state") == STOPPED_EARLY for event in self.run.read_events())
         return None if sweep is None or stopped else sweep.stopping

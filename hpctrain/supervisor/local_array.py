@@ -36,7 +36,8 @@ class LocalArray:
         if spec.backend != "local" or spec.array is None:
             raise SpecError(
                 f"This process is not a task of the job array in {str(run.path)!r}: SLURM_ARRAY_TASK_ID is "
-                f"not in {spec.array}. Submit the array with hpctrain submit --array."
+                f"{environ.get('SLURM_ARRAY_TASK_ID', 'not set')}, but the tasks are {spec.array}. Submit "
+                "the array with hpctrain submit --array."
             )
         self._run, self._spec, self._environ = run, spec, environ
         self._job_id = str(system.getpid())

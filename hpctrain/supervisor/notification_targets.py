@@ -41,7 +41,9 @@ class NotificationTarget:
         if self._messages.qsize() < _MAX_WAITING:
             self._messages.put(message)
         else:
-            log.warning("dropped a %s notification: the target is too slow", message["occasion"])
+            log.warning(
+                "dropped a notification (event: %s), because the target is too slow", message["occasion"]
+            )
 
     def close(self) -> None:
         """Accept no further messages."""
@@ -52,7 +54,8 @@ class NotificationTarget:
         self._thread.join(max(0.05, deadline - system.monotonic()))
         if self._thread.is_alive():
             log.warning(
-                "a notification was not delivered before the supervisor exited: the target is too slow"
+                "a notification was not delivered before the supervisor exited, because the target is too "
+                "slow"
             )
             if (process := self._running) is not None:
                 _kill(process)
@@ -70,13 +73,13 @@ class NotificationTarget:
                     run_notification_command(self._target, message, self._environ, self._set_process)
             except Exception as error:  # noqa: BLE001 (a target must not end the supervisor)
                 log.warning(
-                    "a %s notification was not delivered: %s: %s",
+                    "a notification (event: %s) was not delivered: %s: %s",
                     message["occasion"],
                     type(error).__name__,
                     error,
                 )
             else:
-                log.info("sent a %s notification", message["occasion"])
+                log.info("sent a notification (event: %s)", message["occasion"])
 
 
 class _DeadlineConnection(http.client.HTTPConnection):

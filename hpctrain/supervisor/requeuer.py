@@ -146,9 +146,7 @@ class Requeuer:
                 log.warning("the batch script was killed, but the run will continue")
                 return
             except (SchedulerError, OSError) as error:
-                log.warning(
-                    "the batch script was killed, and the attempt to continue the run failed: %s", error
-                )
+                log.warning("the batch script was killed, and the run could not be continued: %s", error)
 
     def intent(self, signals: Iterable[Signals] = ()) -> JobIntent:
         """Return the intent for the job, given the signals that its supervisor received."""
@@ -160,7 +158,7 @@ class Requeuer:
             try:
                 disposition = self.job_control.disposition()
             except SchedulerError as error:
-                log.warning("cannot query the state of this job (%s); assuming that it continues", error)
+                log.warning("cannot query the state of this job (%s); assuming that the job continues", error)
         return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
     def _can_requeue(self) -> bool:
@@ -168,7 +166,7 @@ class Requeuer:
             return self.job_control.can_requeue()
         except SchedulerError as error:
             log.warning(
-                "cannot determine whether Slurm can requeue this job (%s); assuming that it can", error
+                "cannot determine whether Slurm can requeue this job (%s); trying to requeue the job", error
             )
             return True
 

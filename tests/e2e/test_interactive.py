@@ -194,6 +194,6 @@ def test_debugged_rank_stops_with_its_run(tmp_path):
     with debug(run, 0) as terminal:
         terminal.expect("(Pdb) ")
         run.hpctrain("cancel", str(run.path))
-        terminal.expect("Detaching, because of StoppedBeforeTraining")
+        terminal.expect("Detaching because of StoppedBeforeTraining")
         assert terminal.wait() in (0, 4)  # The rank may have exited by now.
     wait_for(lambda: run.status()["state"] == "CANCELLED", 30, "the end of the run")

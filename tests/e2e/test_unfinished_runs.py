@@ -64,7 +64,7 @@ def test_exception_caught_by_the_script_still_fails_the_run(tmp_path):
     run = run_to_end(tmp_path, "caught")
     state, cause = state_and_cause(run)
     assert state == "FAILED"
-    assert "ValueError: bad data (this exception was caught); " in cause
+    assert "ValueError: bad data (the script caught this exception); " in cause
     assert [event["class"] for event in run.events("failure")] == ["python", "python"]
 
 

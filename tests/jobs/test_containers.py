@@ -278,7 +278,10 @@ def test_image_name_is_converted_for_each_runtime(image, pyxis, apptainer):
         ({"container_image": "ubuntu", "container_runtime": "docker"}, "must be auto, pyxis or apptainer"),
         ({"container_image": "ubuntu", "container_mounts": ["/a:b"]}, "The path 'b' .* is relative"),
         ({"container_image": "ubuntu", "container_mounts": ["/a:/b:rx"]}, "not of the form SRC:DST"),
-        ({"container_image": "ubuntu", "container_env": ["A=b"]}, "not a valid variable name"),
+        (
+            {"container_image": "ubuntu", "container_env": ["A=b"]},
+            "not a valid name of an environment variable",
+        ),
         ({"container_image": "ubuntu", "run_dir": "a:b"}, "cannot be mounted"),
         ({"container_mounts": ["/a:/b"]}, "--container-image is not given"),
         ({"container_runtime": "apptainer"}, "--container-image is not given"),
@@ -290,7 +293,7 @@ def test_unsupported_container_options_are_refused(prepared, options, message):
 
 
 def test_root_of_the_host_is_not_mounted(prepared, tmp_path):
-    with pytest.raises(SpecError, match=r"working directory is /\. Mounting it would hide"):
+    with pytest.raises(SpecError, match=r"working directory is /\. In a container, this folder would hide"):
         prepared(container_image="ubuntu", cwd=Path("/"), run_dir=tmp_path / "r")
 
 

@@ -191,7 +191,7 @@ def test_conda_environment_is_activated_by_a_fake_conda(prepared, script, tmp_pa
 
 def test_conda_environment_name_is_looked_up(prepared, tmp_path):
     environ = environment({"PATH": str(tmp_path)})
-    with pytest.raises(SpecError, match=r"conda not found for the environment 'mine' \(--conda\).*--module"):
+    with pytest.raises(SpecError, match=r"environment 'mine' \(--conda\) requires conda.*--module"):
         prepared(conda="mine", environ=environ)
     assert prepared(conda="mine", module=["miniconda"], environ=environ)
     conda = tmp_path / "conda"

@@ -89,7 +89,7 @@ def test_a_change_that_does_not_end_makes_the_state_unusable(armed, monkeypatch)
     answers: list = []
     thread.start()
     thread.join()
-    assert answers == [{"frozen_state": {"why": "its state is incomplete"}}]
+    assert answers == [{"frozen_state": {"why": "the state of the rank is incomplete"}}]
     save.end_change()
 
 
@@ -97,7 +97,7 @@ def test_a_save_that_does_not_end_is_an_error(armed, monkeypatch):
     _, save = armed
     monkeypatch.setattr(module, "_SAVE_LIMIT_S", 0.1)
     save.handle(0, {"freeze_state": True})
-    with pytest.raises(TimeoutError, match="did not end"):
+    with pytest.raises(TimeoutError, match="was not complete"):
         save.begin_change()
 
 

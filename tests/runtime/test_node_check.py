@@ -54,7 +54,7 @@ def test_memory_errors_count_from_the_first_check_of_the_job(tmp_path):
 
 def test_gpu_in_use_is_reported():
     assert check_gpu(1, GpuReading(processes=1, memory=1 << 20), 0) == [
-        "GPU 1 is in use (processes: 1, memory: 1048576 bytes)"
+        "GPU 1 is in use (processes: 1, memory: 1 MiB)"
     ]
     assert check_gpu(1, GpuReading(processes=0, memory=1 << 40), 0) != []
     assert check_gpu(1, GpuReading(processes=0, memory=1 << 29), 0) == []

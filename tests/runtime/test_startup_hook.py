@@ -52,7 +52,7 @@ def test_hpctrain_for_a_newer_python_does_not_break_the_program(tmp_path, variab
     # Without the working directory.
     result = run(tmp_path / "venv/bin/python", variables, "import sys; del sys.path[0]; import torch")
     assert result.returncode == 0
-    assert result.stderr.startswith("hpctrain: this process cannot be observed: SyntaxError(")
+    assert result.stderr.startswith("hpctrain: cannot monitor this process: SyntaxError(")
 
 
 def test_process_of_another_job_is_not_observed(tmp_path, variables):
@@ -76,4 +76,4 @@ def test_environment_without_a_sitecustomize(tmp_path, variables):
     result = run(sys.executable, {**variables, "HPCTRAIN_COMMAND": "damaged"})
     assert result.returncode == 0
     assert result.stdout.startswith("imported torch\n")
-    assert result.stderr.startswith("hpctrain: this process cannot be observed: JSONDecodeError(")
+    assert result.stderr.startswith("hpctrain: cannot monitor this process: JSONDecodeError(")

@@ -85,7 +85,7 @@ def test_exception_keeps_the_file_and_is_recorded(run):
     assert len(run.unfinished_files(4)) == 1
     record = unfinished_training.find_unfinished_training()
     assert (record["kind"], record["error"]) == ("exception", "ValueError")
-    assert record["message"].startswith("bad data (this exception was caught); ")
+    assert record["message"].startswith("bad data (the script caught this exception); ")
     assert record["message"].endswith("before Trainer.fit() finished (after step 4 of 10)")
 
 

@@ -187,7 +187,7 @@ def test_stop_during_a_finalizer_is_not_lost(run):
         process.send_signal(signal.SIGUSR2)
         assert process.wait(20) == 75
     assert "Exception ignored in" in log(run)
-    assert "after a stop signal; exiting" in log(run)
+    assert "after a stop signal, so it exits now" in log(run)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
@@ -399,7 +399,7 @@ signal.signal(signal.SIGTERM, lambda *_: names["broadcast"]())
 os.kill(os.getpid(), signal.SIGTERM)
 """
     assert start(run, source).wait(30) == 75
-    assert "SIGTERM handler of the script has been waiting for other ranks" in log(run)
+    assert "the script's SIGTERM handler has been waiting for other ranks" in log(run)
     assert "in broadcast" in log(run)
 
 

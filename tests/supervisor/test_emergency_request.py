@@ -69,17 +69,17 @@ def test_a_rank_without_a_usable_state_is_not_awaited():
     ranks.request.begin()
     ranks.request.check()
     assert ranks.events == []
-    ranks.request.on_message(0, {"frozen_state": {"why": "the ranks use GPUs"}})
-    assert ranks.events == [EmergencySaveEnded({}, "the ranks use GPUs")]
+    ranks.request.on_message(0, {"frozen_state": {"why": "emergency checkpoints are not supported on GPUs"}})
+    assert ranks.events == [EmergencySaveEnded({}, "emergency checkpoints are not supported on GPUs")]
 
 
 def test_without_a_complete_state_the_ranks_are_released():
     ranks = Ranks(0, 1)
     ranks.request.begin()
     for rank in (0, 1):
-        ranks.request.on_message(rank, {"frozen_state": {"why": "its state is incomplete"}})
+        ranks.request.on_message(rank, {"frozen_state": {"why": "the state of the rank is incomplete"}})
     assert ranks.sent[-1] == {"release_state": True}
-    assert ranks.events == [EmergencySaveEnded({}, "its state is incomplete")]
+    assert ranks.events == [EmergencySaveEnded({}, "the state of the rank is incomplete")]
 
 
 def test_the_failure_of_the_saving_rank_releases_the_others():
@@ -88,7 +88,7 @@ def test_the_failure_of_the_saving_rank_releases_the_others():
     ranks.report(0, 6, 6)
     ranks.report(1, 6, 6)
     ranks.request.on_disconnect(0)
-    assert ranks.events == [EmergencySaveEnded({}, "the rank that saved the state failed")]
+    assert ranks.events == [EmergencySaveEnded({}, "rank 0 failed before it had saved the state")]
 
 
 def test_a_rank_that_lost_a_peer_begins_the_request():
@@ -103,7 +103,7 @@ def test_without_ranks_nothing_is_requested():
     assert ranks.sent == []
 
 
-@pytest.mark.parametrize("why", ["the ranks use GPUs", None])
+@pytest.mark.parametrize("why", ["emergency checkpoints are not supported on GPUs", None])
 def test_a_training_without_emergency_checkpoints_reports_the_reason(why):
     """A script without the Trainer has no reason."""
     ranks = Ranks(0)
@@ -133,5 +133,5 @@ def test_history_keeps_the_newest_emergency_checkpoint_until_a_checkpoint_is_as_
     wrong = {**failure, "class": EndKind.CORRUPTION.value, "verified_step": 5}
     assert History.from_events([saved, wrong, {"kind": "resumed", "step": 5}]).emergency is None
     assert History.from_events([saved, {**failure, "class": EndKind.OOM.value}]).emergency is None
-    none = {**saved, "step": None, "reason": "the ranks use GPUs"}
+    none = {**saved, "step": None, "reason": "emergency checkpoints are not supported on GPUs"}
     assert History.from_events([none]).emergency is None

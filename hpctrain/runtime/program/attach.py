@@ -62,8 +62,8 @@ def require_rank(run_dir: str, attempt: str, rank: str) -> ProcessInfo:
     """Return the process of a rank on this host; exit without one."""
     if (process := find_rank(run_dir, int(attempt), int(rank))) is None:
         print(
-            f"Error: Rank {rank} of attempt {attempt} has no process on {os.uname().nodename}: it has "
-            "exited, or is starting. Use `hpctrain status` to see the newest attempt.",
+            f"Error: Rank {rank} of attempt {attempt} has no process on {os.uname().nodename}. The rank "
+            "may be starting, or may have exited. Use `hpctrain status` to see the newest attempt.",
             file=sys.stderr,
         )
         sys.exit(RunFailed.exit_code)

@@ -49,7 +49,7 @@ def connect_to_own_process(name: str) -> socket.socket:
     connected.connect(f"\0{name}")
     if not is_own_process(connected):
         connected.close()
-        raise PermissionError(f"{name} is a socket that belongs to another user")
+        raise PermissionError(f"the socket {name} belongs to another user")
     return connected
 
 

@@ -29,8 +29,8 @@ def main(argv: list[str]) -> NoReturn:
     process = _debuggable(require_rank(*argv))
     if process is None:
         _exit(
-            f"Rank {rank} cannot be debugged yet: it is starting. If it runs a command, the command must be "
-            "a Python program that has imported torch.",
+            f"Rank {rank} cannot be debugged yet. Either the rank is still starting, or it runs a command "
+            "that has not yet started a Python program that imports torch. Try again in a few seconds.",
             RunFailed.exit_code,
         )
     with socket.socket(socket.AF_UNIX) as listening:
@@ -42,8 +42,8 @@ def main(argv: list[str]) -> NoReturn:
         _interrupt(process)
         if (connected := _accept(listening)) is None:
             _exit(
-                f"Rank {rank} did not stop within {_LIMIT_S:g} s. Its main thread runs native code, such as "
-                "a wait for other ranks. Debug the rank that it waits for.",
+                f"Rank {rank} did not stop within {_LIMIT_S:g} s, because its main thread is running native "
+                "code. If the rank is waiting for another rank, debug that rank instead.",
                 WaitTimeout.exit_code,
             )
         with connected:

@@ -98,7 +98,7 @@ class DebugSession(pdb.Pdb):
         try:
             super().interaction(frame, traceback)
         except BaseException as error:
-            self.message(f"\nDetaching, because of {type(error).__name__}: {error}")
+            self.message(f"\nDetaching because of {type(error).__name__}: {error}")
             self.do_detach("")
             if not isinstance(error, Exception):
                 raise  # A stop signal ends the program.
@@ -118,6 +118,6 @@ class DebugSession(pdb.Pdb):
 
     def do_run(self, arg: str) -> None:  # noqa: ARG002
         """Refuse to restart the program."""
-        self.message("A rank cannot be restarted by its debugger. Use `hpctrain requeue`.")
+        self.message("The debugger cannot restart a rank. To restart the run, use `hpctrain requeue`.")
 
     do_restart = do_run

@@ -51,7 +51,7 @@ class Debugger:
 
                 session = self._session = DebugSession(debug_address(os.getpid()))
             except OSError as error:
-                print(f"hpctrain: the debugger is not connected: {error}", file=sys.stderr)
+                print(f"hpctrain: cannot connect to the debugger: {error}", file=sys.stderr)
                 return
         if not session.is_stopped:
             session.stop_at(frame)

@@ -82,7 +82,7 @@ class EmergencySave:
         """
         if self._source is not None and not self._is_changing:
             if not self._lock.acquire(timeout=_SAVE_LIMIT_S):
-                raise TimeoutError(f"the emergency checkpoint did not end within {_SAVE_LIMIT_S:g} s")
+                raise TimeoutError(f"the emergency checkpoint was not complete within {_SAVE_LIMIT_S:g} s")
             self._is_changing = True
 
     def end_change(self) -> None:
@@ -116,7 +116,7 @@ class EmergencySave:
         self._requested.set()
         if not self._is_frozen:
             if not self._lock.acquire(timeout=_FREEZE_LIMIT_S):
-                return {"why": "its state is incomplete"}
+                return {"why": "the state of the rank is incomplete"}
             self._is_frozen = True
         try:
             return {**source.describe(), "folder": str(source.folder)}

@@ -69,11 +69,11 @@ class StepProfiler:
         request = _Request(run, message["number"], rank, message["steps"])
         if not self.counts_steps:
             request.write_error(
-                "profiling must count optimizer steps, but HPCTRAIN_STEP_HOOK=0 disables this; remove the "
+                "profiling requires the step hook, but HPCTRAIN_STEP_HOOK=0 disables this hook; remove the "
                 "variable from the environment of the run"
             )
         elif self.is_active:
-            request.write_error("the rank has not completed the previous profile")
+            request.write_error("the previous profile of this rank is not complete")
         else:
             self._request, self.is_active = request, True
 

@@ -89,6 +89,5 @@ class SignedStore(Store):
             return unseal(self._key, sealed, key)
         except Unauthenticated:
             raise Unauthenticated(
-                f"the store's entry {key!r} was written by a process that does not have the secret of "
-                "this run"
+                f"the store entry {key!r} was written by a process that does not have the secret of this run"
             ) from None

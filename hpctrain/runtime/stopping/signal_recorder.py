@@ -130,8 +130,8 @@ def _code_of(handler: object) -> CodeType | None:
 
 def _exit_stuck_handler(number: signal.Signals) -> NoReturn:
     print(
-        f"hpctrain: the {number.name} handler of the script has been waiting for other ranks "
-        f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s; exiting. Current stacks of all threads:",
+        f"hpctrain: the script's {number.name} handler has been waiting for other ranks "
+        f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s, so this rank exits. Stacks of all threads:",
         file=sys.stderr,
         flush=True,
     )

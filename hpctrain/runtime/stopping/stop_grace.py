@@ -20,6 +20,6 @@ def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
         return {name.strip(): float(seconds) for name, _, seconds in pairs}
     except ValueError:
         raise UserError(
-            f"{STOP_GRACE_VARIABLE} is {text!r}. List signals with their grace times in seconds, for example "
-            "SIGTERM=30,SIGUSR2=120."
+            f"{STOP_GRACE_VARIABLE} is {text!r}, but must list signals with grace times in seconds, for "
+            "example SIGTERM=30,SIGUSR2=120."
         ) from None

@@ -69,7 +69,8 @@ def capture_stop_signals() -> Iterator[StopFlag]:
         flag.record(number, None)
     if threading.current_thread() is not threading.main_thread():
         print(
-            "hpctrain: training is not running in the main thread, so it cannot receive stop signals.",
+            "hpctrain: training does not run in the main thread, so it cannot receive stop signals. Start "
+            "training in the main thread.",
             file=sys.stderr,
         )
         yield flag
@@ -168,8 +169,8 @@ def _force_exit_after_timeout() -> None:
     if not is_exiting():
         return  # Signals are captured now, and that code received this signal.
     message = (
-        f"hpctrain: still running {EXIT_TIMEOUT_S:.0f} s after a stop signal; exiting. "
-        "Current stacks of all threads:\n"
+        f"hpctrain: this rank is still running {EXIT_TIMEOUT_S:.0f} s after a stop signal, so it exits now. "
+        "Stacks of all threads:\n"
     )
     os.write(2, message.encode())
     faulthandler.dump_traceback(all_threads=True)

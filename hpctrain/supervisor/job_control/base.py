@@ -48,7 +48,7 @@ def known_seconds_left(job: JobTime) -> float | None:
         return job.seconds_left()
     except SchedulerError as error:
         log.warning(
-            "cannot determine the remaining time of this job (%s); assuming that it is sufficient", error
+            "cannot determine the remaining time of this job (%s); assuming that enough time remains", error
         )
         return None
 

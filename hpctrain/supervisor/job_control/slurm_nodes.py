@@ -133,7 +133,7 @@ class SlurmNodes:
                 signal_steps(steps, signal.SIGKILL, self._environ)
                 system.sleep(_POLL_INTERVAL_S)
         except SchedulerError as error:
-            log.warning("ranks of an earlier attempt may still be running: %s", error)
+            log.warning("cannot end all ranks of an earlier attempt, so some may still be running: %s", error)
 
 
 def node_trouble(node: NodeRecord) -> str | None:

@@ -69,7 +69,7 @@ class RendezvousStore:
         try:
             self._start_store()
         except Exception:
-            log.exception("cannot serve the store for the rank")
+            log.exception("cannot start the rendezvous store for the rank")
             self._close()  # ends the connection of the rank
 
     def _start_store(self) -> None:

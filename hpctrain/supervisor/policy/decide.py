@@ -94,9 +94,12 @@ class Action(Enum):
 
 #: Reason to end the run if the next attempt would have the same memory.
 _NO_MORE_MEMORY = {
-    EndKind.OOM: "hpctrain cannot request more memory for this job, so another attempt would also run out",
+    EndKind.OOM: (
+        "hpctrain cannot request more memory for this job, so another attempt would also run out of memory"
+    ),
     EndKind.GPU_OOM: (
-        "hpctrain cannot reduce the GPU memory that this run needs, so another attempt would also run out"
+        "hpctrain cannot reduce the GPU memory that this run needs, so another attempt would also run out of "
+        "memory"
     ),
 }
 _ENDS_RUN = {Action.COMPLETE: "completed", Action.CANCEL: "cancelled", Action.FAIL: "failed"}
@@ -261,5 +264,5 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
             else ""
         )
     if crashes >= (limit := CRASHES_PER_FAILURE * (most + 1)):
-        return f"{crashes} failures without a checkpoint whose step is known (limit: {limit}, from {name})"
+        return f"{crashes} consecutive failures without known progress (limit: {limit}, from {name})"
     return None

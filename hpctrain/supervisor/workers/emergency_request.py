@@ -75,7 +75,7 @@ class EmergencyRequest:
         self._armed.discard(rank)
         self._states.pop(rank, None)
         if rank == self._saver:
-            self._end("the rank that saved the state failed")
+            self._end(f"rank {rank} failed before it had saved the state")
         else:
             self.check()
 
@@ -87,7 +87,9 @@ class EmergencyRequest:
         if missing := (self._armed if self._states else self._connected) - self._states.keys():
             if system.monotonic() - self._begun_at < _ANSWER_LIMIT_S:
                 return
-            log.warning("no answer from %s about its state", format_ranks(sorted(missing)))
+            log.warning(
+                "%s did not respond to the request for an emergency checkpoint", format_ranks(sorted(missing))
+            )
         usable = {rank: state for rank, state in self._states.items() if "step" in state}
         if not usable:
             reasons = sorted({state["why"] for state in self._states.values() if state.get("why")})

@@ -23,7 +23,7 @@ class _TorchWatcher:
                 return
             observe_process()
         except Exception as error:  # noqa: BLE001 (the process continues without it)
-            sys.stderr.write("hpctrain: this process cannot be observed: %r\n" % (error,))  # noqa: UP031
+            sys.stderr.write("hpctrain: cannot monitor this process: %r\n" % (error,))  # noqa: UP031
 
 
 def _run_shadowed() -> None:
