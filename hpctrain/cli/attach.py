@@ -18,7 +18,7 @@ from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.environment import strip_job_env
 
 rank_option = click.option(
-    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="The rank."
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Rank to use."
 )
 
 
@@ -27,10 +27,10 @@ rank_option = click.option(
 @rank_option
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
 def command(run: str, runs_dir: Path, rank: int, words: tuple[str, ...]) -> None:
-    """Open a shell beside a running rank of RUN; or run COMMAND there.
+    """Open a shell on the node of a running rank of RUN, or run COMMAND there.
 
-    It runs on the node of the rank, in the same container image, working directory and environment. It ends
-    with the job. Variables that connect a process to the run are not set.
+    The shell has the container image, working directory and environment of the rank, and ends with the job.
+    Variables that connect a process to the run are not set.
     """
     start_beside_rank(run, runs_dir, rank, "attach", words)
 
@@ -88,7 +88,7 @@ def _check_node(host: str, rank: int, environ: Mapping[str, str]) -> None:
         if "DOWN" in node.state or node.state.endswith("*") or "NOT_RESPONDING" in node.state:
             raise SchedulerError(
                 f"The node {host} of rank {rank} does not respond: its state in Slurm is {node.state}. Use "
-                "`hpctrain status` to see whether the run has restarted without it."
+                "`hpctrain status` to see whether the run has restarted without this node."
             )
 
 

@@ -27,6 +27,6 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     else:
         limit = "Slurm's KillWait time" if before.backend == "slurm" else "a minute"
         click.echo(
-            f"Cancelling run {found.run_id}: it will exit within {limit}. If the script can save "
-            "checkpoints, it saves one first."
+            f"Cancelling run {found.run_id}. The script saves a checkpoint first, if it can. The run ends "
+            f"within {limit}."
         )

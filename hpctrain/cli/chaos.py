@@ -18,16 +18,16 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     "names",
     multiple=True,
     metavar="FAULT",
-    help="Fault to inject: kill-rank, kill-node-ranks, stop-rank, preempt or flip-bit; with Slurm also "
+    help="Fault to inject: kill-rank, kill-node-ranks, stop-rank, preempt or flip-bit. With Slurm, also "
     "kill-supervisor or requeue. May be repeated.  [default: all except stop-rank and flip-bit]",
 )
 @click.option(
     "--target",
     type=click.Choice(["parameter", "optimizer", "gradient", "activation"]),
-    help="With flip-bit: place of the bit in the memory of a rank.  [default: parameter]",
+    help="With flip-bit: kind of tensor in which to flip a bit.  [default: parameter]",
 )
 @click.option(
-    "--persistent", is_flag=True, help="With flip-bit: flip the bit again in each step, until the rank exits."
+    "--persistent", is_flag=True, help="With flip-bit: flip the bit again in each step until the rank exits."
 )
 @click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Number of faults.")
 @click.option(
@@ -53,7 +53,10 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Inject faults into RUN at random times, to check that it recovers. RUN must be your own and running."""
+    """Inject faults into RUN at random times, to check that it recovers.
+
+    RUN must be running and belong to you.
+    """
     from hpctrain.jobs.runs.chaos import ChaosRunner, Fault, check_disturbable, faults_for
     from hpctrain.records.bit_flip import FlipTarget
 
@@ -67,7 +70,7 @@ def command(
     if seed is None:
         seed = random.SystemRandom().randrange(1 << 32)
     tell = partial(click.echo, err=as_json)
-    tell(f"Run {found.run_id}: {', '.join(faults)}; --seed {seed}")
+    tell(f"Faults for run {found.run_id}: {', '.join(faults)} (--seed {seed})")
     place = FlipTarget(target) if target else FlipTarget.PARAMETER
     runner = ChaosRunner(found, faults, seed, tell, place, persistent)
     done = runner.inject_faults(times, every, dry_run=dry_run)

@@ -82,7 +82,10 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
 )
 @click.option("--best", is_flag=True, help="Use the checkpoint with the best score.")
 @click.option(
-    "--all", "everything", is_flag=True, help="Include optimizers and all other state. Requires a .pt file."
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Include the optimizers and all other state. Requires a .pt file.",
 )
 @click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
 def export(
@@ -125,7 +128,7 @@ def export(
     "--step",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Number of steps for which the weights were trained.",
+    help="Number of steps for which the weights were trained.  [default: the step in FILE, or 0]",
 )
 @click.option(
     "--weights-only", is_flag=True, help="Import only the weights, not the optimizer and scheduler states."
@@ -134,7 +137,7 @@ def export(
     "--allow",
     multiple=True,
     metavar="CLASS",
-    help="Class to allow in FILE, such as argparse.Namespace. May be repeated.",
+    help="Class that FILE may contain, such as argparse.Namespace. May be repeated.",
 )
 def import_(
     run: str, runs_dir: Path, file: Path, step: int | None, weights_only: bool, allow: tuple[str, ...]
@@ -150,7 +153,7 @@ def import_(
 
     for sentence in import_checkpoint(file, folder, step=step, weights_only=weights_only, allow=allow):
         click.echo(sentence)
-    click.echo(f"next  hpctrain submit --run-dir {short_path(folder.path)} …")
+    click.echo(f"Next: hpctrain submit --run-dir {short_path(folder.path)} …")
 
 
 def _folder_of(run: str, runs_dir: Path) -> RunDir:
@@ -165,8 +168,8 @@ def _folder_of(run: str, runs_dir: Path) -> RunDir:
     found = open_run(run, runs_dir)
     if tasks := found.dir.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array; each task has separate checkpoints. Name a task, such as "
-            f"{found.run_id}/task-{tasks[0]}."
+            f"Run {found.run_id} is a job array, and each task has its own checkpoints. Specify a task, such "
+            f"as {found.run_id}/task-{tasks[0]}."
         )
     return found.dir
 
@@ -186,7 +189,7 @@ def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
         )
     if not folder.spec.exists() and not folder.checkpoints.exists() and _is_nonempty(folder.path):
         raise UserError(
-            f"{short_path(folder.path)} is neither a run folder nor empty. Name a run or a new folder."
+            f"{short_path(folder.path)} is neither a run folder nor empty. Specify a run or a new folder."
         )
     return folder
 

@@ -14,8 +14,9 @@ from hpctrain.cli.common import run_argument
 @run_argument
 @rank_option
 def command(run: str, runs_dir: Path, rank: int) -> None:
-    """Stop a running rank of RUN, and debug it with pdb. Use quit to detach; the rank then continues.
+    """Stop a running rank of RUN, and debug it with pdb. After quit, the rank continues.
 
-    Meanwhile, the other ranks wait at their next exchange. Hangs are not detected until you detach.
+    Meanwhile, the other ranks wait at their next collective operation. Hangs are not detected until you
+    detach.
     """
     start_beside_rank(run, runs_dir, rank, "debug_client", ())

@@ -26,7 +26,7 @@ _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
     "profile",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write the findings to FILE as a site profile for submissions.",
+    help="Write the findings to FILE as a site profile, which later submissions use.",
 )
 @json_option
 def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:

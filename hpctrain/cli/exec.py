@@ -60,7 +60,7 @@ def command(program: tuple[str, ...], timeout: float) -> None:
         sys.exit(128 + signal.SIGINT)
     except RendezvousError as error:
         raise RendezvousError(
-            f"{str(error).rstrip('.')}. If ranks start late, increase --timeout ({timeout:g} s)."
+            f"{str(error).rstrip('.')}. If ranks start late, increase --timeout (currently {timeout:g} s)."
         ) from None
     if ranks.is_main and (note := _unknown_master(rendezvous_info.address, os.environ)):
         click.echo(note, err=True)

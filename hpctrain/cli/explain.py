@@ -52,7 +52,7 @@ def command(context: click.Context, word: str | None, as_json: bool) -> None:
         spellings = (word, word.upper(), word.lower())
         hints = filter(None, (suggest(spelling, names, otherwise="") for spelling in spellings))
         raise click.UsageError(
-            f"{word!r} is unknown. {next(hints, '`hpctrain explain` without a word lists the known words.')}"
+            f"Unknown word {word!r}. {next(hints, 'Run `hpctrain explain` to list the known words.')}"
         )
     if as_json:
         echo_json([asdict(explanation) for explanation in found])

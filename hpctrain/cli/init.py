@@ -29,5 +29,6 @@ def command(file: Path) -> None:
     except OSError as error:
         raise SpecError(f"Cannot write {str(file)!r}: {error.strerror}. Choose another file name.") from error
     click.echo(
-        f"Wrote {file}. Edit it; `{program_name()} submit --explain SCRIPT` shows the effective values."
+        f"Wrote {file}. Edit this file, then run `{program_name()} submit --explain SCRIPT` to see the "
+        "effective values."
     )

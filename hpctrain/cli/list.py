@@ -27,7 +27,7 @@ _HEADER = ("RUN", "STATE", "JOB", "AGE", "STEP", "LOSS", "")
 @click.option(
     "--sort",
     metavar="NAME",
-    help="Sort by a hyper-parameter or a metric, and show hyper-parameters that differ.",
+    help="Sort by a hyper-parameter or a metric, and show the hyper-parameters that differ between runs.",
 )
 @click.option("--reverse", is_flag=True, help="Reverse the order of --sort.")
 @json_option
@@ -39,7 +39,7 @@ def command(runs_dir: Path, as_json: bool, array: str | None, sort: str | None, 
     from hpctrain.jobs.runs.run import list_runs, query_statuses
 
     if reverse and sort is None:
-        raise click.UsageError("--reverse reverses the order of --sort. Add --sort NAME.")
+        raise click.UsageError("--reverse requires --sort. Add --sort NAME.")
     runs = list_runs(runs_dir, os.environ)
     if array is not None:
         opened = open_run(array, runs_dir)

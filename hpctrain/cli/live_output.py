@@ -32,7 +32,7 @@ def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_std
     status, explained = None, False
     handle = run_reference(str(run.dir.path))
     detached = (
-        f"\nDetached; the run continues. Follow it again: {program_name()} logs -f {handle}  |  "
+        f"\nDetached. The run continues. Follow it again: {program_name()} logs -f {handle}  |  "
         f"cancel it: {program_name()} cancel {handle}"
     )
     show, positions, to_stderr = _print, None, text_to_stderr

@@ -16,7 +16,7 @@ from hpctrain.text import format_ranks
 
 @click.command("logs")
 @run_argument
-@click.option("-f", "--follow", is_flag=True, help="Follow the logs until the run ends, across attempts.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the logs, across attempts, until the run ends.")
 @click.option(
     "--rank",
     "ranks",
@@ -26,7 +26,7 @@ from hpctrain.text import format_ranks
     help="Rank to show. May be repeated.  [default: all]",
 )
 @click.option(
-    "--attempt", type=click.IntRange(min=0), metavar="N", help="Show this attempt.  [default: the newest]"
+    "--attempt", type=click.IntRange(min=0), metavar="N", help="Attempt to show.  [default: the newest]"
 )
 @click.option("--errors", is_flag=True, help="Show only errors, with the cause of each failed attempt first.")
 def command(
@@ -49,8 +49,8 @@ def command(
             _print_errors(part, shown)
     elif tasks := found.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array of {len(tasks)} tasks with separate logs. Name a task, such "
-            f"as {run_reference(str(tasks[0].dir.path))}, or use -f to follow all tasks."
+            f"Run {found.run_id} is a job array of {len(tasks)} tasks with separate logs. Specify a task, "
+            f"such as {run_reference(str(tasks[0].dir.path))}, or use -f to follow all tasks."
         )
     else:
         _print_logs(found, shown)

@@ -135,7 +135,7 @@ class _LazyGroup(click.Group):
 @click.option(
     "--on",
     metavar="CLUSTER",
-    help="Run the command on this host of ~/.ssh/config. `submit` sends the code of this project.",
+    help="Run the command on CLUSTER, a host in ~/.ssh/config. `submit` also sends the code of this project.",
 )
 @click.pass_context
 def cli(ctx: click.Context, on: str | None) -> None:

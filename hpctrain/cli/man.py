@@ -17,11 +17,11 @@ from hpctrain.cli.common import short_path, walk_commands
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
-    help="Write the pages of all commands to FOLDER.",
+    help="Write the manual pages of all commands to FOLDER.",
 )
 @click.pass_context
 def command(context: click.Context, name: tuple[str, ...], output: Path | None) -> None:
-    """Print the manual page of COMMAND, by default of hpctrain, in the format of man.
+    """Print the manual page of COMMAND (default: hpctrain) in the format of man.
 
     \b
         hpctrain man submit | man -l -
@@ -37,11 +37,11 @@ def command(context: click.Context, name: tuple[str, ...], output: Path | None) 
         click.echo(man_page(title, pages[title], list(pages)))
         return
     if name:
-        raise click.UsageError("--output writes the pages of all commands. Omit COMMAND.")
+        raise click.UsageError("--output writes the manual pages of all commands. Omit COMMAND.")
     output.mkdir(parents=True, exist_ok=True)
     for title, its in pages.items():
         (output / f"{title.replace(' ', '-')}.1").write_text(man_page(title, its, list(pages)) + "\n")
-    click.echo(f"Wrote {len(pages)} pages to {short_path(output)}.")
+    click.echo(f"Wrote {len(pages)} manual pages to {short_path(output)}.")
 
 
 def man_page(title: str, context: click.Context, titles: list[str]) -> str:

@@ -40,7 +40,7 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         ClusterUnreachable: the login failed, or the connection was lost.
     """
     if not all(names):
-        raise UserError("The name of a cluster (--on) is empty. Name a host of ~/.ssh/config.")
+        raise UserError("A cluster name (--on) is empty. Use the name of a host in ~/.ssh/config.")
     if args[0] == "serve":
         raise UserError(
             f"`serve` cannot run with --on, because its pages would only be visible on {names[0]}. Log in "
@@ -48,7 +48,7 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         )
     if len(names) > 1:
         if args[0] != "list" or set(args[1:]) - {"--json"}:
-            raise UserError("Only `list` without arguments accepts several clusters. Name one (--on).")
+            raise UserError("Only `list` without arguments accepts several clusters (--on). Use one cluster.")
         return _list_clusters(names, args)
     options = _parse_options(args)
     cluster = open_cluster(names[0])
@@ -59,7 +59,7 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and args[0] not in _SENDING
     words = "Run the command again."
     if args[0] in _SENDING:
-        words = f"`hpctrain --on {cluster.name} list` shows if the run was submitted."
+        words = f"`hpctrain --on {cluster.name} list` shows whether the run was submitted."
     if options.get("follow"):
         code = _follow(cluster, args, words if args[0] in _SENDING else "")
     else:
@@ -125,7 +125,11 @@ def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:
             statuses += [(name, _read_status(each)) for each in records if not as_json]
             found += [(name, each) for each in records]
         except (KeyError, TypeError, ValueError) as error:
-            click.echo(f"Error: {name}: unknown answer, maybe of another version: {error!r}.", err=True)
+            click.echo(
+                f"Error: cannot read the response of {name}: {error!r}. To install the same version of "
+                f"hpctrain there, run `hpctrain --on {name} setup`.",
+                err=True,
+            )
             code = UserError.exit_code
         except HpctrainError as error:
             click.echo(f"Error: {error}", err=True)
@@ -171,7 +175,7 @@ def needed_cluster(ctx: click.Context) -> Cluster:
     """
     if name := ctx.meta.get(CLUSTER_VARIABLE):
         return open_cluster(name)
-    raise click.UsageError(f"Name a cluster: hpctrain --on CLUSTER {ctx.info_name} …", ctx)
+    raise click.UsageError(f"This command requires a cluster: `hpctrain --on CLUSTER {ctx.info_name} …`", ctx)
 
 
 def open_cluster(name: str) -> Cluster:

@@ -36,7 +36,11 @@ class _RankList(click.ParamType[tuple[int, ...]]):
     "--ranks", type=_RankList(), default="0", show_default=True, help="Ranks to profile, such as 0,3 or 0-7."
 )
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Number of optimizer steps."
+    "--steps",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of optimizer steps to profile.",
 )
 @click.option(
     "--timeout",
@@ -50,7 +54,7 @@ class _RankList(click.ParamType[tuple[int, ...]]):
 def command(
     run: str, runs_dir: Path, ranks: tuple[int, ...], steps: int, timeout: float, as_json: bool
 ) -> None:
-    """Profile the next optimizer steps of RUN with torch.profiler. RUN must be your own and running.
+    """Profile the next optimizer steps of RUN with torch.profiler. RUN must be running and belong to you.
 
     Writes a trace per rank to the run folder, and prints the most expensive operators. The run is not
     restarted, and its results do not change.

@@ -26,9 +26,9 @@ _MAX_STALLED = 8
 )
 @click.pass_context
 def command(ctx: click.Context, run: str, dest: Path | None, all_checkpoints: bool) -> None:
-    """Copy RUN from a cluster (--on) to DEST: logs, metrics, a new report, newest and best checkpoint.
+    """Copy RUN from a cluster (--on) to DEST: logs, metrics, report, newest and best checkpoints.
 
-    DEST is runs/RUN by default. If the connection is lost, the copy continues when it is back. A second
+    DEST is runs/RUN by default. If the connection is lost, the copy continues after reconnecting. A second
     `pull` copies only what has changed.
     """
     cluster = needed_cluster(ctx)
@@ -61,7 +61,7 @@ def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpo
     report = cluster.connection.run(cluster.hpctrain(["report", status["run_dir"]]))
     if report.returncode:
         reason = report.stderr.strip().removeprefix("Error: ")
-        click.echo(f"Warning: {cluster.name} cannot write report.html: {reason}", err=True)
+        click.echo(f"Warning: cannot write report.html on {cluster.name}: {reason}", err=True)
     best = (status.get("best") or {}).get("checkpoint")
     kept = {Path(path).name for path in (status["checkpoint"], best) if path}
     filters = [f"--include=/checkpoints/{name}{inside}" for name in sorted(kept) for inside in ("", "/**")]

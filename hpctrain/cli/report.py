@@ -34,8 +34,8 @@ _FORMATS = ("html", "md", "json")
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Output file; - is standard output.  [default: report.html in the folder of the run or job array; "
-    "- for md and json]",
+    help="Output file, or - for standard output.  [default: report.html in the folder of the run or job "
+    "array; - for md and json]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
 def command(

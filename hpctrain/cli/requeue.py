@@ -25,10 +25,10 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
         echo_json({"run_id": found.run_id, "job_id": before.job_id, "requeued": True})
     elif before.state is RunState.PENDING:
         click.echo(
-            f"Ended Slurm's requeue delay for run {found.run_id}; it starts when nodes become available."
+            f"Ended Slurm's requeue delay for run {found.run_id}. The run starts when nodes are available."
         )
     else:
         click.echo(
-            f"Requeueing run {found.run_id}: it will continue in a new attempt. If the script can save "
-            "checkpoints, it saves one first."
+            f"Requeueing run {found.run_id}. The script saves a checkpoint first, if it can. The run then "
+            "continues in a new attempt."
         )

@@ -39,8 +39,8 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     spec = load_spec(found.spec)
     if found.function.exists():
         raise SpecError(
-            f"Run {found.run_id} calls a function that was submitted from Python. Submit the function "
-            "from Python again."
+            f"Run {found.run_id} calls a function, which can only be submitted from Python. Submit the "
+            "function again from Python."
         )
     if found.sweep.exists():
         raise SpecError(
@@ -77,7 +77,7 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
         case RunState.RUNNING:
             raise SpecError(
                 f"Run {status.run_id} is still running. Cancel it first, or use `hpctrain requeue {handle}`. "
-                f"If it was cancelled, wait until it has saved its state: `hpctrain wait {handle}`."
+                f"If you have already cancelled it, wait until it ends: `hpctrain wait {handle}`."
             )
         case RunState.COMPLETED if not changed:
             last = next(read_last_records(RunDir(Path(status.run_dir)).metrics, is_metrics), {}).get(

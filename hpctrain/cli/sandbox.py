@@ -41,13 +41,13 @@ def command() -> None:
     "--conf",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Setting of slurm.conf, such as JobRequeue=0. Replaces the default. May be repeated.",
+    help="Setting for slurm.conf, such as JobRequeue=0. Overrides the default. May be repeated.",
 )
 @click.option(
     "--slurm",
     default="",
     metavar="VERSION",
-    help="Slurm version, such as 26.05. Downloaded from the Debian mirror of this machine; not installed.",
+    help="Slurm version to download from this machine's Debian mirror, such as 26.05. It is not installed.",
 )
 @_name_option
 @json_option
@@ -89,7 +89,7 @@ def up(
         how += f" (restarted: {', '.join(dead)})"
     click.echo(f"Sandbox {name} {how}: {box.shape}.")
     click.echo(f"  nodes        {', '.join(box.nodes)}")
-    click.echo("  partitions   preemptible (default); urgent, whose jobs preempt those in preemptible")
+    click.echo("  partitions   preemptible (default), urgent (its jobs preempt those in preemptible)")
     if box.shape.accounting:
         click.echo(f"  accounting   sacct and sacctmgr work; records are in {box.plan.accounting}")
     click.echo(f"  files, logs  {box.plan.folder}")
@@ -107,7 +107,7 @@ def up(
 @_name_option
 @json_option
 def status(name: str, as_json: bool) -> None:
-    """Show the daemons, nodes and partitions of a sandbox. Exits with 2 if there is none."""
+    """Show the daemons, nodes and partitions of a sandbox. Exits with 2 if it does not exist."""
     box = sandbox.find(name)
     if box is None:
         if as_json:
@@ -117,7 +117,7 @@ def status(name: str, as_json: bool) -> None:
     if as_json:
         echo_json(facts)
         return
-    click.echo(f"Sandbox {name}: {box.shape}; files and logs in {facts['folder']}")
+    click.echo(f"Sandbox {name}: {box.shape}, files and logs in {facts['folder']}")
     click.echo("\nDaemons")
     for daemon, pid in facts["daemons"].items():
         click.echo(f"  {daemon:24} {'not running' if pid is None else f'pid {pid}'}")
@@ -146,7 +146,10 @@ def env(name: str) -> None:
 @_name_option
 @json_option
 def down(name: str, as_json: bool) -> None:
-    """Cancel the jobs of a sandbox, stop its daemons and delete its files. Exits with 2 if there is none."""
+    """Cancel the jobs of a sandbox, stop its daemons and delete its files.
+
+    Exits with 2 if the sandbox does not exist.
+    """
     was_there = sandbox.down(name)
     if as_json:
         echo_json({"name": name, "was_there": was_there})

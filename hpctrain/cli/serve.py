@@ -55,8 +55,9 @@ def command(runs_dir: Path, port: int) -> None:
     with server:
         click.echo(f"Runs in {runs_dir}: {server.address}")
         click.echo(
-            f"From your own machine: run ssh -L {server.port}:127.0.0.1:{server.port} {os.uname().nodename} "
-            "and open the same address on your machine. Press Ctrl-C to stop."
+            "To open this address on your own machine, first run "
+            f"`ssh -L {server.port}:127.0.0.1:{server.port} {os.uname().nodename}` there. "
+            "Press Ctrl-C to stop."
         )
         with suppress(KeyboardInterrupt):
             server.serve_forever()

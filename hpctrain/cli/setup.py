@@ -13,13 +13,13 @@ from hpctrain.errors import UserError
 @click.option(
     "--folder",
     metavar="DIR",
-    help="Folder of this project on the cluster, such as '$SCRATCH/project'.  [default: ~/hpctrain/NAME]",
+    help="Project folder on the cluster, such as '$SCRATCH/project'.  [default: ~/hpctrain/NAME]",
 )
 @click.option(
     "--python",
     metavar="PATH",
-    help="Python on the cluster, for hpctrain and the ranks; '' resets it.  [default: an environment of "
-    "`setup`]",
+    help="Python on the cluster for hpctrain and the ranks. '' restores the default.  [default: an "
+    "environment created by `setup`]",
 )
 @click.pass_context
 def command(ctx: click.Context, folder: str | None, python: str | None) -> None:

@@ -82,7 +82,7 @@ def command(
     assignments: tuple[str, ...],
     **asked: Any,
 ) -> None:
-    """Open a shell in a new job, with the resources and the environment of a run; or run COMMAND there.
+    """Open a shell in a new job, with the resources and the environment of a run, or run COMMAND there.
 
     \b
         hpctrain shell --nodes 2 --gpus-per-node 4 --time 1:00:00
@@ -109,7 +109,7 @@ def command(
     for line in (*submission.notes, *submission.forecast):
         click.echo(line, err=True)
     if reason := submission.preflight.refusal():
-        raise SchedulerError(f"Slurm would reject this job: {reason}. Change the options that cause this.")
+        raise SchedulerError(f"Slurm would reject this job: {reason}. Correct the options, then try again.")
     spec = submission.spec
     _become_shell(spec, words, submission.script)
 

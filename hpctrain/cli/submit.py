@@ -135,8 +135,8 @@ def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]
     if missing := [name for name, value in given.items() if value is None]:
         name = missing[0]
         raise click.BadParameter(
-            f"{name!r} is not set in the environment of this shell. Export this variable, or use --env "
-            "NAME=VALUE."
+            f"{name!r} is not set in the environment of this shell. Export the variable, or use "
+            f"--env {name}=VALUE."
         )
     return parse_pairs(ctx, param, [f"{text}={given[text]}" if text in given else text for text in values])
 
@@ -174,7 +174,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the batch script without submitting it. Exits with 3 if Slurm would reject it.",
+    help="Print the batch script without submitting it. Exits with 3 if Slurm would reject the job.",
 )
 @click.option(
     "--follow",
@@ -214,7 +214,7 @@ def command(
     """  # noqa: D301
     if dry_run and (as_json or explain):
         what = "--json a JSON document" if as_json else "--explain a table"
-        raise click.UsageError(f"--dry-run prints a shell script and {what}. Use only one of these options.")
+        raise click.UsageError(f"--dry-run prints a batch script and {what}. Use only one of these options.")
     # Click's options have the names of the fields of SubmitOptions.
     where: Any = {
         "source": COMMAND_LINE_SOURCE,
@@ -242,7 +242,9 @@ def command(
         _print_lines(submission.forecast)
         click.echo(submission.script, nl=False)
         if words := submission.preflight.refusal():
-            raise SchedulerError(f"Slurm would reject this job: {words}. Change the options that cause this.")
+            raise SchedulerError(
+                f"Slurm would reject this job: {words}. Correct the options, then try again."
+            )
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 

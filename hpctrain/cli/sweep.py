@@ -51,7 +51,7 @@ class _SweepSubmitCommand(submit.SubmitCommand):
 
 @click.group("sweep", cls=DefaultGroup, default="submit")
 def command() -> None:
-    """Submit a script with many hyper-parameters as one job array, and compare the results.
+    """Submit a script with many sets of hyper-parameters as one job array, and compare the results.
 
     \b
         hpctrain sweep --over lr=1e-4,3e-4,1e-3 --over seed=0:5 train.py
@@ -70,7 +70,11 @@ _over_option = click.option(
     "(1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",
 )
 _random_option = click.option(
-    "--random", "number", type=click.IntRange(min=1), metavar="N", help="Draw N random trials, not a grid."
+    "--random",
+    "number",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Draw N random trials instead of a grid.",
 )
 
 
@@ -78,8 +82,8 @@ _concurrent_option = click.option(
     "--concurrent",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Maximum number of concurrent trials.  [default: that of the sweep; otherwise Slurm's limits, or 1 "
-    "on this machine]",
+    help="Maximum number of concurrent trials.  [default: the value of the sweep, or else Slurm's limits, "
+    "or 1 on this machine]",
 )
 
 
@@ -90,27 +94,29 @@ _concurrent_option = click.option(
 )
 @_over_option
 @_random_option
-@click.option("--sweep-seed", type=int, metavar="SEED", help="Seed of --random.  [default: 0]")
+@click.option("--sweep-seed", type=int, metavar="SEED", help="Random seed for --random.  [default: 0]")
 @click.option(
     "--as",
     "form",
     default=DEFAULT_FORMAT,
     show_default=True,
     metavar="FORMAT",
-    help="Format of a hyper-parameter's arguments, such as '{name}={value}' for Hydra.",
+    help="Format in which hyper-parameters are passed to SCRIPT, such as '{name}={value}' for Hydra.",
 )
 @_concurrent_option
 @click.option(
     "--metric",
     metavar="NAME",
-    help="Metric that ranks the trials.  [default: that of keep_best, otherwise a validation metric]",
+    help="Metric that ranks the trials.  [default: the metric of keep_best, otherwise a validation metric]",
 )
-@click.option("--mode", type=click.Choice(get_args(Mode)), help="Direction of --metric.  [default: min]")
+@click.option(
+    "--mode", type=click.Choice(get_args(Mode)), help="Minimize or maximize --metric.  [default: min]"
+)
 @click.option(
     "--stop-early",
     "rule",
     metavar="RULE",
-    help="Stop losing trials by --metric: median, asha or asha:FACTOR.  [default: run all trials to the end]",
+    help="Stop trials with poor values of --metric early: median, asha or asha:FACTOR.  [default: stop none]",
 )
 @click.option(
     "--min-steps",
@@ -148,7 +154,7 @@ def submit_(
     if not space:
         where = " before SCRIPT" if "--over" in args else ""
         raise click.UsageError(
-            f"No hyper-parameters. Use --over NAME=VALUES{where}, or `sweep:` in hpctrain.yaml."
+            f"The sweep has no hyper-parameters. Use --over NAME=VALUES{where}, or `sweep:` in hpctrain.yaml."
         )
     if rule is not None and metric is None:
         raise click.UsageError("--stop-early compares trials by a metric. Add --metric NAME.")
@@ -197,7 +203,7 @@ def _submit(
         handle = run_reference(submission.spec.run_dir)
         raise SpecError(
             f"{short_path(folder.path)} (--run-dir) already contains a sweep. Use "
-            f"`hpctrain sweep resume {handle}` or `sweep extend`, or choose another folder."
+            f"`hpctrain sweep resume {handle}` or `hpctrain sweep extend {handle}`, or choose another folder."
         )
     for note in submission.notes:
         click.echo(note.replace(f"--array {record.array(indices)}%2", "--concurrent 2"), err=True)
@@ -238,9 +244,9 @@ def _rows(run: Run, record: SweepRecord | None, metric: str | None, mode: Mode |
 
 _metric_options = (
     click.option(
-        "--metric", metavar="NAME", help="Metric that ranks the trials.  [default: that of the sweep]"
+        "--metric", metavar="NAME", help="Metric that ranks the trials.  [default: the metric of the sweep]"
     ),
-    click.option("--mode", type=click.Choice(get_args(Mode)), help="Direction of --metric."),
+    click.option("--mode", type=click.Choice(get_args(Mode)), help="Minimize or maximize --metric."),
 )
 
 
@@ -357,8 +363,8 @@ def extend(
     found, record = _open_sweep(run, runs_dir)
     if unknown := [name for name in over if name not in record.space]:
         raise UserError(
-            f"The sweep has no hyper-parameter {unknown[0]!r} (--over), but {', '.join(record.space)}. "
-            "Submit another sweep."
+            f"The sweep has no hyper-parameter {unknown[0]!r} (--over). Its hyper-parameters are "
+            f"{', '.join(record.space)}. To vary {unknown[0]!r}, submit another sweep."
         )
     if record.sampler != "grid" and number is None:
         raise click.UsageError("This sweep draws random trials. Add --random N.")
@@ -409,7 +415,8 @@ def _resubmit(
     with submit.command.make_context("submit", arguments, parent=ctx.parent) as inner:
         if inner.params["follow"] or inner.params["explain"]:
             raise click.UsageError(
-                "A sweep has no --follow and no --show-config. Use `hpctrain logs -f RUN`."
+                "Sweeps do not support --follow and --show-config. To follow the logs, use "
+                "`hpctrain logs -f RUN`."
             )
         _submit(inner, record, indices, inner.params)
 

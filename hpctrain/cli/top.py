@@ -46,7 +46,7 @@ def command(run: str, runs_dir: Path, once: bool, interval: float, as_json: bool
     found = open_run(run, runs_dir)
     if tasks := found.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array of {len(tasks)} tasks. Name a task, such as "
+            f"Run {found.run_id} is a job array of {len(tasks)} tasks. Specify a task, such as "
             f"{run_reference(str(tasks[0].dir.path))}."
         )
     looks = _looks(found)

@@ -24,7 +24,7 @@ _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 @run_argument
 @click.option("--steps", metavar="A:B", help="Steps to verify, such as 1:100 or 101:.  [default: all]")
 @click.option(
-    "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks.  [default: those of the run]"
+    "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks.  [default: as in RUN]"
 )
 @click.option(
     "--backend",
@@ -37,8 +37,8 @@ _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 @click.option(
     "--scratch-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
-    help="Parent of the folder for the repeated steps.  [default: the folder for temporary files, or with "
-    "Slurm the parent of RUN]",
+    help="Parent of the folder for the repeated steps.  [default: the folder for temporary files, or the "
+    "parent of RUN with --backend slurm]",
 )
 @click.option("--keep", is_flag=True, help="Keep the folder of the repeated steps.")
 @json_option
@@ -97,6 +97,8 @@ def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
     if text is None:
         return None, None
     if (match := _RANGE.fullmatch(text)) is None:
-        raise click.UsageError(f"--steps is {text!r}; use the form A:B, such as 1:100, 101: or :100.")
+        raise click.UsageError(
+            f"--steps is {text!r}, but must have the form A:B, such as 1:100, 101: or :100."
+        )
     first, last = (int(part) if part else None for part in match.groups())
     return first, last

@@ -28,7 +28,8 @@ from hpctrain.cli.common import (
     "--unknown-limit",
     type=click.FloatRange(min=0),
     metavar="S",
-    help="Maximum time to wait while the state of RUN is unknown and RUN writes nothing.  [default: 3600]",
+    help="Maximum time to wait while the state of RUN is unknown and RUN writes nothing, in seconds.  "
+    "[default: 3600]",
 )
 @json_option
 def command(

@@ -71,7 +71,9 @@ class Cluster:
         path, deadline = self._path.with_suffix(".lock"), time.monotonic() + _LOCK_LIMIT_S
         while (lock := try_lock(path)) is None:
             if time.monotonic() > deadline:
-                raise UserError(f"Another process holds {str(path)!r}. End it, and run the command again.")
+                raise UserError(
+                    f"Another process holds {str(path)!r}. Wait until that process ends, then try again."
+                )
         return lock
 
     def hpctrain(self, args: Sequence[str], *, stream: bool = False) -> str:
@@ -86,11 +88,11 @@ class Cluster:
         folder = os.path.normpath(os.path.join(self.folder, self._subfolder))
         setup = f"`hpctrain --on {self.name} setup"
         no_folder = (
-            f"There is no folder {folder} on {self.name}. Submit from this project first, or name another "
+            f"There is no folder {folder} on {self.name}. Submit from this project first, or select another "
             f"folder with {setup} --folder DIR`."
         )
         does_not_start = shlex.quote(f"Error: hpctrain does not start on {self.name}: ")
-        remedy = shlex.quote(f". {setup}` finds the reason, or installs it.")
+        remedy = shlex.quote(f". Run {setup}` to find the cause or to install hpctrain.")
         return (
             f"cd {shell_path(folder)} 2>/dev/null || {_fail(no_folder)}; {self.choose_python()}; "
             'E=$("$PY" -P -c "import hpctrain" 2>&1 >/dev/null) || '
@@ -132,8 +134,8 @@ def shell_path(path: str) -> str:
         start, rest = match[1] or f'"${{{match[2] or match[3]}}}"', match[4] or ""
     if "$" in rest or (not start and rest.startswith("~")):
         raise UserError(
-            f"{path!r} is not a usable path on a cluster: only ~/ or one variable at its start is replaced. "
-            "Write the path without another `$` or `~`."
+            f"{path!r} is not a valid path on a cluster: only ~/ or one variable at its start is expanded. "
+            "Remove any other `$` or `~`."
         )
     return "/".join(part for part in (start, rest and shlex.quote(rest)) if part)
 

@@ -55,7 +55,7 @@ def collect_facts(cluster: Cluster) -> ClusterFacts:
     lines = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
     if "rsync" not in lines:
         reason = (result.stderr or result.stdout).strip() or f"exit code {result.returncode}"
-        raise ClusterUnreachable(f"{cluster.name} cannot run a script in a login shell of bash: {reason}.")
+        raise ClusterUnreachable(f"{cluster.name} cannot run a script in a bash login shell: {reason}.")
     cluster.connection.rsync_path = lines["rsync"] or "rsync"
     return ClusterFacts(**{name: lines[name] for name in ClusterFacts.__dataclass_fields__ if name in lines})
 
@@ -90,8 +90,8 @@ def find_problems(
         if facts.python_version:
             found = f"{cluster.python or facts.python} is Python {facts.python_version}"
         yield (
-            f"{cluster.name} needs Python 3.11 or newer, but {found}. Load one in ~/.bash_profile there, or "
-            f"name one with {setup} --python PATH`."
+            f"{cluster.name} needs Python 3.11 or newer, but {found}. Load a suitable Python in "
+            f"~/.bash_profile there, or select one with {setup} --python PATH`."
         )
     elif not facts.hpctrain:
         yield f"{facts.python} on {cluster.name} has no hpctrain. Install it with {setup}`."
@@ -106,7 +106,7 @@ def find_problems(
             "there, or run without Slurm with --backend local."
         )
     if not facts.rsync:
-        yield f"{cluster.name} has no rsync, which sends the code. Install it there."
+        yield f"{cluster.name} has no rsync, which sends the code. Install rsync there."
 
 
 def is_supported(facts: ClusterFacts) -> bool:

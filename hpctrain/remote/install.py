@@ -28,7 +28,7 @@ def install_hpctrain(cluster: Cluster, facts: ClusterFacts) -> None:
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, _source()]
         if subprocess.call(pip, stdout=sys.stderr):
             raise UserError(
-                "Cannot build a wheel of hpctrain on this machine; see the messages of pip above. Install "
+                "Cannot build a wheel of hpctrain on this machine (see pip's messages above). Install "
                 f"hpctrain {__version__} on {cluster.name} yourself, and run this command again."
             )
         (wheel,) = Path(folder).glob("*.whl")
@@ -45,8 +45,9 @@ def install_hpctrain(cluster: Cluster, facts: ClusterFacts) -> None:
     cluster.connection.check(code)
     if code:
         raise UserError(
-            f"Cannot install hpctrain on {cluster.name}; see the messages of pip above. Install hpctrain "
-            f"{__version__} there yourself, and name its Python with `setup --python PATH`."
+            f"Cannot install hpctrain on {cluster.name} (see pip's messages above). Install hpctrain "
+            f"{__version__} there yourself, then run `hpctrain --on {cluster.name} setup --python PATH` with "
+            "the path of its Python."
         )
 
 

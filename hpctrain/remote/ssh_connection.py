@@ -64,7 +64,9 @@ class SshConnection:
             UserError: the name is not that of a host.
         """
         if not host or host.startswith("-") or any(character.isspace() for character in host):
-            raise UserError(f"{host!r} (--on) is not a host. Use a host of ~/.ssh/config, such as mycluster.")
+            raise UserError(
+                f"{host!r} (--on) is not a valid host name. Use a host in ~/.ssh/config, such as mycluster."
+            )
         self.host = host
         self.rsync_path = "rsync"
         """Path of rsync on the host. `find_rsync` sets it, because rsync is not started in a login shell."""
@@ -90,7 +92,8 @@ class SshConnection:
         if code == SSH_FAILED:
             reason = lines[-1].rstrip(".\r") if lines else "ssh closed the connection"
             raise ClusterUnreachable(
-                f"Cannot log in to {self.host}: {reason}. Try `ssh {shlex.quote(self.host)}`.",
+                f"Cannot log in to {self.host}: {reason}. "
+                f"Check the login with `ssh {shlex.quote(self.host)}`.",
                 is_permanent=any(words in reason for words in _PERMANENT),
             )
 
@@ -103,7 +106,7 @@ class SshConnection:
         Raises:
             ClusterUnreachable: the login was refused, or failed for an hour.
         """
-        report(f"The connection to {self.host} was lost; reconnecting. Ctrl-C ends this.")
+        report(f"The connection to {self.host} was lost. Reconnecting. Press Ctrl-C to stop.")
         deadline, pause_s = time.monotonic() + _RECONNECT_LIMIT_S, 0.5
         while True:
             try:
@@ -154,7 +157,7 @@ class SshConnection:
         """
         self.rsync_path = self.run("command -v rsync").stdout.strip()
         if not self.rsync_path:
-            raise UserError(f"{self.host} has no rsync on the PATH of a login shell. Install it there.")
+            raise UserError(f"rsync is not on the PATH of a login shell on {self.host}. Install rsync there.")
 
     def rsync(self, arguments: Sequence[str], content: str = "", *, may_vanish: bool = False) -> None:
         """Copy files with rsync through this connection, with `content` as its stdin.
@@ -180,13 +183,13 @@ class SshConnection:
         failed = re.search(f"{re.escape(self.rsync_path)}: {_NOT_FOUND}", result.stderr, re.IGNORECASE)
         if result.returncode in _NOT_STARTED or failed:
             raise UserError(
-                f"{self.host} cannot start {self.rsync_path}, which copies files. Install rsync there."
+                f"Cannot start {self.rsync_path} on {self.host} to copy files. Install rsync there."
             )
         if result.returncode and not (may_vanish and result.returncode == _VANISHED):
             # Not replaced with --force, because the folder may contain runs or data.
             if folder := _FOLDER.search(result.stderr):
                 raise UserError(
-                    f"{folder[1]!r} is a file here, but a folder on {self.host}. Rename or delete it there."
+                    f"{folder[1]!r} is a file here, but a folder on {self.host}. Rename or delete the folder."
                 )
             reasons = [reason for reason in _REASON.findall(result.stderr) if not _LOST.search(reason)]
             self.check(SSH_FAILED if not reasons and _LOST.search(result.stderr) else 0)

@@ -248,7 +248,7 @@ def test_lightning_checkpoint_is_imported_with_its_optimizer(command: Command, m
     trainer.save_checkpoint("last.ckpt")
     refused = command("import", "new", "last.ckpt")
     assert refused.exit_code == 2
-    assert "refers to argparse.Namespace, so loading the file could run code" in refused.stderr
+    assert "refers to argparse.Namespace, so loading the file could execute code" in refused.stderr
     assert "--allow argparse.Namespace" in refused.stderr
     assert not Path("new").exists()
     result = command("import", "new", "last.ckpt", "--allow", "argparse.Namespace")
@@ -275,10 +275,10 @@ def test_unsupported_import_is_refused(command: Command, run: RunDir) -> None:
     torch.save(torch.zeros(1), "tensor.pt")
     for args, message in (
         (["new", "nothing.pt"], "contains no state_dict"),
-        (["new", "text.pt"], "cannot be read as a torch.save file"),
+        (["new", "text.pt"], "cannot be loaded by torch.load"),
         (["new", "text.safetensors"], "is not a safetensors file"),
-        (["new", "hello.pt"], "cannot be read as a torch.save file: "),
-        (["new", "empty.pt"], "cannot be read as a torch.save file: EOFError"),
+        (["new", "hello.pt"], "cannot be loaded by torch.load: "),
+        (["new", "empty.pt"], "cannot be loaded by torch.load: EOFError"),
         ([".", "old.pt"], "neither a run folder nor empty"),
         (["new", "tensor.pt"], "contains an object of type Tensor"),
         (["new", "old.pt", "--allow", "no.such.Class"], "'no.such.Class' (--allow) cannot be imported"),
@@ -318,4 +318,4 @@ def test_status_of_imported_but_unsubmitted_run_is_refused(command: Command) -> 
     assert command("import", "new", "weights.pt").exit_code == 0
     result = CliRunner().invoke(cli, ["status", "new"])
     assert result.exit_code == 2
-    assert "'new' contains checkpoints, but no run has been submitted" in result.output
+    assert "new/checkpoints' contains checkpoints, but no run has been submitted" in result.output

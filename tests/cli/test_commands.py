@@ -44,7 +44,7 @@ def test_help_lists_every_command(hpctrain):
         (["submit", "--env", "=A", "train.py"], "'=A' is not of the form NAME[=VALUE]"),
         (
             ["submit", "--env", "NOT_SET", "train.py"],
-            "'NOT_SET' is not set in the environment of this shell. Export this variable",
+            "'NOT_SET' is not set in the environment of this shell. Export the variable",
         ),
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),

@@ -134,7 +134,7 @@ def test_missing_peers_time_out_with_a_message(hpctrain, tmp_path):
     result = hpctrain("exec", "--timeout", "0.3", "touch", "started", env=step)
     assert result.returncode not in (0, None)
     assert "rank 0" in result.stderr
-    assert result.stderr.endswith("If ranks start late, increase --timeout (0.3 s).\n")
+    assert result.stderr.endswith("If ranks start late, increase --timeout (currently 0.3 s).\n")
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "started").exists()
 

@@ -77,7 +77,7 @@ def test_json_has_one_entry_per_meaning():
         ("OUT_OF_MEMRY", "Did you mean 'OUT_OF_MEMORY'?"),
         ("--tme", "Did you mean '--time'?"),
         ("oomm", "Did you mean 'oom'?"),
-        ("xyzzy", "without a word lists the known words"),
+        ("xyzzy", "to list the known words"),
     ],
 )
 def test_unknown_word_gets_a_suggestion(word, hint):

@@ -172,7 +172,7 @@ def test_interrupting_follow_of_an_array_keeps_all_tasks_alive(hpctrain, tmp_pat
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert "Detached; the run continues. Follow it again: hpctrain logs -f r" in err
+    assert "Detached. The run continues. Follow it again: hpctrain logs -f r" in err
     assert json.loads(hpctrain("status", "r", "--json").stdout)["tasks"] == {"RUNNING": 2}
     hpctrain("cancel", "r")
     wait_for(lambda: '"CANCELLED": 2' in hpctrain("status", "r", "--json").stdout, 30, "the end")
@@ -193,7 +193,7 @@ def test_interrupting_logs_keeps_the_run_alive(hpctrain, tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert "Detached; the run continues." in err
+    assert "Detached. The run continues." in err
     assert '"state": "RUNNING"' in hpctrain("status", "r", "--json").stdout
     hpctrain("cancel", "r")
     wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")

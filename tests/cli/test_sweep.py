@@ -24,7 +24,7 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["train.py"], "No hyper-parameters. Use --over NAME=VALUES"),
+        (["train.py"], "The sweep has no hyper-parameters. Use --over NAME=VALUES"),
         (["train.py", "--over", "lr=1"], "Use --over NAME=VALUES before SCRIPT"),
         (["--over", "lr=1", "--follow", "train.py"], "No such option '--follow'"),
         (["--over", "lr", "train.py"], "'lr' is not of the form NAME=VALUES"),

@@ -50,7 +50,7 @@ def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
     result = hpctrain("sweep", "--over", "fate=nap", "--backend", "local", "--run-dir", "runs/s", "train.py")
     assert "already contains a sweep" in result.output
 
-    assert "has no --follow" in hpctrain("sweep", "resume", "s", "--follow").output
+    assert "do not support --follow" in hpctrain("sweep", "resume", "s", "--follow").output
     result = hpctrain("sweep", "resume", "s", "--name", "again")
     assert result.stdout.startswith("Sweep s: 1 trial, job "), result.output
     assert hpctrain("wait", "s").exit_code == 4

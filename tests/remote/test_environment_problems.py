@@ -55,7 +55,10 @@ def test_code_larger_than_the_disk(laptop: Laptop):
 
 
 def test_missing_and_old_python(laptop: Laptop, cluster: SshCluster):
-    remedy = "Load one in ~/.bash_profile there, or name one with `hpctrain --on alpha setup --python PATH`."
+    remedy = (
+        "Load a suitable Python in ~/.bash_profile there, or select one with "
+        "`hpctrain --on alpha setup --python PATH`."
+    )
     hide_programs(cluster)
     (problem,) = problems(laptop, *SUBMIT)
     assert problem == f"alpha needs Python 3.11 or newer, but none is on the PATH. {remedy}"
@@ -67,7 +70,7 @@ def test_missing_and_old_python(laptop: Laptop, cluster: SshCluster):
     tools = hide_programs(cluster, "rsync", python="[ $1 = --version ] && echo Python 3.6.8")
     old, no_rsync = problems(laptop, *SUBMIT)
     assert old == f"alpha needs Python 3.11 or newer, but {tools}/python3 is Python 3.6.8. {remedy}"
-    assert no_rsync == "alpha has no rsync, which sends the code. Install it there."
+    assert no_rsync == "alpha has no rsync, which sends the code. Install rsync there."
 
 
 def test_missing_hpctrain_and_slurm(laptop: Laptop, cluster: SshCluster):
@@ -102,7 +105,7 @@ def test_a_file_that_is_a_folder_on_the_cluster(laptop: Laptop, cluster: SshClus
     kept = cluster.home / "hpctrain" / "project" / "train.py" / "data"
     kept.mkdir(parents=True)
     found = problems(laptop, *LOCAL)
-    assert found == ["'train.py' is a file here, but a folder on alpha. Rename or delete it there."]
+    assert found == ["'train.py' is a file here, but a folder on alpha. Rename or delete the folder."]
     assert kept.is_dir()
 
 
@@ -110,7 +113,7 @@ def test_commands_before_the_first_submission(laptop: Laptop, cluster: SshCluste
     result = laptop.hpctrain("--on", "alpha", "status", "a", check=False)
     assert result.returncode == 3
     assert result.stderr == (
-        "Error: There is no folder hpctrain/project on alpha. Submit from this project first, or name "
+        "Error: There is no folder hpctrain/project on alpha. Submit from this project first, or select "
         "another folder with `hpctrain --on alpha setup --folder DIR`.\n"
     )
     (cluster.home / "hpctrain" / "project").mkdir(parents=True)
@@ -118,8 +121,8 @@ def test_commands_before_the_first_submission(laptop: Laptop, cluster: SshCluste
     result = laptop.hpctrain("--on", "alpha", "status", "a", check=False)
     assert result.returncode == 3
     assert result.stderr == (
-        "Error: hpctrain does not start on alpha: ImportError: a lib. `hpctrain --on alpha setup` finds the "
-        "reason, or installs it.\n"
+        "Error: hpctrain does not start on alpha: ImportError: a lib. Run `hpctrain --on alpha setup` to "
+        "find the cause or to install hpctrain.\n"
     )
 
 
@@ -128,4 +131,4 @@ def test_an_rsync_that_does_not_start(laptop: Laptop, cluster: SshCluster):
     (tools / "rsync").write_text("#!/missing\n")
     (tools / "rsync").chmod(0o755)
     (problem,) = problems(laptop, *LOCAL)
-    assert problem == f"alpha cannot start {tools}/rsync, which copies files. Install rsync there."
+    assert problem == f"Cannot start {tools}/rsync on alpha to copy files. Install rsync there."

@@ -32,7 +32,7 @@ def test_wrong_password_is_one_sentence(laptop: Laptop):
         assert code == 3
         assert shown.splitlines()[-1] == (
             "Error: Cannot log in to alpha: root@127.0.0.1: Permission denied (publickey,password). "
-            "Try `ssh alpha`."
+            "Check the login with `ssh alpha`."
         )
         shown, code = laptop.on_terminal("--on", "alpha", "setup", answers=[("password:", "right")])
         assert code == 0, shown

@@ -30,14 +30,14 @@ def test_logs_of_two_ranks_continue_after_each_cut(laptop: Laptop, proxy: Cuttin
     options = ("--ntasks-per-node", "2", "--independent-ranks")
     laptop.hpctrain(*SUBMIT, *options, "train.py", "500")
     result = laptop.hpctrain("--on", "alpha", "logs", "-f", "a", timeout=100)
-    assert result.stderr.count("was lost; reconnecting") >= 3
+    assert result.stderr.count("was lost. Reconnecting") >= 3
     for rank in range(2):
         assert numbers(result.stdout, f"[{rank}] ") == list(range(500))
 
 
 def test_followed_submission_continues_after_each_cut(laptop: Laptop, proxy: CuttingProxy):
     result = laptop.hpctrain(*SUBMIT, "--ntasks-per-node", "1", "--follow", "train.py", "500", timeout=100)
-    assert "was lost; reconnecting" in result.stderr
+    assert "was lost. Reconnecting" in result.stderr
     assert numbers(result.stdout) == list(range(500))
     assert result.stderr.count("run          a: COMPLETED") == 1
 
@@ -47,7 +47,7 @@ def test_wait_continues_after_a_cut(laptop: Laptop, proxy: CuttingProxy):
     laptop.hpctrain(*SUBMIT, "--ntasks-per-node", "1", "train.py", "3000")
     threading.Timer(3, proxy.cut).start()
     result = laptop.hpctrain("--on", "alpha", "wait", "a")
-    assert "was lost; reconnecting" in result.stderr
+    assert "was lost. Reconnecting" in result.stderr
     assert "run          a: COMPLETED" in result.stdout
 
 
@@ -61,5 +61,5 @@ def test_logs_continue_when_the_line_is_silent(laptop: Laptop, cluster: SshClust
         result = laptop.hpctrain("--on", "alpha", "logs", "-f", "a", timeout=100)
     finally:
         proxy.close()
-    assert result.stderr.count("was lost; reconnecting") == 1
+    assert result.stderr.count("was lost. Reconnecting") == 1
     assert numbers(result.stdout) == list(range(5000))

@@ -42,7 +42,7 @@ class _Size(TypedDict, total=False):
             metavar="N|MIN:MAX",
             default=JobSpec.nodes,
             help="Number of nodes. With MIN:MAX, the run uses as many nodes in this range as are "
-            "available, and continues if some fail.",
+            "available, and continues if some of them fail.",
         ),
     ]
     spare_nodes: Annotated[
@@ -123,7 +123,7 @@ class _Size(TypedDict, total=False):
             metavar="TASKS[%LIMIT]",
             example="0-19%4",
             help="Submit a job array: one run per task number, each in a separate folder, with at most "
-            "LIMIT concurrent tasks. The script can read its number from HPCTRAIN_ARRAY_TASK_ID.",
+            "LIMIT concurrent tasks. The script can read its task number from HPCTRAIN_ARRAY_TASK_ID.",
         ),
     ]
 
@@ -194,7 +194,7 @@ class _Run(TypedDict, total=False):
             aliases=("--restart",),
             metavar="KIND.FIELD=N",
             example="oom: {retries: 0}",
-            help="Override a limit of the restart policy, as in oom.retries=3.",
+            help="Override a limit of the restart policy, such as oom.retries=3.",
         ),
     ]
     standby_workers: Annotated[
@@ -203,8 +203,8 @@ class _Run(TypedDict, total=False):
             aliases=("--warm-workers",),
             metavar="SECONDS|never",
             default=JobSpec.standby_workers_s,
-            help="After SECONDS of training, keep standby workers with heavy imports preloaded on each node, "
-            "for fast restarts. Each worker uses about 250 MB of memory.",
+            help="After SECONDS of training, start standby workers on each node. They import heavy "
+            "packages in advance, so restarts are fast. Each worker uses about 250 MB of memory.",
         ),
     ]
     hang_timeout: Annotated[
@@ -342,7 +342,7 @@ class _Container(TypedDict, total=False):
             metavar="NAME,…",
             example="[HF_HOME]",
             help="Environment variables of the job that override those of the image. Variables set with "
-            "--env do so even if not listed here.",
+            "--env always override the image and need not be listed.",
         ),
     ]
     container_python: Annotated[
@@ -401,7 +401,7 @@ class _Time(TypedDict, total=False):
             metavar="SECONDS",
             default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the time limit if shorter",
             help="Seconds before the time limit at which the ranks receive the stop signal, so that they can "
-            "save.",
+            "save a checkpoint.",
         ),
     ]
     begin: Annotated[
@@ -573,7 +573,7 @@ class _Sources(TypedDict, total=False):
     config: Annotated[
         str | os.PathLike[str],
         OptionInfo(
-            metavar="FILE", in_files=False, help="Additional configuration file. It overrides all others."
+            metavar="FILE", in_files=False, help="Additional configuration file, which overrides all others."
         ),
     ]
     profile: Annotated[
