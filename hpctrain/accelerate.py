@@ -23,7 +23,7 @@ try:
     from accelerate.data_loader import SeedableRandomSampler, get_sampler
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.accelerate requires Accelerate: {error}. Run pip install 'hpctrain[accelerate]'."
+        f"hpctrain.accelerate requires Accelerate: {error}. Run `pip install 'hpctrain[accelerate]'`."
     ) from error
 
 __all__ = ["AcceleratorCheckpointer"]
@@ -92,8 +92,9 @@ class AcceleratorCheckpointer:
         sampler = get_sampler(loader)
         if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
             raise UserError(
-                "The sample order of the data loader cannot be restored. Pass "
-                "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator."
+                "The sample order of the data loader cannot be restored, because its sampler is not "
+                "seedable. Pass dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True) to "
+                "Accelerator."
             )
         epoch, position = divmod(step, len(loader))
         loader.set_epoch(epoch)

@@ -60,9 +60,7 @@ class Registry(Generic[T]):
         """
         origin = origin or self.setting
         if not isinstance(name, str):
-            raise UserError(
-                f"{origin} is {name!r}, but must be a name, for example {next(iter(self.ours))!r}."
-            )
+            raise UserError(f"{origin} is {name!r}, but must be a name, such as {next(iter(self.ours))!r}.")
         if name in self.registered:
             return self.registered[name]
         others = _entry_points(self.group, tuple(sys.path)) if self.group else {}
@@ -70,8 +68,9 @@ class Registry(Generic[T]):
             kind = others[name].load()
             if not (isinstance(kind, type) and issubclass(kind, self.kind)):
                 raise UserError(
-                    f"{origin} is {name!r}, which an installed package defines as {others[name].value}, but "
-                    f"this object is not a subclass of {self.kind.__module__}.{self.kind.__name__}."
+                    f"{origin} is {name!r}. An installed package registers this name for "
+                    f"{others[name].value}, which is not a subclass of "
+                    f"{self.kind.__module__}.{self.kind.__name__}."
                 )
             return kind
         if name in self.ours:

@@ -198,7 +198,7 @@ def parse_yaml(text: str) -> Any:
         # The library passes on errors of invalid dates, numbers and tagged values.
         raise ValueError(str(error)) from error
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the content is nested too deeply") from None
 
 
 def _check_regular(fd: int, path: Path) -> None:

@@ -33,7 +33,7 @@ try:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.lightning requires Lightning: {error}. Run pip install 'hpctrain[lightning]'."
+        f"hpctrain.lightning requires Lightning: {error}. Run `pip install 'hpctrain[lightning]'`."
     ) from error
 
 __all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]
@@ -117,7 +117,7 @@ class RunCheckpoint(lightning.Callback):
                     f"hpctrain: the training loader has the sampler {type(loader.sampler).__name__} and "
                     f"the batch sampler {type(loader.batch_sampler).__name__}, whose positions cannot be "
                     "restored. If a run is interrupted during an epoch, its samples differ from those of "
-                    "an undisturbed run. Use hpctrain.StatefulBatchSampler.",
+                    "an uninterrupted run. Use hpctrain.StatefulBatchSampler.",
                     flush=True,
                 )
             return loader

@@ -72,7 +72,7 @@ def check_amd_variables(environ: Mapping[str, str]) -> None:
     if any(is_count(entry.strip()) and int(entry) >= count for entry in text.split(",")):
         raise EnvironmentMismatch(
             f"{ROCR_VARIABLE}={rocr} makes {pluralize(count, 'GPU')} visible, numbered from 0, but "
-            f"{name}={text} selects a number above {count - 1}. Possibly no GPU remains visible. Unset "
+            f"{name}={text} selects a number above {count - 1}, so the process may see no GPU. Unset "
             f"{name}. If Slurm sets both variables, ask the administrator to set AutoDetect=rsmi or "
             "Flags=amd_gpu_env in gres.conf."
         )

@@ -102,7 +102,7 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     if ranks is None:
         raise EnvironmentMismatch(
             f"{ENVIRONMENT_VARIABLE} is {name!r}, but the variables of this launcher are not set "
-            f"({_IDENTIFYING_VARIABLES[name]}). Start this process with its launcher, or unset "
+            f"({_IDENTIFYING_VARIABLES[name]}). Start this process with that launcher, or unset "
             f"{ENVIRONMENT_VARIABLE}."
         )
     _check_port(ranks)
@@ -165,9 +165,9 @@ def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) ->
         same = (outer.rank, outer.world_size) == (found.rank, found.world_size)
         if not same or environ.get(torchrun.RUN_ID_VARIABLE):
             raise EnvironmentMismatch(
-                f"{found.environment} started rank {found.rank} of {found.world_size} on this host only "
-                f"({found.sources['rank']}, {found.sources['world_size']}), inside process {outer.rank} of "
-                f"{outer.world_size} of {outer.environment} ({outer.sources['rank']}, "
-                f"{outer.sources['world_size']}). Start {found.environment} so that it includes all hosts. "
-                f"{override_hint(found.environment, outer.environment)}"
+                f"{found.environment} started rank {found.rank} of {found.world_size} "
+                f"({found.sources['rank']}, {found.sources['world_size']}), all on this host, but runs "
+                f"inside process {outer.rank} of {outer.world_size} started by {outer.environment} "
+                f"({outer.sources['rank']}, {outer.sources['world_size']}). Start {found.environment} so "
+                f"that its ranks include all hosts. {override_hint(found.environment, outer.environment)}"
             )

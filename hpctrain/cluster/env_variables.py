@@ -43,8 +43,8 @@ def read_port(environ: Mapping[str, str], name: str) -> int:
     port = read_int(environ, name)
     if not 0 <= port <= _LAST_PORT:
         raise EnvironmentMismatch(
-            f"{name} is {port}, but a port is between 1 and {_LAST_PORT}. Set another port, or unset the "
-            "variable to let the ranks agree on a port."
+            f"{name} is {port}, but a port must be between 1 and {_LAST_PORT}. Set another port, or unset "
+            "the variable to let the ranks agree on a port."
         )
     return port
 

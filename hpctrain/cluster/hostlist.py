@@ -53,8 +53,8 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """
     if not isinstance(hostlist, str):
         raise UserError(
-            f"A node list must be a string, for example 'n[01-03,7]', but this is {hostlist!r}, of type "
-            f"{type(hostlist).__name__}. If the list is from an environment variable, check that the "
+            f"A node list must be a string, such as 'n[01-03,7]', not {hostlist!r} (type "
+            f"{type(hostlist).__name__}). If the list is from an environment variable, check that the "
             "variable is set."
         )
     match = _WELL_FORMED.match(hostlist)

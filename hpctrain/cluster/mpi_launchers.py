@@ -130,7 +130,7 @@ def unknown_nodes_error(
     return EnvironmentMismatch(
         f"{launcher} started {environ[names.world_size]} ranks ({names.world_size}), "
         f"{environ[names.local_world_size]} of them on this node ({names.local_world_size}), but the "
-        f"variables that it sets do not fully determine the rank of this node and the host of rank 0. {how}"
+        f"variables that it sets do not determine the rank of this node and the host of rank 0. {how}"
     )
 
 

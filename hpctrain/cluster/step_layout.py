@@ -78,8 +78,8 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
         if not environ.get(name):
             raise EnvironmentMismatch(
                 f"{name} is not set, although SLURM_STEP_ID={environ.get('SLURM_STEP_ID')} is. A "
-                "container may have removed variables that srun sets. Pass on all SLURM_* variables, or set "
-                f"{ENVIRONMENT_VARIABLE}=local to run a single process."
+                "container may have removed variables that srun sets. Pass all SLURM_* variables to the "
+                f"container, or set {ENVIRONMENT_VARIABLE}=local to run a single process."
             )
     hosts, counts = read_hosts(environ, HOSTS), parse_tasks_per_node(environ[TASKS], TASKS)
     num_tasks, node_rank = read_int(environ, NUM_TASKS), read_int(environ, "SLURM_NODEID")
@@ -91,7 +91,7 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
     if len(hosts) != len(counts):
         raise EnvironmentMismatch(
             f"The step has {len(hosts)} nodes ({HOSTS}={environ[HOSTS]}), but there are task counts for "
-            f"{len(counts)} ({TASKS}={environ[TASKS]}). {override_hint('local')}"
+            f"{len(counts)} nodes ({TASKS}={environ[TASKS]}). {override_hint('local')}"
         )
     if not 0 <= node_rank < len(hosts):
         raise EnvironmentMismatch(
@@ -103,7 +103,7 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
     if node not in hosts:
         raise EnvironmentMismatch(
             f"SLURMD_NODENAME is {node!r}, which is not a node of the step ({HOSTS}={environ[HOSTS]}). "
-            f"Pass on all variables that srun sets, including SLURMD_NODENAME. {override_hint('local')}"
+            f"Keep all variables that srun sets, including SLURMD_NODENAME. {override_hint('local')}"
         )
     nodes, source = _in_order_of_node_ranks(environ, hosts)
     return StepLayout(dict(zip(hosts, counts, strict=True)), nodes, source, node_rank, node)

@@ -82,7 +82,7 @@ def choose_cpus(
         return None
     numa = _read_text(sysfs / "bus/pci/devices" / bus_ids[index] / "numa_node")
     place = f" (NUMA node {numa})" if numa.isdecimal() else ""
-    return CpuBinding(near, f"bound to CPUs {format_cpus(near)}, the closest CPUs to {gpu}{place}")
+    return CpuBinding(near, f"bound to CPUs {format_cpus(near)}, the CPUs closest to {gpu}{place}")
 
 
 def _divide_node(ranks: Ranks, allowed: frozenset[int], threads: int, sysfs: Path) -> CpuBinding | None:

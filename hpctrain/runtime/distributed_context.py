@@ -162,7 +162,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
         with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
         if assignment.gpus_are_shared and ranks.is_main:
             print(
-                "hpctrain: some ranks share a GPU, which NCCL does not support; using gloo instead",
+                "hpctrain: some ranks share a GPU, which NCCL does not support. Using gloo instead.",
                 flush=True,
             )
         dist.init_process_group(

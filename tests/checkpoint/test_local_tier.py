@@ -93,7 +93,7 @@ def save_without_folder_on_node_1(folder: Path) -> None:
     assert store.wait(30)
     (saved,) = store.collect_outcomes()
     assert saved.path == rank_checkpoints.shared_folder(folder) / "step-00000001"
-    assert "local tier" in saved.notes[0]
+    assert "local_checkpoints" in saved.notes[0]
     assert "cannot be used" in saved.notes[0]
 
 

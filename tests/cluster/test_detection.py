@@ -267,13 +267,13 @@ def test_local_rank_is_not_taken_for_node_rank():
 
 def test_separate_torchrun_in_each_task_is_refused():
     text = refusal(variables("torchrun-alone-in-each-task", 1))
-    assert "torchrun started rank 0 of 1 on this host only (RANK, WORLD_SIZE)" in text
-    assert "of 2 of slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)" in text
+    assert "torchrun started rank 0 of 1 (RANK, WORLD_SIZE), all on this host" in text
+    assert "of 2 started by slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)" in text
 
 
 def test_separate_torchrun_in_each_task_is_refused_with_full_host_name():
     environ = {**variables("torchrun-alone-in-each-task", 1), "MASTER_ADDR": "n2.cluster.example.org"}
-    assert "rank 0 of 1 on this host only" in refusal(environ)
+    assert "rank 0 of 1 (RANK, WORLD_SIZE), all on this host" in refusal(environ)
     assert detect({**environ, ENVIRONMENT_VARIABLE: "torchrun"}).world_size == 1
 
 
@@ -293,7 +293,7 @@ def test_rank_of_unknown_launcher_is_refused(variable):
 def test_srun_inside_a_rank_of_another_launcher_is_refused():
     for name in ("torchrun", "openmpi", "mpich", "submitit-local", "horovodrun"):
         text = refusal({**variables(name, 1), **STEP})
-        assert "inside process 5 of 7 of slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)" in text
+        assert "inside process 5 of 7 started by slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)" in text
         assert "HPCTRAIN_ENVIRONMENT=slurm" in text
 
 
@@ -369,7 +369,7 @@ def test_contradictory_slurm_variables_are_refused_with_both_values(change, part
         ("openmpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, ["OMPI_COMM_WORLD_LOCAL_SIZE is not set"]),
         ("openmpi-three-hosts", {"OMPI_MCA_orte_num_nodes": "9"}, ["num_nodes 9", "OMPI_MCA_orte_num_nodes"]),
         ("mpich", {"MPI_LOCALRANKID": "3"}, ["local_rank 3", "MPI_LOCALRANKID", "local_world_size 3"]),
-        ("mpich", {"PMI_SIZE": "2"}, ["do not fully determine the rank of this node"]),
+        ("mpich", {"PMI_SIZE": "2"}, ["do not determine the rank of this node"]),
         ("horovodrun", {"HOROVOD_LOCAL_RANK": "x"}, ["HOROVOD_LOCAL_RANK", "'x'"]),
         ("submitit-local", {"SUBMITIT_LOCAL_GLOBALID": "5"}, ["rank 5", "SUBMITIT_LOCAL_GLOBALID"]),
     ],
@@ -464,7 +464,7 @@ def test_separate_torchrun_is_refused_even_if_its_ranks_match_the_tasks():
     for rank in ("0", "1"):
         rank_variables = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "RANK": rank, "LOCAL_RANK": rank}
         environ = {**STEP, **MARKED, **tasks, **agent, **rank_variables, "MASTER_ADDR": "localhost"}
-        assert "Start torchrun so that it includes all hosts" in refusal(environ)
+        assert "Start torchrun so that its ranks include all hosts" in refusal(environ)
 
 
 def test_forced_environment_is_case_checked_and_lists_missing_variables():

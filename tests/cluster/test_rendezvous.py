@@ -263,7 +263,7 @@ def test_foreign_server_is_reported_as_not_rank_0(key):
     first, *_ = candidates(key)
     with server(first, echo):
         (text,) = failures(join_all(ranks_of(key, 1, 2), timeout_s=SHORT_S))
-    assert f"127.0.0.1:{first}: a server that is not rank 0 of this job" in text
+    assert f"127.0.0.1:{first}: found a server that is not rank 0 of this job" in text
 
 
 @pytest.mark.slow

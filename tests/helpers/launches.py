@@ -109,7 +109,7 @@ OTHERS = [
         f"unshare --uts sh -c 'hostname ha; {_OPENMPI} --mca plm_rsh_agent PRETEND_SSH -H ha:2,hb:2,hc:1 "
         f"-n 3 {_OPENMPI_PROBE}'",
         truth="mpi",
-        refused="do not fully determine the rank of this node",
+        refused="do not determine the rank of this node",
     ),
     Launch(
         "openmpi-told-the-nodes",
@@ -135,7 +135,7 @@ OTHERS = [
         "unshare --uts sh -c 'hostname node0; mpiexec.mpich -launcher ssh -launcher-exec PRETEND_SSH "
         f"-hosts node0:2,node1:1 -n 3 {_MPICH_PROBE}'",
         truth="mpi",
-        refused="do not fully determine the rank of this node",
+        refused="do not determine the rank of this node",
     ),
     Launch(
         "mpich-told-the-nodes",

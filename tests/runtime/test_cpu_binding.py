@@ -54,7 +54,7 @@ def test_ranks_share_the_cores_next_to_their_fake_gpus(sysfs):
     assert chosen(sysfs, 4, bus_ids=BUS_IDS) == ["4-5,12-13", "6-7,14-15", "0-1,8-9", "2-3,10-11"]
     assert chosen(sysfs, 2, bus_ids=BUS_IDS[1:3]) == ["4-7,12-15", "0-3,8-11"]
     binding = choose_cpus(ranks(0, 4), WHOLE_NODE, ALL, BUS_IDS, sysfs)
-    assert binding.message == "bound to CPUs 4-5,12-13, the closest CPUs to GPU 0000:3b:00.0 (NUMA node 1)"
+    assert binding.message == "bound to CPUs 4-5,12-13, the CPUs closest to GPU 0000:3b:00.0 (NUMA node 1)"
 
 
 def test_binding_leaves_each_rank_with_fake_gpu_as_many_cpus_as_threads(sysfs):

@@ -203,7 +203,7 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
         ({"max_steps": 0}, "max_steps is 0"),
         ({"max_steps": 1, "global_batch_size": -2}, "global_batch_size is -2"),
         ({"max_steps": 1, "strategy": "dpd"}, "strategy is 'dpd', but must be one of 'ddp'"),
-        ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp'], but must be a name, for example 'ddp'"),
+        ({"max_steps": 1, "strategy": ["ddp"]}, "strategy is ['ddp'], but must be a name, such as 'ddp'"),
         ({"max_steps": 1, "precision": "fp8"}, "precision is 'fp8', but must be one of '32', 'bf16-mixed'"),
         ({"max_steps": 1, "precision": "apex"}, "Use PyTorch's built-in mixed precision instead: '16-mixed'"),
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),

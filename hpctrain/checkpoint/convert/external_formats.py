@@ -66,7 +66,8 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
     """
     if not isinstance(content, Mapping):
         raise UserError(
-            f"{origin} contains an object of type {type(content).__name__}, not a dict with a state_dict."
+            f"{origin} contains an object of type {type(content).__name__}, not a state_dict or a dict that "
+            "contains one."
         )
     if _is_state_dict(content):
         weights, remarks = _unwrapped(content)
@@ -75,7 +76,7 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
     if name is None:
         raise UserError(
             f"{origin} contains no state_dict (keys: {', '.join(map(repr, content)) or 'none'}). The file "
-            f"must be a state_dict, or contain a state_dict under the key {join_or(map(repr, _WEIGHTS))}."
+            f"must contain a state_dict, at the top level or under the key {join_or(map(repr, _WEIGHTS))}."
         )
     version = content.get("pytorch-lightning_version")
     weights, remarks = _unwrapped(content[name])

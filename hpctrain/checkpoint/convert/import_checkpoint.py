@@ -82,13 +82,12 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
         except Exception as error:
             if others := _other_classes(file):
                 raise UserError(
-                    f"{file} refers to {', '.join(others)}, so loading the file could run code from it. If "
-                    "you trust the file, use "
-                    f"{' '.join(f'--allow {name}' for name in others)}. Otherwise, in the program that "
-                    "wrote the file, save only the weights: "
+                    f"{file} refers to {', '.join(others)}, so loading the file could execute code. If you "
+                    f"trust the file, add {' '.join(f'--allow {name}' for name in others)}. Otherwise, "
+                    "change the program that wrote the file to save only the weights: "
                     "torch.save({'state_dict': model.state_dict()}, FILE)."
                 ) from error
-            raise UserError(f"{file} cannot be read as a torch.save file: {_first_line(error)}.") from error
+            raise UserError(f"{file} cannot be loaded by torch.load: {_first_line(error)}.") from error
 
 
 def _other_classes(file: Path) -> list[str]:

@@ -47,11 +47,11 @@ class FileEntry:
             raise _unreadable(path, error) from error
         if found.bytes != self.bytes:
             raise CorruptCheckpoint(
-                f"{path} is {found.bytes} bytes long, but the manifest lists {self.bytes}."
+                f"{path} is {found.bytes} bytes long, but the manifest records {self.bytes}."
             )
         if found != self:
             raise CorruptCheckpoint(
-                f"{path} has checksum {found.xxh3_128}, but the manifest lists {self.xxh3_128}."
+                f"{path} has checksum {found.xxh3_128}, but the manifest records {self.xxh3_128}."
             )
 
 
@@ -99,7 +99,7 @@ class Manifest:
             record = json.loads(content)
             if record["format"] != _FORMAT:
                 raise CheckpointError(
-                    f"{path} has format {record['format']!r}, but this version of hpctrain reads format "
+                    f"{path} has format {record['format']!r}, but this version of hpctrain reads only format "
                     f"{_FORMAT}. Use the version that wrote the checkpoint."
                 )
             files = tuple(FileEntry(**entry) for entry in record["files"])

@@ -147,7 +147,7 @@ def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise CheckpointError(
             f"{key} has layout {tensor.layout} and dtype {tensor.dtype} on device {tensor.device}, which a "
-            "checkpoint cannot store. Save only dense, unquantized tensors with data."
+            "checkpoint cannot store. Save only dense, unquantized tensors that are not on the meta device."
         )
     return tensor.detach()
 

@@ -91,9 +91,9 @@ class LocalTier:
             The tier, or None and the reason.
         """
         folder = tier_folder(base, shared.directory.folder)
-        token = coordinator.broadcast(secrets.token_hex(4), f"opening the local tier {base}")
+        token = coordinator.broadcast(secrets.token_hex(4), f"opening the local_checkpoints folder {base}")
         marker = folder / f".rank-{token}-{coordinator.rank}"
-        failure = f"the local tier {base} cannot be used"
+        failure = f"the local_checkpoints folder {base} cannot be used"
 
         def mark() -> None:
             if not base.is_dir():
@@ -128,7 +128,9 @@ class LocalTier:
             CheckpointError: on all ranks: the save does not fit.
         """
         self._drop_superseded(keep_newest=True)
-        self.target.coordinator.run_on_all(lambda: self._check_room(num_bytes), "the local tier was not used")
+        self.target.coordinator.run_on_all(
+            lambda: self._check_room(num_bytes), "the local_checkpoints folder was not used"
+        )
 
     def _check_room(self, num_bytes: int) -> None:
         folder = self.target.directory.folder
@@ -217,7 +219,7 @@ class LocalTier:
         in_tier = verified is not None and verified.folder.parent == directory.folder
         step = verified.manifest.step if verified is not None else -1
         self._drop_superseded(keep_newest=in_tier)
-        self.target.coordinator.all_gather(None, "clearing the local tier")
+        self.target.coordinator.all_gather(None, "clearing the local_checkpoints folder")
         if in_tier and not self._is_in_shared(step):
             self.schedule_copy(step, may_skip=True)
 
@@ -231,7 +233,7 @@ class LocalTier:
     def _drop_superseded(self, *, keep_newest: bool) -> None:
         """Delete all steps except the newest and those not yet copied. All ranks must call this."""
         needed = self.target.coordinator.broadcast(
-            sorted(self._copier.pending_steps), "clearing the local tier"
+            sorted(self._copier.pending_steps), "clearing the local_checkpoints folder"
         )
         if not self.target.is_leader:
             return

@@ -52,7 +52,7 @@ def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]
     own = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
     told = coordinator.all_gather(
         {step: (held.manifest, sorted(held.names)) for step, held in own.items()},
-        "listing the local tier",
+        "listing the local_checkpoints folder",
     )
     everyone = [
         {step: NodeFiles(manifest, frozenset(names)) for step, (manifest, names) in held.items()}

@@ -45,8 +45,8 @@ def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
             "horovodrun",
             _NAMES,
             environ,
-            f"Use the same number of slots on each of the {num_nodes} hosts ({_NUM_NODES}), and set the host "
-            "of rank 0: MASTER_ADDR=HOST0 horovodrun -H HOST0:N,HOST1:N …",
+            f"Use the same number of slots on each of the {num_nodes} hosts ({_NUM_NODES}), and set "
+            "MASTER_ADDR to the host of rank 0: MASTER_ADDR=HOST0 horovodrun -H HOST0:N,HOST1:N …",
         )
     sources = {"node_rank": _NODE, "num_nodes": _NUM_NODES, "master_addr": address}
     return LaunchedNodes(read_int(environ, _NODE), num_nodes, environ[address], sources)

@@ -72,7 +72,7 @@ def _nodes(environ: Mapping[str, str]) -> LaunchedNodes:
             "mpirun",
             _NAMES,
             environ,
-            "Start mpirun on one of the nodes, with ranks on all nodes and rank 0 on the first. "
+            "Start mpirun on one of the nodes, with ranks on all nodes and rank 0 on the first node. "
             "Alternatively, start the script with srun, or pass the missing variables to each node: "
             "mpirun -n N -x MASTER_ADDR=HOST0 -x GROUP_WORLD_SIZE=2 -x NODE_RANK=0 PROGRAM : "
             "-n N -x … -x NODE_RANK=1 PROGRAM.",

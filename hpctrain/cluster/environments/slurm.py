@@ -40,7 +40,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
             missing = "SLURM_JOB_ID" if lost_job else "the job step (SLURM_JOB_ID, SLURM_STEP_ID)"
             raise EnvironmentMismatch(
                 f"The rank is {rank} (SLURM_PROCID), but {missing} is not set. A container may have removed "
-                "variables that srun sets. Pass on all SLURM_* variables, or set "
+                "variables that srun sets. Pass all SLURM_* variables to the container, or set "
                 f"{ENVIRONMENT_VARIABLE}=local to run a single process."
             )
         return None

@@ -164,10 +164,10 @@ class RendezvousClient:
             words = decode_message(_receive_line(connection, min(_ANSWER_LIMIT_S, left_s)) or b"")
             theirs = read_nonce(words)
             if words is None or theirs is None:
-                raise OSError("a server that is not rank 0 of this job")
+                raise OSError("found a server that is not rank 0 of this job")
             proof = str(words.get("proof")).encode(errors="replace")
             if not matches(proof, proof_of_rank_0(self._key, own, theirs).encode()):
-                raise OSError("a server that is not rank 0 of this job")
+                raise OSError("found a server that is not rank 0 of this job")
             up, down = sign_connection(self._key, theirs, own)
             left_s = max(0.1, self._deadline - time.monotonic())
             connection.sendall(

@@ -105,7 +105,7 @@ def rendezvous(
         return RendezvousInfo(address, port.number, address, port)
     except RendezvousError as error:
         raise RendezvousError(
-            f"{name} could not connect to its {pluralize(ranks.world_size - 1, 'peer')}; gave up after "
+            f"{name} could not connect to its {pluralize(ranks.world_size - 1, 'peer')} and gave up after "
             f"{time.monotonic() - begun:.0f} s: {error}"
         ) from None
 
