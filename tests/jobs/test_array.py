@@ -172,7 +172,7 @@ def test_script_of_an_array_can_be_started_manually(prepared, monkeypatch):
     ("first", "second", "message"),
     [
         ({}, {"array": "0-1"}, "is a single run and cannot continue as a job array"),
-        ({"array": "0-1"}, {}, "contains a job array. Use --array to name the tasks to resume"),
+        ({"array": "0-1"}, {}, "contains a job array. Use --array to select the tasks to resume"),
         ({"array": "0-1"}, {"run_dir": "r/task-1"}, r"a task of a job array. .* --run-dir \S+/r --array 1\."),
     ],
 )

@@ -52,7 +52,7 @@ def test_runs_of_others_and_inactive_runs_are_refused(tmp_path, monkeypatch):
     ):
         check_disturbable(run)
     (tmp_path / "task-4").mkdir()
-    with pytest.raises(SpecError, match=r"is a job array. Name a task, such as .*/task-4"):
+    with pytest.raises(SpecError, match=r"is a job array. Specify a task, such as .*/task-4"):
         check_disturbable(run)
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(SpecError, match="belongs to user"):

@@ -211,7 +211,7 @@ def test_missing_repository_is_noted(prepared, script):
     submission = prepared(script=script)
     assert submission.snapshot is None
     (note,) = [note for note in submission.notes if "not copied" in note]
-    assert "is not in a git repository" in note
+    assert "(not in a git repository)" in note
     run = submit_prepared(submission)
     run.wait(timeout=20)
     spec = load_spec(run.dir.spec)

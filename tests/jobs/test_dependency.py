@@ -77,7 +77,7 @@ def test_runs_become_jobs_and_fulfilled_conditions_are_dropped(resolve, text, re
         ("afterok:here", "uses the local backend"),
         ("aftrok:3", "Did you mean 'afterok'"),
         ("x", "unknown kind of dependency 'x'. Choose from after, "),
-        ("afterok:", "'afterok:' names neither a job nor a run"),
+        ("afterok:", "'afterok:' specifies neither a job nor a run"),
     ],
 )
 def test_impossible_dependency_is_refused(resolve, text, message):

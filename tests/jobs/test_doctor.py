@@ -211,7 +211,7 @@ def test_each_partition_has_one_finding():
         "default time 00:01:00, at most 2 nodes, for accounts physics; preemption: CANCEL, grace time 0 s"
     )
     assert first.mend.startswith(
-        "1 of 6 nodes is out of service. A preempted run saves if KillWait is long enough"
+        "1 of 6 nodes is out of service. A preempted run saves its state if KillWait is long enough"
     )
     assert (second.standing, second.value) == ("ok", "no nodes; no time limit")
     assert (
@@ -301,9 +301,9 @@ folder_probe.main()
 @pytest.mark.slow
 def test_unresponsive_program_is_killed():
     start = time.monotonic()
-    with pytest.raises(ProbeFailed, match=r"no answer within 0\.2 s"):
+    with pytest.raises(ProbeFailed, match=r"no response within 0\.2 s"):
         command_output(["sleep", "60"], environment(), 0.2)
-    with pytest.raises(ProbeFailed, match=r"no answer within 0\.2 s"):
+    with pytest.raises(ProbeFailed, match=r"no response within 0\.2 s"):
         command_output(["sh", "-c", "trap '' TERM; while true; do sleep 0.1; done"], environment(), 0.2)
     assert time.monotonic() - start < 30
     with pytest.raises(ProbeFailed, match="cannot run nowhere: No such file"):
@@ -370,7 +370,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
 @pytest.mark.parametrize(
     ("facts", "gpus_here", "gpus_of_site", "standing", "message"),
     [
-        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, can use 4 GPUs of this machine"),
+        (_TORCH, 4, 0, "ok", "built for CUDA 13.0, can use 4 GPUs on this machine"),
         (_TORCH | {"usable": False}, 0, 8, "ok", "2.13, built for CUDA 13.0"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 0, "ok", "built for CPUs"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 8, "note", "built for CPUs"),
@@ -379,7 +379,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
             1,
             0,
             "problem",
-            "GPUs of this machine: driver too old",
+            "GPUs on this machine: driver too old",
         ),
         (ProbeFailed("no module"), 0, 0, "problem", "cannot be imported: no module"),
     ],

@@ -98,7 +98,7 @@ def test_background_processes_of_the_job_script_end_with_the_run(prepared):
 def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monkeypatch):
     monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
     run = submit_prepared(prepared(setup=["sleep 60"]))
-    with pytest.raises(SchedulerError, match="being started"):
+    with pytest.raises(SchedulerError, match="have not started yet"):
         run.requeue()
     assert run.status().state is RunState.RUNNING
     run.cancel()

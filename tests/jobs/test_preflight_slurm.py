@@ -111,9 +111,9 @@ pytestmark = pytest.mark.slurm
         ),
         (
             {"partition": "physics", "account": "art"},
-            r"Account 'art' .* only allows physics \(AllowAccounts\)",
+            r"Account 'art' .* allows only physics \(AllowAccounts\)",
         ),
-        ({"partition": "physics", "qos": "slow"}, r"QOS 'slow' .* denies it \(DenyQos\)"),
+        ({"partition": "physics", "qos": "slow"}, r"QOS 'slow' .* denies this QOS \(DenyQos\)"),
         ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Use --reservation"),
         ({"partition": "drained"}, r"currently does not accept new jobs \(State=DRAIN\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
@@ -138,7 +138,7 @@ pytestmark = pytest.mark.slurm
         ({"constraint": "fast", "nodes": 2}, r"2 nodes with the features fast .* has only 1 such node"),
         (
             {"nodelist": "nowhere-1"},
-            r"Node nowhere-1 was requested \(--nodelist\), but according to sinfo, it is not in",
+            r"Node nowhere-1 was requested \(--nodelist\), but according to sinfo, this node is not in",
         ),
         (
             {"array": "0-21"},
@@ -310,7 +310,7 @@ def test_site_that_rejects_memory_and_demands_time(submission, tmp_path):
     chained, ending = (submission(env=env, resume_mode=mode).notes[0] for mode in ("auto", "requeue"))
     assert chained.startswith("This site does not requeue jobs")
     assert "continues in a successor job" in chained
-    assert "saves and exits. Submit the run again" in ending
+    assert "saves its state and exits. Submit the run again" in ending
 
 
 def test_site_that_demands_memory(submission, tmp_path):
@@ -412,7 +412,7 @@ def test_restricted_partitions_are_refused_unless_root(request_of, monkeypatch):
     (root_only,) = partition_limits.limit_problems(request, closed[0], site)
     assert "is for root only (RootOnly)" in root_only.message
     (group,) = partition_limits.limit_problems(request, closed[1], site)
-    assert "is only for the groups nobodys (AllowGroups), but you are in none of them" in group.message
+    assert "(AllowGroups), but you are not a member of any of them" in group.message
 
 
 def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):

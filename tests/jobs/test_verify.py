@@ -126,7 +126,7 @@ def test_steps_that_were_not_recorded_are_refused(run, steps):
 
 def test_run_without_metrics_or_checkpoints_is_refused(run):
     run.start(1)
-    with pytest.raises(SpecError, match="recorded no metrics"):
+    with pytest.raises(SpecError, match="recorded no step metrics"):
         run.plan()
     run.train(1, 3)
     with pytest.raises(SpecError, match="no checkpoint of hpctrain"):

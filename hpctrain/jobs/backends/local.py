@@ -49,8 +49,8 @@ class LocalBackend:
         if (asked := at_once * spec.world_size) > most:
             options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
-                f"The job requests {asked} ranks ({options}), but on this machine with {os.cpu_count()} "
-                f"CPUs, the local backend starts at most {most}. Request fewer, or submit to a cluster."
+                f"The job requests {asked} ranks ({options}), but the local backend starts at most {most} on "
+                f"this machine with {os.cpu_count()} CPUs. Request fewer ranks, or submit to a cluster."
             )
         notes = []
         if spec.array:
@@ -78,8 +78,8 @@ class LocalBackend:
             options = "--nodes, --gpus-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
                 f"The job requests {' × '.join(map(str, factors))} = {pluralize(asked, 'GPU')} ({options}), "
-                f"but this machine has {here}, which all simulated nodes share. Request fewer, or use CPU "
-                f"ranks with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
+                f"but this machine has {here}, which all simulated nodes share. Request fewer GPUs, or use "
+                f"CPU ranks with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
             )
         if spec.gpu_type is not None:
             return [
@@ -139,7 +139,7 @@ class LocalBackend:
             return JobStateView(RunState.CANCELLED if run.cancel_request.exists() else RunState.PENDING)
         return JobStateView(
             RunState.FAILED,
-            f"its supervisor exited without reporting a result; see {shlex.quote(str(run.slurm_log))}",
+            f"the supervisor exited without reporting a result (log: {shlex.quote(str(run.slurm_log))})",
         )
 
 
@@ -163,8 +163,7 @@ def _await_start(run: RunDir) -> None:
     while is_locked(run.lock) and read_run_record(run).started is None:
         if time.monotonic() > deadline:
             raise SchedulerError(
-                f"No rank of the run {run.path} is running yet: the ranks are being started. "
-                "Try again in a few seconds."
+                f"The ranks of the run {run.path} have not started yet. Try again in a few seconds."
             )
         time.sleep(0.05)
 
@@ -177,7 +176,8 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
         (os.killpg if is_script else os.kill)(pid, number)
     except ProcessLookupError:
         raise SchedulerError(
-            f"The supervisor of the run {run.path} (process {pid}) has just exited."
+            f"The supervisor of the run {run.path} (process {pid}) has just exited. Check the run with "
+            "`hpctrain status`."
         ) from None
 
 

@@ -116,9 +116,12 @@ def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             _TOPIC,
             "clock",
-            f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's clock",
+            f"file times are {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this "
+            "machine's clock",
             "note",
             "Times in the logs of different machines may not be comparable. Synchronize the clocks (NTP).",
         )
     else:
-        yield Finding(_TOPIC, "clock", f"within {_CLOCK_TOLERANCE_S:g} s of this machine's clock")
+        yield Finding(
+            _TOPIC, "clock", f"file times are within {_CLOCK_TOLERANCE_S:g} s of this machine's clock"
+        )

@@ -136,14 +136,14 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
     value = f"{facts['version']}, built for {build}"
     if facts["usable"]:
         return Finding(
-            _TOPIC, "torch", f"{value}, can use {pluralize(facts['num_gpus'], 'GPU')} of this machine"
+            _TOPIC, "torch", f"{value}, can use {pluralize(facts['num_gpus'], 'GPU')} on this machine"
         )
     if gpus_here:
         why = f": {facts['warning']}" if facts["warning"] else ""
         return Finding(
             _TOPIC,
             "torch",
-            f"{value}, cannot use the GPUs of this machine{why}",
+            f"{value}, cannot use the GPUs on this machine{why}",
             "problem",
             "Install a torch build for a CUDA version that this driver supports.",
         )
@@ -153,7 +153,7 @@ def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Findi
             "torch",
             value,
             "note",
-            "Ranks could not use the GPUs of this site. Install a torch build with GPU support.",
+            "Ranks cannot use the GPUs at this site. Install a torch build with GPU support.",
         )
     return Finding(_TOPIC, "torch", value)
 

@@ -64,4 +64,4 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(_TOPIC, "InfiniBand", ", ".join(cards))
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
         if value := environ.get(variable):
-            yield Finding(_TOPIC, variable, f"{value} (from your environment; runs also use it)")
+            yield Finding(_TOPIC, variable, f"{value} (set in your environment and also used by runs)")

@@ -43,7 +43,7 @@ def command_output(argv: Sequence[str], environ: Mapping[str, str], limit_s: flo
         _end(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise ProbeFailed(f"no answer within {limit_s:g} s") from None
+        raise ProbeFailed(f"no response within {limit_s:g} s") from None
     if process.returncode:
         last = err.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         raise ProbeFailed(last[0])

@@ -69,7 +69,7 @@ def _refuse_other_content(path: Path) -> None:
     if strangers := keys - {SITE_KEY, _GPU_DIRECTIVE}:
         raise SpecError(
             f"{str(path)!r} contains {min(map(str, strangers))!r}, which is not part of a site profile and "
-            "would be lost. Choose another file: hpctrain reads all .yaml files in the folder of the site "
+            "would be lost. Choose another file. hpctrain reads all .yaml files in the folder of the site "
             "profile."
         )
 

@@ -132,7 +132,7 @@ def _check_slurm(
 
 def _without_slurm(trouble: str) -> Finding:
     if not is_unreachable(trouble):
-        return Finding("Slurm", "none", f"{trouble}; runs will use this machine")
+        return Finding("Slurm", "none", f"{trouble}, so runs will use this machine")
     return Finding(
         "Slurm",
         "no response",

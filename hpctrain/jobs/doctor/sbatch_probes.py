@@ -123,7 +123,7 @@ def _memory(refusals: Mapping[str, str], refuses: bool, needs: bool, site: Site)
         return Finding(
             _TOPIC,
             "memory",
-            "a job without --mem requests all memory of its nodes",
+            "a job without --mem requests all memory on its nodes",
             "note",
             "If jobs share nodes, always set --mem. Otherwise, each job waits for empty nodes.",
         )

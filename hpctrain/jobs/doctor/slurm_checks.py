@@ -34,9 +34,9 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
             "requeue",
             "only jobs with --requeue are requeued (JobRequeue=0)",
             "note",
-            "By default, an interrupted run continues in a successor job. With --resume-mode requeue, it is "
-            "requeued. If a plugin prevents requeues, set `requeue: false` under `habits:` in the site "
-            "profile.",
+            "By default, an interrupted run continues in a successor job. With --resume-mode requeue, the "
+            "job is requeued instead. If a plugin prevents requeues, set `requeue: false` under `habits:` "
+            "in the site profile.",
         )
     if slurm.requeue_exit:
         yield Finding(
@@ -44,7 +44,7 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
             "RequeueExit",
             slurm.requeue_exit,
             "note",
-            "Slurm requeues jobs that end with these exit codes, so a failed run may be restarted.",
+            "Slurm requeues jobs that end with these exit codes, so Slurm may restart a failed run.",
         )
     if slurm.preempt_type == "none":
         yield Finding(_TOPIC, "preemption", "none")
@@ -59,8 +59,8 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         "KillWait",
         f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its time limit",
         "note" if little else "ok",
-        "A cancelled run may not have enough time to save. Before the time limit, --stop-before-limit "
-        "applies."
+        "A cancelled run may not have enough time to save. A run that approaches its time limit has "
+        "the time set with --stop-before-limit."
         if little
         else "",
     )
@@ -106,7 +106,8 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
             "accounting",
             "disabled, so sacct is not available",
             "note",
-            "Slurm deletes records of finished jobs after a few minutes. The run folder keeps a record.",
+            "Slurm deletes records of finished jobs after a few minutes. hpctrain keeps its own record "
+            "in the run folder.",
         )
     try:
         run_slurm(["sacct", "--allocations", "--noheader", "--starttime=now"], environ, timeout_s=_LIMIT_S)
@@ -116,7 +117,8 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
             "accounting",
             f"slurmdbd does not respond: {error}",
             "note",
-            "Until it responds, the state of finished jobs is read from the controller and the run folder.",
+            "Until slurmdbd responds, the state of finished jobs is read from the controller and the run "
+            "folder.",
         )
     return Finding(_TOPIC, "accounting", "slurmdbd responds")
 
@@ -222,7 +224,7 @@ def _trouble(partition: Partition, site: Site) -> Iterator[str]:
         return
     kill_wait_s = site.slurm.kill_wait_s if site.slurm else SlurmConfig.kill_wait_s
     if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        yield "A preempted run saves if KillWait is long enough, and continues in a successor job."
+        yield "A preempted run saves its state if KillWait is long enough, and continues in a successor job."
     elif "SUSPEND" in partition.preempt_mode:
         yield (
             "A preempted run is suspended until its nodes are free again, and continues to occupy GPU memory."

@@ -88,7 +88,8 @@ def submit_calls(
         if (spec := submission.spec).is_elastic:
             raise SpecError(
                 f"{spec.min_nodes} to {spec.nodes} nodes were requested (--nodes), but a function returns "
-                "one result per rank, so the number of nodes must be fixed. Use a single number of nodes."
+                "one result per rank, so the number of nodes must be fixed. Request a single number, "
+                "such as 4."
             )
         for note in submission.notes:
             if note not in shown_notes:
@@ -152,7 +153,7 @@ def read_result(run: RunDir, rank: int) -> Any:
     try:
         return pickle.loads(read_regular(path))
     except Exception as error:
-        error.add_note(f"while reading the result of rank {rank}, {path}")
+        error.add_note(f"while reading the result of rank {rank} from {path}")
         raise
 
 

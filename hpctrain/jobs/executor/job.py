@@ -224,7 +224,7 @@ class Job(submitit.Job[R]):
         """
         if self.num_tasks > 1:
             raise UserError(
-                f"This job has {self.num_tasks} ranks, each with a result. Use results(), or "
+                f"This job has {self.num_tasks} ranks, each with its own result. Use results(), or "
                 "task(0).result() for the result of rank 0."
             )
         return self.results()[0]

@@ -259,7 +259,7 @@ def check_disturbable(run: Run) -> RunStatus:
         )
     if tasks := run.dir.tasks():
         raise SpecError(
-            f"Run {run.run_id} is a job array. Name a task, such as {run.run_id}/task-{tasks[0]}."
+            f"Run {run.run_id} is a job array. Specify a task, such as {run.run_id}/task-{tasks[0]}."
         )
     status = run.status()
     if status.state is not RunState.RUNNING:

@@ -89,7 +89,7 @@ def _jobs_of(runs: Iterable[RunDir]) -> dict[BackendName, list[JobRecord]]:
     for run in runs:
         record = read_run_record(run)
         if record.backend is None or record.job is None:
-            raise RunNotFound(f"Run {run.path} has never been submitted: its record names no job.")
+            raise RunNotFound(f"Run {run.path} has never been submitted: its record contains no job id.")
         jobs.setdefault(record.backend, []).append(record.job)
     return jobs
 

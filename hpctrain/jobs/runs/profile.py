@@ -40,8 +40,8 @@ class ProfileRequest:
         status, _ = require_running(run, ranks, option="--ranks", done="profiled")
         if run.dir.profile_request.exists():
             raise SpecError(
-                f"Another profile of run {run.run_id} is pending: {run.dir.profile_request}. Wait until it "
-                "is complete, or remove this file."
+                f"Another profile of run {run.run_id} is pending ({run.dir.profile_request}). Wait until "
+                "that profile is complete, or delete this file."
             )
         number = run.dir.new_profile()
         request = {"number": number, "ranks": list(ranks), "steps": num_steps}
@@ -99,8 +99,8 @@ class ProfileRequest:
             if not status.state.ended:
                 end, mend = f"is now in attempt {status.attempt}", " Request another profile."
             raise RunFailed(
-                f"Run {self.run.run_id} {end}, but {format_ranks(missing)} had not completed "
-                f"{pluralize(self.num_steps, 'step')} in attempt {self.attempt}.{mend}"
+                f"Run {self.run.run_id} {end}. In attempt {self.attempt}, {format_ranks(missing)} did not "
+                f"complete the {pluralize(self.num_steps, 'step')} to profile.{mend}"
             )
 
     def _missing(self) -> list[int]:

@@ -216,9 +216,9 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
     for folder in (runs_dir / run, Path(run)):
         if (path := RunDir(folder).checkpoints).is_dir():
             raise RunNotFound(
-                f"{str(folder)!r} contains checkpoints, but no run has been submitted with this folder. Use "
-                "`hpctrain submit --run-dir` to resume from the checkpoints, or `hpctrain checkpoints` to "
-                f"list them in {str(path)!r}."
+                f"{str(path)!r} contains checkpoints, but no run has been submitted with the run folder "
+                f"{str(folder)!r}. To resume from the checkpoints, use `hpctrain submit --run-dir`. To list "
+                "them, use `hpctrain checkpoints`."
             )
     raise RunNotFound(
         f"There is no run {run!r} in {str(runs_dir)!r}, and {run!r} is not the path of a run folder. {hint}"

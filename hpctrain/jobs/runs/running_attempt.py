@@ -27,7 +27,7 @@ def require_running(
         SpecError: the run is not running, or has no such rank.
     """
     if tasks := run.tasks():
-        raise SpecError(f"Run {run.run_id} is a job array. Name a task, such as {tasks[0].run_id}.")
+        raise SpecError(f"Run {run.run_id} is a job array. Specify a task, such as {tasks[0].run_id}.")
     status = run.status()
     started = [event for event in run.dir.read_events() if event["kind"] == "started"]
     if status.state is not RunState.RUNNING or not started:

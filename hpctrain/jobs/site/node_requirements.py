@@ -71,8 +71,8 @@ def _names(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
         if name not in known:
             hint = suggest(name, known) if len(known) < _MANY else "Check its name."
             yield SiteProblem(
-                f"Node {name} was requested ({request.origin('nodelist')}), but according to sinfo, it is "
-                f"not in partition {partition.name}. {hint}"
+                f"Node {name} was requested ({request.origin('nodelist')}), but according to sinfo, this "
+                f"node is not in partition {partition.name}. {hint}"
             )
 
 
@@ -105,8 +105,8 @@ def _capacity_problems(request: JobRequest, partition: Partition) -> Iterator[Si
         such = f"only {pluralize(fitting, 'such node')}" if fitting else "no such nodes"
         yield SiteProblem(
             f"The job requests {pluralize(request.spec.least_granted, 'node')}{_describe_demands(request)} "
-            f"(--nodes), but according to sinfo, {where} has {such}{less}. Request fewer, or choose "
-            "another --partition."
+            f"(--nodes), but according to sinfo, {where} has {such}{less}. Request fewer nodes, or "
+            "choose another --partition."
         )
 
 
@@ -117,14 +117,14 @@ def _demands(request: JobRequest) -> Iterator[tuple[int, Callable[[NodeGroup], i
         spec.gpus_per_node,
         lambda group: _gpus(request, group),
         f"The job requests {_gpu_words(request)} per node (--gpus-per-node)",
-        "Request fewer, or choose another --partition.",
+        "Request fewer GPUs, or choose another --partition.",
     )
     cpus = f"{pluralize(spec.ntasks_per_node, 'rank')} × --cpus-per-task {spec.cpus_per_task or 1}"
     yield (
         request.cpus_per_node,
         lambda group: group.cpus,
         f"The job requests {pluralize(request.cpus_per_node, 'CPU')} per node ({cpus})",
-        "Request fewer.",
+        "Request fewer CPUs.",
     )
     origin = request.origin(request.memory_option or "mem")
     yield (

@@ -41,8 +41,8 @@ def _time(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
             yield SiteProblem(
                 f"Partition {partition.name} ends a job without --time after {format_time_limit(given)} "
                 f"({option}), but the ranks stop and save {lead_s} s before the limit "
-                "(--stop-before-limit), so there is no time to train. Set a longer --time, or a shorter "
-                "--stop-before-limit."
+                "(--stop-before-limit), so there is no time to train. Set --time to a longer limit, or "
+                "reduce --stop-before-limit."
             )
     elif limit is not None and (asked is None or asked > limit):
         what = "An unlimited time" if asked is None else f"A time limit of {format_time_limit(asked)}"
@@ -62,20 +62,20 @@ def _size(request: JobRequest, partition: Partition) -> Iterator[SiteProblem]:
     if partition.max_nodes is not None and least > partition.max_nodes:
         yield SiteProblem(
             f"{asked}, but partition {partition.name} allows at most {partition.max_nodes} per job "
-            "(MaxNodes). Request fewer.",
+            "(MaxNodes). Request fewer nodes.",
             lifted_by="PartitionMaxNodes",
         )
     if nodes < partition.min_nodes:
         yield SiteProblem(
             f"{asked}, but partition {partition.name} requires at least {partition.min_nodes} per job "
-            "(MinNodes). Request more.",
+            "(MinNodes). Request more nodes.",
             lifted_by="PartitionMinNodes",
         )
     if partition.max_cpus_per_node is not None and cpus > partition.max_cpus_per_node:
         yield SiteProblem(
             f"The job requests {pluralize(cpus, 'CPU')} per node (ranks per node × --cpus-per-task), but "
             f"partition {partition.name} allows at most {partition.max_cpus_per_node} (MaxCPUsPerNode). "
-            "Request fewer."
+            "Request fewer CPUs."
         )
 
 
@@ -87,7 +87,8 @@ def _memory(request: JobRequest, partition: Partition, site: Site) -> Iterator[S
     if limit is not None and asked > limit and (option := request.memory_option):
         yield SiteProblem(
             f"The job requests {format_memory(asked)} of memory per node ({request.origin(option)}), but "
-            f"partition {partition.name} allows at most {format_memory(limit)} (MaxMemPerNode). Request less."
+            f"partition {partition.name} allows at most {format_memory(limit)} (MaxMemPerNode). Request "
+            "less memory."
         )
 
 
@@ -102,11 +103,14 @@ def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProbl
         said = f"{name} {asked!r} was requested ({request.origin(key)}), but partition {partition.name}"
         if allowed is not None and asked not in allowed:
             yield SiteProblem(
-                f"{said} only allows {', '.join(allowed)} (Allow{setting}). Choose one of these."
+                f"{said} allows only {', '.join(allowed)} (Allow{setting}). Choose one of these."
             )
         # If there is an allow list, Slurm ignores the deny list.
         elif allowed is None and asked in denied:
-            yield SiteProblem(f"{said} denies it (Deny{setting}). Choose another.")
+            yield SiteProblem(
+                f"{said} denies this {name.lower() if key == 'account' else name} "
+                f"(Deny{setting}). Choose another."
+            )
     # Root is exempt.
     if os.geteuid() != 0:
         yield from _personal(partition)
@@ -125,7 +129,8 @@ def _personal(partition: Partition) -> Iterator[SiteProblem]:
     if groups is not None and not _own_groups().intersection(groups):
         yield SiteProblem(
             f"Partition {partition.name} is only for the groups {', '.join(groups)} (AllowGroups), but you "
-            "are in none of them. Choose another --partition, or ask for membership."
+            "are not a member of any of them. Choose another --partition, or ask the administrator to add "
+            "you to a group."
         )
 
 

@@ -36,17 +36,18 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
         says = "This site does not requeue jobs (requeue: false in the site profile)"
         if chained:
             notes.append(
-                f"{says}. A run that is preempted or approaches its time limit saves and {_SUCCESSOR_NOTE}."
+                f"{says}. A run that is preempted or approaches its time limit saves its state and "
+                f"{_SUCCESSOR_NOTE}."
             )
         else:
             notes.append(
-                f"{says}. A run that is preempted or approaches its time limit saves and exits. "
+                f"{says}. A run that is preempted or approaches its time limit saves its state and exits. "
                 f"{_RESUBMIT_HINT}"
             )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "auto":
         notes.append(
             "This site does not requeue jobs by default (JobRequeue=0). A run that is preempted or "
-            f"approaches its time limit saves and {_SUCCESSOR_NOTE} (--resume-mode)."
+            f"approaches its time limit saves its state and {_SUCCESSOR_NOTE} (--resume-mode)."
         )
     elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "requeue":
         notes.append(

@@ -59,7 +59,7 @@ def _general(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     if last is not None and size is not None and last >= size:
         yield SiteProblem(
             f"Task {last} was requested ({request.origin('array')}), but the highest task number at "
-            f"this site is {size - 1} (MaxArraySize). Use smaller task numbers, for example in "
+            f"this site is {size - 1} (MaxArraySize). Use smaller task numbers, or submit "
             "several arrays."
         )
     yield from _habits(request, site)
@@ -71,7 +71,7 @@ def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     if option is not None and habits.memory_option == "refused":
         yield SiteProblem(
             f"Memory was requested ({request.origin(option)}), but this site rejects jobs with a memory "
-            "request (memory_option: refused in its profile). Remove the option. The site chooses the "
+            "request (memory_option: refused in the site profile). Remove the option. The site chooses the "
             "memory of a job."
         )
     refusals = {
@@ -81,7 +81,7 @@ def _habits(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
     for what, (lacks, key, flag) in refusals.items():
         if lacks:
             yield SiteProblem(
-                f"This site rejects jobs without a {what} ({key}: true in its profile). Use {flag}."
+                f"This site rejects jobs without a {what} ({key}: true in the site profile). Use {flag}."
             )
 
 
@@ -157,6 +157,6 @@ def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
         number = f"only {pluralize(there, 'suitable node')}" if there else "no suitable nodes"
         notes.append(
             f"The job requests {pluralize(request.spec.least_granted, 'node')}, but according to sinfo, "
-            f"partition {partition.name} has {number} in service now. The job will wait for more."
+            f"partition {partition.name} has {number} in service now. The job will wait for more nodes."
         )
     return [*notes, *requeue_notes(partition, site, request.spec.resume_mode)]

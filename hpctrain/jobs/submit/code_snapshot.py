@@ -72,11 +72,10 @@ class CodeSnapshot:
         if (total := sum(max(size, _LEAST) for size in sizes.values())) > limit_mb * 1e6:
             largest = max(sizes, key=lambda name: sizes[name])
             raise SpecError(
-                f"The code in the git repository {str(repository.root)!r} has {format_size(total)} in "
-                f"{len(files)} files, but the maximum is {limit_mb} MB (--code-snapshot-limit). "
-                f"The largest file is {largest!r} ({format_size(sizes[largest])}). Make git ignore files "
-                "that are not code, raise --code-snapshot-limit, or submit without a copy of the code "
-                "(--no-code-snapshot)."
+                f"The git repository {str(repository.root)!r} contains {format_size(total)} in {len(files)} "
+                f"files, but at most {limit_mb} MB are copied (--code-snapshot-limit). The largest file is "
+                f"{largest!r} ({format_size(sizes[largest])}). Add files that are not code to .gitignore, "
+                "raise --code-snapshot-limit, or submit without a copy of the code (--no-code-snapshot)."
             )
         return snapshot
 
@@ -122,7 +121,8 @@ class CodeSnapshot:
                     raise
                 raise SpecError(
                     f"Cannot copy {source!r} into the run folder: {error.strerror}. Make the file "
-                    "readable, make git ignore it, or submit without a copy of the code (--no-code-snapshot)."
+                    "readable, add it to .gitignore, or submit without a copy of the code "
+                    "(--no-code-snapshot)."
                 ) from error
 
     def _target_of(self, link: str) -> str:

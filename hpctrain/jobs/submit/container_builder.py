@@ -87,7 +87,7 @@ def _find(
         return "apptainer"
     raise SpecError(
         "No container runtime found on this machine: srun does not support --container-image (pyxis), and "
-        "neither apptainer nor singularity is on PATH. If the nodes have a runtime, name it with "
+        "neither apptainer nor singularity is on PATH. If the nodes have a runtime, select it with "
         "--container-runtime."
     )
 

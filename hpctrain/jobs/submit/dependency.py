@@ -95,8 +95,8 @@ def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tup
     match = _RUN.fullmatch(name)
     if match is None:
         raise SpecError(
-            f"--dependency {where!r} names neither a job nor a run. After the kind, give a job id or a "
-            "run, as in afterok:123."
+            f"--dependency {where!r} specifies neither a job nor a run. Use the form KIND:JOB or "
+            "KIND:RUN, such as afterok:123."
         )
     folder = os.path.join(cwd, match[1])
     run = folder if os.path.isfile(RunDir(Path(folder)).spec) else match[1]

@@ -92,7 +92,7 @@ class GitCommand:
         if process.returncode:
             words = err.strip().splitlines()
             if words and "not a git repository" in words[0]:
-                raise NotARepository("it is not in a git repository")
+                raise NotARepository("not in a git repository")
             raise NotARepository(f"git failed: {words[0] if words else f'exit code {process.returncode}'}")
         return out
 
@@ -120,7 +120,7 @@ class GitRepository:
         real = Path(os.path.realpath(folder))
         if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
             # Git would give the same result, but starting git takes time.
-            raise NotARepository("it is not in a git repository")
+            raise NotARepository("not in a git repository")
         kept = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
         # Reading must not write anything, including a refreshed index.
         quiet = {**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -129,7 +129,7 @@ class GitRepository:
         match = _PLACE.fullmatch(place.text())
         assert match is not None
         if not real.is_relative_to(match[1]):
-            raise NotARepository(f"the working tree of its repository is elsewhere, in {match[1]!r}")
+            raise NotARepository(f"the git working tree is in another folder, {match[1]!r}")
         return cls(Path(match[1]), quiet, files, match[2])
 
     def files(self) -> dict[str, bool]:

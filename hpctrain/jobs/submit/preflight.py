@@ -141,7 +141,8 @@ def _check_module_or_command(spec: JobSpec, environ: Mapping[str, str]) -> None:
     elif spec.python == sys.executable and not _has_module(spec.script, [spec.workdir, *sys.path]):
         raise SpecError(
             f"Module {spec.script!r} (-m) not found: it is neither in {spec.workdir!r} nor in the "
-            f"environment of {spec.python!r}. Submit from the parent folder of the package, or install it."
+            f"environment of {spec.python!r}. Submit from the package's parent folder, or install the "
+            "package."
         )
 
 
@@ -188,7 +189,7 @@ def _check_shebang(script: Path) -> None:
         why = f"begins with #!{words}" if words else f"ends in {script.suffix}"
         raise SpecError(
             f"The script {str(script)!r} {why}, but every rank runs it with Python. Pass the Python script, "
-            "and put shell lines into --setup."
+            "and add shell lines with --setup."
         )
 
 
@@ -270,7 +271,7 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
         )
     if not is_array and run.tasks():
         raise SpecError(
-            f"{str(run.path)!r} (--run-dir) contains a job array. Use --array to name the tasks to resume, "
+            f"{str(run.path)!r} (--run-dir) contains a job array. Use --array to select the tasks to resume, "
             "or choose another folder."
         )
 

@@ -58,7 +58,7 @@ def render_setup(spec: JobSpec) -> str:
     text = _render_template(spec, asked, launch='exec "$@"')
     if "hpctrain.supervisor" in text:
         raise SpecError(
-            f"The template {asked!r} (--template) starts the supervisor outside of the block 'launch', so it "
+            f"The template {asked!r} (--template) starts the supervisor outside its block 'launch', so it "
             "cannot start a shell instead. Extend a built-in template."
         )
     return text
@@ -95,7 +95,7 @@ def _render_template(spec: JobSpec, asked: str, launch: str | None = None) -> st
         words = str(error).rstrip(".")
         raise SpecError(
             f"The template {asked!r} (--template) uses a blocked expression: {words}. Templates are rendered "
-            "in a sandbox. Put Python code into the script, and shell lines into --setup."
+            "in a sandbox. Put Python code into the script, and add shell lines with --setup."
         ) from error
     except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
         words = str(error).rstrip(".")

@@ -43,7 +43,8 @@ class SentCode:
             raise SpecError(f"{str(root / SENT_CODE_FILE)!r} is damaged: {error}. Submit again.") from error
         if outside := [name for name in files if name.startswith("/") or ".." in name.split("/")]:
             raise SpecError(
-                f"{str(root / SENT_CODE_FILE)!r} contains {outside[0]!r}, which is outside the project."
+                f"{str(root / SENT_CODE_FILE)!r} contains {outside[0]!r}, which is outside the project. "
+                "Submit again."
             )
         return cls(root, None if commit is None else str(commit), files, diff)
 

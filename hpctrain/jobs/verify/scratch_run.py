@@ -186,13 +186,13 @@ class ScratchRun:
         if spec.array is not None:
             task = next(iter(verified.tasks()), 0)
             raise SpecError(
-                f"Run {verified.run_id} is a job array. Name a task, such as {verified.task(task).path}."
+                f"Run {verified.run_id} is a job array. Specify a task, such as {verified.task(task).path}."
             )
         code = self._find_code(spec)
         if code is None and not verified.function.exists():
             self.notes.append(
                 f"The run has no code snapshot, so the current versions of {spec.script} and its imports "
-                "are used."
+                "are used instead."
             )
             if spec.program == "script" and not Path(spec.script).is_file():
                 raise SpecError(
@@ -223,14 +223,16 @@ class ScratchRun:
             return None
         folder = (self._verified.array or self._verified).code / Path(spec.code.copy).name
         if not folder.is_dir():
-            raise SpecError(f"The code snapshot {folder} of run {self._verified.run_id} is missing.")
+            raise SpecError(
+                f"The code snapshot {folder} of run {self._verified.run_id} is missing. Restore it."
+            )
         script = spec.code.script and str(folder / os.path.relpath(spec.code.script, spec.code.copy))
         return CodeRef(source=spec.code.source, copy=str(folder), script=script)
 
     def _find_python(self, spec: JobSpec) -> str:
         if spec.shell.python is not None or os.access(spec.python, os.X_OK):
             return spec.python
-        self.notes.append(f"{spec.python} is not on this machine, so {sys.executable} is used.")
+        self.notes.append(f"{spec.python} is not on this machine, so {sys.executable} is used instead.")
         return sys.executable
 
     def _find_workdir(self, spec: JobSpec, code: CodeRef | None) -> str:

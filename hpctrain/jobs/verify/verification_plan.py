@@ -75,7 +75,7 @@ def plan_verification(
     start = max((step for step in kept if step < first), default=None)
     if start is None and origin > 0:
         raise SpecError(
-            f"Run {name} began with an imported checkpoint of step {origin}, which is no longer there, so "
+            f"Run {name} began with an imported checkpoint of step {origin}, which no longer exists, so "
             f"these steps cannot be trained again. {_describe_kept(kept, newest)}"
         )
     notes = []
@@ -88,7 +88,7 @@ def plan_verification(
     state = max((step for step in kept if begin < step <= last), default=None)
     if state is None:
         notes.append(
-            f"No checkpoint of the steps {begin + 1}:{last} is left, so the state is not compared. "
+            f"No checkpoint of steps {begin + 1}:{last} is left, so the state is not compared. "
             f"{_describe_kept(kept, newest)}"
         )
     ends = [part.start for part in record.parts[1:]] + [last]
@@ -113,13 +113,13 @@ def _check_record(record: TrainingRecord) -> None:
     name = record.run.run_id
     if not record.steps or not record.parts:
         raise SpecError(
-            f"Run {name} recorded no metrics of its steps, so there is nothing to compare. Verification "
+            f"Run {name} recorded no step metrics, so there is nothing to compare. Verification "
             "requires a script with the Trainer or session(), or one that calls log_metrics() and uses the "
             "Checkpointer."
         )
     if not any(event["kind"] == "checkpoint" and event.get("step") is not None for event in record.events):
         raise SpecError(
-            f"Run {name} recorded metrics, but no checkpoint of hpctrain, so its state cannot be compared. "
+            f"Run {name} recorded metrics, but no hpctrain checkpoint, so its state cannot be compared. "
             "Use the Trainer, session() or the Checkpointer in the script."
         )
 

@@ -219,12 +219,13 @@ def _compare(
                 result.notes += _set_aside_unseeded(result.state)
         else:
             result.notes.append(
-                f"The script did not save the state after step {step} this time, so it is not compared."
+                f"The script did not save the state after step {step} this time, so that state is not "
+                "compared."
             )
     environments = [record.environments[one] for one in plan.attempts if one in record.environments]
     facts = compare_environments(environments, next(reversed(here.environments.values()), {}))
     if result.identical:
-        result.notes += [f"Without an effect on the result: {fact}" for fact in facts]
+        result.notes += [f"No effect on the result: {fact}" for fact in facts]
     else:
         result.causes = list(_find_causes(result, record, facts))
 
@@ -254,7 +255,7 @@ def _find_causes(result: VerificationResult, record: TrainingRecord, facts: list
     )
     yield from facts
     if not result.plan.same_ranks and not record.is_elastic_deterministic:
-        yield "on another number of ranks, results agree only up to rounding, without elastic_determinism"
+        yield "on a different number of ranks, results agree only up to rounding, without elastic_determinism"
     if not facts and not settings:
         yield from _guess(result, record)
 
