@@ -74,7 +74,7 @@ _random_option = click.option(
     "number",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Draw N random trials instead of a grid.",
+    help="Run N random trials instead of the complete grid.",
 )
 
 

@@ -220,7 +220,7 @@ def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) ->
                 update_job([waits], outer, Dependency=moved)
     except SchedulerError as error:
         log.warning(
-            "jobs that depend on job %s may not wait for its successor, job %s: %s",
+            "jobs that depend on job %s might not wait for its successor, job %s: %s",
             job_id,
             successor,
             error,

@@ -86,7 +86,9 @@ SLURM_STATES = {
     "COMPLETING": SlurmState(
         RunState.RUNNING, "CG", "The job is ending. Some nodes are still running its processes or the epilog."
     ),
-    "EXPEDITING": SlurmState(RunState.RUNNING, "", "Slurm is requeueing the job with the highest priority."),
+    "EXPEDITING": SlurmState(
+        RunState.RUNNING, "", "Slurm is requeueing the job, and gives it the highest priority."
+    ),
     "LAUNCH_FAILED": SlurmState(RunState.RUNNING, "", "A node failed to start the job."),
     "POWER_UP_NODE": SlurmState(RunState.RUNNING, "", "The nodes of the job are being powered up."),
     "RECONFIG_FAIL": SlurmState(RunState.RUNNING, "", "A node could not be reconfigured for the job."),

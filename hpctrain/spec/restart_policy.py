@@ -126,7 +126,7 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "`hpctrain doctor` checks the network; --env NCCL_DEBUG=INFO logs the cause",
     ),
     EndKind.UNAUTHENTICATED: EndKindInfo(
-        "a program that is not part of the run connected in place of a rank",
+        "a program from outside the run connected in place of a rank",
         "restart",
         "ask an administrator which program scans ports on the nodes",
     ),

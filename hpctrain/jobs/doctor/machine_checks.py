@@ -171,5 +171,5 @@ def _backends(facts: Mapping[str, Any]) -> Iterator[Finding]:
             "gloo",
             "not in this torch build",
             "problem",
-            "Ranks on CPUs require gloo. Install another torch build.",
+            "Ranks on CPUs require gloo. Install a torch build that includes it.",
         )

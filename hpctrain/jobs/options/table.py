@@ -59,7 +59,7 @@ class _Size(TypedDict, total=False):
         NodeCheckMode,
         OptionInfo(
             default=JobSpec.node_check,
-            help="Check the health of the nodes before the ranks start, and skip bad nodes. auto checks only "
+            help="Check the health of the nodes before the ranks start, and skip bad nodes. With auto, only "
             "after a GPU failure, a communication failure or a hang.",
         ),
     ]

@@ -147,7 +147,7 @@ class ScratchRun:
             ):
                 self._keep = True
                 raise RunFailed(
-                    f"The steps could not be trained again: {status.cause or status.state}. "
+                    f"The steps could not be repeated: {status.cause or status.state}. "
                     f"Log: {status.log or self.run.logs}"
                 )
 

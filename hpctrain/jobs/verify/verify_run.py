@@ -108,7 +108,7 @@ def verify_run(
 
     Raises:
         SpecError: the run, or these steps, cannot be verified here, or there is nothing to compare.
-        RunFailed: the steps could not be trained again.
+        RunFailed: the steps could not be repeated.
     """
     record = TrainingRecord(run)
     plan = plan_verification(record, first, last, num_ranks)

@@ -154,7 +154,9 @@ def prepare_job_end(environ: Mapping[str, str]) -> None:
         elif job.expedited and not is_requeued:
             update_job([job_id], outer, until_killed=True, Requeue="0")
     except SchedulerError as error:
-        print(f"hpctrain: cannot prepare the end of this job: {error}", file=sys.stderr, flush=True)
+        print(
+            f"hpctrain: cannot set the start time of the requeued job: {error}", file=sys.stderr, flush=True
+        )
 
 
 def _leave(claimed_by: LeaseHolder) -> None:

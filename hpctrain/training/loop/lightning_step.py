@@ -159,8 +159,9 @@ class LightningTrainStep(TrainStep):
                 raise UserError(
                     f"{self._origin} computed gradients for optimizer {number}, but did not call its step(). "
                     "Gradients cannot be kept for the next step, because checkpoints do not contain "
-                    "gradients. To accumulate gradients, increase global_batch_size. To exclude these "
-                    "parameters, detach the tensors or use toggle_optimizer()."
+                    "gradients. Instead of accumulating gradients over several steps, increase "
+                    "global_batch_size. To exclude these parameters from the backward pass, use "
+                    "toggle_optimizer()."
                 )
 
 

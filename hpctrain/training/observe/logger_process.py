@@ -80,6 +80,6 @@ class LoggerProcess:
         )
         if not self._process.stop(_LIMITS_S[ending], ending):
             self._print_message(
-                f"hpctrain: The loggers did not finish within {_LIMITS_S[ending]:g} s, so they may lack "
-                "the last steps. metrics.jsonl contains all steps."
+                f"hpctrain: The loggers did not finish within {_LIMITS_S[ending]:g} s, so the last "
+                "steps may be missing there. metrics.jsonl contains all steps."
             )
