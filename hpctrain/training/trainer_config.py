@@ -309,6 +309,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
                 )
         if not self.elastic_determinism:
             return
+        if not self.seed_samples:
+            raise UserError(
+                "elastic_determinism is True, but seed_samples is False, so random numbers in the data set "
+                "would depend on the number of ranks. Remove seed_samples=False."
+            )
         size = self.micro_batch_size
         if size == "auto":
             raise UserError(

@@ -240,6 +240,22 @@ class Shared(Net):
         self.embedding.requires_grad_(False)
 
 
+class Double(WithoutNorm):
+    """Gradients that are no float32 numbers, and a metric of -0.0."""
+
+    def __init__(self):
+        super().__init__()
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        x, kind, y = batch
+        loss = nn.functional.mse_loss(self(x.double(), kind), y.double())
+        return {"loss": loss * 10.0 ** (60 * (-1) ** batch_idx), "largest": -torch.zeros(())}
+
+    def validation_step(self, batch, batch_idx):
+        return {"val_loss": self(batch[0].double(), batch[1]).mean()}
+
+
 class Fractions(Tokens):
     def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)
@@ -258,6 +274,7 @@ FEATURES = {
     "tokens": {"net": Tokens},
     "two optimizers": {"net": TwoOptimizers, "gradient_clip_value": 0.05},
     "recompute": {"recompute": ["blocks.*"]},
+    "float64": {"net": Double, "grain_size": 100, "gradient_clip_norm": 1e60},
     "one grain": {"grain_size": 100},
     "one grain per rank": {"grain_size": 34, "bucket_cap_mb": 1e-4},
     "single samples": {"grain_size": 1, "global_batch_size": 4, "net": WithoutNorm},
@@ -366,6 +383,22 @@ def test_own_loop_equals_the_trainer(tmp_path, world_size):
         assert all(torch.equal(state[name], value) for name, value in theirs[0].items())
 
 
+def train_with_own_schedule(run_dir: str) -> None:
+    with hpctrain.session(elastic_determinism=True, run_dir=run_dir) as session:
+        net = WithoutRare()
+        module, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for x, kind, y in session.batches(Noisy(), global_batch_size=16, max_steps=1):
+            session.backward(nn.functional.mse_loss(module(x, kind), y))
+            optimizer.step()
+            schedule.step()
+
+
+def test_own_loop_with_a_schedule_that_counts_grains_is_refused(tmp_path):
+    with pytest.raises(hpctrain.UserError, match="Pass the scheduler to prepare"):
+        train_with_own_schedule(str(tmp_path / "run"))
+
+
 def train_with_plain_backward(run_dir: str) -> None:
     with hpctrain.session(elastic_determinism=True, run_dir=run_dir) as session:
         module, optimizer = session.prepare(net := WithoutRare(), torch.optim.SGD(net.parameters(), lr=0.1))
@@ -435,6 +468,29 @@ class Sparse(Net):
         self.embedding = nn.Embedding(7, 6, sparse=True)
 
 
+class Thawing(Net):
+    def __init__(self):
+        super().__init__()
+        self.embedding.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.embedding.requires_grad_(batch_idx > 0)
+        return super().training_step(batch, batch_idx)
+
+
+class Renormalized(Net):
+    """An embedding whose forward pass changes its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6, max_norm=0.5)
+
+
+class Foreign(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(1))], lr=0.01)
+
+
 class Overflowing(WithoutNorm):
     """Gradients that are infinite with the first scales of float16."""
 
@@ -471,6 +527,10 @@ REFUSALS = [
     ({"net": Changing}, "Return the same metrics for every grain"),
     ({"net": Fused, "strategy": "zero1"}, "has fused=True"),
     ({"net": Sparse}, "gradient of embedding.weight is sparse"),
+    ({"net": Thawing}, "embedding.weight was frozen when the training began"),
+    ({"net": Renormalized}, "changed the parameter embedding.weight"),
+    ({"net": Foreign}, "updates a parameter that no module contains"),
+    ({"seed_samples": False}, "seed_samples is False"),
     ({"net": Synchronized}, "contains a SyncBatchNorm"),
 ]
 
@@ -565,6 +625,46 @@ def test_bad_gradient_reaches_the_loss_guard(tmp_path, value):
         train(str(tmp_path / "run"), 5, {"net": Bad})
     steps = [record["step"] for record in read_json_lines(RunDir(tmp_path / "run").metrics)]
     assert steps == [1, 2]
+
+
+class Measured(hpctrain.Module):
+    """Keeps its gradients. The first step has none for `unused`, and zeros for `outer`."""
+
+    def __init__(self, kind=torch.float32, scale=1.0):
+        super().__init__()
+        self.inner, self.outer = (nn.Parameter(torch.full((3,), x, dtype=kind)) for x in (0.0, 1.0))
+        self.unused = nn.Parameter(torch.ones(1, dtype=kind))
+        self.scale, self.seen = scale, []
+
+    def training_step(self, batch, batch_idx):
+        factors = torch.tensor([1.0, self.scale, 1.0], dtype=self.inner.dtype)
+        return (self.inner * self.outer * factors).sum()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        optimizer.register_step_pre_hook(lambda *_: self.seen.append([p.grad for p in self.parameters()]))
+        return optimizer
+
+
+@pytest.mark.parametrize("grain_size", [4, 8])
+@pytest.mark.parametrize(
+    ("kind", "scale"), [(torch.float32, math.inf), (torch.float64, 1e-60), (torch.float64, 1e60)]
+)
+def test_gradients_equal_those_without_elastic_determinism(kind, scale, grain_size):
+    seen = []
+    for settings in ({"elastic_determinism": True, "grain_size": grain_size}, {}):
+        module = Measured(kind, scale)
+        settings |= {"max_steps": 1, "global_batch_size": 8, "on_bad_loss": None, "checkpoint_every": None}
+        hpctrain.Trainer(**settings).fit(module, list(torch.zeros(8)))
+        seen.append(module.seen[0])
+    (inner, outer, unused), (inner_of_plain, outer_of_plain, _) = seen
+    if math.isinf(scale):
+        assert inner.isnan().all()
+    else:
+        assert torch.equal(inner, inner_of_plain)
+    assert outer is not None
+    assert unused is None
+    assert torch.equal(outer, outer_of_plain) or math.isinf(scale)
 
 
 class Reentrant(Net):

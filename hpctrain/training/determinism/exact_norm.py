@@ -19,8 +19,8 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
     """Return the Euclidean norm of all gradients together, with the same bits for any sharding.
 
     The squares of a tensor are summed as pairs of integers: multiples of a unit, and the remainders as
-    multiples of a smaller unit. For n elements, the error of the sum of squares is below n^3 · 2^-122 times
-    the largest square. All ranks must call this.
+    multiples of a smaller unit. For n float32 elements, the error of the sum of squares is below n^3 · 2^-118
+    times the largest square. All ranks must call this.
 
     Args:
         parameters: parameters of the optimizers, complete or sharded; the same order on all ranks.
@@ -31,7 +31,7 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
         return torch.zeros((), device=context.device)
     parts = [local_part(each) for each in gradients]
     sharded = torch.tensor([is_sharded(each) for each in gradients], device=context.device)
-    own_peaks = [largest_absolute(part).to(context.device, torch.float32) for part in parts]
+    own_peaks = [largest_absolute(part).to(context.device, torch.float64) for part in parts]
     largest = largest_of_ranks(torch.stack(own_peaks), context)
     if not all(map(math.isfinite, largest)):
         return torch.tensor(math.nan, device=context.device)
@@ -50,9 +50,13 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
         rows = sums * sharded[:, None]
         dist.all_reduce(rows)
         sums = torch.where(sharded[:, None], rows, sums)
+    # Squares of float64 numbers may overflow, so all are divided by that of a number of the largest size.
+    common = min((unit[0] for unit, peak in zip(units, largest, strict=True) if peak), default=0)
     terms = [
         math.ldexp(total, shift)
         for (high, low), (exponent, bits) in zip(sums.tolist(), units, strict=True)
-        for total, shift in ((high, -2 * exponent), (low, -2 * exponent - bits))
+        for total, shift in ((high, 2 * (common - exponent)), (low, 2 * (common - exponent) - bits))
     ]
-    return torch.tensor(math.sqrt(math.fsum(terms)), dtype=torch.float32, device=context.device)
+    dtype = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    norm = math.sqrt(math.fsum(terms)) * 2.0**-common
+    return torch.tensor(norm, dtype=dtype, device=context.device)

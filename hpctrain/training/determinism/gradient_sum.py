@@ -69,6 +69,10 @@ class GradientSum:
                 self._buffer_numbers[name] = len(self._tensors)
                 self._tensors.append(SummedTensor(f"buffer {name}", buffer, None))
         self.exponents = exponents
+        self._parameters = dict(module.named_parameters())
+        summed = {each.parameter for each in parameters}
+        self._frozen = {name: each for name, each in self._parameters.items() if each not in summed}
+        self._versions: list[int] = []
         self._buckets = make_buckets(self._tensors, context, bucket_cap_mb)
         #: Smallest and largest elements of the terms of this step, by the number of the tensor.
         self._extremes: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -90,6 +94,7 @@ class GradientSum:
         """
         self._num_terms, self._extremes = num_grains, []
         self._before = {name: buffer.clone() for name, buffer in self._buffers()}
+        self._versions = [each._version for each in self._parameters.values()]
         for each in self._tensors:
             if each.computed is not None:
                 each.computed.grad = None
@@ -116,13 +121,18 @@ class GradientSum:
         self._send_ready()
 
     def finish(self) -> bool:
-        """Set the gradients and buffers to the sum; return False if the step must be repeated instead."""
-        peaks = torch.tensor(self._own_peaks(), dtype=torch.float32, device=self._context.device)
+        """Set the gradients and buffers to the sum; return False if the step must be repeated instead.
+
+        Raises:
+            UserError: the passes changed a parameter, or enabled the gradient of a frozen one.
+        """
+        self._check_parameters()
+        peaks = torch.tensor(self._own_peaks(), dtype=torch.float64, device=self._context.device)
         by_tensor = dict(zip(self._tensors, largest_of_ranks(peaks, self._context), strict=True))
         too_large = {
             each: peak
             for each, peak in by_tensor.items()
-            if math.isfinite(peak) and peak >= largest_term(self._exponent(each), self._num_terms) and peak
+            if 0 < peak < math.inf and peak >= largest_term(self._exponent(each), self._num_terms)
         }
         for each, peak in too_large.items():
             if each.is_count:
@@ -141,16 +151,33 @@ class GradientSum:
             for each, total in bucket.totals():
                 self._assign(each, total, by_tensor[each])
         for each, peak in by_tensor.items():
-            if peak and math.isfinite(peak) and not each.is_count:
+            if 0 < peak < math.inf and not each.is_count:
                 self.exponents[each.name] = shared_exponent(peak, self._num_terms)
         return True
 
+    def _check_parameters(self) -> None:
+        for (name, parameter), version in zip(self._parameters.items(), self._versions, strict=True):
+            if parameter._version != version:
+                raise UserError(
+                    f"The training step changed the parameter {name}. With elastic_determinism, each rank "
+                    "calls it for its own grains only, so the value would depend on the number of ranks. "
+                    "Change parameters in Optimizer.register_step_post_hook, or use a buffer."
+                )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise UserError(
+                    f"The parameter {name} was frozen when the training began, so elastic_determinism would "
+                    "not sum its gradient. Set requires_grad=True before the training begins. To train the "
+                    "parameter only later, set its learning rate to 0 until then."
+                )
+
     def _own_peaks(self) -> list[float]:
-        """Return the largest absolute values of the tensors' terms on this rank."""
-        peaks = [0.0] * len(self._tensors)
+        """Return the largest absolute values of the tensors' terms on this rank; -1 without a term."""
+        peaks = [-1.0] * len(self._tensors)
         if self._extremes:
             numbers, lows, highs = zip(*self._extremes, strict=True)
-            of_terms = torch.maximum(torch.stack(highs), -torch.stack(lows)).nan_to_num_(nan=math.inf)
+            of_terms = torch.maximum(torch.stack(highs), -torch.stack(lows))
+            of_terms.nan_to_num_(nan=math.inf, posinf=math.inf)
             for number, peak in zip(numbers, of_terms.tolist(), strict=True):
                 peaks[number] = max(peaks[number], peak)
         return peaks
@@ -239,16 +266,16 @@ class GradientSum:
                 self._assign_buffer(each, total, peak, exponent)
             elif math.isinf(peak):
                 each.set_gradient(torch.full_like(total, math.nan, dtype=each.dtype))
-            elif exponent is not None:
+            elif peak >= 0:
                 is_float = total.is_floating_point()
-                each.set_gradient(total if is_float else to_floats(total, exponent, each.dtype))
+                each.set_gradient(total if is_float else to_floats(total, exponent or 0, each.dtype))
 
     def _assign_buffer(
         self, each: SummedTensor, total: torch.Tensor, peak: float, exponent: int | None
     ) -> None:
         name = each.name.removeprefix("buffer ")
         buffer, before = self._module.get_buffer(name), self._before[name]
-        if peak == 0.0:
+        if peak <= 0:
             return
         if each.is_count:
             buffer.copy_(before + torch.div(total, self._num_terms, rounding_mode="floor").to(before.dtype))

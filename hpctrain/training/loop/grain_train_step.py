@@ -20,7 +20,7 @@ from hpctrain.training.determinism.gradient_sum import GradientSum
 from hpctrain.training.determinism.witness import Witness, hash_gradients
 from hpctrain.training.loop.train_step import TokenCounter, TrainStep
 from hpctrain.training.module import Module, takes_optimizer_idx
-from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
@@ -161,8 +161,8 @@ class GrainTrainStep(TrainStep):
         """
         if sums.values and sums.values.keys() != scalars.values.keys():
             raise UserError(
-                f"{self._origin} returned the metrics {sorted(scalars.values)} for a grain, but "
-                f"{sorted(sums.values)} for the previous grain. Return the same metrics for every grain."
+                f"The metrics of a grain are {sorted(scalars.values)}, but those of the previous grain are "
+                f"{sorted(sums.values)}. Return or log the same metrics for every grain."
             )
         for name, value in scalars.values.items():
             if name not in sums.values:
@@ -199,8 +199,8 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
     Raises:
         UserError: it would depend on it, or the combination is not supported.
     """
-    module = strategy.module
-    reason = None
+    module, reason = strategy.module, None
+    own = set(module.parameters())
     if not strategy.sums_exactly:
         reason = f"strategy is {settings.strategy!r}. Use 'ddp', 'zero1', 'zero2', 'zero3' or 'fsdp'"
     elif settings.algorithm != "allreduce":
@@ -228,6 +228,13 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
         reason = (
             "training_step accepts optimizer_idx. Remove this parameter, and return one loss for all "
             "optimizers"
+        )
+    elif strategy.has_complete_state and not own.issuperset(
+        p for each in optimization.optimizers for p in parameters_of(each) if p.requires_grad
+    ):
+        reason = (
+            "an optimizer updates a parameter that no module contains, so its gradient would not be summed. "
+            "Assign the parameter to the module. In a session, pass the module to prepare()"
         )
     elif strategy.gathers_samples and type(module).training_step_end is not Module.training_step_end:
         reason = (

@@ -272,6 +272,7 @@ class Session:
 
     def _grains(self, loop: TrainingLoop, train_step: GrainTrainStep, step: StepData) -> Iterator[Any]:
         """Yield the grains of a step, and perform the deferred calls after the last."""
+        rates: list[Any] = []
         for one in train_step.passes(step.rank_batch, step.micro_batches, loop.metrics):
             self._deferred.clear()
             self._has_backward, self._scalars = False, one.scalars
@@ -285,6 +286,13 @@ class Session:
                 raise UserError(
                     "The loop body did not call session.backward(loss), which elastic_determinism requires "
                     "to weight the loss of each grain. Replace loss.backward() with session.backward(loss)."
+                )
+            groups = (group for each in self._prepared.optimizers for group in each.param_groups)
+            before, rates = rates, [group["lr"] for group in groups]
+            if before and rates != before:
+                raise UserError(
+                    "The loop body changed a learning rate between two grains of a step. Pass the scheduler "
+                    "to prepare(), and call step() of the result, which takes effect at the end of the step."
                 )
         self._scalars = None
         for call in self._deferred:

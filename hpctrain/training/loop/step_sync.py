@@ -267,7 +267,7 @@ def _send(
 def start_sum(context: DistributedContext, own: list[float]) -> Callable[[], list[float]]:
     """Start the sum of host numbers over all ranks; return a function that waits for the result."""
     if not context.is_distributed:
-        return lambda: own
+        return lambda: [each + 0.0 for each in own]  # -0.0 becomes 0.0, as in a sum over ranks
     gathered, pending = _exchange(context, torch.tensor(own, dtype=torch.float64), context.cpu_group)
 
     def read() -> list[float]:
