@@ -104,6 +104,13 @@ def test_norm_is_that_of_float64_for_any_division_into_rows(magnitude):
     assert math.isnan(exact_norm(parameters, ALONE))
 
 
+@pytest.mark.parametrize("size", [1e300, 1e-300])
+def test_norm_of_float64_numbers_does_not_overflow(size):
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    parameter.grad = torch.full_like(parameter, size)
+    assert float(exact_norm([parameter], ALONE)) == 2 * size
+
+
 def test_norm_of_nothing_is_zero():
     assert float(exact_norm([], ALONE)) == 0.0
     empty = torch.nn.Parameter(torch.zeros((0, 3)))
