@@ -39,10 +39,13 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     folder, result = Path(plan["folder"]), run.staging_result(attempt, node)
     staged, error, name = {}, None, "the Python environment"
     try:
-        lock = _lock(folder)
+        _make_folder(folder)
         if plan["packs"] is not None:
             chosen = run.staged_environment(environ["SLURM_JOB_ID"])
             pack = _choose_pack(chosen, Path(plan["packs"]), folder) if node == 0 else _wait_for_pack(chosen)
+        # Several nodes may share a disk.
+        lock = _lock(folder)
+        if plan["packs"] is not None:
             staged[name] = stage(
                 pack, folder / STAGED_ENVIRONMENT, finish=partial(relocate, folder / STAGED_ENVIRONMENT)
             )
@@ -84,11 +87,14 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     os._exit(EXIT_CONTINUE)
 
 
-def _lock(folder: Path) -> int:
-    """Create the folder, if it is not that of another user, and wait until no other process copies to it."""
+def _make_folder(folder: Path) -> None:
     make_folder(folder, private=True)
     if os.lstat(folder).st_uid != os.geteuid() or folder.is_symlink():
         raise StagingFailed(f"the folder {str(folder)!r} belongs to another user. Set TMPDIR (--setup)")
+
+
+def _lock(folder: Path) -> int:
+    """Wait until no other process copies to the folder."""
     deadline = time.monotonic() + _PEER_LIMIT_S
     while (lock := try_lock(folder / ".lock")) is None:
         if time.monotonic() > deadline:

@@ -33,7 +33,7 @@ from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, StepEven
 from hpctrain.supervisor.launch.worker_command import module_command
 from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
-from hpctrain.text import format_duration, format_size
+from hpctrain.telemetry.startup_parts import describe_staging
 
 log = logging.getLogger(__name__)
 
@@ -187,13 +187,3 @@ class Stager:
         }
         self.run.log_event("staged", attempt, **summary)
         log.info("attempt %d: %s", attempt, describe_staging(summary))
-
-
-def describe_staging(event: Mapping[str, Any]) -> str:
-    """Describe a `staged` event."""
-    size, seconds = format_size(event["bytes"]), format_duration(event["seconds"])
-    words = f"staged {size} in {seconds}"
-    if event["reused"]:
-        saved = format_duration(event["saved_s"])
-        words += f"; reused {event['reused']} copies, which saved {saved}"
-    return words
