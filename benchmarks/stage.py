@@ -129,7 +129,7 @@ def make_environment(folder: Path, packages: Iterable[str]) -> None:
 def build_delay(folder: Path) -> Path:
     """Compile the library that delays calls by 2 ms."""
     lines = ["#define _GNU_SOURCE", "#include <dlfcn.h>", "#include <stdlib.h>", "#include <string.h>"]
-    lines += ["#include <unistd.h>", "typedef long (*call)(long, long, long, long);"]
+    lines += ["int usleep(unsigned);", "typedef long (*call)(long, long, long, long);"]
     for name, position in DELAYED.items():
         lines += [
             f"long {name}(long a, long b, long c, long d) {{",
@@ -162,7 +162,7 @@ def start(
     for variable, value in (env or {}).items():
         command += ["--env", f"{variable}={value}"]
     command += ["--stage-environment"] if staged else []
-    strace = ["strace", "-f", "-qq", "-y", "-e", "trace=%file,%process,getdents64", "-o", trace]
+    strace = ["strace", "-f", "-qq", "-e", "trace=%file,%process", "-o", trace]
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     where = {"cwd": shared / "code", "env": {**kept, "TMPDIR": str(shared.parent)}}
     subprocess.run([*(strace if traced else []), *command, "train.py"], check=True, **where)
@@ -177,7 +177,7 @@ def count_operations(found: dict[str, Any], shared: Path) -> int:
     for line in lines:
         if (match := CLONE.match(line)) and match[1] in own:
             own.add(match[2])
-    path = re.compile(rf'[<"]{re.escape(str(shared))}[/">]|\((?:AT_FDCWD[^,]*, )?"(?!/)')
+    path = re.compile(rf'"{re.escape(str(shared))}[/"]|\((?:AT_FDCWD, )?"(?!/)')
     begun, count = False, 0
     for line in lines:
         pid, _, call = line.partition(" ")

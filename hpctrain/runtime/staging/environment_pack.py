@@ -33,15 +33,12 @@ def pack_environment(packs: Path, folder: Path) -> Path:
         OSError: a file cannot be read or written.
         StagingFailed: tar failed.
     """
-    environment = {"venv": Path(sys.prefix), "base": Path(sys.base_prefix)}
-    if sys.base_prefix in (sys.prefix, *_SYSTEM):
-        del environment["base"]
-    uses_base = any(
-        path.endswith("site-packages") and path.startswith(sys.base_prefix + "/") for path in sys.path
-    )
-    skipped = {"venv": frozenset[str](), "base": frozenset[str]() if uses_base else _UNUSED}
-    skipped["venv"] = frozenset()
-    contents = {name: list_contents(path, skipped[name]) for name, path in environment.items()}
+    environment = {"venv": Path(sys.prefix)}
+    contents = {"venv": list_contents(Path(sys.prefix))}
+    if sys.base_prefix not in (sys.prefix, *_SYSTEM):
+        environment["base"] = base = Path(sys.base_prefix)
+        uses_packages = any(Path(path).is_relative_to(base) and "site-packages" in path for path in sys.path)
+        contents["base"] = list_contents(base, () if uses_packages else _UNUSED)
     key = xxhash.xxh3_128()
     for name, path in environment.items():
         key.update(f"{path} {contents[name].fingerprint} ".encode())
@@ -51,8 +48,9 @@ def pack_environment(packs: Path, folder: Path) -> Path:
         os.utime(pack)
         return pack
     for old in packs.iterdir():
-        if time.time() - old.stat().st_mtime > _MAX_AGE_S:
-            old.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if time.time() - old.stat().st_mtime > _MAX_AGE_S:
+                old.unlink()
     copies, temporary = folder / ".pack.part", packs / f".{pack.name}.{os.uname().nodename}.{os.getpid()}"
     remove(copies)
     try:
@@ -95,17 +93,10 @@ def relocate(target: Path, copy: Path) -> None:
     if (copy / "base").exists():
         moved[sys.base_prefix] = target / "base"
     for path in (copy / "venv/pyvenv.cfg", *(copy / "venv/bin").iterdir()):
-        if path.is_symlink() or not path.is_file():
-            continue
-        content = path.read_bytes()
-        first, newline, rest = content.partition(b"\n")
-        if path.name == "pyvenv.cfg":
-            first, rest = content, b""
-            newline = b""
-        elif not first.startswith(b"#!"):
-            continue
-        for old, new in moved.items():
-            first = first.replace(os.fsencode(f"{old}/"), os.fsencode(f"{new}/"))
-        mode = path.stat().st_mode
-        path.write_bytes(first + newline + rest)
-        path.chmod(mode)
+        content = b"" if path.is_symlink() or not path.is_file() else path.read_bytes()
+        end = len(content) if path.name == "pyvenv.cfg" else content.find(b"\n")
+        if end > 0 and (content.startswith(b"#!") or path.name == "pyvenv.cfg"):
+            changed = content[:end]
+            for old, new in moved.items():
+                changed = changed.replace(os.fsencode(f"{old}/"), os.fsencode(f"{new}/"))
+            path.write_bytes(changed + content[end:])

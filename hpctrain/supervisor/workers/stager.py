@@ -135,7 +135,7 @@ class Stager:
             step.close()
         if monitor.hang is not None:
             raise StagingError(monitor.hang.cause)
-        staged = self._read(attempt, hosts)
+        staged = self._collect_results(attempt, hosts)
         if outcome is AttemptOutcome.DONE:
             self._record(attempt, staged, system.monotonic() - begun)
         return outcome
@@ -150,18 +150,18 @@ class Stager:
             what = f"the removal of {self.plan.folder}"
             clean_nodes(self.run, self.launcher, [*_ONCE_PER_NODE, *command], attempt, lost, limit_s, what)
 
-    def _read(self, attempt: int, hosts: list[str]) -> list[dict[str, dict[str, Any]]]:
+    def _collect_results(self, attempt: int, hosts: list[str]) -> list[dict[str, dict[str, Any]]]:
         """Return the copies of each node that has reported a result."""
         staged: list[dict[str, dict[str, Any]]] = []
         problems: dict[str, list[str]] = {}
         for node, host in enumerate(hosts):
             try:
                 record = read_json(self.run.staging_result(attempt, node))
-            except (OSError, ValueError):
+                staged.append(record["staged"])
+                if (problem := record["error"]) is not None:
+                    problems.setdefault(problem, []).append(host)
+            except (OSError, ValueError, KeyError, TypeError):
                 continue  # The node was stopped, or is lost.
-            staged.append(record["staged"])
-            if record["error"] is not None:
-                problems.setdefault(record["error"], []).append(host)
         shutil.rmtree(self.run.staging_result(attempt, 0).parent, ignore_errors=True)
         if problems:
             words = (f"{problem} (on {compress_hostlist(found)})" for problem, found in problems.items())
