@@ -78,6 +78,7 @@ def main() -> None:
         subprocess.run(["git", "init", "-q", shared / "code"], check=True)
         slow = {"LD_PRELOAD": str(build_delay(Path(folder))), "SLOW_FOLDER": f"{shared}/"}
         seconds: dict[str, list[float]] = {}
+        start(shared, "staged-first", staged=True)
         for name, staged in (("shared", False), ("staged", True)):
             count = count_operations(start(shared, f"{name}-strace", staged=staged, traced=True), shared)
             limit = 50 if staged else None
@@ -162,7 +163,7 @@ def start(
     for variable, value in (env or {}).items():
         command += ["--env", f"{variable}={value}"]
     command += ["--stage-environment"] if staged else []
-    strace = ["strace", "-f", "-qq", "-e", "trace=%file,%process", "-o", trace]
+    strace = ["strace", "-f", "--seccomp-bpf", "-qq", "-e", "trace=%file,%process", "-o", trace]
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     where = {"cwd": shared / "code", "env": {**kept, "TMPDIR": str(shared.parent)}}
     subprocess.run([*(strace if traced else []), *command, "train.py"], check=True, **where)

@@ -212,7 +212,9 @@ class Supervisor:
             if not ended.is_clean:
                 remove_emergency_files(self._run, self._launcher, folder, ended.number, lost, is_stop=is_stop)
         if decision.action not in (Action.RESTART, Action.SHRINK, Action.REPLACE):
-            self._remove_staged(ended.number, lost, is_stop=end.kind.is_stop)
+            # Only a scheduler limits the time after a stop.
+            is_short = end.kind.is_stop and self._job_control.nodes is not None
+            self._remove_staged(ended.number, lost, is_stop=is_short)
         match decision.action:
             case Action.RESTART:
                 risk = {"note": decision.reason} if decision.reason else {}

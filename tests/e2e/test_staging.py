@@ -31,7 +31,7 @@ folder = Path(os.environ["HPCTRAIN_STAGE"])
 assert sys.argv[1] == f"--data={folder}/data", sys.argv
 print("read", (folder / "data/a.txt").read_text(), (folder / "packed/source/a.txt").read_text())
 if os.environ["HPCTRAIN_ATTEMPT"] == "0" and os.environ["RANK"] == "1":
-    {fault}
+    FAULT
 """
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 
 def submit(folder: Path, shape: list[str], env=(), fault="os.kill(os.getpid(), signal.SIGKILL)") -> Run:
-    (folder / "train.py").write_text(SCRIPT.format(fault=fault))
+    (folder / "train.py").write_text(SCRIPT.replace("FAULT", fault))
     run = Run(folder / "run", dict(env))
     options = [
         "--independent-ranks",

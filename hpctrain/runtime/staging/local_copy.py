@@ -126,22 +126,30 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
     if before.size_bytes > (free := shutil.disk_usage(target.parent).free):
         sizes = f"{format_size(before.size_bytes)}, but {str(target.parent)!r} has {format_size(free)} left"
         raise StagingFailed(f"{str(source)!r} has {sizes}")
-    options = next((opts for ends, opts in _TAR_OPTIONS.items() if source.name.endswith(ends)), None)
-    if source.is_dir() or (options is None and source.suffix != ".zip"):
-        digest = copy_tree(source, temporary, before)
-    else:
-        temporary.mkdir()
-        digest = _unzip(source, temporary) if options is None else _untar(source, temporary, options)
-    if list_contents(source).fingerprint != before.fingerprint:
-        raise StagingFailed(f"{str(source)!r} changed while it was copied")
-    if finish is not None:
-        finish(temporary)
-    copy = list_contents(temporary)
+    try:
+        digest = _copy(source, temporary, before)
+        if list_contents(source).fingerprint != before.fingerprint:
+            raise StagingFailed(f"{str(source)!r} changed while it was copied")
+        if finish is not None:
+            finish(temporary)
+        copy = list_contents(temporary)
+    except BaseException:
+        remove(temporary)
+        raise
     record = {"source": before.fingerprint, "copy": copy.fingerprint, "digest": digest}
     record |= {"bytes": copy.size_bytes, "seconds": time.monotonic() - begun}
     os.rename(temporary, target)
     write_atomic(record_path, json.dumps(record), durable=False)
     return {**record, "reused": False, "saved_s": 0.0}
+
+
+def _copy(source: Path, target: Path, contents: Contents) -> str:
+    """Copy a file or folder, or unpack an archive. Returns a checksum."""
+    options = next((opts for ends, opts in _TAR_OPTIONS.items() if source.name.endswith(ends)), None)
+    if source.is_dir() or (options is None and source.suffix != ".zip"):
+        return copy_tree(source, target, contents)
+    target.mkdir()
+    return _unzip(source, target) if options is None else _untar(source, target, options)
 
 
 def copy_tree(source: Path, target: Path, contents: Contents) -> str:
@@ -205,8 +213,9 @@ def _untar(archive: Path, target: Path, options: tuple[str, ...]) -> str:
             pass  # tar reports the reason.
         if process.wait():
             said.seek(0)
-            lines = said.read().decode(errors="replace").splitlines() or [f"exit code {process.returncode}"]
-            raise StagingFailed(f"cannot unpack {str(archive)!r}: {lines[0]}")
+            lines = said.read().decode(errors="replace").splitlines()
+            words = "; ".join(lines[:3]) or f"exit code {process.returncode}"
+            raise StagingFailed(f"cannot unpack {str(archive)!r}: {words}")
     return digest.hexdigest()
 
 
