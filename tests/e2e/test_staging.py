@@ -15,6 +15,7 @@ from helpers.training_runs import Run
 from helpers.waiting import wait_for
 
 from hpctrain.files import make_folder, try_lock
+from hpctrain.jobs.runs.run_log_reader import describe_event
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.workers.stager import StagePlan
 
@@ -86,7 +87,8 @@ def check_restart(run: Run) -> None:
         assert "read content content" in run.dir.rank_log(1, rank).read_text()
     assert not staged_folder(run).exists()
     assert not run.dir.staging_result(0, 0).parent.exists()
-    assert "; 4 copies reused, " in run.hpctrain("logs", str(run.path)).stdout
+    assert "staged 0 B in " in str(describe_event(second))
+    assert "; 4 copies reused, " in run.dir.supervisor_log.read_text()
 
 
 @pytest.mark.long
