@@ -1,6 +1,6 @@
 """File operations and time of a rank's start, with and without a staged environment.
 
-    python benchmarks/stage.py [--rounds N]
+    python benchmarks/stage.py [--rounds N] [--module NAME]
 
 A folder with a virtual environment, a script and the run stands for the shared file system. strace counts the
 operations of a rank on paths in this folder until PyTorch is imported. The time is that from the start of the
@@ -52,29 +52,20 @@ DELAYED |= {
 #: Line of strace with the start of a process or thread.
 CLONE = re.compile(r"^(\d+) .*\b(?:clone3?|v?fork)(?:\(.*| resumed>.*)= (\d+)$")
 #: Packages that a run requires.
-PACKAGES = (
-    "torch",
-    "click",
-    "cloudpickle",
-    "jinja2",
-    "nvidia-ml-py",
-    "pyyaml",
-    "rich",
-    "safetensors",
-    "xxhash",
-)
+PACKAGES = ("click", "cloudpickle", "jinja2", "nvidia-ml-py", "pyyaml", "rich", "safetensors", "xxhash")
 EXTRAS = re.compile(r";.*\bextra\b")
 
 
 def main() -> None:
     results = Results(__doc__)
     results.parser.add_argument("--rounds", type=int, default=3)
+    results.parser.add_argument("--module", default="torch", help="module that the script imports")
     options = results.parse()
     with tempfile.TemporaryDirectory() as folder:
         shared = Path(folder, "shared")
-        make_environment(shared / "venv", PACKAGES)
+        make_environment(shared / "venv", [options.module, *PACKAGES])
         (shared / "code").mkdir()
-        (shared / "code/train.py").write_text(SCRIPT)
+        (shared / "code/train.py").write_text(SCRIPT.replace("torch", options.module))
         subprocess.run(["git", "init", "-q", shared / "code"], check=True)
         slow = {"LD_PRELOAD": str(build_delay(Path(folder))), "SLOW_FOLDER": f"{shared}/"}
         seconds: dict[str, list[float]] = {}

@@ -20,8 +20,8 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.workers.stager import StagePlan
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
-from stage import SCRIPT as SMALL_SCRIPT
-from stage import count_operations, make_environment, start
+from stage import PACKAGES, count_operations, make_environment, start
+from stage import SCRIPT as IMPORTING_SCRIPT
 
 #: Reads the copies; the first attempt is killed.
 SCRIPT = """
@@ -100,6 +100,7 @@ def test_files_are_staged_once_on_slurm(slurm, folder):
     check_restart(submit(folder, ["--nodes", "2", "--ntasks-per-node", "1"], slurm.env))
 
 
+@pytest.mark.long
 def test_vanished_source_fails_the_run(folder):
     fault = f"__import__('shutil').rmtree({str(folder / 'source')!r}); os.kill(os.getpid(), 9)"
     run = submit(folder, ["--backend", "local", "--nodes", "2"], fault=fault)
@@ -109,7 +110,7 @@ def test_vanished_source_fails_the_run(folder):
     assert not staged_folder(run).exists()
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_cancelled_while_staging(folder, signals):
     copies = staged_folder(Run(folder / "run", {}))
     make_folder(copies, private=True)
@@ -134,18 +135,17 @@ def shared(tmp_path_factory):
     """Return a pretended shared file system with an environment without PyTorch."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
+    if run_command(["strace", "-qq", "-e", "trace=none", "true"], check=False).returncode:
+        pytest.skip("strace may not trace processes here")
     folder = tmp_path_factory.mktemp("staging") / "shared"
-    packages = ["click", "cloudpickle", "jinja2", "nvidia-ml-py", "pyyaml", "rich", "xxhash"]
-    make_environment(folder / "venv", packages)
+    make_environment(folder / "venv", PACKAGES)
     (folder / "code").mkdir()
-    program = SMALL_SCRIPT.replace("import torch", "import jinja2").replace(
-        "torch.__file__", "jinja2.__file__"
-    )
-    (folder / "code/train.py").write_text(program)
+    (folder / "code/train.py").write_text(IMPORTING_SCRIPT.replace("torch", "jinja2"))
     run_command(["git", "init", "-q", folder / "code"])
     return folder
 
 
+@pytest.mark.long
 def test_start_without_staging_uses_the_shared_file_system(shared):
     found = start(shared, "not-staged", staged=False, traced=True)
     assert found["prefix"] == str(shared / "venv")
