@@ -47,6 +47,7 @@ SECTIONS = (
     Section("Restart", "restart", "--rounds 3"),
     Section("Emergency checkpoints", "emergency_checkpoints", "--rounds 5 --kills 5"),
     Section("Preemption", "preemption", "--rounds 1"),
+    Section("Start-up from local disks", "stage", "--rounds 2"),
     Section("Training step", "step_overhead", "--rounds 5"),
     Section("Elastic determinism", "elastic_determinism", "--rounds 3 --steps 14"),
     Section("Checkpoints", "checkpoint", "--rounds 5"),

@@ -16,6 +16,7 @@ from hpctrain.files import IsValid, append_json_line, make_folder, read_json_lin
 EventKind = Literal[
     "submitted",
     "started",
+    "staged",
     "startup",
     "resumed",
     "checkpoint",
@@ -119,6 +120,10 @@ ARRAY_TASK_VARIABLE = "HPCTRAIN_ARRAY_TASK_ID"
 #: The copy of the code that a rank runs, and the working tree that was copied.
 CODE_VARIABLE = "HPCTRAIN_CODE_DIR"
 CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
+#: Folder on the node's local disk with the staged files (`--stage`), by name.
+STAGE_VARIABLE = "HPCTRAIN_STAGE"
+#: Names of the staged Python environment and code in that folder.
+STAGED_ENVIRONMENT, STAGED_CODE = ".environment", ".code"
 #: A pipe whose other end the local supervisor holds, and which closes on any exit of the supervisor.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
 #: The address on which the supervisor listens for its ranks: ADDRESS:PORT:TOKEN.
@@ -393,6 +398,14 @@ class RunDir:
     def node_check_results(self, attempt: int) -> list[Path]:
         """Return the existing files of all ranks."""
         return sorted(self.node_check_result(attempt, 0).parent.glob("rank-*.json"))
+
+    def staging_result(self, attempt: int, node: int) -> Path:
+        """Return the file with the result of staging on a node, which the supervisor removes."""
+        return self.path / "staging" / f"attempt-{attempt:03d}" / f"node-{node:05d}.json"
+
+    def staged_environment(self, job_id: str) -> Path:
+        """Return the file with the path of the packed Python environment that all attempts of a job use."""
+        return self.path / "staging" / f"environment-{job_id}"
 
     def memory_errors(self, host: str, local_rank: int) -> Path:
         """Return the file with the GPU memory errors from before the job, recorded at its first check."""

@@ -28,6 +28,7 @@ OPTIONS = {
     "restart": "--rounds 1",
     "sampler": "--seconds 1",
     "slurm_rpcs": "--seconds 5",
+    "stage": "--rounds 1 --module jinja2",
     "status": "--rounds 1",
     "step_hook": "--rounds 2",
     "step_overhead": "--rounds 1 --steps 40",

@@ -104,6 +104,10 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
             yield f"--notify-on={occasion}"
     if notify.get("stall_s") not in (None, DEFAULT_STALL_S):
         yield f"--notify-stall-after={notify['stall_s']}"
+    for name, source in _pairs(spec.get("stage")):
+        yield f"--stage={source}:{name}"
+    if spec.get("stage_environment"):
+        yield "--stage-environment"
     if spec.get("independent_ranks"):
         yield "--independent-ranks"
     if not spec.get("code"):

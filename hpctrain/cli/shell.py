@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = frozenset(
         *("max_failures", "restart_policy", "standby_workers", "hang_timeout", "mpi", "cpu_binding"),
         *("independent_ranks", "resume_mode", "code_snapshot", "code_snapshot_limit", "stop_before_limit"),
         *("launcher", "rdzv_backend", "rdzv_endpoint", "mail_type", "mail_user"),
-        *("notify", "notify_on", "notify_stall_after"),
+        *("notify", "notify_on", "notify_stall_after", "stage", "stage_environment"),
         *("explain", "dry_run", "follow", "as_json", "as_module"),
     }
 )

@@ -117,6 +117,10 @@ class JobSpec:
     """The copy of the code that the ranks execute; None if they execute the script itself."""
     container: Container | None = None
     """Container of the ranks, if any."""
+    stage: dict[str, str] = field(default_factory=dict)
+    """Files, folders and archives to copy to the local disk of each node, by name of the copy."""
+    stage_environment: bool = False
+    """True if the ranks use copies of the Python environment and the code on the local disk."""
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     """Notifications when the run ends, fails or stalls."""
 

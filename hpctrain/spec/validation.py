@@ -33,6 +33,8 @@ _RANK_VARIABLES = frozenset(
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
+#: Names that begin with a dot are used by hpctrain.
+_STAGED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 #: Characters not allowed in a line of a batch script.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
@@ -62,6 +64,7 @@ def check_spec(spec: JobSpec) -> None:
     if spec.container is not None:
         spec.container.check(spec.folders)
     spec.notify.check()
+    _check_stage(spec)
     _check_words(spec)
     check_argument_lengths(spec)
 
@@ -148,6 +151,20 @@ def _check_time(spec: JobSpec) -> None:
         )
 
 
+def _check_stage(spec: JobSpec) -> None:
+    for name, source in spec.stage.items():
+        if not _STAGED_NAME.fullmatch(name):
+            raise SpecError(
+                f"{name!r}, the name of the copy of {source!r} (--stage), is not valid. Use letters, digits, "
+                "., _ and -, and start with a letter or digit: --stage SRC:NAME."
+            )
+    if spec.stage_environment and spec.container is not None:
+        raise SpecError(
+            "The ranks use the Python environment of the container image (--container-image), so it cannot "
+            "be staged. Remove --stage-environment."
+        )
+
+
 def _check_words(spec: JobSpec) -> None:
     for what, path in (
         *([("script", spec.script)] if spec.program == "script" else []),
@@ -217,6 +234,7 @@ def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
         *(("line of --setup", line) for line in spec.shell.setup),
         *([("image", spec.container.image)] if spec.container else []),
         *(("target of --notify", target) for target in spec.notify.targets),
+        *((f"source of {name} (--stage)", source) for name, source in spec.stage.items()),
         *(("mount", mount) for mount in (spec.container.mounts if spec.container else ())),
         *((f"value of the variable {name}", value) for name, value in spec.env.items()),
     ]

@@ -51,7 +51,8 @@ def drain_local_tier(
         return
     begun = system.monotonic()
     command = [*module_command(spec, "drain_local_tier"), str(base), f"{limit_s / 2:g}"]
-    end = _clean_nodes(run, launcher, command, attempt, lost, limit_s, f"the cleanup of {base}")
+    what = f"the cleanup of {base}"
+    end = clean_nodes(run, launcher, command, attempt, lost, limit_s, what, uses_store=True)
     if end is not None and end.returncode == 0:
         log.info("emptied the fast folder %s on the nodes in %.1f s", base, system.monotonic() - begun)
     elif end is not None:
@@ -78,10 +79,10 @@ def remove_emergency_files(
     if folder is not None:
         limit_s = _REMOVAL_LIMIT_AFTER_STOP_S if is_stop else _REMOVAL_LIMIT_S
         command = ["rm", "-rf", "--", folder]
-        _clean_nodes(run, launcher, command, attempt, lost, limit_s, f"the removal of {folder}")
+        clean_nodes(run, launcher, command, attempt, lost, limit_s, f"the removal of {folder}")
 
 
-def _clean_nodes(
+def clean_nodes(
     run: RunDir,
     launcher: Launcher,
     command: list[str],
@@ -89,13 +90,17 @@ def _clean_nodes(
     lost: Container[str],
     limit_s: float,
     what: str,
+    *,
+    uses_store: bool = False,
 ) -> StepEnded | None:
     """Run an auxiliary step on the nodes that are not lost; None if there are none, or if it fails."""
     all_hosts = launcher.hosts
     launcher.hosts = [host for host in all_hosts if host not in lost]
     try:
         if launcher.hosts:
-            return run_auxiliary_step(run, launcher, command, attempt, limit_s=limit_s, what=what)
+            return run_auxiliary_step(
+                run, launcher, command, attempt, limit_s=limit_s, what=what, uses_store=uses_store
+            )
     except OSError as error:
         log.warning("%s failed, so files remain on the nodes: %s", what, error)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_
 from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
 from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
+from hpctrain.supervisor.launch.job_step import Launcher
 from hpctrain.supervisor.launch.local import LocalLauncher
 from hpctrain.supervisor.launch.srun import SrunLauncher
 from hpctrain.supervisor.local_array import LocalArray
@@ -29,6 +30,7 @@ from hpctrain.supervisor.run_end import finish_run
 from hpctrain.supervisor.stop_grace import stop_grace_env
 from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
+from hpctrain.supervisor.workers.stager import StagePlan
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +79,19 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
             return LocalArray(run, spec, environ).run()
         raise_fd_limit(_CONNECTIONS_PER_RANK * spec.world_size)
         grace = stop_grace_env(spec, environ)
+        plan = StagePlan.create(spec, environ)
+        launch: Callable[[JobSpec, Mapping[str, str]], Launcher]
+        launch = LocalLauncher if spec.backend == "local" else SrunLauncher
+        staging = None if plan is None else (plan, launch(plan.host_spec, environ))
+        launcher = launch(plan.ranks_spec, {**environ, **plan.variables}) if plan else launch(spec, environ)
         if spec.backend == "local":
-            return Supervisor(run, spec, LocalLauncher(spec, environ), LocalJobControl(spec), grace).run()
+            return Supervisor(run, spec, launcher, LocalJobControl(spec), grace, staging=staging).run()
         job = SlurmJobControl(run, spec, environ)
         try:
             # Slurm 22.05 does not set the variable. A restarted supervisor continues the job later.
             started = environ.get("SLURM_JOB_START_TIME", "") if not deaths else ""
             job_started_at = float(started) if started.isdecimal() else None
-            supervisor = Supervisor(run, spec, SrunLauncher(spec, environ), job, grace, job_started_at)
+            supervisor = Supervisor(run, spec, launcher, job, grace, job_started_at, staging)
             system.handle_signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
             return supervisor.run(deaths)
         finally:

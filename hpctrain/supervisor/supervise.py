@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 
@@ -31,6 +31,7 @@ from hpctrain.supervisor.requeuer import Requeuer, RequeueRefused
 from hpctrain.supervisor.run_end import completion_note, finish_run
 from hpctrain.supervisor.scale_up import ScaleUpMonitor
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult, AttemptRunner
+from hpctrain.supervisor.workers.stager import StagePlan, Stager
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -74,12 +75,22 @@ class Supervisor:
         job_control: JobControl,
         grace: Mapping[str, str] | None = None,
         job_started_at: float | None = None,
+        staging: tuple[StagePlan, Launcher] | None = None,
     ) -> None:
         self._run, self._spec, self._launcher, self._job_control = run, spec, launcher, job_control
         self._events: system.SimpleQueue[StepEvent] = system.SimpleQueue()
-        self._worker_group = WorkerGroup(run, spec, launcher, job_started_at)
+        self._stager = None if staging is None else Stager(run, *staging, self._events)
+        ranks_spec = spec if staging is None else staging[0].ranks_spec
+        self._worker_group = WorkerGroup(run, ranks_spec, launcher, job_started_at)
         self._attempt_runner = AttemptRunner(
-            run, spec, launcher, job_control, self._events, self._worker_group, grace or {}
+            run,
+            ranks_spec,
+            launcher,
+            job_control,
+            self._events,
+            self._worker_group,
+            grace or {},
+            self._stager,
         )
         self._failure_analyzer = FailureAnalyzer(run, spec, job_control)
         self._node_check = NodeCheckRunner(run, spec, launcher)
@@ -101,8 +112,14 @@ class Supervisor:
         self._nodes.drop_excluded()
         if deaths and isinstance(next_step := self._take_over(), Exit):
             return next_step.code
+        if self._stager is not None:
+            self._stager.is_staged = deaths > 0
         with self._worker_group:
-            return self._run_attempts()
+            try:
+                return self._run_attempts()
+            except Exception:
+                self._remove_staged(max(self._run.attempts(), default=0))
+                raise
 
     def _run_attempts(self) -> int:
         last: EndKind | None = None
@@ -194,6 +211,10 @@ class Supervisor:
                 drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
             if not ended.is_clean:
                 remove_emergency_files(self._run, self._launcher, folder, ended.number, lost, is_stop=is_stop)
+        if decision.action not in (Action.RESTART, Action.SHRINK, Action.REPLACE):
+            # Only a scheduler limits the time after a stop.
+            is_short = end.kind.is_stop and self._job_control.nodes is not None
+            self._remove_staged(ended.number, lost, is_stop=is_short)
         match decision.action:
             case Action.RESTART:
                 risk = {"note": decision.reason} if decision.reason else {}
@@ -214,6 +235,10 @@ class Supervisor:
             case Action.FAIL:
                 note = decision.reason if end.cause else None
                 return finish_run(self._run, "FAILED", end.cause or decision.reason, note)
+
+    def _remove_staged(self, attempt: int, lost: Container[str] = (), *, is_stop: bool = False) -> None:
+        if self._stager is not None:
+            self._stager.remove(attempt, lost, is_stop=is_stop)
 
     def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
         """Continue in another allocation, by a requeue or in a successor job."""

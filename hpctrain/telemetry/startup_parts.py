@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from hpctrain.telemetry.accounting.timeline_events import is_finite
-from hpctrain.text import format_duration
+from hpctrain.text import format_duration, format_size
 
 
 class StartupPart(StrEnum):
@@ -28,7 +28,7 @@ class StartupPart(StrEnum):
 
 #: Description of each part, for the report.
 PART_TEXT = {
-    StartupPart.JOB: "Slurm's prolog, the batch script and the supervisor",
+    StartupPart.JOB: "Slurm's prolog, the batch script, the supervisor and staging",
     StartupPart.LAUNCH: "srun, until it starts the process of the rank",
     StartupPart.INTERPRETER: "starting Python",
     StartupPart.WORKER: "hpctrain, up to the first line of the script",
@@ -88,6 +88,16 @@ class StartupDurations:
         longest = sorted(inside, key=lambda name: -self.parts[name].max)[:3]
         shown = ", ".join(f"{name} {format_duration(self.parts[name].max)}" for name in longest)
         return f"the first step ended {format_duration(self.seconds)} after the start ({shown})"
+
+
+def describe_staging(event: Mapping[str, Any]) -> str | None:
+    """Describe a `staged` event in one line; None if it is damaged."""
+    size, seconds, reused, saved_s = (event.get(name) for name in ("bytes", "seconds", "reused", "saved_s"))
+    if not (is_finite(size) and is_finite(seconds) and is_finite(reused) and is_finite(saved_s)):
+        return None
+    copies = "1 copy" if reused == 1 else f"{reused} copies"
+    saved = f"; {copies} reused, {format_duration(saved_s)} saved"
+    return f"staged {format_size(size)} in {format_duration(seconds)}{saved if reused else ''}"
 
 
 def durations_s(begun: float, ends: Mapping[str, float]) -> dict[str, float]:

@@ -50,6 +50,9 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"gpus_per_node": 2, "ntasks_per_node": 4}, "4 ranks .* and 2 GPUs"),
         ({"cpus_per_task": 0}, "--cpus-per-task is 0"),
         ({"max_failures": 0}, "--max-failures is 0"),
+        ({"stage": {"a/b": "/s"}}, "'a/b', the name of the copy of '/s' \\(--stage\\), is not valid"),
+        ({"stage": {"": "/s"}}, "'', the name of the copy"),
+        ({"stage": {".code": "/s"}}, "'.code', the name of the copy"),
         ({"spare_nodes": -1}, "--spare-nodes is -1, but must be 0 or more"),
         ({"restart_policy": {"omm": {"retries": 0}}}, "Unknown kind 'omm'"),
         (

@@ -108,7 +108,7 @@ def test_defaults_match_the_job_spec():
             name: fields[name].default
             for name in (
                 *("nodes", "spare_nodes", "node_check", "gpus_per_node", "gpu_request_style", "max_failures"),
-                *("resume_mode", "mpi", "independent_ranks", "cpu_binding"),
+                *("resume_mode", "mpi", "independent_ranks", "cpu_binding", "stage_environment"),
             )
         },
         "scale_up_after": JobSpec.scale_up_after_s,

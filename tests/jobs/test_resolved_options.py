@@ -163,6 +163,7 @@ def test_values_in_files_are_parsed_by_option_type_not_by_yaml(files):
         "code_snapshot_limit": 200,
         "container_runtime": "auto",
         "container_python": "python3",
+        "stage_environment": False,
     }
 
 

@@ -29,6 +29,7 @@ RUNS_FOLDER = "runs"
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
 _MAX_NAME_IN_ID = 40
+_ARCHIVE_SUFFIX = re.compile(r"\.(zip|(tar(\.(gz|bz2|xz|zst))?)|t(gz|bz2|xz|zst))$")
 
 
 def build_spec(
@@ -105,6 +106,8 @@ def build_spec(
         shell=shell,
         torchrun=_torchrun(given),
         container=container,
+        stage=_stage(given, cwd),
+        stage_environment=given.get("stage_environment", JobSpec.stage_environment),
         notify=NotifyConfig(
             targets=tuple(given.get("notify", ())),
             on=tuple(given.get("notify_on", NOTIFICATION_KINDS)),
@@ -238,6 +241,21 @@ def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:
         venv=None if venv is None else os.path.normpath(cwd / venv),
         setup=tuple(given.get("setup", ())),
     )
+
+
+def _stage(given: SubmitOptions, cwd: Path) -> dict[str, str]:
+    """Return the sources to stage, by name of the copy."""
+    staged: dict[str, str] = {}
+    for value in given.get("stage", ()):
+        source, colon, name = value.partition(":")
+        path = os.path.normpath(cwd / source)
+        name = name if colon else _ARCHIVE_SUFFIX.sub("", os.path.basename(path))
+        if staged.setdefault(name, path) != path:
+            raise SpecError(
+                f"Both {staged[name]!r} and {path!r} have the name {name!r} (--stage). Choose another name: "
+                f"--stage {source}:NAME."
+            )
+    return staged
 
 
 def _torchrun(given: SubmitOptions) -> TorchrunConfig | None:

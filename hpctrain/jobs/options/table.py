@@ -355,6 +355,30 @@ class _Container(TypedDict, total=False):
     ]
 
 
+class _Stage(TypedDict, total=False):
+    """Local disks."""
+
+    stage: Annotated[
+        Sequence[str],
+        OptionInfo(
+            metavar="SRC[:NAME]",
+            example="[data/imagenet.tar, ~/tokens.bin:tokens]",
+            help="Copy a file or folder, or unpack an archive, to the local disk of each node before the "
+            "ranks start. The copy is $HPCTRAIN_STAGE/NAME.",
+            is_path=lambda _: True,
+        ),
+    ]
+    stage_environment: Annotated[
+        bool,
+        OptionInfo(
+            default=JobSpec.stage_environment,
+            default_words="no",
+            help="Copy the Python environment and the code to the local disk of each node, and start the "
+            "ranks from there.",
+        ),
+    ]
+
+
 class _Launch(TypedDict, total=False):
     """Launcher."""
 
@@ -592,6 +616,7 @@ class SubmitOptions(
     _Code,
     _Shell,
     _Container,
+    _Stage,
     _Launch,
     _Time,
     _Queue,
@@ -611,6 +636,7 @@ _GROUPS = (
     _Code,
     _Shell,
     _Container,
+    _Stage,
     _Launch,
     _Time,
     _Queue,

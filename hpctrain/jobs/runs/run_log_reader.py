@@ -10,7 +10,7 @@ from hpctrain.jobs.runs.error_report import details, report_failure
 from hpctrain.jobs.runs.rank_logs import RankLogReader
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import RunDir, is_event
-from hpctrain.telemetry.startup_parts import StartupDurations
+from hpctrain.telemetry.startup_parts import StartupDurations, describe_staging
 
 
 class LogMark(NamedTuple):
@@ -211,6 +211,9 @@ def describe_event(event: dict[str, Any]) -> str | None:
         case "started":
             size = f"world size {event.get('world_size')}, nodes {event.get('nodes')}"
             return f"attempt {attempt}: starting, {size}"
+        case "staged":
+            words = describe_staging(event)
+            return None if words is None else f"attempt {attempt}: {words}"
         case "startup":
             durations = StartupDurations.from_event(event)
             return None if durations is None else f"attempt {attempt}: {durations.describe()}"

@@ -210,6 +210,20 @@ def check_environment(job: PreparedSubmission) -> None:
         spec.container.check_files()
 
 
+def check_staged_sources(job: PreparedSubmission) -> None:
+    """Check that the sources of `--stage` are readable files or folders, and that an environment exists."""
+    for source in job.spec.stage.values():
+        if not os.path.exists(source):
+            raise SpecError(f"{source!r} (--stage) not found. Check its path.")
+        if not (os.path.isfile(source) or os.path.isdir(source)) or not os.access(source, os.R_OK):
+            raise SpecError(f"{source!r} (--stage) is not a readable file or folder. Check its permissions.")
+    if job.spec.stage_environment and job.spec.python == sys.executable and sys.prefix == "/usr":
+        raise SpecError(
+            "--stage-environment copies a virtual or conda environment, but hpctrain runs with the Python of "
+            "the operating system in /usr. Install hpctrain in a virtual environment, or remove the option."
+        )
+
+
 def check_run_folder(job: PreparedSubmission) -> None:
     """Check that the run folder is writable, and that it is new or belongs to the same kind of run."""
     try:
@@ -310,6 +324,7 @@ CHECKS: tuple[Check, ...] = (
     check_time_left,
     check_program,
     check_environment,
+    check_staged_sources,
     check_run_folder,
     check_code,
     check_template,

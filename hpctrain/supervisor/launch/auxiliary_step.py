@@ -24,6 +24,7 @@ def run_auxiliary_step(
     limit_s: float,
     what: str,
     variables: Mapping[str, str] | None = None,
+    uses_store: bool = True,
 ) -> StepEnded | None:
     """Run a step with a separate rendezvous store, and wait for its end.
 
@@ -35,13 +36,14 @@ def run_auxiliary_step(
         limit_s: time limit in seconds, after which the step is killed.
         what: purpose of the step, for the log.
         variables: additional variables of each process.
+        uses_store: False if no process uses the store, which then does not have to start.
 
     Returns:
         Result of the step; None if the step was killed.
     """
     deadline = system.monotonic() + limit_s
     events: system.SimpleQueue[StepEvent] = system.SimpleQueue()
-    with RendezvousStore(launcher.address) as rendezvous:
+    with RendezvousStore(launcher.address, on_demand=not uses_store) as rendezvous:
         told = {
             **rendezvous.variables,
             **new_secret(),

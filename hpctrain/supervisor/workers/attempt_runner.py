@@ -36,6 +36,7 @@ from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.supervisor.workers.stager import Stager
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 from hpctrain.text import pluralize
 
@@ -73,6 +74,8 @@ class AttemptRunner:
     worker_group: WorkerGroup
     grace_variables: Mapping[str, str]
     """Variables with the grace time of each signal."""
+    stager: Stager | None = None
+    """Copies files to the nodes before the ranks start."""
 
     @property
     def world_size(self) -> int:
@@ -82,11 +85,14 @@ class AttemptRunner:
     def start(self, attempt: int) -> AttemptResult:
         """Start the ranks and monitor them until they exit."""
         lead = required_lead_s(self.run, self.spec.stop_before_limit_s, self.spec.time_limit_s)
-        monitor = AttemptMonitor(
+        new_monitor = partial(
+            AttemptMonitor,
             events=self.events,
             job_control=self.job_control,
             ends_at=self._ends_at(lead),
             stop_before_limit_s=lead,
+        )
+        monitor = new_monitor(
             request_state=self.worker_group.request_state,
             process_name="rank" if self.spec.torchrun is None else "agent",
         )
@@ -97,6 +103,11 @@ class AttemptRunner:
             said = file_size(self.run.slurm_log)
             ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
             log.info("attempt %d: starting %s on %s", attempt, ranks, nodes)
+            if self.stager is not None:
+                copying = new_monitor(process_name="staging process")
+                outcome = self.stager.stage(attempt, hosts, copying)
+                if outcome is not AttemptOutcome.DONE:
+                    return AttemptResult(attempt, outcome, copying, False, said, begun, self.world_size)
             variables = partial(self._variables, lead=lead)
             step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
             try:

@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.accounting.timeline_events import microseconds
-from hpctrain.telemetry.startup_parts import StartupDurations
+from hpctrain.telemetry.startup_parts import StartupDurations, describe_staging
 
 VANISHED_CAUSE = "the job was killed; cause unknown"
 CANCELLED = "cancelled; the job ended before its supervisor recorded the cancellation"
@@ -25,6 +25,8 @@ class Attempt:
     nodes: int | None = None
     world_size: int | None = None
     startup: StartupDurations | None = None
+    staged: str | None = None
+    """Description of the staging."""
     resumed_step: int | None = None
     """The step of the loaded checkpoint."""
     emergency_step: int | None = None
@@ -94,6 +96,8 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
         attempts.append(_started(event, time, len(attempts)))
     elif last is None:
         return
+    elif kind == "staged":
+        last.staged = describe_staging(event)
     elif kind == "startup":
         last.startup = StartupDurations.from_event(event)
     elif kind == "resumed":

@@ -110,13 +110,14 @@ def describe_attempt_end(attempt: Attempt) -> str:
 
 
 def describe_attempt_cost(attempt: Attempt) -> str:
-    """Return the cost of an attempt's end; empty if the run was not interrupted."""
+    """Return the cost of an attempt's end, if the run was interrupted, and of its staging."""
     if not attempt.interrupted:
-        return ""
+        return attempt.staged or ""
     lost = (
         "lost work unknown" if attempt.lost_us is None else f"{format_duration(attempt.lost_us / 1e6)} lost"
     )
-    return f"{lost}, {format_duration(attempt.away_us / 1e6)} of downtime"
+    staged = f", {attempt.staged}" if attempt.staged else ""
+    return f"{lost}, {format_duration(attempt.away_us / 1e6)} of downtime{staged}"
 
 
 def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:

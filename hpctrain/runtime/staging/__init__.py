@@ -1,0 +1,1 @@
+"""Copies of data and of the Python environment on a node's local disk."""

@@ -1,0 +1,110 @@
+"""Copies for the ranks of this node: `python -P -m hpctrain.runtime.staging.stage_node PLAN`.
+
+PLAN is a JSON object: the `folder` of the copies, the `sources` by name, and the folder of `packs`, which is
+null if the Python environment is not staged. One process per node runs this program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from hpctrain.cluster.parent_death import die_with_supervisor
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.files import make_folder, try_lock, write_atomic
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STAGED_ENVIRONMENT, RunDir
+from hpctrain.runtime.staging.environment_pack import pack_environment, relocate
+from hpctrain.runtime.staging.local_copy import StagingFailed, stage
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+
+#: Time limit for another process that stages the same files, if several nodes share a folder.
+_PEER_LIMIT_S = 3600.0
+_POLL_INTERVAL_S = 0.2
+
+
+def main(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Copy everything, and write the result to the run folder. Return the exit code: 1 after an error."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+    plan, node = json.loads(argv[0]), int(environ["SLURM_NODEID"])
+    run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
+    folder, result = Path(plan["folder"]), run.staging_result(attempt, node)
+    staged, error, name = {}, None, "the Python environment"
+    try:
+        _make_folder(folder)
+        if plan["packs"] is not None:
+            chosen = run.staged_environment(environ["SLURM_JOB_ID"])
+            pack = _choose_pack(chosen, Path(plan["packs"]), folder) if node == 0 else _wait_for_pack(chosen)
+        # Several nodes may share a disk.
+        lock = _lock(folder)
+        if plan["packs"] is not None:
+            staged[name] = stage(
+                pack, folder / STAGED_ENVIRONMENT, finish=partial(relocate, folder / STAGED_ENVIRONMENT)
+            )
+        for name, source in plan["sources"].items():
+            staged[name] = stage(Path(source), folder / name)
+        os.close(lock)
+    except (OSError, StagingFailed) as failure:
+        words = str(failure)
+        if isinstance(failure, OSError) and failure.strerror:
+            words = f"{failure.strerror}: {failure.filename!r}" if failure.filename else failure.strerror
+        error = f"cannot stage {name}: {words}"
+    make_folder(result.parent)
+    write_atomic(result, json.dumps({"staged": staged, "error": error}) + "\n", durable=False)
+    return int(error is not None)
+
+
+def _choose_pack(chosen: Path, packs: Path, folder: Path) -> Path:
+    """Return the pack that the first attempt of this job has chosen; otherwise, choose one and record it."""
+    with suppress(OSError):
+        if (pack := Path(chosen.read_text())).exists():
+            return pack
+    pack = pack_environment(packs, folder)
+    make_folder(chosen.parent)
+    write_atomic(chosen, str(pack), durable=False)
+    return pack
+
+
+def _wait_for_pack(chosen: Path) -> Path:
+    deadline = time.monotonic() + _PEER_LIMIT_S
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            return Path(chosen.read_text())
+        time.sleep(_POLL_INTERVAL_S)
+    raise StagingFailed(f"timed out after {_PEER_LIMIT_S:.0f} s waiting for the first node to pack it")
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    # Incomplete copies have other names. The supervisor removes them with the folder.
+    os._exit(EXIT_CONTINUE)
+
+
+def _make_folder(folder: Path) -> None:
+    make_folder(folder, private=True)
+    if os.lstat(folder).st_uid != os.geteuid() or folder.is_symlink():
+        raise StagingFailed(f"the folder {str(folder)!r} belongs to another user. Set TMPDIR (--setup)")
+
+
+def _lock(folder: Path) -> int:
+    """Wait until no other process copies to the folder."""
+    deadline = time.monotonic() + _PEER_LIMIT_S
+    while (lock := try_lock(folder / ".lock")) is None:
+        if time.monotonic() > deadline:
+            raise StagingFailed(
+                f"timed out after {_PEER_LIMIT_S:.0f} s waiting for another process that copies"
+            )
+        time.sleep(_POLL_INTERVAL_S)
+    return lock
+
+
+if __name__ == "__main__":
+    die_with_supervisor(os.environ)
+    raise SystemExit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,189 @@
+"""Staging: before the ranks start, one process per node copies files to the local disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Collection, Container, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpctrain import system
+from hpctrain.authentication import new_secret
+from hpctrain.cluster import compress_hostlist
+from hpctrain.errors import HpctrainError
+from hpctrain.files import read_json
+from hpctrain.rundir import (
+    ATTEMPT_VARIABLE,
+    RUN_DIR_VARIABLE,
+    STAGE_VARIABLE,
+    STAGED_CODE,
+    STAGED_ENVIRONMENT,
+    RunDir,
+)
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.drain_step import clean_nodes
+from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, StepEvent
+from hpctrain.supervisor.launch.worker_command import module_command
+from hpctrain.supervisor.policy.outcome import AttemptOutcome
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.telemetry.startup_parts import describe_staging
+
+log = logging.getLogger(__name__)
+
+#: Time limit of the copies, also if the job has none.
+_LIMIT_S = 4 * 3600.0
+_REMOVAL_LIMIT_S = 30.0
+#: After a stop, the job may have a few seconds left.
+_REMOVAL_LIMIT_AFTER_STOP_S = 5.0
+#: Runs a command in one process of each node.
+_ONCE_PER_NODE = ["/bin/sh", "-c", '[ "$SLURM_LOCALID" != 0 ] || exec "$@"', "sh"]
+_REMOVE = 'chmod -R u+rwX -- "$0" 2>/dev/null; rm -rf -- "$0"'
+
+
+class StagingError(HpctrainError):
+    """A file cannot be staged on a node."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Copies on each node, and the job that uses them."""
+
+    folder: str
+    """Folder of the copies on each node."""
+    sources: Mapping[str, str]
+    """Sources by name of the copy."""
+    packs: str | None
+    """Folder for packed Python environments; None if the environment is not staged."""
+    host_spec: JobSpec
+    """The job without a container, which starts the processes that copy."""
+    ranks_spec: JobSpec
+    """The job with the interpreter, code and arguments of the ranks."""
+    variables: Mapping[str, str]
+    """Variables of the ranks."""
+
+    @classmethod
+    def create(cls, spec: JobSpec, environ: Mapping[str, str]) -> StagePlan | None:
+        """Plan the copies of a job on the local disks (TMPDIR); None without copies."""
+        if not spec.stage and not spec.stage_environment:
+            return None
+        run, disk = RunDir(Path(spec.run_dir)), environ.get("TMPDIR", "/tmp")
+        key = xxhash.xxh3_64_hexdigest(os.fsencode(run.path))
+        folder = os.path.join(disk, f"hpctrain-stage-{os.geteuid()}-{key}")
+        ranks = replace(spec, args=tuple(arg.replace("{stage}", folder) for arg in spec.args))
+        if spec.container is not None:
+            # The folder itself does not exist before the copies.
+            mounts = (f"{disk}:{disk}", *spec.container.mounts)
+            ranks = replace(ranks, container=replace(spec.container, mounts=mounts))
+        sources, packs, variables = dict(spec.stage), None, {STAGE_VARIABLE: folder}
+        if spec.stage_environment:
+            packs = str((run.array or run).path.parent / ".environments")
+            prefix = os.path.join(folder, STAGED_ENVIRONMENT, "venv")
+            python = os.path.join(prefix, "bin", os.path.basename(sys.executable))
+            path = filter(None, [os.path.dirname(python), environ.get("PATH")])
+            variables |= {"PATH": os.pathsep.join(path), "VIRTUAL_ENV": prefix}
+            ranks = replace(ranks, python=python)
+            if (code := spec.code) is not None:
+                sources[STAGED_CODE], copy = code.copy, os.path.join(folder, STAGED_CODE)
+                script = code.script and os.path.join(copy, os.path.relpath(code.script, code.copy))
+                ranks = replace(ranks, code=replace(code, copy=copy, script=script))
+        return cls(folder, sources, packs, replace(spec, container=None), ranks, variables)
+
+
+@dataclass
+class Stager:
+    """Runs the copies before each attempt, and removes them at the end of the job."""
+
+    run: RunDir
+    plan: StagePlan
+    launcher: Launcher
+    events: system.SimpleQueue[StepEvent]
+    is_staged: bool = False
+
+    def stage(self, attempt: int, hosts: list[str], monitor: AttemptMonitor) -> AttemptOutcome:
+        """Copy everything to the nodes of an attempt; unchanged copies are reused.
+
+        Args:
+            attempt: its number.
+            hosts: its nodes.
+            monitor: monitor of the processes that copy.
+
+        Raises:
+            StagingError: a file cannot be copied, or its copies differ.
+            OSError: a process cannot be started.
+        """
+        begun = system.monotonic()
+        plan = {"folder": self.plan.folder, "sources": self.plan.sources, "packs": self.plan.packs}
+        command = [*module_command(self.plan.host_spec, "staging.stage_node"), json.dumps(plan)]
+        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt), **new_secret()}
+        log.info("attempt %d: staging on %d nodes, in %s", attempt, len(hosts), self.plan.folder)
+        self.is_staged, self.launcher.hosts = True, hosts
+        cause = f"the copies to the local disks did not end within {_LIMIT_S:.0f} s"
+        step = self.launcher.start([*_ONCE_PER_NODE, *command], variables, self.events.put)
+        timer = system.Timer(_LIMIT_S, lambda: self.events.put(HangDetected(cause, 0, hosts[0])))
+        timer.start()
+        try:
+            outcome = monitor.wait(step)
+        finally:
+            timer.cancel()
+            step.close()
+        if monitor.hang is not None:
+            raise StagingError(monitor.hang.cause)
+        staged = self._collect_results(attempt, hosts)
+        if outcome is AttemptOutcome.DONE:
+            self._record(attempt, staged, system.monotonic() - begun)
+        return outcome
+
+    def remove(self, attempt: int, lost: Container[str] = (), *, is_stop: bool = False) -> None:
+        """Remove the copies from the nodes that are not lost; failures are only logged."""
+        if self.is_staged:
+            self.is_staged = False
+            command, limit_s = ["/bin/sh", "-c", _REMOVE, self.plan.folder], _REMOVAL_LIMIT_S
+            if is_stop:
+                limit_s = _REMOVAL_LIMIT_AFTER_STOP_S
+            what = f"the removal of {self.plan.folder}"
+            clean_nodes(self.run, self.launcher, [*_ONCE_PER_NODE, *command], attempt, lost, limit_s, what)
+
+    def _collect_results(self, attempt: int, hosts: list[str]) -> list[dict[str, dict[str, Any]]]:
+        """Return the copies of each node that has reported a result."""
+        staged: list[dict[str, dict[str, Any]]] = []
+        problems: dict[str, list[str]] = {}
+        for node, host in enumerate(hosts):
+            try:
+                record = read_json(self.run.staging_result(attempt, node))
+                staged.append(record["staged"])
+                if (problem := record["error"]) is not None:
+                    problems.setdefault(problem, []).append(host)
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # The node was stopped, or is lost.
+        shutil.rmtree(self.run.staging_result(attempt, 0).parent, ignore_errors=True)
+        if problems:
+            words = (f"{problem} (on {compress_hostlist(found)})" for problem, found in problems.items())
+            raise StagingError("; ".join(words))
+        return staged
+
+    def _record(self, attempt: int, staged: Collection[dict[str, dict[str, Any]]], seconds: float) -> None:
+        copies = [copy for node in staged for copy in node.values()]
+        names = next(iter(staged), {})
+        for name in names:
+            if len({node[name]["digest"] for node in staged}) > 1:
+                raise StagingError(
+                    f"{name} differs between the nodes: its source changed while it was copied"
+                )
+        saved_s = max((sum(copy["saved_s"] for copy in node.values()) for node in staged), default=0.0)
+        fresh = [copy for copy in copies if not copy["reused"]]
+        summary = {
+            "seconds": round(seconds, 3),
+            "bytes": sum(copy["bytes"] for copy in fresh),
+            "reused": len(copies) - len(fresh),
+            "saved_s": round(saved_s, 3),
+            "digests": {name: copy["digest"] for name, copy in names.items()},
+        }
+        self.run.log_event("staged", attempt, **summary)
+        log.info("attempt %d: %s", attempt, describe_staging(summary))

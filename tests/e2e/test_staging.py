@@ -1,0 +1,165 @@
+"""`--stage` and `--stage-environment` on simulated nodes and on Slurm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY
+from helpers.commands import run_command
+from helpers.training_runs import Run
+from helpers.waiting import wait_for
+
+from hpctrain.files import make_folder, try_lock
+from hpctrain.jobs.runs.run_log_reader import describe_event
+from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.workers.stager import StagePlan
+
+sys.path.append(str(REPOSITORY / "benchmarks"))
+from stage import PACKAGES, count_operations, make_environment, start
+from stage import SCRIPT as IMPORTING_SCRIPT
+
+#: Reads the copies; the first attempt is killed.
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+
+folder = Path(os.environ["HPCTRAIN_STAGE"])
+assert sys.argv[1] == f"--data={folder}/data", sys.argv
+print("read", (folder / "data/a.txt").read_text(), (folder / "packed/source/a.txt").read_text())
+if os.environ["HPCTRAIN_ATTEMPT"] == "0" and os.environ["RANK"] == "1":
+    FAULT
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a.txt").write_text("content")
+    with tarfile.open(tmp_path / "packed.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "source", "source")
+    return tmp_path
+
+
+def submit(folder: Path, shape: list[str], env=(), fault="os.kill(os.getpid(), signal.SIGKILL)") -> Run:
+    (folder / "train.py").write_text(SCRIPT.replace("FAULT", fault))
+    run = Run(folder / "run", dict(env))
+    options = [
+        "--independent-ranks",
+        "--standby-workers",
+        "never",
+        "--no-code-snapshot",
+        "--run-dir",
+        run.path,
+    ]
+    options += ["--stage", folder / "source:data", "--stage", folder / "packed.tar.gz"]
+    run.hpctrain("submit", *shape, *map(str, options), str(folder / "train.py"), "--data={stage}/data")
+    return run
+
+
+def staged_folder(run: Run) -> Path:
+    spec = JobSpec(
+        script="/train.py",
+        name="train",
+        run_id="run",
+        run_dir=str(run.path),
+        backend="local",
+        python=sys.executable,
+        workdir="/",
+        stage={"data": "/data"},
+    )
+    plan = StagePlan.create(spec, os.environ)
+    assert plan is not None
+    return Path(plan.folder)
+
+
+def check_restart(run: Run) -> None:
+    assert run.wait() == 0
+    first, second = run.events("staged")
+    # The simulated nodes share a disk.
+    assert (first["reused"], first["bytes"]) == (2, 14)
+    assert (second["reused"], second["bytes"], second["digests"]) == (4, 0, first["digests"])
+    for rank in (0, 1):
+        assert "read content content" in run.dir.rank_log(1, rank).read_text()
+    assert not staged_folder(run).exists()
+    assert not run.dir.staging_result(0, 0).parent.exists()
+    assert "staged 0 B in " in str(describe_event(second))
+    assert "; 4 copies reused, " in run.dir.supervisor_log.read_text()
+
+
+@pytest.mark.long
+def test_files_are_staged_once_with_local_backend(folder):
+    check_restart(submit(folder, ["--backend", "local", "--nodes", "2"]))
+
+
+def test_files_are_staged_once_on_slurm(slurm, folder):
+    check_restart(submit(folder, ["--nodes", "2", "--ntasks-per-node", "1"], slurm.env))
+
+
+@pytest.mark.long
+def test_vanished_source_fails_the_run(folder):
+    fault = f"__import__('shutil').rmtree({str(folder / 'source')!r}); os.kill(os.getpid(), 9)"
+    run = submit(folder, ["--backend", "local", "--nodes", "2"], fault=fault)
+    assert run.wait() == 4
+    cause = run.events("finished")[0]["cause"]
+    assert cause == f"cannot stage data: No such file or directory: '{folder}/source' (on local-[0-1])"
+    assert not staged_folder(run).exists()
+
+
+@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_cancelled_while_staging(folder, signals):
+    copies = staged_folder(Run(folder / "run", {}))
+    make_folder(copies, private=True)
+    lock = try_lock(copies / ".lock")
+    assert lock is not None
+    try:
+        run = submit(folder, ["--backend", "local"])
+        log = run.dir.supervisor_log
+        wait_for(lambda: log.exists() and "staging on" in log.read_text(), 60, "the staging")
+        for _ in range(signals):
+            run.hpctrain("cancel", str(run.path))
+        assert run.wait() == 4
+    finally:
+        os.close(lock)
+    assert run.events("finished")[0]["state"] == "CANCELLED"
+    assert not run.events("staged")
+    assert not staged_folder(run).exists()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Return a pretended shared file system with an environment without PyTorch."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    if run_command(["strace", "-qq", "-e", "trace=none", "true"], check=False).returncode:
+        pytest.skip("strace may not trace processes here")
+    folder = tmp_path_factory.mktemp("staging") / "shared"
+    make_environment(folder / "venv", PACKAGES)
+    (folder / "code").mkdir()
+    (folder / "code/train.py").write_text(IMPORTING_SCRIPT.replace("torch", "jinja2"))
+    run_command(["git", "init", "-q", folder / "code"])
+    return folder
+
+
+@pytest.mark.long
+def test_start_without_staging_uses_the_shared_file_system(shared):
+    found = start(shared, "not-staged", staged=False, traced=True)
+    assert found["prefix"] == str(shared / "venv")
+    assert count_operations(found, shared) > 200
+
+
+def test_start_from_the_staged_environment_has_few_file_operations(shared):
+    found = start(shared, "staged", staged=True, traced=True)
+    assert not found["prefix"].startswith(str(shared))
+    assert found["module"].startswith(found["prefix"])
+    assert found["script"].startswith(str(Path(found["prefix"]).parents[1] / ".code"))
+    assert count_operations(found, shared) <= 50
+    assert not Path(found["prefix"]).exists()
+    (pack,) = (shared / "runs/.environments").glob("*.tar")
+    packed_at = pack.stat().st_ino
+    start(shared, "staged-again", staged=True)
+    assert pack.stat().st_ino == packed_at

@@ -1,0 +1,160 @@
+import json
+import os
+import subprocess
+import tarfile
+import zipfile
+
+import pytest
+from helpers.disks import mounted_disk
+
+from hpctrain.runtime.staging import local_copy
+from hpctrain.runtime.staging.local_copy import StagingFailed, stage
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    (folder / "inner/empty").mkdir(parents=True)
+    (folder / "a.bin").write_bytes(os.urandom(9 * 1024**2))
+    (folder / "inner/run").write_text("#!/bin/sh\n")
+    (folder / "inner/run").chmod(0o755)
+    (folder / "link").symlink_to("inner/run")
+    (tmp_path / "outside").write_text("outside")
+    (folder / "outside").symlink_to(tmp_path / "outside")
+    return folder
+
+
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def test_folder_is_copied_with_modes_times_and_links(source, disk):
+    found = stage(source, disk / "data")
+    assert contents(disk / "data") == contents(source)
+    assert found["bytes"] == local_copy.list_contents(disk / "data").size_bytes
+    assert os.access(disk / "data/inner/run", os.X_OK)
+    assert (disk / "data/a.bin").stat().st_mtime_ns == (source / "a.bin").stat().st_mtime_ns
+    assert os.readlink(disk / "data/link") == "inner/run"
+    assert not (disk / "data/outside").is_symlink()
+    assert sorted(os.listdir(disk)) == [".data.json", "data"]
+
+
+def test_file_behind_a_link_is_copied(source, disk):
+    stage(source / "link", disk / "program")
+    assert (disk / "program").read_text() == "#!/bin/sh\n"
+
+
+@pytest.mark.parametrize("kind", ["w", "w:gz", "w:xz"])
+def test_archive_is_unpacked(source, disk, tmp_path, kind):
+    archive = tmp_path / f"data.tar{kind[1:].replace(':', '.')}"
+    with tarfile.open(archive, kind) as file:
+        file.add(source, "top")
+    stage(archive, disk / "data")
+    assert contents(disk / "data/top") == contents(source)
+
+
+def test_zip_archive_is_unpacked(source, disk, tmp_path):
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as file:
+        file.write(source / "a.bin", "top/a.bin")
+    stage(tmp_path / "data.zip", disk / "data")
+    assert (disk / "data/top/a.bin").read_bytes() == (source / "a.bin").read_bytes()
+
+
+def test_unchanged_copy_is_reused(source, disk):
+    first = stage(source, disk / "data")
+    inode = (disk / "data").stat().st_ino
+    (disk / "data/__pycache__").mkdir()
+    record = json.loads((disk / ".data.json").read_text())
+    (disk / ".data.json").write_text(json.dumps({**record, "seconds": 100.0}))
+    again = stage(source, disk / "data")
+    assert (disk / "data").stat().st_ino == inode
+    assert (first["reused"], again["reused"]) == (False, True)
+    assert again["digest"] == first["digest"]
+    assert 50 < again["saved_s"] < 100
+
+
+@pytest.mark.parametrize("side", ["source", "copy"])
+def test_changed_file_is_copied_again(source, disk, side):
+    stage(source, disk / "data")
+    ((source if side == "source" else disk / "data") / "inner/run").write_text("changed")
+    assert not stage(source, disk / "data")["reused"]
+    assert contents(disk / "data") == contents(source)
+
+
+def test_read_only_copy_is_replaced(source, disk):
+    (source / "inner").chmod(0o500)
+    stage(source, disk / "data")
+    (source / "a.bin").write_text("new")
+    assert not stage(source, disk / "data")["reused"]
+    assert (disk / "data/a.bin").read_text() == "new"
+
+
+@pytest.mark.parametrize("change", ["write", "remove"])
+def test_source_that_changes_during_the_copy_leaves_nothing(source, disk, monkeypatch, change):
+    def copy(path, target):
+        digest = real(path, target)
+        (source / "a.bin").write_text("other") if change == "write" else (source / "inner/run").unlink()
+        return digest
+
+    real = local_copy._copy_file
+    monkeypatch.setattr(local_copy, "_copy_file", copy)
+    with pytest.raises((StagingFailed, FileNotFoundError)):
+        stage(source, disk / "data")
+    assert os.listdir(disk) == []
+
+
+def test_interrupted_copy_is_never_used(source, disk):
+    (disk / ".data.part").mkdir()
+    (disk / ".data.part/a.bin").write_text("half")
+    stage(source, disk / "data")
+    assert contents(disk / "data") == contents(source)
+    (disk / ".data.json").unlink()
+    (disk / "data/a.bin").unlink()
+    assert not stage(source, disk / "data")["reused"]
+    assert contents(disk / "data") == contents(source)
+
+
+def test_damaged_archive_is_refused(source, disk, tmp_path):
+    archive = tmp_path / "data.tar.gz"
+    subprocess.run(["tar", "-czf", archive, "-C", source, "."], check=True)
+    archive.write_bytes(archive.read_bytes()[:-1000])
+    (tmp_path / "data.zip").write_bytes(b"no archive")
+    for path in (archive, tmp_path / "data.zip"):
+        with pytest.raises(StagingFailed, match=f"cannot unpack '{path}'"):
+            stage(path, disk / "data")
+    assert os.listdir(disk) == []
+
+
+def test_archive_cannot_write_outside_its_folder(disk, tmp_path):
+    (tmp_path / "file").write_text("bad")
+    with tarfile.open(tmp_path / "data.tar", "w") as file:
+        file.add(tmp_path / "file", "../../escaped")
+    with pytest.raises(StagingFailed, match="contains '\\.\\.'"):
+        stage(tmp_path / "data.tar", disk / "data")
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_special_file_is_refused(source, disk):
+    os.mkfifo(source / "pipe")
+    with pytest.raises(StagingFailed, match="neither a regular file nor a folder"):
+        stage(source, disk / "data")
+
+
+def test_full_disk_is_reported_and_left_empty(source, tmp_path):
+    subprocess.run(["tar", "-czf", tmp_path / "data.tar.gz", "-C", source, "."], check=True)
+    with mounted_disk(tmp_path / "small", "size=2m") as small:
+        with pytest.raises(StagingFailed, match=r"has 9\.44 MB, but '.*small' has 2\.1 MB left"):
+            stage(source, small / "data")
+        with pytest.raises(StagingFailed, match=r"has .* left|No space left on device"):
+            stage(tmp_path / "data.tar.gz", small / "data")
+        assert os.listdir(small) == []
