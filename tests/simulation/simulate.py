@@ -61,7 +61,7 @@ def _world() -> World:
     return Scheduler.current.world
 
 
-def _kill_orphans(_run: str, before: int) -> list[int]:
+def _kill_orphans(_run: str, before: int = sys.maxsize) -> list[int]:
     scheduler = Scheduler.current
     scheduler.step()
     assert scheduler.process is not None

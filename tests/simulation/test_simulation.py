@@ -68,6 +68,13 @@ FOUND_BUGS = {
         2004617,
         "requeue@18.8:4.7 start-by-hand@27.8:4.1 crash-again@42.6:109.6",
     ),
+    "ranks survive their supervisor if Slurm does not answer": (
+        4012758,
+        (
+            "disk-full@54.3:18 slurm-lost-answers@63.9:16 slurm-stale@330.5:172.4 crash@165:2 "
+            "kill-supervisor@163"
+        ),
+    ),
 }
 
 
