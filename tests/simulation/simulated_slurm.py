@@ -540,7 +540,7 @@ class SimPopen:
                 return
             lost = slurm.has("lost-answers") and random.random() < 0.5
             code, out, err = slurm.execute(words, self.environ, issued_at)
-            self._scheduler.trace(" ".join(words[:6])[:100], code, err.strip())
+            self._scheduler.trace(" ".join(words[:6]), code, err.strip())
             if lost:
                 code, out, err = 1, "", f"{words[0]}: error: {_TIMED_OUT}\n"
             self._scheduler.call_later(latency, lambda: self.finish(code, out, err))
