@@ -99,9 +99,6 @@ MUTATIONS: dict[str, list[Patch]] = {
     "without an answer from Slurm, a holder counts as dead": [
         _edit(lease, "counts_as_alive", "held.age_s < EXPIRY_S", "False")
     ],
-    "the claim of another job is not read": [
-        _edit(acquire_run, "claim_successor", 'read_regular(claim).decode("ascii", "replace")', "job_id")
-    ],
     "a requeue is tried only once": [
         _edit(requeuer.Requeuer, "relocate", "or not moved.is_transient", "or moved")
     ],
@@ -129,6 +126,7 @@ MUTATIONS: dict[str, list[Patch]] = {
 
 #: A seed and faults that show a planted bug; for the others, seeds are searched.
 PLANTED_SEEDS: dict[str, tuple[int, str]] = {
+    "a requeue is tried only once": (2858, "preempt@45.5:108.1 slurm-lost-answers@3.8:54.1"),
     "a replaced holder keeps its lease": (36, "steal-lease@27.5:64.7"),
     "the queue is searched only before the first submission": (
         1415,
