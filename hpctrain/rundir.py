@@ -92,7 +92,7 @@ def is_event(record: Mapping[str, Any]) -> bool:
     return (
         isinstance(kind, str)
         and all(name in record for name in _REQUIRED.get(kind, ()))
-        and all(check(record[name]) for name, check in _FIELDS.items() if name in record)
+        and all(name not in _FIELDS or _FIELDS[name](value) for name, value in record.items())
         and (kind != "requeue" or _is_number(record.get("seconds", 0.0)))
     )
 

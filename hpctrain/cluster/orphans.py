@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 from hpctrain.cluster.processes import processes
@@ -19,12 +20,12 @@ from hpctrain.text import is_count
 _LIMIT_S = 5.0
 
 
-def kill_orphans(run_dir: str, before: int) -> list[int]:
+def kill_orphans(run_dir: str, before: int = sys.maxsize) -> list[int]:
     """Kill the processes of attempts before `before` on this host, and return their pids.
 
     Args:
         run_dir: the run folder, as passed to the ranks.
-        before: the first attempt that is kept.
+        before: the first attempt that is kept; by default, none.
     """
     found: list[int] = []
     deadline = time.monotonic() + _LIMIT_S

@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from hpctrain import system
@@ -57,7 +57,7 @@ class LeaseHolder:
     released: bool = False
 
     def text(self) -> bytes:
-        return json.dumps(asdict(self)).ljust(_BYTES - 1).encode() + b"\n"
+        return json.dumps(vars(self)).ljust(_BYTES - 1).encode() + b"\n"
 
 
 @dataclass(frozen=True)

@@ -205,11 +205,12 @@ def register_job(
     Raises:
         NotInJob: the script was started manually while the run is active, or before it was cancelled.
     """
-    deadline = system.monotonic() + _RECORD_LIMIT_S
+    deadline, pause_s = system.monotonic() + _RECORD_LIMIT_S, 0.02
     while (
         events := events_since_submission(run.read_events(), job_id)
     ) is None and system.monotonic() < deadline:
-        system.sleep(0.02)
+        system.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
     if events is None:
         if spec.backend == "local":
             _take_lock(run)

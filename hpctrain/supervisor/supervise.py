@@ -163,10 +163,10 @@ class Supervisor:
         """Continue after the previous supervisor was killed; its ranks may still be running."""
         attempts = self._run.attempts()
         attempt = max(attempts, default=0)
-        # On a full disk, an attempt may have no folder.
+        # All attempts, because on a full disk, the newest has no folder. An srun could still start a step.
+        kill_orphans(str(self._run.path))
         if self._job_control.nodes is not None:
             self._job_control.nodes.kill_steps()
-        kill_orphans(str(self._run.path), attempt + 1)
         if not attempts:
             return Continue()
         stop = self._failure_analyzer.recorded_stop(attempt)

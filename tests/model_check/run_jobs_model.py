@@ -119,10 +119,30 @@ class World(NamedTuple):
         last = max(at for at, event in enumerate(events) if event[0] == "submitted")
         # Of the events before the last submission, the product reads only the successors.
         kept = [event for event in events[:last] if event[0] == "submitted" and event[2] is not None]
-        for event in events[last:]:
-            if not kept or kept[-1] != event:
+        events = events[last:]
+        # Before the last start, it reads only the newest end.
+        start = max((at for at, event in enumerate(events) if event[0] == "started"), default=0)
+        ends = [at for at, event in enumerate(events) if event[0] == "finished"]
+        for at, event in enumerate(events):
+            if (at in (0, start) or at > start or at in ends[-1:]) and kept[-1:] != [event]:
                 kept.append(event)
         return self._replace(events=tuple(kept))
+
+    def renumber_leases(self) -> World:
+        """Begin with the oldest lease that a job holds or may list; only differences of numbers matter."""
+        numbers = [job.lease for job in self.jobs if job.lease is not None]
+        numbers += [job.seen for job in self.jobs if job.pc == "link"]
+        first = min([len(self.leases) - 1 - MAX_HIDDEN, *numbers])
+        if first <= 0:
+            return self
+        jobs = [
+            job._replace(
+                lease=None if job.lease is None else job.lease - first,
+                seen=job.seen - first if job.pc == "link" else -1,
+            )
+            for job in self.jobs
+        ]
+        return self._replace(jobs=tuple(jobs), leases=self.leases[first:])
 
     @property
     def finished(self) -> bool:
@@ -158,7 +178,7 @@ def next_steps(world: World) -> Iterator[Step]:
     """Yield the possible steps of Slurm, the user and the supervisors."""
     for job in world.jobs:
         for step in (*_slurm_steps(world, job), *_supervisor_steps(world, job)):
-            yield step._replace(what=f"{job.id}: {step.what}")
+            yield step._replace(what=f"{job.id}: {step.what}", world=step.world.renumber_leases())
 
 
 def _slurm_steps(world: World, job: Job) -> Iterator[Step]:
@@ -231,7 +251,9 @@ def _decide(world: World, job: Job, successor: str | None) -> World:
         )
     )
     if decision is OwnershipDecision.BEGIN:
-        return world.put(job, pc="list")
+        # Forget what is not read again.
+        newest = job.id if job.newest == job.id else None
+        return world.put(Job(job.id, job.slurm, job.early, job.start, job.deaths, "list", newest))
     return _exit(world, job)
 
 
@@ -395,7 +417,7 @@ def _exit(world: World, job: Job, *, released: bool = True) -> World:
     """End the job, with its supervisor; it releases its lease."""
     if released and job.lease is not None:
         leases = list(world.leases)
-        leases[job.lease] = *leases[job.lease][:2], True
+        leases[job.lease] = leases[job.lease][0], 0, True
         world = world._replace(leases=tuple(leases))
     return world.put(Job(job.id, "ended"))
 

@@ -32,11 +32,11 @@ def check_all_states(ids: tuple[str, ...]) -> int:
     losses: list[tuple[World, int]] = []
 
     def visit(world: World, parent: int) -> int:
-        if world not in numbers:
-            numbers[world] = len(worlds)
+        number = numbers.setdefault(world, len(worlds))
+        if number == len(worlds):
             worlds.append(world)
             parents.append(parent)
-        return numbers[world]
+        return number
 
     def fail(problem: str, number: int, *more: str) -> None:
         steps = list(more)

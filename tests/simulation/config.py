@@ -166,18 +166,22 @@ def make_config(seed: int, run_dir: str) -> SimConfig:
 
 
 def make_faults(seed: int) -> list[Fault]:
-    """Return the faults of a seed, at most six."""
+    """Return the faults of a seed, at most six; those of some seeds come together."""
     rng = random.Random(f"faults-{seed}")
-    return [_make_fault(rng) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
+    together = rng.choice((None, None, round(rng.uniform(0.0, 200.0))))
+    return [_make_fault(rng, together) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
 
 
-def _make_fault(rng: random.Random) -> Fault:
+def _make_fault(rng: random.Random, together: float | None) -> Fault:
     kind = rng.choice((*FAULT_KINDS, *_FREQUENT))
     if kind == "kill-supervisor":
         return Fault(kind, rng.randint(1, rng.choice((60, 200, 500))))
     if kind == "torn-write":
         return Fault(kind, rng.randint(1, 30))
-    at = round(rng.uniform(0.0, rng.choice((10.0, 60.0, 200.0, 500.0))), 1)
+    if together is None:
+        at = round(rng.uniform(0.0, rng.choice((10.0, 60.0, 200.0, 500.0))), 1)
+    else:
+        at = round(together + rng.uniform(0.0, 30.0), 1)
     if kind in _RANKS:
         return Fault(kind, at, rng.randint(0, 5))
     if kind == "kill-node":

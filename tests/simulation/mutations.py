@@ -13,10 +13,14 @@ from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import SchedulerError
 from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
+from hpctrain.supervisor.buffered_storage import BufferedStorage
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.node_choice import NodeChoice
+from hpctrain.supervisor.notifications import Notifier
 from hpctrain.supervisor.policy import job_intent
 from hpctrain.supervisor.policy.history import History
+from hpctrain.supervisor.scale_up import ScaleUpMonitor
+from hpctrain.supervisor.workers.stop_agreement import StopAgreement
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
 Patch = tuple[object, str, Any]
@@ -89,10 +93,40 @@ MUTATIONS: dict[str, list[Patch]] = {
     "unusable standby workers are not ended": [
         _edit(WorkerGroup, "_start_from_standby", "standby.close()", "pass")
     ],
+    "the lease is not renewed": [
+        _edit(lease.Lease, "_renew_once", "self._write_holder(self._number, self._me)", "pass")
+    ],
+    "without an answer from Slurm, a holder counts as dead": [
+        _edit(lease, "counts_as_alive", "held.age_s < EXPIRY_S", "False")
+    ],
+    "a requeue is tried only once": [
+        _edit(requeuer.Requeuer, "relocate", "or not moved.is_transient", "or moved")
+    ],
+    "failures are not counted": [_edit(History, "from_events", "failures.append(past)", "pass")],
+    "an attempt without a folder has no number": [
+        _edit(BufferedStorage, "names", "*(path.name for path in self._folders if path.parent == folder)", "")
+    ],
+    "ranks stop at the earliest step": [_edit(StopAgreement, "_common_step", "max(steps)", "min(steps)")],
+    "a request to cancel is ignored": [
+        _edit(requeuer.Requeuer, "intent", "self.run.cancel_request.exists()", "False")
+    ],
+    "the oldest checkpoints are kept": [
+        _edit(Retention, "steps_to_keep", "steps[-self.last :]", "steps[: self.last]")
+    ],
+    "all nodes count as free": [
+        _edit(ScaleUpMonitor, "_try_scale_up", "self.num_nodes + nodes.num_free(excluded)", "self.spec.nodes")
+    ],
+    "the end of a run is not notified": [
+        _edit(Notifier, "run", "self._check_with_retries()\n    deadline", "deadline")
+    ],
+    "earlier events are notified again": [
+        _edit(Notifier, "__init__", "while self._events.read():", "while False:")
+    ],
 }
 
 #: A seed and faults that show a planted bug; for the others, seeds are searched.
 PLANTED_SEEDS: dict[str, tuple[int, str]] = {
+    "a requeue is tried only once": (2858, "preempt@45.5:108.1 slurm-lost-answers@3.8:54.1"),
     "a replaced holder keeps its lease": (36, "steal-lease@27.5:64.7"),
     "the queue is searched only before the first submission": (
         1415,

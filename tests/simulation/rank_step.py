@@ -97,6 +97,9 @@ class RankStep:
         self.base = self.last_commit = -1
         self.stop_signal: int | None = None
         self.stop_after: int | None = None
+        self.can_stop_after = -1
+        """The latest step that a rank has named."""
+        self.is_cancelled = False
         self.is_saving = self.is_leaving = self.is_launched = False
         self.report_is_lost = False
         job.steps.append(self)
@@ -187,8 +190,13 @@ class RankStep:
         if self.world.crashes_again:
             if committed:
                 self._log_event("checkpoint", step=self.base, path=str(self.run.checkpoint(self.base)))
-            self.later(0.5, 2.0, lambda: self.fail(self.ranks[0], "ValueError", "bad value again"))
+            self.later(0.5, 2.0, self._crash_again)
         self.later(0.5, 2.0, self._begin)
+
+    def _crash_again(self) -> None:
+        if self.ranks[0].is_alive:
+            self.world.on_crash_again()
+            self.fail(self.ranks[0], "ValueError", "bad value again")
 
     def _begin(self) -> None:
         if self._can_progress:
@@ -416,9 +424,11 @@ class RankStep:
             if self.stop_signal is None:
                 self.stop_signal = signal.SIGTERM
             step = self.steps_done + self.scheduler.random.choice((0, 1))
+            self.can_stop_after = max(self.can_stop_after, step)
             self.server.receive(self.attempt, rank.rank, {"can_stop_after": step})
         elif "stop_after" in message:
             self.stop_after = message["stop_after"]
+            self.world.on_agreed_stop(self)
 
 
 class HeartbeatServer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import io
 import logging
 import os
@@ -61,7 +62,7 @@ def _world() -> World:
     return Scheduler.current.world
 
 
-def _kill_orphans(_run: str, before: int) -> list[int]:
+def _kill_orphans(_run: str, before: int = sys.maxsize) -> list[int]:
     scheduler = Scheduler.current
     scheduler.step()
     assert scheduler.process is not None
@@ -229,6 +230,7 @@ def _enter(core: int | None) -> None:
     if core is not None:
         # The threads hand over faster on one core.
         os.sched_setaffinity(0, {core})
+    gc.freeze()
     _entered.enter_context(simulated_supervisor())
 
 

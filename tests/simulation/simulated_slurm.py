@@ -120,6 +120,8 @@ class SimSlurm:
         self.down: set[str] = set()
         self.unresponsive: set[str] = set()
         """Dead nodes that Slurm has not yet marked down."""
+        self.outages: list[tuple[float, float]] = []
+        """Begin and duration of the outage of each node."""
         # With a large value, the second job starts at once.
         by_hand = any(fault.kind == "start-by-hand" and fault.value > _AT_ONCE for fault in world.faults)
         num_nodes = config.num_cluster_nodes + by_hand * config.spec.most_granted
@@ -294,6 +296,7 @@ class SimSlurm:
         if node in self.unresponsive or node in self.down:
             return
         self.scheduler.trace("node dies", node)
+        self.outages.append((self.scheduler.now, max(back_after_s, _SLURMD_TIMEOUT_S + 1)))
         self.unresponsive.add(node)
         for job in self.jobs:
             if job.state in ("RUNNING", "COMPLETING") and node in job.nodes:
@@ -540,7 +543,7 @@ class SimPopen:
                 return
             lost = slurm.has("lost-answers") and random.random() < 0.5
             code, out, err = slurm.execute(words, self.environ, issued_at)
-            self._scheduler.trace(" ".join(words[:6])[:100], code, err.strip())
+            self._scheduler.trace(" ".join(words[:6]), code, err.strip())
             if lost:
                 code, out, err = 1, "", f"{words[0]}: error: {_TIMED_OUT}\n"
             self._scheduler.call_later(latency, lambda: self.finish(code, out, err))
@@ -578,7 +581,9 @@ class SimPopen:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
 
-    def communicate(self, _input: object = None, timeout: float | None = None) -> tuple[str, Any]:
+    def communicate(self, stdin: bytes | None = None, timeout: float | None = None) -> tuple[str, Any]:
+        if stdin is not None:
+            self._world.on_notification(stdin)
         self.wait(timeout)
         return self._out, self._err
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.records.lease import RENEW_INTERVAL_S, LeaseHolder
+from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, LeaseHolder
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.supervisor import main as supervisor_main
@@ -49,6 +49,10 @@ class World:
         """Step and attempt of each commit."""
         self.has_trained = False
         self.user_cancelled = self.crashes_again = False
+        self._num_crashes = 0
+        """Number of crashes at the same place."""
+        self._notified: set[tuple[str, float]] = set()
+        """Occasion and time of each notification."""
         self._jobs_after: dict[str, set[str]] = {}
         self._steps: list[RankStep] = []
 
@@ -216,6 +220,8 @@ class World:
         if not job.is_active:
             return
         self.user_cancelled = True
+        for step in self._steps:
+            step.is_cancelled = step.trains
         self.run.cancel_request.touch()
         moment = system.time()
         os.utime(self.run.cancel_request, (moment, moment))
@@ -234,7 +240,9 @@ class World:
 
     def fail(self, words: str) -> None:
         self.scheduler.trace("VIOLATION", words)
-        raise Violation(words)
+        # The supervisor may catch the exception.
+        self.scheduler.failure = self.scheduler.failure or Violation(words)
+        raise self.scheduler.failure
 
     def _fail_horizon(self) -> None:
         if any(job.is_active for job in self.slurm.jobs):
@@ -245,12 +253,37 @@ class World:
             self.on_attempt_start(step)
 
     def on_link(self, path: str) -> None:
-        """Check a new lease: with a reachable Slurm and disk, its previous holder has ended."""
+        """Check a new lease: its previous holder has ended, or could not renew its lease."""
         lease = Path(path)
-        if lease.parent.name != "lease" or self.slurm.windows or self.disk.windows:
+        if lease.parent.name != "lease":
             return
-        if (holder := self._lease_process(int(lease.name) - 1)) not in (None, self.scheduler.process):
-            self.fail(f"a lease is claimed although {holder.name} holds it")
+        holder = self._lease_process(int(lease.name) - 1)
+        if holder in (None, self.scheduler.process):
+            return
+        age_s = system.time() - self.run.lease(int(lease.name) - 1).stat().st_mtime
+        excused = self.disk.windows or any(fault.kind == "pause-supervisor" for fault in self.faults)
+        if age_s < EXPIRY_S or not excused:
+            self.fail(f"a lease is claimed although {holder.name} holds it, renewed {age_s:.0f} s ago")
+
+    def on_crash_again(self) -> None:
+        self._num_crashes += 1
+        num_submissions = 1 + sum(job.is_by_hand for job in self.slurm.jobs)
+        if self._num_crashes > self.config.spec.max_failures * num_submissions and not self.disk.windows:
+            self.fail(f"the run continues after {self._num_crashes - 1} crashes at the same place")
+
+    def on_agreed_stop(self, step: RankStep) -> None:
+        if step.stop_after is not None and step.stop_after < step.can_stop_after:
+            self.fail(
+                f"ranks stop after step {step.stop_after}, but one has begun step {step.can_stop_after}"
+            )
+
+    def on_notification(self, message: bytes) -> None:
+        said = json.loads(message)
+        key = said["occasion"], said["time"]
+        # The supervisor of a second job sends notifications until it finds the first.
+        if key in self._notified and not any(job.is_by_hand for job in self.slurm.jobs):
+            self.fail(f"the user is notified twice: {said['text']}")
+        self._notified.add(key)
 
     def on_attempt_start(self, step: RankStep) -> None:
         for other in self._steps:
@@ -267,6 +300,8 @@ class World:
             self.fail(f"attempt {step.attempt} starts while attempt {others[0].attempt} is alive")
         if step.attempt > _MAX_ATTEMPTS:
             self.fail(f"{_MAX_ATTEMPTS} attempts")
+        if self.run.cancel_request.exists() and any(other.is_cancelled for other in self._steps):
+            self.fail(f"attempt {step.attempt} starts although its ranks were cancelled")
         finished = self._finished_before(self.scheduler.now)
         # Slurm may have requeued the job before the supervisor recorded a failure.
         is_restarted = step.job.is_by_hand or (finished == "FAILED" and step.job.was_requeued_by_slurm)
@@ -313,9 +348,10 @@ class World:
         self.scheduler.trace("commit", number, "by attempt", step.attempt)
 
     def after_retention(self) -> None:
-        newest = max(self.committed)[0]
-        if not (self.run.checkpoint(newest) / "manifest.json").exists():
-            self.fail(f"the newest checkpoint (step {newest}) was deleted")
+        steps = sorted({step for step, _ in self.committed})
+        for step in reversed(steps[-self.config.keep_last :]):
+            if not (self.run.checkpoint(step) / "manifest.json").exists():
+                self.fail(f"a checkpoint to keep was deleted: step {step} of {steps}")
 
     def on_trained(self, step: RankStep) -> None:
         self.has_trained = True
@@ -340,6 +376,14 @@ class World:
             self.fail("the run is CANCELLED, but not by the user")
         if state == "FAILED" and not (record.finished or {}).get("cause"):
             self.fail("the run is FAILED without a cause")
+        for event in self.run.read_events():
+            if event["kind"] == "grow":
+                self._check_growth(event["nodes"], event["time"] - EPOCH)
+        killed = any((process.code or 0) < 0 for process in self.scheduler.processes)
+        killed = killed or any(fault.kind == "steal-lease" for fault in self.faults)
+        notifies = self.config.spec.notify.targets and not killed and not self.disk.windows
+        if notifies and state and not any(occasion == "finish" for occasion, _ in self._notified):
+            self.fail("the user is not notified of the end")
         evicted = last.final in ("PREEMPTED", "NODE_FAIL") and self.config.spec.resume_mode != "requeue"
         code = last.batch.supervisor.code if last.batch is not None else None
         evicted = evicted and not self.user_cancelled and not self.disk.windows
@@ -347,6 +391,13 @@ class World:
             self.fail(f"job {last.name} exits to be continued, but no job continues the run")
         if self._must_complete() and state != "COMPLETED":
             self.fail(f"with at most one survivable fault, the run ended as {self.outcome}")
+
+    def _check_growth(self, nodes: int, moment: float) -> None:
+        down = sum(begin + 5.0 < moment < begin + duration for begin, duration in self.slurm.outages)
+        if any(fault == "slow" for fault, _, _ in self.slurm.windows):
+            return
+        if nodes > len(self.slurm.all_nodes) - down:
+            self.fail(f"the run is requeued for {nodes} nodes, although {down} are down")
 
     def _must_complete(self) -> bool:
         """True if nothing excuses another end than COMPLETED."""

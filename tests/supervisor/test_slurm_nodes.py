@@ -121,3 +121,33 @@ def test_all_nodes_are_checked(monkeypatch, tmp_path):
     monkeypatch.setattr(slurm_nodes, "node_trouble", lambda node: "gone" if node.name == "n2" else None)
     nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "1"})
     assert nodes.lost(["n1", "n2"]) == {"n2": "gone"}
+
+
+def test_steps_are_killed_when_slurm_responds_again(tmp_path, monkeypatch):
+    answers, killed = [SchedulerError("squeue failed: Socket timed out"), ["7.0"], []], []
+
+    def list_rank_steps(job_ids, environ):
+        if isinstance(answer := answers.pop(0), SchedulerError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm_nodes, "list_rank_steps", list_rank_steps)
+    monkeypatch.setattr(slurm_nodes, "signal_steps", lambda steps, *_: killed.extend(steps))
+    monkeypatch.setattr(slurm_nodes, "_POLL_INTERVAL_S", 0.0)
+    SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7"}).kill_steps()
+    assert killed == ["7.0"]
+    assert answers == []
+
+
+def test_supervisor_does_not_wait_forever_for_slurm(tmp_path, monkeypatch, caplog):
+    def list_rank_steps(job_ids, environ):
+        raise SchedulerError("squeue failed: Socket timed out")
+
+    monkeypatch.setattr(slurm_nodes, "list_rank_steps", list_rank_steps)
+    monkeypatch.setattr(slurm_nodes, "_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(slurm_nodes, "_STEPS_LISTED_S", 0.01)
+    SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7"}).kill_steps()
+    assert [record.message for record in caplog.records] == [
+        "waiting for Slurm to end the ranks of the killed supervisor: squeue failed: Socket timed out",
+        "cannot end all ranks of the killed supervisor, so some may still be running",
+    ]

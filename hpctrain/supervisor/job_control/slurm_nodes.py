@@ -39,6 +39,8 @@ _MEMORY_OPTIONS = {
 }
 #: Time limit for killed tasks to exit; usually shorter if the nodes are up.
 _STEPS_END_S = 30.0
+#: Time limit for Slurm to list the steps. Without the controller, srun cannot start a step either.
+_STEPS_LISTED_S = 300.0
 #: Time limit for Slurm to accept changes of a requeued job.
 _UPDATE_LIMIT_S = 15.0
 _POLL_INTERVAL_S = 0.5
@@ -127,13 +129,19 @@ class SlurmNodes:
 
     def kill_steps(self) -> None:
         """Kill the steps with `scancel`. See `AllocatedNodes.kill_steps`."""
-        deadline = system.monotonic() + _STEPS_END_S
-        try:
-            while (steps := list_rank_steps([self._job_id], self._environ)) and system.monotonic() < deadline:
+        deadline, is_warned = system.monotonic() + _STEPS_LISTED_S, False
+        while system.monotonic() < deadline:
+            try:
+                if not (steps := list_rank_steps([self._job_id], self._environ)):
+                    return
+                deadline = min(deadline, system.monotonic() + _STEPS_END_S)
                 signal_steps(steps, signal.SIGKILL, self._environ)
-                system.sleep(_POLL_INTERVAL_S)
-        except SchedulerError as error:
-            log.warning("cannot end all ranks of an earlier attempt, so some may still be running: %s", error)
+            except SchedulerError as error:
+                if not is_warned:
+                    log.warning("waiting for Slurm to end the ranks of the killed supervisor: %s", error)
+                is_warned = True
+            system.sleep(_POLL_INTERVAL_S)
+        log.warning("cannot end all ranks of the killed supervisor, so some may still be running")
 
 
 def node_trouble(node: NodeRecord) -> str | None:
