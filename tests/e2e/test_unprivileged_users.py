@@ -13,6 +13,7 @@ from helpers.unprivileged_user import UnprivilegedUser, UserRun
 from helpers.waiting import wait_for
 
 from hpctrain import sandbox
+from hpctrain.errors import RunFailed
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -31,7 +32,7 @@ def site(user) -> Iterator[sandbox.Sandbox]:
     """A cluster on which the user has the QOS `small`."""
     name = f"users-{os.getpid()}"
     settings = [
-        *("KillWait=5", "AccountingStorageEnforce=associations,limits,qos"),
+        "AccountingStorageEnforce=associations,limits,qos",
         "PartitionName=cheap Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=0",
     ]
     try:
@@ -47,7 +48,7 @@ def site(user) -> Iterator[sandbox.Sandbox]:
 @pytest.fixture
 def run(site, user, request) -> Iterator[UserRun]:
     """A run to submit; afterwards, all jobs are cancelled and no limits are set."""
-    yield UserRun(request.node.name.partition("[")[0], user, site.env)
+    yield UserRun(request.node.name.translate(str.maketrans("[", "-", "]")), user, site.env)
     run_command(["scancel", f"--user={user.name}"], site.env)
     limit(site, *UNLIMITED)
 
@@ -82,6 +83,7 @@ def test_user_cancels_a_run(run):
         ("GrpTRES=cpu=1", "QOSGrpCpuLimit: together with the running jobs"),
         ("MaxWall=10", "QOSMaxWallDurationPerJobLimit: the job requests more time per job than the QOS"),
     ],
+    ids=["jobs", "cpus", "time"],
 )
 def test_pending_run_names_the_limit(run, site, user, limits, reason):
     blocker = ["sbatch", "--parsable", "--qos=small", "--time=5", "--output=/dev/null", "--wrap=sleep 300"]
@@ -97,10 +99,10 @@ def test_pending_run_names_the_limit(run, site, user, limits, reason):
 
 def test_refused_submission_names_the_limit(run, site):
     limit(site, "MaxSubmitJobsPerUser=2")
-    for option in ("--array=0-3", "--dry-run"):
-        refused = run.submit("--qos=small", "--array=0-3", option, check=False)
+    for options in ([], ["--dry-run"]):
+        refused = run.submit("--qos=small", "--array=0-3", *options, check=False)
         assert refused.returncode == 3
-        assert "There are as many submitted jobs as the QOS allows, and each task" in refused.stderr
+        assert "as many submitted jobs as the QOS allows, and each task of an array counts" in refused.stderr
     assert not run.path.exists()
 
 
@@ -117,16 +119,19 @@ def test_run_whose_successor_is_refused_is_requeued(run, site):
     assert (len(run.events("submitted")), len(run.events("resumed"))) == (1, 1)
 
 
-def test_run_that_neither_successor_nor_requeue_can_continue_is_resumed(run, site):
+def test_run_that_neither_successor_nor_requeue_can_continue_is_resumed(run, site, user):
     """Slurm cancels a preempted job of this partition at once, but the ranks save their state."""
     limit(site, "MaxSubmitJobsPerUser=1")
     run.submit("--qos=small", "--partition=cheap", step_s=0.2)
     run.wait_for_step(3)
     preempt(site.env, nodes=2, seconds=0)
-    assert run.wait() == 1
+    assert run.wait() == RunFailed.exit_code
     status = run.status()
     assert status["state"] == "FAILED"
     assert "QOSMaxSubmitJobPerUserLimit" in status["cause"]
+    # The job counts until it has ended.
+    jobs = ["squeue", "--noheader", f"--user={user.name}"]
+    wait_for(lambda: not run_command(jobs, site.env).stdout, 60, "the end of the job")
     run.hpctrain("resume", str(run.path))
     assert run.wait() == 0
     assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"]

@@ -49,7 +49,8 @@ class UnprivilegedUser:
         """Run a command as the user. See `helpers.commands.run_command`."""
         ids = [f"--reuid={self.name}", f"--regid={self.name}", "--clear-groups"]
         own = {"HOME": str(self.home), "USER": self.name, "LOGNAME": self.name}
-        return run_command(["setpriv", *ids, *argv], {**(env or {}), **own}, cwd=self.home, **options)
+        # setpriv may execute files that the user may not, env may not.
+        return run_command(["setpriv", *ids, "env", *argv], {**(env or {}), **own}, cwd=self.home, **options)
 
     def _make_venv(self) -> Path:
         """Return an interpreter that the user can run, with our packages."""
