@@ -119,19 +119,17 @@ def test_run_whose_successor_is_refused_is_requeued(run, site):
     assert (len(run.events("submitted")), len(run.events("resumed"))) == (1, 1)
 
 
-def test_run_that_neither_successor_nor_requeue_can_continue_is_resumed(run, site, user):
+def test_run_that_neither_successor_nor_requeue_can_continue_is_resumed(run, site):
     """Slurm cancels a preempted job of this partition at once, but the ranks save their state."""
-    limit(site, "MaxSubmitJobsPerUser=1")
     run.submit("--qos=small", "--partition=cheap", step_s=0.2)
     run.wait_for_step(3)
+    limit(site, "MaxSubmitJobsPerUser=0")
     preempt(site.env, nodes=2, seconds=0)
     assert run.wait() == RunFailed.exit_code
     status = run.status()
     assert status["state"] == "FAILED"
     assert "QOSMaxSubmitJobPerUserLimit" in status["cause"]
-    # The job counts until it has ended.
-    jobs = ["squeue", "--noheader", f"--user={user.name}"]
-    wait_for(lambda: not run_command(jobs, site.env).stdout, 60, "the end of the job")
+    limit(site, *UNLIMITED)
     run.hpctrain("resume", str(run.path))
     assert run.wait() == 0
     assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"]
