@@ -456,7 +456,9 @@ def test_limit_in_a_rejection_is_explained():
         "There are as many submitted jobs as the QOS allows, and each task of an array counts; `sacctmgr "
         "show qos` lists the limits. Wait until other jobs have ended, or use another --qos or --account."
     )
-    assert suggest_remedy("sbatch failed: Invalid qos specification") == "Correct the options, then try again."
+    assert (
+        suggest_remedy("sbatch failed: Invalid qos specification") == "Correct the options, then try again."
+    )
 
 
 def test_unparsable_forecast_is_reported(request_of):
