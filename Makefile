@@ -51,7 +51,7 @@ SLURM_VERSIONS ?= installed 24.11 26.05
 SLURM_TESTS ?= tests/jobs/*live.py tests/cluster/test_live_launches.py tests/cluster/test_rendezvous_in_slurm.py \
     tests/cluster/test_hostlist.py tests/sandbox/test_sandbox_live.py tests/e2e/test_slurm.py \
     tests/e2e/test_faults_on_slurm.py tests/e2e/test_executor.py tests/e2e/test_requeue_rules.py \
-    tests/e2e/test_successors.py tests/e2e/test_elastic.py
+    tests/e2e/test_successors.py tests/e2e/test_elastic.py tests/e2e/test_unprivileged_users.py
 
 test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half an hour per version
 	@scripts/install_for_tests.sh

@@ -109,7 +109,7 @@ def command(
     for line in (*submission.notes, *submission.forecast):
         click.echo(line, err=True)
     if reason := submission.preflight.refusal():
-        raise SchedulerError(f"Slurm would reject this job: {reason}. Correct the options, then try again.")
+        raise SchedulerError(f"Slurm would reject this job: {reason}")
     spec = submission.spec
     _become_shell(spec, words, submission.script)
 

@@ -242,9 +242,7 @@ def command(
         _print_lines(submission.forecast)
         click.echo(submission.script, nl=False)
         if words := submission.preflight.refusal():
-            raise SchedulerError(
-                f"Slurm would reject this job: {words}. Correct the options, then try again."
-            )
+            raise SchedulerError(f"Slurm would reject this job: {words}")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 

@@ -79,6 +79,7 @@ def submit_successor(
     run.log_event("handover", attempt, job_id=job_id)
     successor = _submit_once(run, spec, job_id, environ, changes)
     record_successor(run, successor, job_id)
+    _prevent_requeue(job_id, strip_job_env(environ))
     _move_dependents(job_id, successor, environ)
     if run.cancel_request.exists():
         # The cancellation was applied to this job, because its successor was not yet recorded.
@@ -205,6 +206,17 @@ def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str],
         # The hold applied to the first job, and was released.
         run_slurm(["scontrol", "release", answer], strip_job_env(environ))
     return answer if spec.array_task is None else f"{answer}_{spec.array_task}"
+
+
+def _prevent_requeue(job_id: str, outer: Mapping[str, str]) -> None:
+    """Prevent a requeue of this job, for which its successor would wait.
+
+    Since Slurm 24.11, a preempted job is requeued even if its script exits within the grace time.
+    """
+    try:
+        update_job([job_id], outer, Requeue="0")
+    except SchedulerError as error:
+        log.warning("Slurm may requeue job %s, which delays its successor: %s", job_id, error)
 
 
 def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) -> None:

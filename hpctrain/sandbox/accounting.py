@@ -9,8 +9,12 @@ from hpctrain.errors import SchedulerError
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.sandbox.requirements import SEARCH_PATH
 
-#: User created by Debian's Slurm packages. MariaDB refuses to run as root, and slurmdbd should not.
-ACCOUNTING_USER = "slurm"
+#: User of MariaDB, which refuses to run as root. Created by Debian's Slurm packages.
+MARIADB_USER = "slurm"
+
+#: User of slurmdbd and administrator of the database. The controller, which runs as root, accepts changes of
+#: associations and limits only from this user; otherwise it ignores them until its restart.
+SLURMDBD_USER = "root"
 
 #: Variable with the path of the database server's Unix socket.
 SOCKET_VARIABLE = "MYSQL_UNIX_PORT"
@@ -48,14 +52,6 @@ JobAcctGatherType=jobacct_gather/none
 """
 
 
-def slurmdbd_user(plan: SandboxLayout) -> str:
-    """Return the user of slurmdbd, who is also the administrator of the database.
-
-    Slurm 26.05 requires the user of the controller, which is root in a sandbox.
-    """
-    return "root" if plan.shape.slurm else ACCOUNTING_USER
-
-
 def slurm_conf_lines(plan: SandboxLayout) -> str:
     """Return the accounting lines of `slurm.conf`."""
     if not plan.shape.accounting:
@@ -71,18 +67,17 @@ def create_accounting(plan: SandboxLayout) -> None:
     """
     plan.accounting.mkdir()
     plan.accounting.chmod(0o755)
-    shutil.chown(plan.accounting, ACCOUNTING_USER, ACCOUNTING_USER)
+    shutil.chown(plan.accounting, MARIADB_USER, MARIADB_USER)
     conf = _SLURMDBD_CONF.format(
         munge_socket=plan.munge_socket,
         port=plan.slurmdbd_port,
-        user=slurmdbd_user(plan),
+        user=SLURMDBD_USER,
         log=plan.slurmdbd_log,
         folder=plan.accounting,
     )
     plan.slurmdbd_conf.write_text(conf, encoding="utf-8")
     # Required by slurmdbd, because the file may contain a password.
     plan.slurmdbd_conf.chmod(0o600)
-    shutil.chown(plan.slurmdbd_conf, slurmdbd_user(plan))
     _install_database(plan)
 
 
@@ -119,7 +114,7 @@ def _install_database(plan: SandboxLayout) -> None:
         "mariadb-install-db",
         *_storage(plan),
         "--auth-root-authentication-method=socket",
-        f"--auth-root-socket-user={slurmdbd_user(plan)}",
+        f"--auth-root-socket-user={SLURMDBD_USER}",
         "--skip-test-db",
         "--skip-name-resolve",
     ]
@@ -127,8 +122,8 @@ def _install_database(plan: SandboxLayout) -> None:
         done = subprocess.run(
             command,
             env={"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8"},
-            user=ACCOUNTING_USER,
-            group=ACCOUNTING_USER,
+            user=MARIADB_USER,
+            group=MARIADB_USER,
             extra_groups=[],
             cwd="/",
             stdin=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ from typing import IO
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
-from hpctrain.sandbox.accounting import ACCOUNTING_USER, SOCKET_VARIABLE, mariadbd_argv, slurmdbd_user
+from hpctrain.sandbox.accounting import MARIADB_USER, SOCKET_VARIABLE, mariadbd_argv
 from hpctrain.sandbox.layout import SandboxLayout, conf_path
 
 #: Set for every daemon and its children: the sandbox's folder, and for a slurmd also the node.
@@ -149,7 +149,7 @@ def _accounting_daemons(
             mariadbd_argv(plan),
             plan.accounting / "mariadbd.log",
             environ,
-            user=ACCOUNTING_USER,
+            user=MARIADB_USER,
             stays_in_front=True,
             address=plan.database_socket,
         ),
@@ -160,7 +160,6 @@ def _accounting_daemons(
             ("slurmdbd", str(plan.slurmdbd_conf)),
             plan.slurmdbd_log,
             {**environ, SOCKET_VARIABLE: str(plan.database_socket)},
-            user=slurmdbd_user(plan),
             address=plan.slurmdbd_port,
             launcher=launcher,
         ),

@@ -31,6 +31,10 @@ _RUNNING, _WAITING = "hpctrain-ranks-", "hpctrain-reserve-"
 #: Name of the job step that injects faults into the ranks.
 CHAOS_STEP = "hpctrain-chaos"
 
+#: Last line of `scontrol show config`. If a site limits RPCs per user (`rl_enable`), scontrol may print its
+#: complete answer, but exit with code 1 because its last RPC, a ping, was refused.
+_CONFIG_END = "\nSlurmctld(primary) at "
+
 _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 
 
@@ -84,7 +88,7 @@ class SlurmCall:
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 raise SchedulerError(f"{self._name} {NO_ANSWER_MESSAGE} {limit_s:g} s") from error
-        if process.returncode:
+        if process.returncode and (err or _CONFIG_END not in out):
             raise SchedulerError(f"{self._name} failed: {_words(err) or f'exit code {process.returncode}'}")
         return out, err
 

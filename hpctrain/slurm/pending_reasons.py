@@ -85,6 +85,15 @@ def explain_reason(reason: str, job_id: str) -> str:
     return reason if words is None else f"{reason}: {words.format(job_id=job_id)}"
 
 
+def suggest_remedy(refusal: str) -> str:
+    """Return sentences on the remedy for a job that Slurm rejects."""
+    for word in re.findall(r"\w+", refusal):
+        if words := _explain_limit(word):
+            wait = "Wait until other jobs have ended" if "SubmitJob" in word else "Request less"
+            return f"{words[0].upper()}{words[1:]}. {wait}, or use another --qos or --account."
+    return "Correct the options, then try again."
+
+
 def _explain_limit(name: str) -> str | None:
     """Explain the limit of a QOS, an association or an account; None if the reason is not such a limit."""
     found = _LIMIT.fullmatch(name)
@@ -99,7 +108,10 @@ def _explain_limit(name: str) -> str | None:
         words = f"the job requests more {what} per {per[3:].lower()} than {owner} allows"
     elif found["budget"]:
         words = f"the budget of {owner} for {what} is used up"
+    elif found["resource"] == "SubmitJob":
+        words = f"there are as many submitted jobs as {owner} allows, and each task of an array counts"
     else:
         whose = {"PerUser": "your running jobs", "PerAccount": "the running jobs of the account"}
-        words = f"{whose.get(per, 'running jobs')} have reached the limit of {owner} for {what}"
+        running = whose.get(per, "the running jobs")
+        words = f"together with {running}, the job exceeds the limit of {owner} for {what}"
     return f"{words}; `sacctmgr show {table}` lists the limits"

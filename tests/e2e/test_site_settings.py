@@ -12,6 +12,7 @@ from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
 from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version
 from helpers.training_runs import check_preempted_run_continues, submit
+from helpers.unprivileged_user import UnprivilegedUser, UserRun
 from helpers.waiting import wait_for
 
 from hpctrain import sandbox
@@ -25,12 +26,13 @@ pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @contextmanager
-def cluster_of(version: str, settings: list[str]) -> Iterator[sandbox.Sandbox]:
+def cluster_of(version: str, settings: list[str], cpus: int = 8) -> Iterator[sandbox.Sandbox]:
     if version:
         need_slurm_version(version)
     name = f"pytest-s{os.getpid()}"
     try:
-        yield sandbox.up(name, nodes=2, gpus_per_node=2, settings=["KillWait=5", *settings], slurm=version)
+        settings = ["KillWait=5", *settings]
+        yield sandbox.up(name, nodes=2, gpus_per_node=2, cpus_per_node=cpus, settings=settings, slurm=version)
     finally:
         sandbox.down(name)
 
@@ -50,15 +52,28 @@ def test_steps_managed_by_the_job(version, tmp_path):
         assert_no_process_left(run.path)
 
 
+@pytest.mark.parametrize("version", SLURM_VERSIONS)
+def test_rate_limit_of_a_user(version):
+    """The controller postpones the RPCs of a user beyond a rate (since 23.02). Root is exempt."""
+    rates = "rl_enable,rl_bucket_size=8,rl_refill_rate=2,rl_refill_period=1"
+    with UnprivilegedUser() as user, cluster_of(version, [f"SlurmctldParameters={rates}"]) as cluster:
+        run = UserRun("run", user, cluster.env)
+        run.submit()
+        check_preempted_run_continues(run, cluster)
+        assert "cannot" not in run.dir.supervisor_log.read_text()
+        burst = "for i in $(seq 20); do scontrol show config >/dev/null || echo refused & done; wait"
+        assert "refused" in user.run(["sh", "-c", burst], cluster.env).stdout
+
+
 @pytest.mark.parametrize("version", ALL_VERSIONS)
-def test_devices_constrained_by_control_groups(version, tmp_path):
-    """A job can open only its own GPUs."""
+def test_devices_cores_and_memory_constrained_by_control_groups(version, tmp_path):
+    """A job can open only its own GPUs, and a rank runs on its own core."""
     groups = Path("/sys/fs/cgroup/devices")
     if not (groups / "tasks").exists() or not os.access(groups, os.W_OK):
         pytest.skip(f"needs control groups of the first version for devices in {groups}")
     try:
-        with cluster_of(version, []) as cluster:
-            _constrain_devices(cluster)
+        with cluster_of(version, [], os.cpu_count() or 1) as cluster:
+            _constrain(cluster)
             run = submit(tmp_path / "run", cluster.env, SHAPE, step_s=0.1)
             run.wait_for_step(2)
             for rank in run.ranks().values():
@@ -66,6 +81,7 @@ def test_devices_constrained_by_control_groups(version, tmp_path):
                     f"/slurm_{rank.environ['SLURMD_NODENAME']}/"
                     in Path(f"/proc/{rank.pid}/cgroup").read_text()
                 )
+                assert len(os.sched_getaffinity(rank.pid)) == 1
             check_preempted_run_continues(run, cluster)
     finally:
         # slurmd does not remove the groups of its node.
@@ -73,13 +89,14 @@ def test_devices_constrained_by_control_groups(version, tmp_path):
             group.rmdir()
 
 
-def _constrain_devices(cluster: sandbox.Sandbox) -> None:
+def _constrain(cluster: sandbox.Sandbox) -> None:
     """Restart all daemons with control groups, and fail unless these deny other devices."""
     text = cluster.conf.read_text()
     for plugin in ("ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none"):
         text = text.replace(plugin, f"{plugin.rpartition('/')[0]}/cgroup")
     cluster.conf.write_text(text)
-    cgroup_conf = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nConstrainDevices=yes\n"
+    cgroup_conf = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n"
+    cgroup_conf += "".join(f"Constrain{what}=yes\n" for what in ("Devices", "Cores", "RAMSpace"))
     cluster.conf.with_name("cgroup.conf").write_text(cgroup_conf)
     pids = {pid for label, pid in cluster.daemons().items() if label.startswith("slurm")}
     for process in processes():

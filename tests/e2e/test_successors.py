@@ -72,6 +72,9 @@ def test_preemption_by_an_urgent_job(site, reference, tmp_path):
     assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"]
     assert_undisturbed(run, reference)
     assert_chained(run, 2)
+    # Its successor waited for no second start of the first job.
+    first = run.events("submitted")[0]["job_id"]
+    assert " Restarts=0 " in run_command(["scontrol", "show", "job", first], run.env).stdout
 
 
 @pytest.mark.long

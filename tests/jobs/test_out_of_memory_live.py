@@ -44,13 +44,14 @@ def limited_cluster() -> Iterator[SlurmJobs]:
         yield SlurmJobs(box, environment(box.env))
     finally:
         sandbox.down(name)
-        # slurmd does not remove the group of its node.
-        for group in GROUPS.glob(f"slurm_{name}-*"):
+        # slurmd does not remove the group of its node, nor those of steps that were killed with it.
+        for group in sorted(GROUPS.glob(f"slurm_{name}-*/**"), reverse=True):
             group.rmdir()
 
 
 @pytest.mark.long
 @pytest.mark.slurm
+@pytest.mark.timeout(240)
 def test_out_of_memory_of_a_job_and_of_a_rank_is_reported(limited_cluster, tmp_path):
     eating_script = tmp_path / "eats.py"
     eating_script.write_text(ALLOCATE_FOREVER)
@@ -69,7 +70,7 @@ def test_out_of_memory_of_a_job_and_of_a_rank_is_reported(limited_cluster, tmp_p
     assert job.status().cause == "Slurm reports OUT_OF_MEMORY before any rank started"
     assert "State=OUT_OF_MEMORY" in limited_cluster.command("scontrol", "show", "job", job.job_id)
 
-    status = run.wait_for_end(timeout=60)
+    status = run.wait_for_end(timeout=150)
     assert status.state is RunState.FAILED
     assert f"rank 1 on {limited_cluster.box.nodes[0]}: SIGKILL: out of memory: the job exceeded" in str(
         status.cause

@@ -24,6 +24,7 @@ from hpctrain.jobs.site.site_check import check_request
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.command import SlurmCall, run_slurm
 from hpctrain.slurm.config import SlurmConfig
+from hpctrain.slurm.pending_reasons import suggest_remedy
 from hpctrain.slurm.site_discovery import discover_site
 from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions
 
@@ -342,6 +343,25 @@ def test_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
         run_command(["sacctmgr", "-i", "delete", "qos", "lifted"], accounting.env)
 
 
+def test_time_above_the_limit_of_the_qos_is_a_note(accounting, make_spec):
+    environ = environment(accounting.env)
+    run_command(["sacctmgr", "-i", "add", "qos", "brief", "MaxWall=10"], accounting.env)
+    try:
+        site, _ = discover_site(environ, Site())
+        limited = replace(site, slurm=replace(site.slurm, enforced=("associations", "limits")))
+        query = partial(run_slurm, environ=environ)
+
+        def notes(time_limit_s: float) -> list[str]:
+            spec = make_spec(time_limit_s=time_limit_s, directives={"qos": "brief"})
+            return check_request(JobRequest.from_spec(spec, environ), limited, query)[0]
+
+        assert notes(600.0) == []
+        (note,) = notes(3600.0)
+        assert "QOS brief allows at most 00:10:00 (MaxWall)" in note
+    finally:
+        run_command(["sacctmgr", "-i", "delete", "qos", "brief"], accounting.env)
+
+
 def test_node_local_files_are_noted(make_spec):
     spec = make_spec(script="/tmp/train.py", python="/tmp/venv/bin/python")
     (warning,) = path_notes(spec, lambda command: "n1\nn2\n")
@@ -422,6 +442,23 @@ def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):
         "Maximum cost: 38\u202f400 GPU-hours (100 nodes × 8 GPUs × 2-00"
     )
     assert "neither --time nor the partition" in estimate_cost(request_of(), [], site)
+
+
+def test_forecast_of_slurm_26_is_read(request_of):
+    words = "sbatch: Job 4 to start at 2020-01-01T00:00:00 a using 1 processors on nodes n1 in partition p\n"
+    forecast = SlurmCall(["printf", words], os.environ)
+    assert expected_start(request_of(), forecast) == "Estimated start: now, on n1, partition p."
+
+
+def test_limit_in_a_rejection_is_explained():
+    words = "QOSMaxSubmitJobPerUserLimit; Batch job submission failed: Job violates accounting/QOS policy"
+    assert suggest_remedy(f"sbatch failed: {words}") == (
+        "There are as many submitted jobs as the QOS allows, and each task of an array counts; `sacctmgr "
+        "show qos` lists the limits. Wait until other jobs have ended, or use another --qos or --account."
+    )
+    assert (
+        suggest_remedy("sbatch failed: Invalid qos specification") == "Correct the options, then try again."
+    )
 
 
 def test_unparsable_forecast_is_reported(request_of):

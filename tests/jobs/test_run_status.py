@@ -112,8 +112,8 @@ def test_jobs_are_queried_at_once(fake_slurm):
         ),
         JobStateView(
             PENDING,
-            "QOSMaxJobsPerUserLimit: your running jobs have reached the limit of the QOS for jobs; "
-            "`sacctmgr show qos` lists the limits",
+            "QOSMaxJobsPerUserLimit: together with your running jobs, the job exceeds the limit of the QOS "
+            "for jobs; `sacctmgr show qos` lists the limits",
             job_state="PENDING",
         ),
         JobStateView(RunState.FAILED, "Slurm reports OUT_OF_MEMORY", job_state="OUT_OF_MEMORY"),

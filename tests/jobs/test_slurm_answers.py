@@ -91,6 +91,13 @@ def test_auto_uses_slurm_if_it_answers(fake_slurm, prepared):
     assert "sinfo failed: Could not establish a configuration source" in submission.notes[0]
 
 
+def test_configuration_is_read_although_the_ping_after_it_is_refused():
+    config = "KillWait = 7 sec\n\nSlurmctld(primary) at n1 is DOWN\n"
+    assert run_slurm(["sh", "-c", f"printf '{config}'; exit 1"], os.environ) == config
+    with pytest.raises(SchedulerError, match="sh failed: no"):
+        run_slurm(["sh", "-c", f"printf '{config}'; echo no >&2; exit 1"], os.environ)
+
+
 def test_first_failed_query_ends_the_others():
     def start_calls(commands):
         return [SlurmCall(command, dict(os.environ)) for command in commands]

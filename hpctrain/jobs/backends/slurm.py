@@ -88,7 +88,9 @@ class SlurmBackend:
                     f"--name={shlex.quote(spec.name)}`. If the job is queued, its run folder "
                     f"is {str(run.path)!r}. Otherwise, submit again with the same --run-dir."
                 ) from error
-            mend = "Try again later." if is_transient(str(error)) else "Correct the options, then try again."
+            from hpctrain.slurm.pending_reasons import suggest_remedy
+
+            mend = "Try again later." if is_transient(str(error)) else suggest_remedy(str(error))
             raise SchedulerError(f"The job was not submitted: {error}. {mend}") from error
 
     def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:

@@ -12,6 +12,7 @@ from hpctrain.slurm.command import SlurmCall, is_transient
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.parsing import parse_timestamp
+from hpctrain.slurm.pending_reasons import suggest_remedy
 from hpctrain.slurm.site_facts import Partition, Site
 from hpctrain.text import join_or, pluralize
 
@@ -21,7 +22,8 @@ FORECAST_TIMEOUT_S = 10.0
 _IMMEDIATE_S = 60
 _NOW = "now"
 
-_START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
+# Slurm 26.05 prints "a" after the time.
+_START = re.compile(r"to start at (\S+)(?: a)? using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
 
 
 def can_start(partitions: Sequence[Partition]) -> bool:
@@ -59,13 +61,14 @@ class StartForecast:
         return self._answer
 
     def refusal(self) -> str:
-        """Return Slurm's message if Slurm would reject the job; empty if not, or without an answer."""
+        """Return Slurm's message and the remedy if Slurm would reject the job; empty if not, or unknown."""
         try:
             self.answer()
         except SchedulerError as error:
             words = str(error)
             if words.startswith("sbatch failed: ") and not is_transient(words):
-                return "" if any(wait in words for wait in _WAITS) else words
+                waits = any(wait in words for wait in _WAITS)
+                return "" if waits else f"{words}. {suggest_remedy(words)}"
         return ""
 
 

@@ -6,6 +6,7 @@ A job that would certainly be rejected or pend forever is an error. Other findin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 
 from hpctrain.errors import SchedulerError, SpecError
@@ -14,6 +15,7 @@ from hpctrain.jobs.site.node_requirements import node_problems, nodes_in_service
 from hpctrain.jobs.site.partition_limits import limit_problems
 from hpctrain.jobs.site.problem import SiteProblem
 from hpctrain.jobs.site.requeue_notes import requeue_notes
+from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.site_discovery import RunQuery, query_qos
 from hpctrain.slurm.site_facts import Partition, Qos, Site
 from hpctrain.text import join_or, pluralize, suggest
@@ -45,7 +47,7 @@ def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[
             _suggest_partitions(request, candidates, site),
         )
     notes = [note for one in open_to_it for note in standing[one.name][1]] if len(candidates) == 1 else []
-    return [*notes, *_notes(request, open_to_it[0], site)], open_to_it
+    return [*notes, *_notes(request, open_to_it[0], site, ask)], open_to_it
 
 
 def _general(request: JobRequest, site: Site) -> Iterator[SiteProblem]:
@@ -126,6 +128,25 @@ def _every_qos(site: Site, ask: RunQuery) -> Sequence[Qos]:
         return []
 
 
+def _qos_notes(request: JobRequest, site: Site, ask: RunQuery) -> Iterator[str]:
+    """Yield a note if the time limit exceeds that of the requested QOS, so that the job pends forever.
+
+    Not an error, because a QOS of the partition may allow more.
+    """
+    name, asked = request.value("qos"), request.time_limit_s
+    if not name or asked is None or site.slurm is None or "limits" not in site.slurm.enforced:
+        return
+    with suppress(SchedulerError):
+        for qos in query_qos(ask):
+            if qos.name == name and qos.max_time_s is not None and asked > qos.max_time_s:
+                most = format_time_limit(qos.max_time_s)
+                yield (
+                    f"A time limit of {format_time_limit(asked)} was requested ({request.origin('time')}), "
+                    f"but QOS {name} allows at most {most} (MaxWall). Unless the QOS of the partition allows "
+                    f"more, the job will never start. Use --time {most} or less."
+                )
+
+
 def _refusal(problems: Sequence[SiteProblem], mend: str = "") -> SpecError:
     lines = list(dict.fromkeys(problem.message for problem in problems))
     return SpecError("\n".join([*lines, *([mend] if mend else [])]))
@@ -147,7 +168,7 @@ def _suggest_partitions(request: JobRequest, refused: Sequence[Partition], site:
     return f"Partition {join_or(names)} would accept the job without changes (--partition)."
 
 
-def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
+def _notes(request: JobRequest, partition: Partition, site: Site, ask: RunQuery) -> list[str]:
     notes = []
     if partition.state == "DOWN":
         notes.append(
@@ -159,4 +180,5 @@ def _notes(request: JobRequest, partition: Partition, site: Site) -> list[str]:
             f"The job requests {pluralize(request.spec.least_granted, 'node')}, but according to sinfo, "
             f"partition {partition.name} has {number} in service now. The job will wait for more nodes."
         )
+    notes += _qos_notes(request, site, ask)
     return [*notes, *requeue_notes(partition, site, request.spec.resume_mode)]
