@@ -108,10 +108,10 @@ def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
     ):
         raise EnvironmentMismatch(
             f"There are {layout.num_tasks} tasks ({NUM_TASKS}), but this process runs in an interactive "
-            f"{environ['SLURM_JOB_NAME']} shell (SLURM_PTY_PORT, SLURM_JOB_NAME), and the shells of the other "
-            "tasks have exited. Start the interactive shell with --ntasks=1, or start the ranks with another "
-            f"srun. To run a single process anyway, set {ENVIRONMENT_VARIABLE}=local. To run this process as "
-            f"one of {layout.num_tasks} ranks, set {ENVIRONMENT_VARIABLE}=slurm."
+            f"{environ['SLURM_JOB_NAME']} shell (SLURM_PTY_PORT, SLURM_JOB_NAME), and the shells of the "
+            "other tasks have exited. Start the interactive shell with --ntasks=1, or start the ranks with "
+            f"another srun. To run a single process anyway, set {ENVIRONMENT_VARIABLE}=local. To run this "
+            f"process as one of {layout.num_tasks} ranks, set {ENVIRONMENT_VARIABLE}=slurm."
         )
 
 
