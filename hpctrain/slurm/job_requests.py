@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError
-from hpctrain.slurm.command import NO_JOB_ID_MESSAGE, list_rank_steps, run_slurm
+from hpctrain.slurm.command import NO_JOB_ID_MESSAGE, is_answer_lost, list_rank_steps, run_slurm
 from hpctrain.text import is_count
 
 #: Seconds to look for a step to signal: steps start and end in between.
 _STEP_LIMIT_S = 3.0
+#: Seconds for a signal. If an array task is requeued in the meantime, scancel 22.05 repeats it for a minute.
+_SIGNAL_LIMIT_S = 10.0
 #: Slurm ends a requeued job and all its processes immediately: SIGKILL follows some seconds later.
 _UNTIL_KILLED = ("/bin/sh", "-c", 'trap "" TERM; exec "$@"', "sh")
 
@@ -67,7 +69,8 @@ def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) ->
 
 def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
     """Send a signal to all tasks of job steps."""
-    run_slurm(["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps], environ)
+    command = ["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps]
+    run_slurm(command, environ, timeout_s=_SIGNAL_LIMIT_S)
 
 
 def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
@@ -78,22 +81,28 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
     """
     left = set(job_ids)
     tried: dict[str, str] = {}
+    unconfirmed: SchedulerError | None = None
     deadline = system.monotonic() + _STEP_LIMIT_S
     while left and system.monotonic() < deadline:
         steps = {step.rpartition(".")[0]: step for step in list_rank_steps(sorted(left), environ)}
         left -= {job for job, step in tried.items() if steps.get(job) != step}
         steps = {job: step for job, step in steps.items() if job in left}
         try:
-            if steps:
+            if steps and unconfirmed is None:
                 signal_steps(list(steps.values()), number, environ)
                 left -= steps.keys()
         except SchedulerError as error:
+            if is_answer_lost(str(error)):
+                # The signal may have arrived: wait for the steps to end instead of sending it again.
+                unconfirmed, deadline = error, system.monotonic() + _STEP_LIMIT_S
             # scancel signals twice; the step may have ended before the second signal.
-            if "Invalid job id" not in str(error):
+            elif "Invalid job id" not in str(error):
                 raise
             tried = steps
         if left:
             system.sleep(0.2)
+    if left and unconfirmed is not None:
+        raise unconfirmed
     if left:
         others = " The other jobs received the signal." if len(left) < len(job_ids) else ""
         raise SchedulerError(

@@ -258,7 +258,7 @@ def test_failure_shows_cause_with_user_frames_and_one_line_per_victim(hpctrain, 
     assert result.returncode == 4
     (victim,) = [line for line in result.stdout.splitlines() if line.startswith("hpctrain: ")]
     assert victim.startswith(
-        "hpctrain: this rank exited because rank 1 on local-0 (KeyError) failed: Runtime"
+        "hpctrain: this rank exited because rank 1 on local-0 failed (KeyError): Runtime"
     )
     assert "Traceback" not in result.stdout
     lines = [line.strip() for line in result.stderr.splitlines()]

@@ -13,6 +13,7 @@ from helpers.fake_slurm import queued, recorded
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
+from hpctrain.slurm import job_requests
 from hpctrain.slurm.command import SlurmCall, run_all, run_slurm
 
 
@@ -139,3 +140,20 @@ def test_call_may_have_long_input_and_be_read_late():
     text = "x" * 10**6
     call = SlurmCall(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
     assert call.answer() == (f"{len(text)}\n", "")
+
+
+@pytest.mark.slow
+def test_signal_without_an_answer_has_arrived_if_the_step_ends(fake_slurm, monkeypatch):
+    """If a task is requeued while scancel signals its step, scancel 22.05 repeats the signal for a minute."""
+    monkeypatch.setattr(job_requests, "_SIGNAL_LIMIT_S", 0.5)
+    monkeypatch.setattr(job_requests, "_STEP_LIMIT_S", 1.0)
+    fake_slurm.answer("squeue", "249_1.0 hpctrain-ranks-0\n")
+    sent, listed = fake_slurm.folder / "sent", fake_slurm.folder / "squeue"
+    scancel = fake_slurm.folder / "scancel"
+    scancel.write_text(f"#!/bin/sh\necho >>{sent}\nexec sleep 20\n")
+    scancel.chmod(0o755)
+    with pytest.raises(SchedulerError, match="scancel did not respond"):
+        job_requests.signal_ranks(["249_1"], signal.SIGTERM, fake_slurm.environ)
+    assert sent.read_text() == "\n"  # sent once
+    scancel.write_text(f"#!/bin/sh\necho '#!/bin/sh' >{listed}\nexec sleep 20\n")
+    job_requests.signal_ranks(["249_1"], signal.SIGTERM, fake_slurm.environ)

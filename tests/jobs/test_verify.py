@@ -129,7 +129,7 @@ def test_run_without_metrics_or_checkpoints_is_refused(run):
     with pytest.raises(SpecError, match="recorded no step metrics"):
         run.plan()
     run.train(1, 3)
-    with pytest.raises(SpecError, match="no checkpoint of hpctrain"):
+    with pytest.raises(SpecError, match="no hpctrain checkpoint"):
         run.plan()
 
 

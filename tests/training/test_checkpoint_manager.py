@@ -141,6 +141,7 @@ def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys)
     def release():
         released.set()
         wait_for(lambda: 4 in steps(tmp_path), 10, "the checkpoint for which the disk hung")
+        time.sleep(0.5)  # the writer ends shortly after its checkpoint is visible
 
     monkeypatch.setattr(CheckpointDir, "commit", hang)
     fit(tmp_path, 20, Line(at={2: lambda: time.sleep(0.2), 14: release}), keep_last=20)
