@@ -61,6 +61,7 @@ def test_kills_at_each_kind_of_moment(reference, tmp_path):
     check(tmp_path, reference, kills)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_killed_rank_on_slurm_costs_at_most_one_step(slurm, reference, tmp_path):
     check(tmp_path, reference, choose_kills(random.SystemRandom(), 1), cluster=slurm)

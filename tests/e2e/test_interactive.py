@@ -164,6 +164,7 @@ def test_debugged_rank_continues_with_the_same_result(tmp_path):
     check_debug(recorded_weights.submit(tmp_path, "--hang-timeout=2", "train.py"), 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_debug_of_a_rank_on_a_slurm_node(slurm, tmp_path):
     run = submit(tmp_path, "--nodes=2", env=slurm.env)

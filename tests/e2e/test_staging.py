@@ -152,6 +152,7 @@ def test_start_without_staging_uses_the_shared_file_system(shared):
     assert count_operations(found, shared) > 200
 
 
+@pytest.mark.long
 def test_start_from_the_staged_environment_has_few_file_operations(shared):
     found = start(shared, "staged", staged=True, traced=True)
     assert not found["prefix"].startswith(str(shared))

@@ -26,6 +26,7 @@ def numbers(text: str, label: str = "") -> list[int]:
     return [int(number) for number in found]
 
 
+@pytest.mark.long
 def test_logs_of_two_ranks_continue_after_each_cut(laptop: Laptop, proxy: CuttingProxy):
     options = ("--ntasks-per-node", "2", "--independent-ranks")
     laptop.hpctrain(*SUBMIT, *options, "train.py", "500")
