@@ -59,10 +59,19 @@ def forward_context(precision: str, device: torch.device) -> contextlib.Abstract
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
+def make_scaler(
+    precision: str, device: torch.device, *, has_shards: bool = False
+) -> torch.amp.GradScaler | None:
     """Return the loss scaler of `16-mixed`, which keeps small gradients from vanishing; None otherwise.
 
-    If gradients overflow, the step is skipped and the scale is reduced. All ranks make the same decision,
-    because an infinity on one rank is part of the averaged gradients of all ranks.
+    If gradients overflow, the step is skipped and the scale is reduced. All ranks make the same decision: an
+    infinity on one rank is part of the averaged gradients of all ranks. If each rank only `has_shards` of
+    them, the scaler asks the others. DTensor does not if the first parameter is a scalar.
     """
-    return torch.amp.GradScaler(device.type) if precision == "16-mixed" else None
+    if precision != "16-mixed":
+        return None
+    if not has_shards:
+        return torch.amp.GradScaler(device.type)
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return ShardedGradScaler(device.type)

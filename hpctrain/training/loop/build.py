@@ -104,7 +104,8 @@ def build_training_loop(
     if lightning is not None:
         lightning.source = source
     optimization = _configure_optimizers(placed, module)
-    scaler = make_scaler(settings.precision, context.device)
+    has_shards = context.is_distributed and not placed.has_complete_state
+    scaler = make_scaler(settings.precision, context.device, has_shards=has_shards)
     most = environ.get(MICRO_BATCH_VARIABLE)
     determinism = ElasticDeterminism(context, settings.grain_size) if settings.grain_size else None
     if lightning is not None:
