@@ -104,6 +104,25 @@ class SilentCorruption(HpctrainError):
         return type(self), (str(self), self.suspects, self.verified_step)
 
 
+def describe_suspects(majority: str | None, suspects: Sequence[Suspect], verified_step: int) -> str:
+    """Return sentences for the message of `SilentCorruption`.
+
+    Args:
+        majority: beginning of a sentence about the values that agree; None if there is no majority.
+        suspects: the ranks that may be faulty.
+        verified_step: last step after which the complete state was verified.
+    """
+    places = "; ".join(f"rank {one.rank} ({one.device} on {one.host})" for one in suspects)
+    hosts = ", ".join(dict.fromkeys(one.host for one in suspects))
+    text = (
+        f"{majority} {places}. The probable cause is faulty hardware. Exclude {hosts}"
+        if majority
+        else "There is no majority, so any of these devices may be faulty, or the training is not "
+        f"deterministic: {places}. Check them"
+    )
+    return f"{text}, and resume from the checkpoint of step {verified_step} or an earlier one."
+
+
 class Unauthenticated(HpctrainError):
     """A peer did not prove that it belongs to the run."""
 

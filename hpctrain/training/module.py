@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import UserError
 
@@ -112,6 +113,21 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
             )
         scalars[name] = tensor.reshape(())
     return scalars
+
+
+def check_initialized(module: nn.Module) -> None:
+    """Check that all parameters and buffers have a size.
+
+    Raises:
+        UserError: a lazy layer has not been called yet.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(
+                f"{name} belongs to a lazy layer, such as nn.LazyLinear, so it has no size before the first "
+                "call of this layer. Before training, call the module once with a batch, or use a layer with "
+                "a fixed size."
+            )
 
 
 def takes_optimizer_idx(module: Module) -> bool:

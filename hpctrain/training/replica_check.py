@@ -19,7 +19,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from hpctrain.cluster.host_name import host_name
-from hpctrain.errors import SilentCorruption, Suspect
+from hpctrain.errors import SilentCorruption, Suspect, describe_suspects
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import pluralize
 from hpctrain.training.base.device_selection import describe_hardware
@@ -253,24 +253,13 @@ class ReplicaCheck:
         ]  # fmt: skip
         names = list(dict.fromkeys(names or [part.name for part in parts]))
         what = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
-        places = "; ".join(f"rank {one.rank} ({one.device} on {one.host})" for one in suspects)
-        hosts = ", ".join(dict.fromkeys(one.host for one in suspects))
         verified_step = self._state.verified_step or 0
+        majority = f"{len(answers) - len(odd)} of {len(answers)} ranks agree, all except" if odd else None
         text = (
             f"After step {found.step}, {what} differed between the ranks. The last comparison "
             f"that found no difference was after step {found.slice.verified_step}. "
+            f"{describe_suspects(majority, suspects, verified_step)}"
         )
-        if odd:
-            text += (
-                f"{len(answers) - len(odd)} of {len(answers)} ranks agree, all except {places}. The probable "
-                f"cause is faulty hardware. Exclude {hosts}, and resume"
-            )
-        else:
-            text += (
-                f"There is no majority, so any of these devices may be faulty: {places}. Check them, and "
-                "resume"
-            )
-        text += f" from the checkpoint of step {verified_step} or an earlier one."
         return SilentCorruption(text, suspects, verified_step)
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -362,7 +363,7 @@ def train_in_own_loop(run_dir: str, max_steps: int, settings: dict[str, Any]) ->
             session.backward(loss)
             session.clip_gradients(0.5)
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)
             schedule.step()
             session.log(loss=loss, largest=y.max())
         return {name: value.clone() for name, value in module.state_dict().items()}
@@ -410,6 +411,34 @@ def train_with_plain_backward(run_dir: str) -> None:
 def test_own_loop_without_session_backward_is_refused(tmp_path):
     with pytest.raises(hpctrain.UserError, match=r"did not call session\.backward"):
         train_with_plain_backward(str(tmp_path / "run"))
+
+
+def train_with_own_clipping(run_dir: str, use: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
+    with hpctrain.session(elastic_determinism=True, run_dir=run_dir) as session:
+        module, optimizer = session.prepare(net := WithoutRare(), torch.optim.SGD(net.parameters(), lr=0.1))
+        for x, kind, y in session.batches(Noisy(), global_batch_size=16, max_steps=1):
+            session.backward(nn.functional.mse_loss(module(x, kind), y))
+            use(module, optimizer)
+            optimizer.step()
+
+
+def use_scaler(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda module, optimizer: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+        lambda module, optimizer: nn.utils.clip_grad_value_(module.parameters(), 1.0),
+        use_scaler,
+    ],
+)
+def test_own_loop_that_uses_gradients_of_a_grain_is_refused(tmp_path, use):
+    with pytest.raises(hpctrain.UserError, match=r"call session\.clip_gradients"):
+        train_with_own_clipping(str(tmp_path / "run"), use)
 
 
 class Alternating(Net):
@@ -505,6 +534,12 @@ class Synchronized(Net):
         self.norm = nn.SyncBatchNorm(6)
 
 
+class Lazy(Net):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.LazyLinear(1)
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(Noisy())
@@ -531,6 +566,8 @@ REFUSALS = [
     ({"net": Renormalized}, "changed the parameter embedding.weight"),
     ({"net": Foreign}, "updates a parameter that no module contains"),
     ({"seed_samples": False}, "seed_samples is False"),
+    ({"net": Lazy}, "head.weight belongs to a lazy layer"),
+    ({"net": Lazy, "elastic_determinism": False, "grain_size": None}, "head.weight belongs to a lazy layer"),
     ({"net": Synchronized}, "contains a SyncBatchNorm"),
 ]
 
@@ -681,3 +718,47 @@ class Reentrant(Net):
 def test_gradient_in_several_parts_is_refused(tmp_path):
     with pytest.raises(hpctrain.UserError, match="use_reentrant=False"):
         train(str(tmp_path / "run"), 2, {"net": Reentrant, "bucket_cap_mb": 1e-4})
+
+
+class MixedTypes(hpctrain.Module):
+    """A layer of another type outside of a block, or in its own."""
+
+    def __init__(self, has_own_block):
+        super().__init__()
+        double = nn.Linear(3, 1).double()
+        self.first, self.last = nn.Linear(6, 3), nn.Sequential(double) if has_own_block else double
+
+    def training_step(self, batch, batch_idx):
+        return self.last(self.first(batch[0]).double()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train_mixed_types(has_own_block: bool, **settings: Any) -> str:
+    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=8, checkpoint_every=None, **settings)
+    try:
+        trainer.fit(MixedTypes(has_own_block), Noisy())
+    except hpctrain.UserError as error:
+        return str(error)
+    return "trained"
+
+
+def train_all_mixed_types(strategy: str) -> list[str]:
+    return [
+        train_mixed_types(False, strategy=strategy),
+        train_mixed_types(False, strategy=strategy, elastic_determinism=True),
+        train_mixed_types(True, strategy=strategy),
+        train_mixed_types(True, strategy=strategy, elastic_determinism=True),
+        train_mixed_types(False, strategy="ddp", elastic_determinism=True),
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_parameter_types_that_cannot_be_gathered_together_are_refused(strategy):
+    plain, elastic, *others = run_on_ranks(train_all_mixed_types, strategy, world_size=2)[0]
+    assert elastic == plain
+    assert plain.startswith(
+        f"strategy is '{strategy}', which gathers first.bias (torch.float32) and last.bias (torch.float64)"
+    )
+    assert others == ["trained"] * 3

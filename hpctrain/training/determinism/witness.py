@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from hpctrain.errors import SilentCorruption, Suspect
+from hpctrain.errors import SilentCorruption, Suspect, describe_suspects
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.rng import derive_seed
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
@@ -83,23 +83,15 @@ class Witness:
         odd = {rank for rank, value in of_pair.items() if value != truth}
         odd |= {rank for rank, value in enumerate(votes) if value != truth}
         suspects = tuple(known[rank] for rank in sorted(odd if is_clear else of_pair))
-        places = "; ".join(f"rank {each.rank} ({each.device} on {each.host})" for each in suspects)
-        hosts = ", ".join(dict.fromkeys(each.host for each in suspects))
         pair = " and ".join(map(str, of_pair))
-        text = f"In step {step}, ranks {pair} computed different gradients of the same grain. "
-        if is_clear:
-            text += (
-                f"All {len(votes)} ranks then computed this grain again. {num_votes} of the "
-                f"{len(votes) + len(of_pair)} gradients agree, all except those of {places}. The probable "
-                f"cause is faulty hardware. Exclude {hosts}, and resume"
-            )
-        else:
-            text += (
-                "There is no majority, so any of these devices may be faulty, or the training is not "
-                f"deterministic: {places}. Check them, and resume"
-            )
-        text += (
-            f" from the checkpoint of step {verified_step} or an earlier one. The gradients were not applied."
+        majority = (
+            f"All {len(votes)} ranks then computed this grain again. {num_votes} of the "
+            f"{len(votes) + len(of_pair)} gradients agree, all except those of"
+        )
+        text = (
+            f"In step {step}, ranks {pair} computed different gradients of the same grain. "
+            f"{describe_suspects(majority if is_clear else None, suspects, verified_step)} "
+            "The gradients were not applied."
         )
         return SilentCorruption(text, suspects, verified_step)
 

@@ -31,7 +31,7 @@ from hpctrain.training.loop.lightning_step import LightningTrainStep
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.loop.validator import Validator
-from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.module import Module, check_initialized, takes_optimizer_idx
 from hpctrain.training.observe.compute_timer import ComputeTimer
 from hpctrain.training.observe.environment_info import collect_environment, hash_code
 from hpctrain.training.observe.logger_process import LoggerProcess
@@ -82,6 +82,7 @@ def build_training_loop(
     Raises:
         UserError: a data set is empty or not usable.
     """
+    check_initialized(module)
     ranks = context.ranks
     if settings.elastic_determinism and isinstance(train_dataset, DataLoader):
         _check_grain_size(settings)

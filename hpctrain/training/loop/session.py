@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from hpctrain.training.determinism.exact_norm import exact_norm
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
-from hpctrain.training.module import Module
+from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers, broadcast_tensors
@@ -123,6 +123,7 @@ class Session:
             "the loop over batches()", None if run is None else run.path, os.environ
         )
         self._part = 1.0
+        self._hidden: list[tuple[nn.Parameter, _HiddenGradient]] = []
 
     @property
     def is_main(self) -> bool:
@@ -192,7 +193,9 @@ class Session:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, a mean over this rank's batch, multiplied by `weight`."""
         self._has_backward = True
+        self._hide_gradients(False)
         torch.autograd.backward(loss if self.weight == 1.0 else loss * self.weight)
+        self._hide_gradients(True)
 
     def log(self, **scalars: torch.Tensor | float) -> None:
         """Average `scalars` over the global batch; show and log them with the step.
@@ -240,6 +243,9 @@ class Session:
             )
         settings = TrainerConfig(**length, **self._options)
         resolve_strategy(settings, os.environ)
+        if self._is_elastic:
+            trained = [each for each in self._prepared.parameters() if each.requires_grad]
+            self._hidden = [(each, _HiddenGradient.like(each)) for each in trained]
         return build_training_loop(
             settings=settings,
             module=self._prepared,
@@ -282,6 +288,7 @@ class Session:
             except GeneratorExit:
                 self._warn_of_early_exit(step.rank_batch.step)
                 raise
+            self._hide_gradients(False)
             if not self._has_backward:
                 raise UserError(
                     "The loop body did not call session.backward(loss), which elastic_determinism requires "
@@ -297,8 +304,12 @@ class Session:
         self._scalars = None
         for call in self._deferred:
             call()
-        for optimizer in self._prepared.optimizers:
-            optimizer.zero_grad()
+        self._hide_gradients(False)
+
+    def _hide_gradients(self, hidden: bool) -> None:
+        """With elastic_determinism, set all gradients to placeholders that raise errors, or to None."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient if hidden else None
 
     def _defer(self, thing: Any) -> Callable[..., None]:
         """Return a function that postpones `thing.step()` to the end of the optimizer step."""
@@ -325,6 +336,7 @@ class Session:
 
     def _prepare(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):
+            check_initialized(thing)
             self._prepared.models.append(thing.to(self.device))
             if self._is_elastic and self._context.is_distributed:
                 broadcast_tensors([*thing.parameters(), *thing.buffers()])
@@ -342,6 +354,8 @@ class Session:
                 deferred = self._defer(thing)
                 # A scheduler that is created later requires a bound method.
                 thing.step = MethodType(lambda _, *args: deferred(*args), thing)  # type: ignore[method-assign]
+                # Each pass begins without gradients.
+                thing.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign] # noqa: ARG005
             return thing
         if hasattr(thing, "step") and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
             self._prepared.schedulers.append(thing)
@@ -349,6 +363,23 @@ class Session:
         raise UserError(
             f"prepare() received an object of type {type(thing).__name__}, but accepts only modules, "
             "optimizers and learning-rate schedulers."
+        )
+
+
+class _HiddenGradient(torch.Tensor):
+    """Placeholder for a gradient before the last grain of a step. Any use raises an error."""
+
+    @classmethod
+    def like(cls, parameter: nn.Parameter) -> _HiddenGradient:
+        return parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> NoReturn:
+        raise UserError(
+            "The loop body used a gradient before the last grain of a step, for example in clip_grad_norm_, "
+            "clip_grad_value_ or GradScaler. With elastic_determinism, the gradients do not exist before "
+            "that. To clip them by norm, call session.clip_gradients(max_norm). Instead of GradScaler, use "
+            "bfloat16. The Trainer also supports gradient_clip_value, and precision='16-mixed'."
         )
 
 

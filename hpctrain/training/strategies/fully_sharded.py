@@ -76,9 +76,10 @@ class FullyShardedBase(Strategy):
             self._broadcast(scalar)
         for unit in [*reversed(find_wrap_modules(self.module)), self._root]:
             assert isinstance(unit, nn.Module)
-            for parameter in unit.parameters():
-                if not isinstance(parameter, DTensor) and parameter.ndim:
-                    self._broadcast(parameter)
+            own = [each for each in unit.parameters() if not isinstance(each, DTensor) and each.ndim]
+            self._check_dtypes(own)
+            for parameter in own:
+                self._broadcast(parameter)
             fully_shard(
                 unit,
                 mesh=self._mesh,
@@ -170,6 +171,23 @@ class FullyShardedBase(Strategy):
             )
         unshard_module(self.module)
         return None
+
+    def _check_dtypes(self, together: list[nn.Parameter]) -> None:
+        """Check that parameters that are gathered together have one type, if they are trained.
+
+        Raises:
+            UserError: they have several types.
+        """
+        trained = {each for each in together if each.requires_grad}
+        names = {each.dtype: name for name, each in self.module.named_parameters() if each in trained}
+        if len(names) > 1:
+            (dtype, name), (other, other_name), *_ = names.items()
+            raise UserError(
+                f"strategy is {self.settings.strategy!r}, which gathers {name} ({dtype}) and {other_name} "
+                f"({other}) together, so they must have the same type. Convert them to one type, or put the "
+                "layers of each type into separate blocks of a Sequential, ModuleList or ModuleDict, or use "
+                "strategy 'ddp'."
+            )
 
     def _broadcast(self, parameter: nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.context.device)
