@@ -337,6 +337,18 @@ def test_cancelled_and_resized_run_is_identical(tmp_path):
 
 
 @pytest.mark.long
+def test_extended_run_is_identical(tmp_path):
+    script = [str(SCRIPTS / "train_small.py"), "", "norm=false"]
+    run = Run(tmp_path / "run", {})
+    for max_steps in ("8", "14"):
+        script[1] = max_steps
+        run.hpctrain("submit", *TWO_RANKS, f"--run-dir={run.path}", *script)
+        assert run.wait() == 0
+    result = assert_identical(run)
+    assert any("was complete after step 8, and was then extended" in note for note in result["notes"])
+
+
+@pytest.mark.long
 def test_preempted_run_is_identical(tmp_path):
     options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
     run = submit(tmp_path / "run", {}, TWO_RANKS, options=options, step_s=0.1)

@@ -13,7 +13,7 @@ import pytest
 from hpctrain.checkpoint.convert.compare_checkpoints import StateComparison
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hpctrain.errors import SpecError
-from hpctrain.jobs.verify.compare_records import compare_metrics, compare_samples
+from hpctrain.jobs.verify.compare_records import compare_metrics, compare_samples, extra_validations
 from hpctrain.jobs.verify.find_causes import compare_environments
 from hpctrain.jobs.verify.scratch_run import ScratchRun
 from hpctrain.jobs.verify.training_record import TrainingRecord
@@ -131,6 +131,17 @@ def test_run_without_metrics_or_checkpoints_is_refused(run):
     run.train(1, 3)
     with pytest.raises(SpecError, match="no hpctrain checkpoint"):
         run.plan()
+
+
+def test_validation_at_the_end_of_a_run_that_was_extended_later_is_not_compared(run, tmp_path):
+    run.start(1).train(1, 3).train(4, 4, val_loss=2.0).save(4)
+    run.dir.log_event("finished", 0, state="COMPLETED")
+    run.start(1, resumed=4).train(5, 7).train(8, 8, val_loss=3.0).save(8)
+    run.dir.log_event("finished", 1, state="COMPLETED")
+    here = RunBuilder(tmp_path / "here").start(1).train(1, 8).record
+    (missing,) = compare_metrics(run.record, here, range(1, 9), [])
+    assert (missing.step, missing.name) == (8, "val_loss")
+    assert extra_validations(run.record, here) == {4: ["val_loss"]}
 
 
 def test_resized_parts_keep_their_ranks_and_interruptions_are_merged(run):

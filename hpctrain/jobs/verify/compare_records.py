@@ -32,13 +32,25 @@ class RecordDifference:
 def compare_metrics(
     recorded: TrainingRecord, here: TrainingRecord, steps: Sequence[int], ignored: Collection[str]
 ) -> Iterator[RecordDifference]:
-    """Yield the differing metrics of each step, the loss first. Metrics that only `here` has are skipped."""
+    """Yield the differing metrics of each step, the loss first.
+
+    Metrics that only `here` has are skipped, and so are those of the `extra_validations` of the record.
+    """
+    extra = extra_validations(recorded, here)
     for step in steps:
         values, others = recorded.steps[step], here.steps.get(step, {})
-        for name in sorted(values.keys() - set(ignored), key=lambda name: (name != "loss", name)):
+        names = values.keys() - set(ignored) - set(extra.get(step, ()))
+        for name in sorted(names, key=lambda name: (name != "loss", name)):
             other = others.get(name, _MISSING)
             if not same_number(values[name], other):
                 yield RecordDifference(step, name, values[name], other)
+
+
+def extra_validations(recorded: TrainingRecord, here: TrainingRecord) -> dict[int, list[str]]:
+    """Return the metrics of validations at earlier ends of the run, which `here` does not repeat, by step."""
+    both = (step for step in recorded.earlier_ends if step in recorded.steps and step in here.steps)
+    names = {step: sorted(recorded.steps[step].keys() - here.steps[step].keys()) for step in both}
+    return {step: metrics for step, metrics in names.items() if metrics}
 
 
 def compare_samples(

@@ -125,6 +125,18 @@ class TrainingRecord:
         return sorted({step for step in steps if not (isinstance(every, int) and step % every == 0)})
 
     @cached_property
+    def earlier_ends(self) -> list[int]:
+        """Steps after which the run was complete, until it was submitted again with more steps."""
+        steps: list[int] = []
+        is_complete = False
+        for event in self.events:
+            if event["kind"] == "resumed" and is_complete:
+                steps.append(event["step"])
+            if event["kind"] in ("finished", "resumed"):
+                is_complete = event.get("state") == "COMPLETED"
+        return steps
+
+    @cached_property
     def environments(self) -> dict[int, dict[str, Any]]:
         """The environment by attempt."""
         return {int(line.get("attempt", 0)): line for line in read_json_lines(self.run.environment)}

@@ -18,6 +18,7 @@ from hpctrain.jobs.verify.compare_records import (
     abbreviate_indices,
     compare_metrics,
     compare_samples,
+    extra_validations,
 )
 from hpctrain.jobs.verify.find_causes import compare_environments
 from hpctrain.jobs.verify.scratch_run import ScratchRun
@@ -204,6 +205,11 @@ def _compare(
     result.sample_steps = [step for step in steps if step in record.samples]
     result.metrics = list(compare_metrics(record, here, result.steps, ignored_metrics))
     result.samples = list(compare_samples(record, here, result.sample_steps))
+    for step, names in extra_validations(record, here).items():
+        result.notes.append(
+            f"The run was complete after step {step}, and was then extended. {', '.join(names)} of this step "
+            "could not be compared, because the extended run does not end there."
+        )
     if plan.checkpoint is not None:
         step, recorded = plan.checkpoint
         if (own := scratch.checkpoint(step)).is_dir():
