@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ __all__ = [
     "dataloader_worker",
     "fsdp_states",
     "pytree",
+    "register_first_post_hook",
 ]
 
 #: Prefixes of the attributes that `fully_shard` and its decorator add to a module.
@@ -44,6 +46,12 @@ _SHARES_BUFFERS = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel).parameters
 )
+
+
+def register_first_post_hook(optimizer: Any, hook: Callable[..., None]) -> None:
+    """Call `hook` after each step of an optimizer, before the hooks that already exist."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
 
 
 def buffer_broadcast_kwargs(shares: bool) -> dict[str, Any]:

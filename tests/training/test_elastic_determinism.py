@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers.ranks import run_on_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
@@ -106,7 +107,8 @@ def train(run_dir: str, max_steps: int, settings: dict[str, Any]) -> dict[str, t
     trainer = hpctrain.Trainer(max_steps=max_steps, run_dir=run_dir, **settings)
     module = kind()
     trainer.fit(module, data(), Noisy())
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    averages = module.averages() if isinstance(module, Averaged) else {}
+    return averages | {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def results(run_dir: Path, plan: list[tuple[int, int]], **settings: Any) -> tuple[Any, Any]:
@@ -330,6 +332,73 @@ def test_features_with_another_strategy_do_not_change_a_bit(tmp_path, feature, s
 )
 def test_settings_without_an_effect_do_not_change_a_bit(undisturbed, tmp_path, settings):
     assert_same(results(tmp_path / "run", [(2, 12)], **settings), undisturbed)
+
+
+class Averaged(Net):
+    """A moving average of the parameters in the optimizer's state."""
+
+    def configure_optimizers(self):
+        self.optimizer, schedule = super().configure_optimizers()
+        self.optimizer.register_step_post_hook(self.average)
+        return self.optimizer, schedule
+
+    @torch.no_grad()
+    def average(self, optimizer, *_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if "average" in state:
+                    state["average"].lerp_(parameter, 0.1)
+                elif parameter.grad is not None:
+                    state["average"] = parameter.clone()
+
+    def averages(self):
+        values = [state["average"] for state in self.optimizer.state.values()]
+        values = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+        return {f"average {number}": value for number, value in enumerate(values)}
+
+
+class AveragedInBuffer(Net):
+    """A moving average of a parameter in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", self.embedding.weight.detach().clone())
+
+    def configure_optimizers(self):
+        optimizer, schedule = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.average.lerp_(self.embedding.weight.detach(), 0.1))
+        return optimizer, schedule
+
+
+@pytest.mark.parametrize(
+    ("net", "strategy"),
+    [
+        (AveragedInBuffer, "zero1"),
+        (Averaged, "zero3"),
+        pytest.param(AveragedInBuffer, "ddp", marks=pytest.mark.long),
+        pytest.param(Averaged, "zero1", marks=pytest.mark.long),
+        pytest.param(Averaged, "zero2", marks=pytest.mark.long),
+    ],
+)
+def test_moving_average_has_the_same_bits(tmp_path, net, strategy):
+    reference = results(tmp_path / "one", [(1, 6)], net=net)
+    assert any("average" in name for name in reference[0])
+    results(tmp_path / "run", [(3, 4)], net=net, strategy=strategy)
+    assert_same(results(tmp_path / "run", [(2, 6)], net=net), reference)
+    assert_same(results(tmp_path / "three", [(3, 6)], net=net, strategy=strategy), reference)
+
+
+def average_in_buffer() -> str:
+    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=8, strategy="zero3", checkpoint_every=None)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(AveragedInBuffer(), Noisy())
+    return str(caught.value)
+
+
+@pytest.mark.long
+def test_sharded_parameters_cannot_be_averaged_in_a_buffer():
+    assert all("mixed torch.Tensor and DTensor" in each for each in run_on_ranks(average_in_buffer))
 
 
 def evaluate() -> tuple[Any, Any]:

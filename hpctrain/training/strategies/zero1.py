@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from hpctrain import messages
+from hpctrain.torch_compat import register_first_post_hook
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies.ddp import DataParallelBase
 from hpctrain.training.strategies.sharded_params import ShardedParameters, gradient_norm
@@ -34,7 +35,8 @@ class ZeRO1(DataParallelBase):
             parts = self._parts = ShardedParameters(mesh)
             for optimizer in optimization.optimizers:
                 parts.shard_optimizer(optimizer, self.before_update)
-                optimizer.register_step_post_hook(lambda updated, *_: parts.gather(updated))
+                # The script's own hooks then use the complete parameters.
+                register_first_post_hook(optimizer, lambda updated, *_: parts.gather(updated))
         return optimization
 
     def before_update(self) -> None:
