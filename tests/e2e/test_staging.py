@@ -160,7 +160,7 @@ def test_start_from_the_staged_environment_has_few_file_operations(shared):
     assert found["script"].startswith(str(Path(found["prefix"]).parents[1] / ".code"))
     assert count_operations(found, shared) <= 50
     assert not Path(found["prefix"]).exists()
-    (pack,) = (shared / "runs/.environments").glob("*.tar")
+    (pack,) = (shared / "runs").glob(".environments-*/*.tar")
     packed_at = pack.stat().st_ino
     start(shared, "staged-again", staged=True)
     assert pack.stat().st_ino == packed_at
