@@ -53,9 +53,9 @@ def test_pack_of_another_job_is_not_replaced(environment, tmp_path, monkeypatch)
 
 
 def test_environment_that_changes_is_not_packed(environment, tmp_path, monkeypatch):
-    def copy(source, *args):
+    def copy(*args):
         (environment / "bin/tool").write_text("changed")
-        real(source, *args)
+        real(*args)
 
     real = environment_pack.copy_contents
     monkeypatch.setattr(environment_pack, "copy_contents", copy)

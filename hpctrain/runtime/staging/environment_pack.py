@@ -31,16 +31,11 @@ def pack_environment(packs: Path, folder: Path) -> Path:
         OSError: a file cannot be read or written.
         StagingFailed: the environment changed, or tar failed.
     """
-    environment = {"venv": Path(sys.prefix)}
-    base, skipped = Path(sys.base_prefix), _UNUSED
+    environment, base = {"venv": list_contents(Path(sys.prefix))}, Path(sys.base_prefix)
     if sys.base_prefix != sys.prefix and not base.is_relative_to("/usr"):
-        environment["base"] = base
-        if any(Path(path).is_relative_to(base) and "site-packages" in path for path in sys.path):
-            skipped = frozenset()
-    contents = {
-        name: list_contents(path, skipped if name == "base" else ()) for name, path in environment.items()
-    }
-    key = " ".join(f"{path} {contents[name].fingerprint}" for name, path in environment.items())
+        uses_packages = any(Path(path).is_relative_to(base) and "site-packages" in path for path in sys.path)
+        environment["base"] = list_contents(base, () if uses_packages else _UNUSED)
+    key = " ".join(f"{contents.path} {contents.fingerprint}" for contents in environment.values())
     pack = packs / f"{xxhash.xxh3_128_hexdigest(os.fsencode(key))}.tar"
     make_folder(packs, private=True)
     with suppress(FileNotFoundError):
@@ -55,8 +50,8 @@ def pack_environment(packs: Path, folder: Path) -> Path:
     remove(copies)
     copies.mkdir()
     try:
-        for name, path in environment.items():
-            copy_contents(path, copies / name, contents[name], skipped if name == "base" else ())
+        for name, contents in environment.items():
+            copy_contents(contents, copies / name)
         _link_interpreter(copies, is_packed="base" in environment)
         command = ["tar", "--create", f"--file={temporary}", f"--directory={copies}", *environment]
         run_program(command, f"write {str(pack)!r}")

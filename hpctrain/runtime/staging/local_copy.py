@@ -41,6 +41,9 @@ class StagingFailed(HpctrainError):
 class Contents:
     """Files of a file or folder."""
 
+    path: Path
+    skipped: Container[str]
+    """Names of folders that are not listed."""
     files: list[_Entry]
     """Relative path, size in bytes, modification time in nanoseconds, and mode of each file or link."""
     folders: list[str]
@@ -79,7 +82,7 @@ def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
                 is_link = os.path.islink(os.path.join(parent, name))
                 (names if is_link else folders).append(os.path.join(at, name))
             names += [os.path.join(at, name) for name in sorted(files)]
-    return Contents(_map_in_threads(lambda name: _entry(root, name), names), folders)
+    return Contents(path, skipped, _map_in_threads(lambda name: _entry(root, name), names), folders)
 
 
 def _raise(error: OSError) -> None:
@@ -144,7 +147,7 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
         sizes = f"{format_size(before.size_bytes)}, but {str(target.parent)!r} has {format_size(free)} left"
         raise StagingFailed(f"{str(source)!r} has {sizes}")
     try:
-        copy_contents(source, temporary, before)
+        copy_contents(before, temporary)
         if finish is not None:
             finish(temporary)
         copy = list_contents(temporary)
@@ -158,7 +161,7 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
     return {**record, "reused": False, "saved_s": 0.0}
 
 
-def copy_contents(source: Path, target: Path, contents: Contents, skipped: Container[str] = ()) -> None:
+def copy_contents(contents: Contents, target: Path) -> None:
     """Copy the listed files, or unpack an archive.
 
     A link to a file outside the source becomes a file; a link to a folder outside stays a link.
@@ -167,6 +170,7 @@ def copy_contents(source: Path, target: Path, contents: Contents, skipped: Conta
         OSError: a file cannot be read or written.
         StagingFailed: the source changed, or the archive is damaged.
     """
+    source = contents.path
     is_archive = not source.is_dir() and ARCHIVE_SUFFIX.search(source.name)
     if source.is_dir() or is_archive:
         target.mkdir()
@@ -180,7 +184,7 @@ def copy_contents(source: Path, target: Path, contents: Contents, skipped: Conta
         if source.suffix == ".zip":
             command = [sys.executable, "-I", "-m", "zipfile", "-e", str(source), str(target)]
         run_program(command, f"unpack {str(source)!r}")
-    if list_contents(source, skipped).fingerprint != contents.fingerprint:
+    if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
         raise StagingFailed(f"{str(source)!r} changed while it was copied")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -53,10 +54,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
             staged[name] = stage(Path(source), folder / name)
         os.close(lock)
     except (OSError, StagingFailed) as failure:
-        words = str(failure)
-        if isinstance(failure, OSError) and failure.strerror:
-            words = f"{failure.strerror}: {failure.filename!r}" if failure.filename else failure.strerror
-        error = f"cannot stage {name}: {words}"
+        error = f"cannot stage {name}: {re.sub(r'^.Errno [0-9]+. ', '', str(failure))}"
     make_folder(result.parent)
     write_atomic(result, json.dumps({"staged": staged, "error": error}) + "\n", durable=False)
     return int(error is not None)
