@@ -20,6 +20,12 @@ from hpctrain import system
 _SHARED, _PRIVATE = 0o644, 0o600
 #: A check with `is_locked` takes microseconds, but several checks may follow each other.
 _POLL_INTERVAL_S = 0.1
+#: Removes the files and folders that follow, including read-only ones.
+REMOVE_COMMAND = (
+    *("/bin/sh", "-c"),
+    'rm -rf -- "$@" 2>/dev/null || { chmod -R u+rwX -- "$@" 2>/dev/null; rm -rf -- "$@"; }',
+    "sh",
+)
 
 
 def make_folder(path: Path, *, private: bool = False) -> None:

@@ -124,6 +124,8 @@ CODE_SOURCE_VARIABLE = "HPCTRAIN_CODE_SOURCE"
 STAGE_VARIABLE = "HPCTRAIN_STAGE"
 #: Names of the staged Python environment and code in that folder.
 STAGED_ENVIRONMENT, STAGED_CODE = ".environment", ".code"
+#: Names of archives, which `--stage` unpacks.
+ARCHIVE_SUFFIX = re.compile(r"\.(zip|(tar(\.(gz|bz2|xz|zst))?)|t(gz|bz2|xz|zst))$")
 #: A pipe whose other end the local supervisor holds, and which closes on any exit of the supervisor.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
 #: The address on which the supervisor listens for its ranks: ADDRESS:PORT:TOKEN.

@@ -112,13 +112,11 @@ class Supervisor:
         self._nodes.drop_excluded()
         if deaths and isinstance(next_step := self._take_over(), Exit):
             return next_step.code
-        if self._stager is not None:
-            self._stager.is_staged = deaths > 0
         with self._worker_group:
             try:
                 return self._run_attempts()
             except Exception:
-                self._remove_staged(max(self._run.attempts(), default=0))
+                self._remove_staged(max(self._run.attempts(), default=0), self._launcher.hosts)
                 raise
 
     def _run_attempts(self) -> int:
@@ -214,13 +212,16 @@ class Supervisor:
         if decision.action not in (Action.RESTART, Action.SHRINK, Action.REPLACE):
             # Only a scheduler limits the time after a stop.
             is_short = end.kind.is_stop and self._job_control.nodes is not None
-            self._remove_staged(ended.number, lost, is_stop=is_short)
+            self._remove_staged(ended.number, self._launcher.hosts, lost, is_short=is_short)
         match decision.action:
             case Action.RESTART:
                 risk = {"note": decision.reason} if decision.reason else {}
                 self._run.log_event("restart", ended.number, cause=end.cause, **risk)
                 return Continue()
             case Action.SHRINK | Action.REPLACE:
+                # The other nodes may not respond.
+                others = [host for host in self._launcher.hosts if host not in decision.hosts]
+                self._remove_staged(ended.number, others, lost, is_short=True)
                 self._nodes.change(ended.number, decision, lost)
                 return Continue()
             case Action.REQUEUE:
@@ -236,9 +237,11 @@ class Supervisor:
                 note = decision.reason if end.cause else None
                 return finish_run(self._run, "FAILED", end.cause or decision.reason, note)
 
-    def _remove_staged(self, attempt: int, lost: Container[str] = (), *, is_stop: bool = False) -> None:
+    def _remove_staged(
+        self, attempt: int, hosts: list[str], lost: Container[str] = (), *, is_short: bool = False
+    ) -> None:
         if self._stager is not None:
-            self._stager.remove(attempt, lost, is_stop=is_stop)
+            self._stager.remove(attempt, hosts, lost, is_short=is_short)
 
     def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
         """Continue in another allocation, by a requeue or in a successor job."""

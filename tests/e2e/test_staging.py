@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from helpers.commands import run_command
 from helpers.training_runs import Run
 from helpers.waiting import wait_for
 
-from hpctrain.files import make_folder, try_lock
+from hpctrain.files import make_folder, read_json, try_lock
 from hpctrain.jobs.runs.run_log_reader import describe_event
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.workers.stager import StagePlan
 
@@ -61,7 +64,7 @@ def submit(folder: Path, shape: list[str], env=(), fault="os.kill(os.getpid(), s
     return run
 
 
-def staged_folder(run: Run) -> Path:
+def staged_folder(run: Run, environ: Mapping[str, str] = os.environ) -> Path:
     spec = JobSpec(
         script="/train.py",
         name="train",
@@ -72,9 +75,23 @@ def staged_folder(run: Run) -> Path:
         workdir="/",
         stage={"data": "/data"},
     )
-    plan = StagePlan.create(spec, os.environ)
+    plan = StagePlan.create(spec, environ)
     assert plan is not None
     return Path(plan.folder)
+
+
+def test_folder_is_absolute_if_tmpdir_is_empty():
+    assert staged_folder(Run(Path("/run"), {}), {"TMPDIR": ""}).parent == Path("/tmp")
+
+
+def test_error_before_the_first_copy_names_no_copy(folder):
+    (folder / "file").touch()
+    plan = {"folder": str(folder / "file/stage"), "sources": {"data": str(folder / "source")}, "packs": None}
+    env = {**os.environ, "SLURM_NODEID": "0", RUN_DIR_VARIABLE: str(folder), ATTEMPT_VARIABLE: "0"}
+    command = [sys.executable, "-P", "-m", "hpctrain.runtime.staging.stage_node", json.dumps(plan)]
+    assert run_command(command, env, check=False).returncode == 1
+    error = read_json(RunDir(folder).staging_result(0, 0))["error"]
+    assert error == f"cannot stage files: Not a directory: '{folder}/file/stage'"
 
 
 def check_restart(run: Run) -> None:
@@ -160,7 +177,7 @@ def test_start_from_the_staged_environment_has_few_file_operations(shared):
     assert found["script"].startswith(str(Path(found["prefix"]).parents[1] / ".code"))
     assert count_operations(found, shared) <= 50
     assert not Path(found["prefix"]).exists()
-    (pack,) = (shared / "runs/.environments").glob("*.tar")
+    (pack,) = (shared / "runs").glob(".environments-*/*.tar")
     packed_at = pack.stat().st_ino
     start(shared, "staged-again", staged=True)
     assert pack.stat().st_ino == packed_at

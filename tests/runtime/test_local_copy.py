@@ -1,11 +1,14 @@
 import json
 import os
 import subprocess
+import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
 from helpers.disks import mounted_disk
+from helpers.waiting import wait_for
 
 from hpctrain.runtime.staging import local_copy
 from hpctrain.runtime.staging.local_copy import StagingFailed, stage
@@ -54,7 +57,7 @@ def test_file_behind_a_link_is_copied(source, disk):
     assert (disk / "program").read_text() == "#!/bin/sh\n"
 
 
-@pytest.mark.parametrize("kind", ["w", "w:gz", "w:xz"])
+@pytest.mark.parametrize("kind", ["w", "w:gz", "w:bz2"])
 def test_archive_is_unpacked(source, disk, tmp_path, kind):
     archive = tmp_path / f"data.tar{kind[1:].replace(':', '.')}"
     with tarfile.open(archive, kind) as file:
@@ -79,7 +82,7 @@ def test_unchanged_copy_is_reused(source, disk):
     again = stage(source, disk / "data")
     assert (disk / "data").stat().st_ino == inode
     assert (first["reused"], again["reused"]) == (False, True)
-    assert again["digest"] == first["digest"]
+    assert again["source"] == first["source"]
     assert 50 < again["saved_s"] < 100
 
 
@@ -101,13 +104,12 @@ def test_read_only_copy_is_replaced(source, disk):
 
 @pytest.mark.parametrize("change", ["write", "remove"])
 def test_source_that_changes_during_the_copy_leaves_nothing(source, disk, monkeypatch, change):
-    def copy(path, target):
-        digest = real(path, target)
+    def copy(*args):
+        real(*args)
         (source / "a.bin").write_text("other") if change == "write" else (source / "inner/run").unlink()
-        return digest
 
-    real = local_copy._copy_file
-    monkeypatch.setattr(local_copy, "_copy_file", copy)
+    real = local_copy._copy
+    monkeypatch.setattr(local_copy, "_copy", copy)
     with pytest.raises((StagingFailed, FileNotFoundError)):
         stage(source, disk / "data")
     assert os.listdir(disk) == []
@@ -158,3 +160,35 @@ def test_full_disk_is_reported_and_left_empty(source, tmp_path):
         with pytest.raises(StagingFailed, match=r"has .* left|No space left on device"):
             stage(tmp_path / "data.tar.gz", small / "data")
         assert os.listdir(small) == []
+
+
+def test_damaged_file_in_a_zip_archive_is_refused(disk, tmp_path):
+    with zipfile.ZipFile(tmp_path / "data.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a", "content" * 1000)
+    content = bytearray((tmp_path / "data.zip").read_bytes())
+    content[31:40] = b"\xff" * 9
+    (tmp_path / "data.zip").write_bytes(content)
+    with pytest.raises(StagingFailed, match=r"cannot unpack .*while decompressing"):
+        stage(tmp_path / "data.zip", disk / "data")
+
+
+def test_changed_file_behind_a_link_is_copied_again(source, disk, tmp_path):
+    size = stage(source, disk / "data")["bytes"]
+    (tmp_path / "outside").write_text("changed outside")
+    found = stage(source, disk / "data")
+    assert (found["reused"], found["bytes"] - size) == (False, len("changed outside") - len("outside"))
+    assert (disk / "data/outside").read_text() == "changed outside"
+
+
+def test_killed_process_ends_the_program_that_unpacks(tmp_path):
+    code = (
+        "from hpctrain.runtime.staging.local_copy import run_program\n"
+        "run_program(['sh', '-c', 'echo $$; exec sleep 60'], 'sleep')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    wait_for(
+        lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text(), 10, pid
+    )

@@ -25,6 +25,7 @@ from hpctrain.supervisor.launch.job_step import StepEnded, TaskExit
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
+from hpctrain.supervisor.workers.stager import StagePlan
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
 STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
@@ -177,6 +178,45 @@ def test_supervisor_killed_before_releasing_the_nodes_releases_them(run, kind, n
     Supervisor(run, spec_of(run), launcher, job_with_successor()).run(deaths=1)
     assert kinds(run)[:4] == ["started", "requeue", "failure", next_event]
     assert launcher.attempts == []
+
+
+class StagingLauncher(FakeLauncher):
+    """Records the program and the nodes of each step, which ends at once."""
+
+    def __init__(self):
+        super().__init__([])
+        self.started = []
+
+    def start(self, command, variables, emit):
+        self.started.append(("remove" if any("rm -rf" in word for word in command) else "copy", self.hosts))
+        emit(StepEnded(0))
+        return FakeStep()
+
+
+def supervise_staged(run, attempts, job, deaths=0, **fields):
+    """Return the steps that copied or removed files."""
+    spec = spec_of(run, stage={"data": "/data"}, **fields)
+    plan, launcher = StagePlan.create(spec, {}), StagingLauncher()
+    Supervisor(run, spec, FakeLauncher(attempts), job, staging=(plan, launcher)).run(deaths)
+    return launcher.started
+
+
+def test_next_supervisor_removes_the_copies_of_a_killed_one(run):
+    run.log_event("started", run.new_attempt(), nodes=2, world_size=2, hosts=["n1", "n2"])
+    run.log_event("requeue", 0, seconds=9.0, by="successor", **{"class": "preempted"})
+    assert supervise_staged(run, [], job_with_successor(), deaths=1) == [("remove", ["n1", "n2"])]
+
+
+def test_copies_are_removed_from_excluded_nodes(run):
+    write_corruption(run, 0, FAULTY)
+    job = FakeJob(nodes=FakeNodes())
+    both = ["n1", "n2"]
+    assert supervise_staged(run, [CORRUPT, DONE], job, min_nodes=1) == [
+        ("copy", both),
+        ("remove", ["n2"]),
+        ("copy", ["n1"]),
+        ("remove", ["n1"]),
+    ]
 
 
 def test_crash_restarts_and_completes(run):

@@ -13,6 +13,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.extra_directives import check_extra_directives
 from hpctrain.jobs.options.option_value import invalid_value_message
 from hpctrain.jobs.options.table import SubmitOptions, all_options, is_template_path
+from hpctrain.rundir import ARCHIVE_SUFFIX
 from hpctrain.slurm.duration import parse_duration
 from hpctrain.spec.container import Container
 from hpctrain.spec.job_spec import BackendName, JobSpec
@@ -29,7 +30,6 @@ RUNS_FOLDER = "runs"
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
 _MAX_NAME_IN_ID = 40
-_ARCHIVE_SUFFIX = re.compile(r"\.(zip|(tar(\.(gz|bz2|xz|zst))?)|t(gz|bz2|xz|zst))$")
 
 
 def build_spec(
@@ -249,7 +249,7 @@ def _stage(given: SubmitOptions, cwd: Path) -> dict[str, str]:
     for value in given.get("stage", ()):
         source, colon, name = value.partition(":")
         path = os.path.normpath(cwd / source)
-        name = name if colon else _ARCHIVE_SUFFIX.sub("", os.path.basename(path))
+        name = name if colon else ARCHIVE_SUFFIX.sub("", os.path.basename(path))
         if staged.setdefault(name, path) != path:
             raise SpecError(
                 f"Both {staged[name]!r} and {path!r} have the name {name!r} (--stage). Choose another name: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -12,10 +12,8 @@ from pathlib import Path
 import xxhash
 
 from hpctrain.files import make_folder
-from hpctrain.runtime.staging.local_copy import StagingFailed, copy_tree, list_contents, remove
+from hpctrain.runtime.staging.local_copy import copy_contents, list_contents, remove, run_program
 
-#: Base environments that are part of the operating system.
-_SYSTEM = ("/usr", "/")
 #: Folders of the base environment that a virtual environment does not use.
 _UNUSED = frozenset({"site-packages", "test", "__pycache__"})
 #: Age in seconds at which an unused pack is removed.
@@ -31,41 +29,35 @@ def pack_environment(packs: Path, folder: Path) -> Path:
 
     Raises:
         OSError: a file cannot be read or written.
-        StagingFailed: tar failed.
+        StagingFailed: the environment changed, or tar failed.
     """
-    environment = {"venv": Path(sys.prefix)}
-    contents = {"venv": list_contents(Path(sys.prefix))}
-    if sys.base_prefix not in (sys.prefix, *_SYSTEM):
-        environment["base"] = base = Path(sys.base_prefix)
+    environment, base = {"venv": list_contents(Path(sys.prefix))}, Path(sys.base_prefix)
+    if sys.base_prefix != sys.prefix and not base.is_relative_to("/usr"):
         uses_packages = any(Path(path).is_relative_to(base) and "site-packages" in path for path in sys.path)
-        contents["base"] = list_contents(base, () if uses_packages else _UNUSED)
-    key = xxhash.xxh3_128()
-    for name, path in environment.items():
-        key.update(f"{path} {contents[name].fingerprint} ".encode())
-    pack = packs / f"{key.hexdigest()}.tar"
+        environment["base"] = list_contents(base, () if uses_packages else _UNUSED)
+    key = " ".join(f"{contents.path} {contents.fingerprint}" for contents in environment.values())
+    pack = packs / f"{xxhash.xxh3_128_hexdigest(os.fsencode(key))}.tar"
     make_folder(packs, private=True)
     with suppress(FileNotFoundError):
-        os.utime(pack)
+        # Other jobs may be copying the pack, so its modification time must not change.
+        os.utime(pack, ns=(time.time_ns(), pack.stat().st_mtime_ns))
         return pack
     for old in packs.iterdir():
         with suppress(FileNotFoundError):
-            if time.time() - old.stat().st_mtime > _MAX_AGE_S:
+            if time.time() - old.stat().st_atime > _MAX_AGE_S:
                 old.unlink()
     copies, temporary = folder / ".pack.part", packs / f".{pack.name}.{os.uname().nodename}.{os.getpid()}"
     remove(copies)
+    copies.mkdir()
     try:
-        for name, path in environment.items():
-            copy_tree(path, copies / name, contents[name])
+        for name, contents in environment.items():
+            copy_contents(contents, copies / name)
         _link_interpreter(copies, is_packed="base" in environment)
-        done = subprocess.run(
-            ["tar", "--create", f"--file={temporary}", f"--directory={copies}", *environment],
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise StagingFailed(f"cannot write {str(pack)!r}: {done.stderr.strip()}")
-        os.rename(temporary, pack)
+        command = ["tar", "--create", f"--file={temporary}", f"--directory={copies}", *environment]
+        run_program(command, f"write {str(pack)!r}")
+        # Another job may have created the pack, and its nodes may be copying it.
+        with suppress(FileExistsError):
+            os.link(temporary, pack)
     finally:
         remove(copies, temporary)
     return pack
@@ -99,4 +91,5 @@ def relocate(target: Path, copy: Path) -> None:
             changed = content[:end]
             for old, new in moved.items():
                 changed = changed.replace(os.fsencode(f"{old}/"), os.fsencode(f"{new}/"))
+            path.chmod(path.stat().st_mode | stat.S_IWUSR)
             path.write_bytes(changed + content[end:])

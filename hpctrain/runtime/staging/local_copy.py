@@ -7,32 +7,30 @@ import os
 import shutil
 import stat
 import subprocess
-import tempfile
+import sys
 import time
-import zipfile
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
+from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.errors import HpctrainError
-from hpctrain.files import read_json, write_atomic
+from hpctrain.files import REMOVE_COMMAND, read_json, write_atomic
+from hpctrain.rundir import ARCHIVE_SUFFIX
 from hpctrain.text import format_size
 
 #: Concurrent operations, because each may take milliseconds on a shared file system.
 _NUM_THREADS = 16
+#: Maximum number of tasks of these threads, because each requires memory.
+_NUM_TASKS = 1024
 _BLOCK_BYTES = 4 * 1024**2
-#: Options with which tar reads each kind of archive.
-_TAR_OPTIONS = {
-    (".tar",): (),
-    (".tar.gz", ".tgz"): ("--gzip",),
-    (".tar.bz2", ".tbz2"): ("--bzip2",),
-    (".tar.xz", ".txz"): ("--xz",),
-    (".tar.zst", ".tzst"): ("--zstd",),
-}
+
+_Entry = tuple[str, int, int, int]
+_T = TypeVar("_T")
 
 
 class StagingFailed(HpctrainError):
@@ -43,9 +41,12 @@ class StagingFailed(HpctrainError):
 class Contents:
     """Files of a file or folder."""
 
-    files: tuple[tuple[str, int, int, int], ...]
+    path: Path
+    skipped: Container[str]
+    """Names of folders that are not listed."""
+    files: list[_Entry]
     """Relative path, size in bytes, modification time in nanoseconds, and mode of each file or link."""
-    folders: tuple[str, ...] = ()
+    folders: list[str]
 
     @property
     def size_bytes(self) -> int:
@@ -56,44 +57,63 @@ class Contents:
         """Checksum of names, sizes, times and modes, without caches of compiled modules."""
         files = [entry for entry in self.files if "__pycache__" not in entry[0]]
         folders = [name for name in self.folders if "__pycache__" not in name]
-        return _digest([files, folders])
-
-
-def _digest(record: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(record).encode())
+        return xxhash.xxh3_128_hexdigest(json.dumps([files, folders]).encode())
 
 
 def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
     """List a file or folder, without folders whose name is in `skipped`.
 
+    A link to a file outside counts as that file.
+
     Raises:
         OSError: a file cannot be accessed.
         StagingFailed: a file is neither a regular file nor a folder or link.
     """
+    root = str(path)
+    names: list[str] = []
+    folders: list[str] = []
     if not path.is_dir():
-        return Contents((_entry(str(path), "."),))
-    root, names, folders = str(path), [], []
-    for parent, inside, files in os.walk(root, onerror=_raise):
-        inside[:] = sorted(name for name in inside if name not in skipped)
-        links = [name for name in inside if os.path.islink(os.path.join(parent, name))]
-        at = os.path.relpath(parent, root)
-        folders += [os.path.join(at, name) for name in inside if name not in links]
-        names += [os.path.join(at, name) for name in (*links, *sorted(files))]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return Contents(tuple(pool.map(lambda name: _entry(root, name), names)), tuple(folders))
+        names.append(".")
+    else:
+        for parent, inside, files in os.walk(root, onerror=_raise):
+            inside[:] = sorted(name for name in inside if name not in skipped)
+            at = os.path.relpath(parent, root)
+            for name in inside:
+                is_link = os.path.islink(os.path.join(parent, name))
+                (names if is_link else folders).append(os.path.join(at, name))
+            names += [os.path.join(at, name) for name in sorted(files)]
+    return Contents(path, skipped, _map_in_threads(lambda name: _entry(root, name), names), folders)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _entry(root: str, name: str) -> tuple[str, int, int, int]:
+def _map_in_threads(function: Callable[[Any], _T], items: list[Any]) -> list[_T]:
+    size = len(items) // _NUM_TASKS + 1
+    tasks = (items[first : first + size] for first in range(0, len(items), size))
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return [
+            result for results in pool.map(lambda task: [*map(function, task)], tasks) for result in results
+        ]
+
+
+def _entry(root: str, name: str) -> _Entry:
     path = os.path.normpath(os.path.join(root, name))
-    # A source may itself be a link.
-    found = os.stat(path) if name == "." else os.lstat(path)
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode) and os.path.isabs(target := _link_target(root, path)):
+        found = os.stat(path) if os.path.isfile(target) else found
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
         raise StagingFailed(f"{path!r} is neither a regular file nor a folder")
     return name, found.st_size, found.st_mtime_ns, found.st_mode
+
+
+def _link_target(root: str, link: str) -> str:
+    """Return the target of a link: relative if it is inside `root`, and absolute otherwise."""
+    real = os.path.realpath(link)
+    if real.startswith(os.path.realpath(root) + os.sep):
+        return os.path.relpath(real, os.path.realpath(os.path.dirname(link)))
+    return real
 
 
 def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None = None) -> dict[str, Any]:
@@ -105,7 +125,7 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
         finish: last changes to a new copy.
 
     Returns:
-        `bytes` and `seconds` of the copy, `digest` of the source's contents, `reused`, and `saved_s`.
+        `bytes` and `seconds` of the copy, fingerprints of `source` and `copy`, `reused`, and `saved_s`.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -127,114 +147,81 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
         sizes = f"{format_size(before.size_bytes)}, but {str(target.parent)!r} has {format_size(free)} left"
         raise StagingFailed(f"{str(source)!r} has {sizes}")
     try:
-        digest = _copy(source, temporary, before)
-        if list_contents(source).fingerprint != before.fingerprint:
-            raise StagingFailed(f"{str(source)!r} changed while it was copied")
+        copy_contents(before, temporary)
         if finish is not None:
             finish(temporary)
         copy = list_contents(temporary)
     except BaseException:
         remove(temporary)
         raise
-    record = {"source": before.fingerprint, "copy": copy.fingerprint, "digest": digest}
-    record |= {"bytes": copy.size_bytes, "seconds": time.monotonic() - begun}
+    record = {"source": before.fingerprint, "copy": copy.fingerprint, "bytes": copy.size_bytes}
+    record["seconds"] = time.monotonic() - begun
     os.rename(temporary, target)
     write_atomic(record_path, json.dumps(record), durable=False)
     return {**record, "reused": False, "saved_s": 0.0}
 
 
-def _copy(source: Path, target: Path, contents: Contents) -> str:
-    """Copy a file or folder, or unpack an archive. Returns a checksum."""
-    options = next((opts for ends, opts in _TAR_OPTIONS.items() if source.name.endswith(ends)), None)
-    if source.is_dir() or (options is None and source.suffix != ".zip"):
-        return copy_tree(source, target, contents)
-    target.mkdir()
-    return _unzip(source, target) if options is None else _untar(source, target, options)
-
-
-def copy_tree(source: Path, target: Path, contents: Contents) -> str:
-    """Copy the listed files. Returns a checksum of names and contents.
+def copy_contents(contents: Contents, target: Path) -> None:
+    """Copy the listed files, or unpack an archive.
 
     A link to a file outside the source becomes a file; a link to a folder outside stays a link.
 
     Raises:
         OSError: a file cannot be read or written.
+        StagingFailed: the source changed, or the archive is damaged.
     """
-    if source.is_dir():
-        for name in (".", *contents.folders):
-            os.makedirs(os.path.join(target, name), exist_ok=True)
-    root = os.path.realpath(source)
-
-    def copy(entry: tuple[str, int, int, int]) -> str:
-        name, _size, _time, mode = entry
-        path, copied = os.path.normpath(os.path.join(source, name)), os.path.join(target, name)
-        if stat.S_ISLNK(mode):
-            real = os.path.realpath(path)
-            if real.startswith(f"{root}{os.sep}"):
-                real = os.path.relpath(real, os.path.dirname(os.path.realpath(root) + os.sep + name))
-            if not os.path.isabs(real) or not os.path.isfile(real):
-                os.symlink(real, copied)
-                return os.fspath(real)
-        return _copy_file(path, os.path.normpath(copied))
-
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        digests = pool.map(copy, contents.files)
-        found = [[entry[0], digest] for entry, digest in zip(contents.files, digests, strict=True)]
-    return _digest(found)
+    source = contents.path
+    is_archive = not source.is_dir() and ARCHIVE_SUFFIX.search(source.name)
+    if source.is_dir() or is_archive:
+        target.mkdir()
+    if not is_archive:
+        for name in contents.folders:
+            os.mkdir(os.path.join(target, name))
+        _map_in_threads(lambda entry: _copy(str(source), str(target), entry), contents.files)
+    else:
+        # tar itself refuses names outside the folder, and recognizes the compression.
+        command = ["tar", "--extract", f"--file={source}", "--no-same-owner", f"--directory={target}"]
+        if source.suffix == ".zip":
+            command = [sys.executable, "-I", "-m", "zipfile", "-e", str(source), str(target)]
+        run_program(command, f"unpack {str(source)!r}")
+    if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
+        raise StagingFailed(f"{str(source)!r} changed while it was copied")
 
 
-def _copy_file(source: str, target: str) -> str:
-    digest = xxhash.xxh3_128()
-    with open(source, "rb", buffering=0) as read, open(target, "xb", buffering=0) as written:
-        while block := read.read(_BLOCK_BYTES):
-            digest.update(block)
-            view = memoryview(block)
-            while view:
-                view = view[written.write(view) :]
-        found = os.fstat(read.fileno())
-        os.fchmod(written.fileno(), stat.S_IMODE(found.st_mode))
-        os.utime(written.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
-    return digest.hexdigest()
+def _copy(root: str, target: str, entry: _Entry) -> None:
+    name, _size, time_ns, mode = entry
+    path, copied = (os.path.normpath(os.path.join(folder, name)) for folder in (root, target))
+    if stat.S_ISLNK(mode):
+        os.symlink(_link_target(root, path), copied)
+        return
+    with open(path, "rb", buffering=0) as read, open(copied, "xb") as written:
+        shutil.copyfileobj(read, written, _BLOCK_BYTES)
+        os.fchmod(written.fileno(), stat.S_IMODE(mode))
+    os.utime(copied, ns=(time_ns, time_ns))
 
 
-def _untar(archive: Path, target: Path, options: tuple[str, ...]) -> str:
-    """Unpack a tar archive; return its checksum. tar itself refuses names outside the folder."""
-    digest = xxhash.xxh3_128()
-    command = ["tar", "--extract", *options, "--file=-", "--no-same-owner", f"--directory={target}"]
-    with open(archive, "rb", buffering=0) as read, tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=said)
-        assert process.stdin is not None
-        try:
-            with process.stdin as stdin:
-                while block := read.read(_BLOCK_BYTES):
-                    digest.update(block)
-                    stdin.write(block)
-        except BrokenPipeError:
-            pass  # tar reports the reason.
-        if process.wait():
-            said.seek(0)
-            lines = said.read().decode(errors="replace").splitlines()
-            words = "; ".join(lines[:3]) or f"exit code {process.returncode}"
-            raise StagingFailed(f"cannot unpack {str(archive)!r}: {words}")
-    return digest.hexdigest()
+def run_program(command: Iterable[str], task: str) -> None:
+    """Run a program that ends with this process.
 
-
-def _unzip(archive: Path, target: Path) -> str:
-    """Unpack a zip archive; return a checksum of its names and the checksums in it."""
-    try:
-        with zipfile.ZipFile(archive) as found:
-            found.extractall(target)
-            members = [[member.filename, member.CRC] for member in found.infolist()]
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        raise StagingFailed(f"cannot unpack {str(archive)!r}: {error}") from error
-    return _digest(members)
+    Raises:
+        StagingFailed: it failed.
+    """
+    done = subprocess.run(
+        [*command],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+        preexec_fn=die_with_parent,
+    )
+    if done.returncode:
+        lines = done.stderr.splitlines()
+        # The last line of a traceback is its error.
+        words = "; ".join(lines[-1:] if "Traceback" in done.stderr else lines[:3])
+        raise StagingFailed(f"cannot {task}: {words or f'exit code {done.returncode}'}")
 
 
 def remove(*paths: Path) -> None:
     """Remove files and folders, including read-only ones; missing paths are ignored."""
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            subprocess.run(["chmod", "-R", "u+rwX", "--", path], check=False)
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    subprocess.run([*REMOVE_COMMAND, *paths], check=False)

@@ -18,7 +18,7 @@ from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import HpctrainError
-from hpctrain.files import read_json
+from hpctrain.files import REMOVE_COMMAND, read_json
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     RUN_DIR_VARIABLE,
@@ -39,12 +39,11 @@ log = logging.getLogger(__name__)
 
 #: Time limit of the copies, also if the job has none.
 _LIMIT_S = 4 * 3600.0
-_REMOVAL_LIMIT_S = 30.0
+_REMOVAL_LIMIT_S = 120.0
 #: After a stop, the job may have a few seconds left.
-_REMOVAL_LIMIT_AFTER_STOP_S = 5.0
+_SHORT_REMOVAL_LIMIT_S = 5.0
 #: Runs a command in one process of each node.
 _ONCE_PER_NODE = ["/bin/sh", "-c", '[ "$SLURM_LOCALID" != 0 ] || exec "$@"', "sh"]
-_REMOVE = 'chmod -R u+rwX -- "$0" 2>/dev/null; rm -rf -- "$0"'
 
 
 class StagingError(HpctrainError):
@@ -73,7 +72,7 @@ class StagePlan:
         """Plan the copies of a job on the local disks (TMPDIR); None without copies."""
         if not spec.stage and not spec.stage_environment:
             return None
-        run, disk = RunDir(Path(spec.run_dir)), environ.get("TMPDIR", "/tmp")
+        run, disk = RunDir(Path(spec.run_dir)), os.path.abspath(environ.get("TMPDIR") or "/tmp")
         key = xxhash.xxh3_64_hexdigest(os.fsencode(run.path))
         folder = os.path.join(disk, f"hpctrain-stage-{os.geteuid()}-{key}")
         ranks = replace(spec, args=tuple(arg.replace("{stage}", folder) for arg in spec.args))
@@ -83,7 +82,7 @@ class StagePlan:
             ranks = replace(ranks, container=replace(spec.container, mounts=mounts))
         sources, packs, variables = dict(spec.stage), None, {STAGE_VARIABLE: folder}
         if spec.stage_environment:
-            packs = str((run.array or run).path.parent / ".environments")
+            packs = str((run.array or run).path.parent / f".environments-{os.geteuid()}")
             prefix = os.path.join(folder, STAGED_ENVIRONMENT, "venv")
             python = os.path.join(prefix, "bin", os.path.basename(sys.executable))
             path = filter(None, [os.path.dirname(python), environ.get("PATH")])
@@ -104,7 +103,6 @@ class Stager:
     plan: StagePlan
     launcher: Launcher
     events: system.SimpleQueue[StepEvent]
-    is_staged: bool = False
 
     def stage(self, attempt: int, hosts: list[str], monitor: AttemptMonitor) -> AttemptOutcome:
         """Copy everything to the nodes of an attempt; unchanged copies are reused.
@@ -123,7 +121,7 @@ class Stager:
         command = [*module_command(self.plan.host_spec, "staging.stage_node"), json.dumps(plan)]
         variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt), **new_secret()}
         log.info("attempt %d: staging on %d nodes, in %s", attempt, len(hosts), self.plan.folder)
-        self.is_staged, self.launcher.hosts = True, hosts
+        self.launcher.hosts = hosts
         cause = f"the copies to the local disks did not end within {_LIMIT_S:.0f} s"
         step = self.launcher.start([*_ONCE_PER_NODE, *command], variables, self.events.put)
         timer = system.Timer(_LIMIT_S, lambda: self.events.put(HangDetected(cause, 0, hosts[0])))
@@ -140,15 +138,16 @@ class Stager:
             self._record(attempt, staged, system.monotonic() - begun)
         return outcome
 
-    def remove(self, attempt: int, lost: Container[str] = (), *, is_stop: bool = False) -> None:
+    def remove(
+        self, attempt: int, hosts: list[str], lost: Container[str] = (), *, is_short: bool = False
+    ) -> None:
         """Remove the copies from the nodes that are not lost; failures are only logged."""
-        if self.is_staged:
-            self.is_staged = False
-            command, limit_s = ["/bin/sh", "-c", _REMOVE, self.plan.folder], _REMOVAL_LIMIT_S
-            if is_stop:
-                limit_s = _REMOVAL_LIMIT_AFTER_STOP_S
-            what = f"the removal of {self.plan.folder}"
-            clean_nodes(self.run, self.launcher, [*_ONCE_PER_NODE, *command], attempt, lost, limit_s, what)
+        self.launcher.hosts = hosts
+        command = [*_ONCE_PER_NODE, *REMOVE_COMMAND, self.plan.folder]
+        limit_s = _SHORT_REMOVAL_LIMIT_S if is_short else _REMOVAL_LIMIT_S
+        clean_nodes(
+            self.run, self.launcher, command, attempt, lost, limit_s, f"the removal of {self.plan.folder}"
+        )
 
     def _collect_results(self, attempt: int, hosts: list[str]) -> list[dict[str, dict[str, Any]]]:
         """Return the copies of each node that has reported a result."""
@@ -172,7 +171,7 @@ class Stager:
         copies = [copy for node in staged for copy in node.values()]
         names = next(iter(staged), {})
         for name in names:
-            if len({node[name]["digest"] for node in staged}) > 1:
+            if len({node[name]["source"] for node in staged}) > 1:
                 raise StagingError(
                     f"{name} differs between the nodes: its source changed while it was copied"
                 )
@@ -183,7 +182,7 @@ class Stager:
             "bytes": sum(copy["bytes"] for copy in fresh),
             "reused": len(copies) - len(fresh),
             "saved_s": round(saved_s, 3),
-            "digests": {name: copy["digest"] for name, copy in names.items()},
+            "digests": {name: copy["source"] for name, copy in names.items()},
         }
         self.run.log_event("staged", attempt, **summary)
         log.info("attempt %d: %s", attempt, describe_staging(summary))

@@ -1,0 +1,92 @@
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hpctrain.runtime.staging import environment_pack
+from hpctrain.runtime.staging.environment_pack import pack_environment, relocate
+from hpctrain.runtime.staging.local_copy import StagingFailed
+from hpctrain.runtime.staging.stage_node import _choose_pack
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """Return a small folder that this process takes for its environment, without a base."""
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/tool").write_text(f"#!{folder}/bin/python\n")
+    (folder / "pyvenv.cfg").write_text(f"home = {folder}/bin\n")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(sys, "prefix", str(folder))
+    monkeypatch.setattr(sys, "base_prefix", "/usr/local")
+    return folder
+
+
+def test_pack_does_not_change_when_another_job_uses_it(environment, tmp_path):
+    packs, disk = tmp_path / "packs", tmp_path / "disk"
+    pack = pack_environment(packs, disk)
+    os.utime(pack, (1, 2.5))
+    assert pack_environment(packs, disk) == pack
+    assert (pack.stat().st_mtime, pack.stat().st_atime > 1) == (2.5, True)
+    (environment / "new.py").write_text("new")
+    os.utime(pack, (1, 2.5))
+    assert [pack_environment(packs, disk).name] == os.listdir(packs)
+
+
+def test_pack_of_another_job_is_not_replaced(environment, tmp_path, monkeypatch):
+    packs, disk = tmp_path / "packs", tmp_path / "disk"
+    others = []
+
+    def run(*args):
+        monkeypatch.setattr(environment_pack, "run_program", real)
+        (tmp_path / "other").mkdir()
+        others.append(pack_environment(packs, tmp_path / "other").stat().st_ino)
+        real(*args)
+
+    real = environment_pack.run_program
+    monkeypatch.setattr(environment_pack, "run_program", run)
+    assert [pack_environment(packs, disk).stat().st_ino] == others
+    assert len(os.listdir(packs)) == 1
+
+
+def test_environment_that_changes_is_not_packed(environment, tmp_path, monkeypatch):
+    def copy(*args):
+        (environment / "bin/tool").write_text("changed")
+        real(*args)
+
+    real = environment_pack.copy_contents
+    monkeypatch.setattr(environment_pack, "copy_contents", copy)
+    with pytest.raises(StagingFailed, match="changed while it was copied"):
+        pack_environment(tmp_path / "packs", tmp_path / "disk")
+    assert os.listdir(tmp_path / "packs") == os.listdir(tmp_path / "disk") == []
+
+
+def test_removed_pack_is_packed_again(environment, tmp_path):
+    chosen = tmp_path / "staging/environment-1"
+    chosen.parent.mkdir()
+    chosen.write_text(str(tmp_path / "removed.tar"))
+    assert _choose_pack(chosen, tmp_path / "packs", tmp_path / "disk", is_first=True).exists()
+
+
+def test_read_only_environment_is_relocated(environment):
+    copy = Path(tempfile.mkdtemp())
+    try:
+        shutil.copytree(environment, copy / "venv")
+        for path in (copy / "venv/pyvenv.cfg", copy / "venv/bin/tool"):
+            path.chmod(0o444)
+        if is_root := os.geteuid() == 0:
+            for path in (copy, *copy.rglob("*")):
+                os.chown(path, 65534, -1)
+            os.seteuid(65534)
+        try:
+            relocate(Path("/new"), copy)
+        finally:
+            if is_root:
+                os.seteuid(0)
+        assert (copy / "venv/bin/tool").read_text() == "#!/new/venv/bin/python\n"
+        assert (copy / "venv/pyvenv.cfg").read_text() == "home = /new/venv/bin\n"
+    finally:
+        shutil.rmtree(copy)
