@@ -39,8 +39,8 @@ def cancel_jobs(job_ids: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def requeue_job(job_id: str, environ: Mapping[str, str]) -> None:
-    """Requeue a running job; its processes are ended."""
-    run_slurm(["scontrol", "requeue", job_id], environ)
+    """Requeue a running job; its processes, perhaps including this one, are ended."""
+    run_slurm([*_UNTIL_KILLED, "scontrol", "requeue", job_id], environ)
 
 
 def update_job(

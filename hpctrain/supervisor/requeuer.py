@@ -104,9 +104,12 @@ class Requeuer:
                 return Exit(EXIT_CONTINUE)
             except SchedulerError as error:
                 intent = self.intent()
-                if intent is JobIntent.YIELD:
-                    return Exit(EXIT_CONTINUE)  # Slurm has already taken over.
                 is_requeue = method is ContinuationMethod.REQUEUE
+                if intent is JobIntent.YIELD:
+                    # Slurm has taken over, or has accepted the requeue and ended scontrol before its answer.
+                    if is_requeue:
+                        self._change(changes)
+                    return Exit(EXIT_CONTINUE)
                 if is_requeue and _ALREADY_ENDING in str(error) and intent is not JobIntent.RELOCATE:
                     # Slurm accepted an earlier request whose answer was lost, or ends the job by itself.
                     return self._leave_requeued_job(changes)

@@ -514,6 +514,16 @@ def test_requeued_predecessor_continues_without_a_successor(run):
     assert supervise(run, [DONE], FakeJob(successors=FakeSuccessors())) == 0
 
 
+def test_requeued_job_gets_more_memory_although_scontrol_was_ended_before_its_answer(run):
+    nodes, changed = FakeNodes(), []
+    nodes.larger_memory = lambda hosts, excluded_hosts: "mem=96"
+    nodes.change_job = lambda changes: changed.append(changes.memory)
+    job = FakeJob(refuses=True, disposition=JobDisposition.REQUEUED, nodes=nodes)
+    attempt = [TaskExit(1, None, signal.SIGKILL, out_of_memory=True), StepEnded(137)]
+    assert supervise(run, [attempt], job, resume_mode="requeue") == 75
+    assert changed == ["mem=96"]
+
+
 def test_requeue_by_slurm_itself_is_not_a_failure(run):
     assert supervise(run, [STOPPED], FakeJob(refuses=True, disposition=JobDisposition.REQUEUED)) == 75
     assert "finished" not in kinds(run)
