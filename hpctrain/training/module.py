@@ -41,7 +41,7 @@ class Module(nn.Module):
 
         With the strategy `ddp2`, `outputs` are the outputs of all ranks of the node as one batch: tensors
         joined along their first dimension, which counts samples. With other strategies, `outputs` is the
-        output of this rank.
+        output of this rank. With `elastic_determinism`, it is the output of a grain.
         """
         loss: torch.Tensor | Mapping[str, torch.Tensor] = outputs
         return loss

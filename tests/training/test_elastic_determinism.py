@@ -334,6 +334,34 @@ def test_settings_without_an_effect_do_not_change_a_bit(undisturbed, tmp_path, s
     assert_same(results(tmp_path / "run", [(2, 12)], **settings), undisturbed)
 
 
+class Contrast(Net):
+    """A loss that compares the samples of a node with each other."""
+
+    def training_step(self, batch, batch_idx):
+        x, kind, y = batch
+        return {"left": self.blocks(x + self.embedding(kind.squeeze(1))), "right": y}
+
+    def training_step_end(self, outputs):
+        left, right = outputs["left"].sum(1) * self.gain, outputs["right"]
+        return (left[:, None] - left[None] - right[:, None] + right[None]).abs().mean()
+
+
+def test_loss_over_the_samples_of_a_node_has_the_same_bits(tmp_path):
+    settings = {"strategy": "ddp2", "net": Contrast, "grain_size": 20}
+    reference = results(tmp_path / "one", [(1, 6)], **settings)
+    assert_same(results(tmp_path / "three", [(3, 4), (2, 6)], **settings), reference)
+
+
+@pytest.mark.long
+def test_grain_replaces_the_batch_of_a_node(tmp_path):
+    settings = {"strategy": "ddp2", "net": Contrast}
+    _, elastic = results(tmp_path / "elastic", [(1, 6)], **settings, grain_size=100)
+    plain = {"elastic_determinism": False, "grain_size": None, "find_unused_parameters": True}
+    _, node = results(tmp_path / "node", [(2, 6)], **settings, **plain)
+    losses = [[float(values["loss"]) for values in each.values()] for each in (elastic, node)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 class Averaged(Net):
     """A moving average of the parameters in the optimizer's state."""
 
@@ -544,11 +572,6 @@ class Complex(Net):
         return super().forward(x, kind) * self.phase.abs()
 
 
-class NodeLoss(Net):
-    def training_step_end(self, outputs):
-        return outputs
-
-
 class Changing(Net):
     def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)
@@ -617,7 +640,7 @@ class Stream(torch.utils.data.IterableDataset):
 REFUSALS = [
     ({"strategy": "pipeline"}, "strategy is 'pipeline'"),
     ({"strategy": "dp"}, "strategy is 'dp'"),
-    ({"strategy": "ddp2", "net": NodeLoss}, "receives the samples of all ranks of a node"),
+    ({"strategy": "ddp2", "net": Contrast, "grain_size": None}, "training_step_end combines samples"),
     ({"algorithm": "fp16"}, "algorithm is 'fp16'"),
     ({"compile": True}, "compile is True"),
     ({"on_bad_loss": "skip"}, "on_bad_loss is 'skip'"),

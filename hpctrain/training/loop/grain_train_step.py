@@ -236,10 +236,15 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
             "an optimizer updates a parameter that no module contains, so its gradient would not be summed. "
             "Assign the parameter to the module. In a session, pass the module to prepare()"
         )
-    elif strategy.gathers_samples and type(module).training_step_end is not Module.training_step_end:
+    elif (
+        strategy.gathers_samples
+        and type(module).training_step_end is not Module.training_step_end
+        and not settings.given & {"grain_size", "micro_batch_size"}
+    ):
         reason = (
-            f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end receives the "
-            "samples of all ranks of a node. Use 'ddp'"
+            f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end combines "
+            "samples, but their number is unknown. Set grain_size to this number. It replaces the number of "
+            "samples on a node"
         )
     if reason:
         raise UserError(f"elastic_determinism is True, but {reason}.")

@@ -27,7 +27,9 @@ class DDP2(DataParallelBase):
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Find the ranks of this node, and broadcast rank 0's parameters. All ranks must call this."""
         self._node = NodeGather(context) if context.is_distributed else None
-        self._gathers = type(module).training_step_end is not Module.training_step_end
+        ends_itself = type(module).training_step_end is not Module.training_step_end
+        # With elastic determinism, each grain is such a batch, and a single rank computes it.
+        self._gathers = ends_itself and not settings.elastic_determinism
         super().__init__(module, context, settings)
 
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
