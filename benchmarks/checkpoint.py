@@ -150,7 +150,7 @@ def divide(ours: list[float], others: list[float]) -> list[float]:
 
 def hold_to(megabytes_a_second: float) -> None:
     """Limit the write rate of this process."""
-    unlimited = saver.write_of_bytes
+    unlimited = saver.bytes_file_write
 
     def held(name: str, content: memoryview) -> file_writer.FileWrite:
         part = unlimited(name, content)
@@ -164,7 +164,7 @@ def hold_to(megabytes_a_second: float) -> None:
 
         return file_writer.FileWrite(name, blocks)
 
-    saver.write_of_bytes = held
+    saver.bytes_file_write = held
 
 
 def scale_with_links(folder: Path, options: argparse.Namespace) -> list[Row]:
@@ -179,7 +179,8 @@ def scale_on_disk(folder: Path, options: argparse.Namespace) -> list[Row]:
 def scale(folder: Path, options: argparse.Namespace, where: str) -> list[Row]:
     """Measure the duration of a save for growing states."""
     rows: list[Row] = []
-    for megabytes in sorted({*options.megabytes, *(2 * m for m in options.megabytes)}):
+    sizes = options.megabytes[:2]
+    for megabytes in sorted({*sizes, *(2 * size for size in sizes)}):
         measurement = Measurement(megabytes, folder / f"{megabytes}-{dist.get_world_size()}", options)
         measurement.ours()
         on_disk = [measurement.ours()[1] for _ in range(options.rounds)]

@@ -13,7 +13,7 @@ BENCHMARKS = REPOSITORY / "benchmarks"
 #: Options that make a benchmark short.
 OPTIONS = {
     "buckets": "--rounds 1 --steps 2",
-    "checkpoint": "--only compare --megabytes 4 --rounds 1 --ranks 2",
+    "checkpoint": "--megabytes 4 --rounds 1 --ranks 2",
     "cli_startup": "--rounds 1",
     "data_fetch": "--batches 50 --rounds 1",
     "data_order": "--rounds 1",
