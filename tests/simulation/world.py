@@ -29,6 +29,8 @@ _HORIZON_S = 20_000.0
 _MAX_ATTEMPTS = 40
 #: The supervisor may end the run while another of its threads requests a continuation.
 _RACE_S = 1.0
+#: Time limit to handle a message of a rank, or to check the ranks.
+_HANDLING_S = 10.0
 
 
 class World:
@@ -276,6 +278,11 @@ class World:
             self.fail(
                 f"ranks stop after step {step.stop_after}, but one has begun step {step.can_stop_after}"
             )
+
+    def on_messages_handled(self, seconds: float) -> None:
+        paused = any(fault.kind == "pause-supervisor" for fault in self.faults)
+        if seconds > _HANDLING_S and not paused:
+            self.fail(f"the supervisor received no messages from ranks for {seconds:.0f} s")
 
     def on_notification(self, message: bytes) -> None:
         said = json.loads(message)
