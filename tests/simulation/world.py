@@ -22,7 +22,7 @@ from simulation.config import Fault, SimConfig
 from simulation.rank_step import HeartbeatServer, RankStep, SimRank
 from simulation.scheduler import EPOCH, Scheduler, SimProcess, Violation
 from simulation.simulated_disk import SimDisk, use_disk
-from simulation.simulated_slurm import Job, SimPopen, SimSlurm
+from simulation.simulated_slurm import NO_ANSWER, Job, SimPopen, SimSlurm
 
 #: Virtual seconds after which a run must have ended.
 _HORIZON_S = 20_000.0
@@ -381,8 +381,11 @@ class World:
             self.fail("the run is COMPLETED, but its last step is not committed")
         if state == "CANCELLED" and not self.user_cancelled:
             self.fail("the run is CANCELLED, but not by the user")
-        if state == "FAILED" and not (record.finished or {}).get("cause"):
+        cause, note = ((record.finished or {}).get(name) or "" for name in ("cause", "note"))
+        if state == "FAILED" and not cause:
             self.fail("the run is FAILED without a cause")
+        if state == "FAILED" and any(words in cause + note for words in NO_ANSWER):
+            self.fail(f"the run is FAILED, although Slurm only did not respond: {cause} {note}")
         for event in self.run.read_events():
             if event["kind"] == "grow":
                 self._check_growth(event["nodes"], event["time"] - EPOCH)
