@@ -173,11 +173,15 @@ def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):
     monkeypatch.setattr(attempt_monitor, "_REQUEUE_S", 12.0)
     monkeypatch.setattr(attempt_monitor, "_MIN_EXIT_GRACE_S", 0.05)
 
+    queries = []
+
     class Slurm(Local):
         def seconds_left(self):
+            queries.append(time.monotonic())
             return 12.1
 
     start = time.monotonic()
-    outcome, step, _ = monitor(TaskExit(0, 75), job=Slurm())
+    outcome, step, _ = monitor(*(TaskExit(rank, 75) for rank in range(8)), job=Slurm())
     assert (outcome, step.killed) == (AttemptOutcome.STOPPED, True)
+    assert len(queries) == 1, "with many ranks, a query for each would delay the requeue"
     assert time.monotonic() - start < 40
