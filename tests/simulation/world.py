@@ -269,8 +269,11 @@ class World:
 
     def on_crash_again(self) -> None:
         self._num_crashes += 1
-        num_submissions = 1 + sum(job.is_by_hand for job in self.slurm.jobs)
-        if self._num_crashes > self.config.spec.max_failures * num_submissions and not self.disk.windows:
+        num_runs = 1 + sum(job.is_by_hand for job in self.slurm.jobs)
+        # Slurm may have requeued the job before the supervisor recorded a failure.
+        if any(job.was_requeued_by_slurm for job in self.slurm.jobs):
+            num_runs += sum(event.get("state") == "FAILED" for event in self.run.read_events())
+        if self._num_crashes > self.config.spec.max_failures * num_runs and not self.disk.windows:
             self.fail(f"the run continues after {self._num_crashes - 1} crashes at the same place")
 
     def on_agreed_stop(self, step: RankStep) -> None:
