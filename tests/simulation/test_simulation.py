@@ -83,6 +83,7 @@ FOUND_BUGS = {
         8025316,
         "disk-away@10.1:66.7 slurm-lost-answers@52.9:141.4",
     ),
+    "a run fails if it is preempted while a failed step ends": (9040895, "kill-node@44:1 preempt@57:62.2"),
 }
 
 

@@ -14,7 +14,13 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
-from hpctrain.supervisor.launch.job_step import SignalReceived, StepEnded, StopRequested, TaskExit
+from hpctrain.supervisor.launch.job_step import (
+    HangDetected,
+    SignalReceived,
+    StepEnded,
+    StopRequested,
+    TaskExit,
+)
 from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers import attempt_monitor
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
@@ -158,6 +164,19 @@ def test_unreachable_controller_before_the_time_limit_does_not_fail_the_run(monk
 def test_step_that_survives_its_kill_is_an_error():
     with pytest.raises(TimeoutError, match="still running"):
         monitor(TaskExit(0, 1), stubborn=True)
+
+
+def test_killed_step_has_its_full_time_to_end(monkeypatch):
+    monkeypatch.setattr(attempt_monitor, "_KILL_LIMIT_S", 0.5)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        monitor(
+            HangDetected("no progress", 0, "n1"),
+            TaskExit(0, 1),
+            SignalReceived(signal.SIGTERM),
+            stubborn=True,
+        )
+    assert time.monotonic() - begun >= 0.5
 
 
 def test_job_id_of_a_local_run_is_the_process_id():

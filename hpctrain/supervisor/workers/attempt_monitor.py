@@ -175,9 +175,9 @@ class AttemptMonitor:
         return math.inf if left is None else max(_MIN_EXIT_GRACE_S, left - _REQUEUE_S)
 
     def _limit(self, seconds: float, awaited: str) -> None:
-        """Wait at most `seconds` from now on. An earlier deadline is kept."""
+        """Wait at most `seconds` from now on. An earlier deadline, or that of a killed step, is kept."""
         deadline = system.monotonic() + seconds
-        if self._deadline is None or deadline < self._deadline:
+        if not self._killed and (self._deadline is None or deadline < self._deadline):
             self._deadline, self._awaited = deadline, awaited
 
     def _time_left(self) -> float | None:
