@@ -118,7 +118,7 @@ class Lease:
         while True:
             held = newest_lease(self._run)
             inherits = held is None or inherits_lease(self._me, held.holder, predecessor, deaths)
-            if held and not inherits and is_lease_alive(held, self._environ):
+            if held and not inherits and is_lease_alive(self._run, held, self._environ):
                 raise LeaseHeld(held.holder)
             if self._claim(held.number + 1 if held else 0):
                 break
@@ -207,11 +207,12 @@ def newest_lease(run: RunDir) -> LeaseState | None:
     return LeaseState(numbers[-1], holder, _now(path.parent) - renewed)
 
 
-def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
+def is_lease_alive(run: RunDir, held: LeaseState, environ: Mapping[str, str]) -> bool:
     """True if the holder of the lease is alive, or may be.
 
     Args:
-        held: the lease.
+        run: the run.
+        held: its newest lease.
         environ: environment of Slurm's commands.
     """
     if held.holder.released:
@@ -221,6 +222,8 @@ def is_lease_alive(held: LeaseState, environ: Mapping[str, str]) -> bool:
     except SchedulerError as error:
         log.info("cannot determine the state of job %s: %s", held.holder.job_id, error)
         state = RunState.UNKNOWN
+        # The query took up to a minute, in which the holder may have renewed the lease.
+        held = newest_lease(run) or held
     return counts_as_alive(held, state)
 
 

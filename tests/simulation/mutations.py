@@ -126,7 +126,7 @@ MUTATIONS: dict[str, list[Patch]] = {
 
 #: A seed and faults that show a planted bug; for the others, seeds are searched.
 PLANTED_SEEDS: dict[str, tuple[int, str]] = {
-    "a requeue is tried only once": (2858, "preempt@45.5:108.1 slurm-lost-answers@3.8:54.1"),
+    "a requeue is tried only once": (1, "requeue@45 slurm-away@40:60"),
     "a replaced holder keeps its lease": (36, "steal-lease@27.5:64.7"),
     "the queue is searched only before the first submission": (
         1415,

@@ -100,7 +100,7 @@ class RankStep:
         self.can_stop_after = -1
         """The latest step that a rank has named."""
         self.is_cancelled = False
-        self.is_saving = self.is_leaving = self.is_launched = False
+        self.is_saving = self.is_leaving = self.is_launched = self.is_aborted = False
         self.report_is_lost = False
         job.steps.append(self)
         self.later(0.5, 2.0, self._launch)
@@ -130,7 +130,7 @@ class RankStep:
     # -- start
 
     def _launch(self) -> None:
-        if self.popen.returncode is not None:
+        if self.popen.returncode is not None or self.is_aborted:
             return
         slurm = self.world.slurm
         lost = [host for host in self.hosts if host in slurm.down | slurm.unresponsive]
@@ -388,6 +388,7 @@ class RankStep:
             return
 
         def end() -> None:
+            self.is_aborted = True
             for rank in self.ranks:
                 rank.exit(None, signal.SIGKILL)
             if not any(rank.host in self.world.slurm.unresponsive for rank in self.ranks):
@@ -506,21 +507,21 @@ class HeartbeatServer:
     def _serve(self) -> None:
         next_tick = system.monotonic() + TICK_S
         while True:
-            try:
+            item: Any = ()
+            with suppress(system.Empty):
                 item = self._inbox.get(timeout=max(0.0, next_tick - system.monotonic()))
-            except system.Empty:
-                next_tick = system.monotonic() + TICK_S
-                with suppress(Exception):
-                    self._tick()
-                continue
             if item is None:
                 return
-            message, attempt, rank = item
+            begun = system.monotonic()
             with suppress(Exception):  # The real server logs it.
-                if message == "disconnect":
-                    self._handler.on_disconnect(attempt, rank)
+                if not item:
+                    next_tick = begun + TICK_S
+                    self._tick()
+                elif item[0] == "disconnect":
+                    self._handler.on_disconnect(*item[1:])
                 else:
-                    self._handler.on_message(attempt, rank, message)
+                    self._handler.on_message(*item[1:], item[0])
+            self.world.on_messages_handled(system.monotonic() - begun)
 
     def _tick(self) -> None:
         if not self.world.slurm.has("late"):

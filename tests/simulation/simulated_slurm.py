@@ -24,6 +24,8 @@ _SLURMD_TIMEOUT_S = 60.0
 _INVALID = "slurm_load_jobs error: Invalid job id specified"
 _AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 _TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
+#: Parts of the supervisor's messages if a command fails without an answer.
+NO_ANSWER = (_AWAY, _TIMED_OUT, "did not respond")
 _REFUSED = "Requested operation is presently disabled"
 _MAX_DEATHS = 3
 _AT_ONCE = 15.0

@@ -75,6 +75,15 @@ FOUND_BUGS = {
             "kill-supervisor@163"
         ),
     ),
+    "a lease that its holder renewed during a query is taken": (
+        8014779,
+        "start-by-hand@37.2:111.5 slurm-silent@26:137.3 disk-full@27:68.4",
+    ),
+    "messages of ranks wait for an unreachable disk": (
+        8025316,
+        "disk-away@10.1:66.7 slurm-lost-answers@52.9:141.4",
+    ),
+    "a run fails if it is preempted while a failed step ends": (9040895, "kill-node@44:1 preempt@57:62.2"),
 }
 
 

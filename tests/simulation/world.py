@@ -22,13 +22,15 @@ from simulation.config import Fault, SimConfig
 from simulation.rank_step import HeartbeatServer, RankStep, SimRank
 from simulation.scheduler import EPOCH, Scheduler, SimProcess, Violation
 from simulation.simulated_disk import SimDisk, use_disk
-from simulation.simulated_slurm import Job, SimPopen, SimSlurm
+from simulation.simulated_slurm import NO_ANSWER, Job, SimPopen, SimSlurm
 
 #: Virtual seconds after which a run must have ended.
 _HORIZON_S = 20_000.0
 _MAX_ATTEMPTS = 40
 #: The supervisor may end the run while another of its threads requests a continuation.
 _RACE_S = 1.0
+#: Time limit to handle a message of a rank, or to check the ranks.
+_HANDLING_S = 10.0
 
 
 class World:
@@ -267,8 +269,11 @@ class World:
 
     def on_crash_again(self) -> None:
         self._num_crashes += 1
-        num_submissions = 1 + sum(job.is_by_hand for job in self.slurm.jobs)
-        if self._num_crashes > self.config.spec.max_failures * num_submissions and not self.disk.windows:
+        num_runs = 1 + sum(job.is_by_hand for job in self.slurm.jobs)
+        # Slurm may have requeued the job before the supervisor recorded a failure.
+        if any(job.was_requeued_by_slurm for job in self.slurm.jobs):
+            num_runs += sum(event.get("state") == "FAILED" for event in self.run.read_events())
+        if self._num_crashes > self.config.spec.max_failures * num_runs and not self.disk.windows:
             self.fail(f"the run continues after {self._num_crashes - 1} crashes at the same place")
 
     def on_agreed_stop(self, step: RankStep) -> None:
@@ -276,6 +281,11 @@ class World:
             self.fail(
                 f"ranks stop after step {step.stop_after}, but one has begun step {step.can_stop_after}"
             )
+
+    def on_messages_handled(self, seconds: float) -> None:
+        paused = any(fault.kind == "pause-supervisor" for fault in self.faults)
+        if seconds > _HANDLING_S and not paused:
+            self.fail(f"the supervisor received no messages from ranks for {seconds:.0f} s")
 
     def on_notification(self, message: bytes) -> None:
         said = json.loads(message)
@@ -374,8 +384,11 @@ class World:
             self.fail("the run is COMPLETED, but its last step is not committed")
         if state == "CANCELLED" and not self.user_cancelled:
             self.fail("the run is CANCELLED, but not by the user")
-        if state == "FAILED" and not (record.finished or {}).get("cause"):
+        cause, note = ((record.finished or {}).get(name) or "" for name in ("cause", "note"))
+        if state == "FAILED" and not cause:
             self.fail("the run is FAILED without a cause")
+        if state == "FAILED" and any(words in cause + note for words in NO_ANSWER):
+            self.fail(f"the run is FAILED, although Slurm only did not respond: {cause} {note}")
         for event in self.run.read_events():
             if event["kind"] == "grow":
                 self._check_growth(event["nodes"], event["time"] - EPOCH)

@@ -14,7 +14,13 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
-from hpctrain.supervisor.launch.job_step import SignalReceived, StepEnded, StopRequested, TaskExit
+from hpctrain.supervisor.launch.job_step import (
+    HangDetected,
+    SignalReceived,
+    StepEnded,
+    StopRequested,
+    TaskExit,
+)
 from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers import attempt_monitor
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
@@ -160,6 +166,19 @@ def test_step_that_survives_its_kill_is_an_error():
         monitor(TaskExit(0, 1), stubborn=True)
 
 
+def test_killed_step_has_its_full_time_to_end(monkeypatch):
+    monkeypatch.setattr(attempt_monitor, "_KILL_LIMIT_S", 0.5)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        monitor(
+            HangDetected("no progress", 0, "n1"),
+            TaskExit(0, 1),
+            SignalReceived(signal.SIGTERM),
+            stubborn=True,
+        )
+    assert time.monotonic() - begun >= 0.5
+
+
 def test_job_id_of_a_local_run_is_the_process_id():
 
     spec = JobSpec(
@@ -173,11 +192,15 @@ def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):
     monkeypatch.setattr(attempt_monitor, "_REQUEUE_S", 12.0)
     monkeypatch.setattr(attempt_monitor, "_MIN_EXIT_GRACE_S", 0.05)
 
+    queries = []
+
     class Slurm(Local):
         def seconds_left(self):
+            queries.append(time.monotonic())
             return 12.1
 
     start = time.monotonic()
-    outcome, step, _ = monitor(TaskExit(0, 75), job=Slurm())
+    outcome, step, _ = monitor(*(TaskExit(rank, 75) for rank in range(8)), job=Slurm())
     assert (outcome, step.killed) == (AttemptOutcome.STOPPED, True)
+    assert len(queries) == 1, "with many ranks, a query for each would delay the requeue"
     assert time.monotonic() - start < 40

@@ -11,6 +11,7 @@ import pytest
 from helpers.commands import environment
 from helpers.waiting import wait_for
 
+from hpctrain.errors import SchedulerError
 from hpctrain.records import lease as module
 from hpctrain.records.lease import EXPIRY_S, Lease, LeaseHeld, newest_lease
 from hpctrain.rundir import RunDir
@@ -82,6 +83,20 @@ def test_silent_holder_loses_the_lease(acquire, run):
     acquire("7")
     expire(run)
     acquire("8")
+
+
+def test_holder_that_renews_during_a_query_keeps_the_lease(acquire, run, monkeypatch):
+    """Slurm may take a minute to respond."""
+    acquire("7")
+    expire(run)
+
+    def query_job(*_):
+        os.utime(run.lease(0))
+        raise SchedulerError("no answer")
+
+    monkeypatch.setattr(module, "query_job", query_job)
+    with pytest.raises(LeaseHeld, match="7"):
+        acquire("8")
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def _refuse_active(runs: Sequence[Run]) -> None:
     for run in recorded:
         # The record names the submitted job; the lease shows if a supervisor is alive.
         held = newest_lease(run.dir)
-        if held is not None and is_lease_alive(held, strip_job_env(run.environ)):
+        if held is not None and is_lease_alive(run.dir, held, strip_job_env(run.environ)):
             raise _active_job_error(run, f", as job {held.holder.job_id}")
         if run.dir.cancel_request.exists() and read_run_record(run.dir).finished is None:
             # The supervisor was killed before it recorded the end. The cancel request will be removed.

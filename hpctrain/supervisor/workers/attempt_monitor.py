@@ -77,6 +77,7 @@ class AttemptMonitor:
     _awaited: str = ""
     _killed: bool = False
     _warned: bool = False
+    _is_leaving: bool = False
 
     def wait(self, step: JobStep) -> AttemptOutcome:
         """Wait until `step` is over, and return its outcome.
@@ -152,7 +153,9 @@ class AttemptMonitor:
                 self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")
             if self.emergency is not None and self.emergency.record:
                 self._kill(step)
-        elif task.result is TaskResult.CONTINUE:
+        elif task.result is TaskResult.CONTINUE and not self._is_leaving:
+            # Only once: with many ranks, a query for each would delay the requeue.
+            self._is_leaving = True
             follow_s = min(_EXIT_GRACE_S, self._left_to_requeue_s())
             self._limit(follow_s, f"the other ranks to exit after {name} exited")
 
@@ -172,9 +175,9 @@ class AttemptMonitor:
         return math.inf if left is None else max(_MIN_EXIT_GRACE_S, left - _REQUEUE_S)
 
     def _limit(self, seconds: float, awaited: str) -> None:
-        """Wait at most `seconds` from now on. An earlier deadline is kept."""
+        """Wait at most `seconds` from now on. An earlier deadline, or that of a killed step, is kept."""
         deadline = system.monotonic() + seconds
-        if self._deadline is None or deadline < self._deadline:
+        if not self._killed and (self._deadline is None or deadline < self._deadline):
             self._deadline, self._awaited = deadline, awaited
 
     def _time_left(self) -> float | None:

@@ -48,7 +48,7 @@ class WorkerGroup:
         self._monitor: RankMonitor | None = None
         self._startup: StartupRecord
         self._standby: StandbyWorkers | None = None
-        self._standby_variables: Callable[[int], Mapping[str, str]] | None = None
+        self._standby_variables: Callable[[int], Mapping[str, str]]
         self._imported_at: float | None = None
         self._modules: list[str] = []
         self._standby_started = False
@@ -157,7 +157,7 @@ class WorkerGroup:
             monitor = self._monitor
         if monitor is not None:
             monitor.on_tick()
-            self._start_standby(monitor)
+            self._start_standby_when_due(monitor)
 
     def _send_requests(self) -> None:
         """Send requested profiles and bit flips to the ranks.
@@ -205,7 +205,7 @@ class WorkerGroup:
         standby.close()
         return None
 
-    def _start_standby(self, monitor: RankMonitor) -> None:
+    def _start_standby_when_due(self, monitor: RankMonitor) -> None:
         """Start standby workers for the next attempt once the current ranks have trained for a while."""
         after_s = self._spec.standby_workers_s
         # MPI processes must start together.
@@ -227,20 +227,23 @@ class WorkerGroup:
                 ", ".join(changed),
             )
             return
-        with self._lock:
-            if self._monitor is not monitor or self._standby_variables is None:
-                return
-            attempt, of_attempt = self._attempt + 1, self._standby_variables
-            hosts = len(self._launcher.hosts)
+        # The file system may hang, but this thread must keep receiving from the ranks.
+        system.Thread(target=self._start_standby, args=(monitor, modules), daemon=True).start()
+
+    def _start_standby(self, monitor: RankMonitor, modules: list[str]) -> None:
+        """Start standby workers, unless the current attempt has ended."""
+        attempt, hosts = self._attempt + 1, len(self._launcher.hosts)
+        command, ranks = worker_command(self._spec, hosts), hosts * self._spec.ntasks_per_node
+        try:
             # Standby workers have a separate secret, which is never sent.
-            variables = {**of_attempt(attempt), **self._server.variables, **new_secret()}
-            command, ranks = worker_command(self._spec, hosts), hosts * self._spec.ntasks_per_node
-            try:
-                self._standby = StandbyWorkers(
-                    self._launcher, self._server, command, variables, modules, ranks
-                )
-            except (OSError, HpctrainError) as error:
-                log.warning("cannot start standby workers: %s", error)
+            variables = {**self._standby_variables(attempt), **self._server.variables, **new_secret()}
+            with self._lock:
+                if self._monitor is monitor:
+                    self._standby = StandbyWorkers(
+                        self._launcher, self._server, command, variables, modules, ranks
+                    )
+        except (OSError, HpctrainError) as error:
+            log.warning("cannot start standby workers: %s", error)
 
     def _stop_standby(self) -> None:
         with self._lock:
