@@ -179,8 +179,7 @@ def scale_on_disk(folder: Path, options: argparse.Namespace) -> list[Row]:
 def scale(folder: Path, options: argparse.Namespace, where: str) -> list[Row]:
     """Measure the duration of a save for growing states."""
     rows: list[Row] = []
-    sizes = options.megabytes[:2]
-    for megabytes in sorted({*sizes, *(2 * size for size in sizes)}):
+    for megabytes in sorted({*options.megabytes, *(2 * size for size in options.megabytes)}):
         measurement = Measurement(megabytes, folder / f"{megabytes}-{dist.get_world_size()}", options)
         measurement.ours()
         on_disk = [measurement.ours()[1] for _ in range(options.rounds)]
@@ -216,7 +215,7 @@ def on_ranks(world_size: int, what: str, folder: Path, options: argparse.Namespa
 def main() -> None:
     results = Results(__doc__)
     parser = results.parser
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[24, 96, 384])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[24, 96])
     parser.add_argument("--tensor-kilobytes", type=int, default=4096, help="size of each tensor")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for compare")
@@ -228,7 +227,7 @@ def main() -> None:
         for part in options.only:
             for world_size in options.ranks if part == "compare" else (1, 2, 4):
                 for row, values, unit, limit in on_ranks(world_size, part, Path(name), options):
-                    headline = "÷ pause for dcp" in row and row.startswith("384")
+                    headline = "÷ pause for dcp" in row and row.startswith("96")
                     results.add(row, values, unit, limit=limit, headline=headline)
     results.finish()
 

@@ -180,7 +180,7 @@ def kill_repeatedly(name: str, num_ranks: int, kills: int) -> tuple[list[dict[st
     """Return the result of each kill, and the number of kills without a restart, which are repeated."""
     parts: list[dict[str, float]] = []
     failures = 0
-    while len(parts) < kills and failures < 3:
+    while len(parts) < kills and failures < 2:
         with tempfile.TemporaryDirectory() as scratch:
             folder, script = Path(scratch), Path(scratch, "train.py")
             side: Torchrun | Hpctrain
