@@ -124,7 +124,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
 }
 
-#: A seed and faults that show a planted bug; for the others, seeds are searched.
+#: A seed and faults that show a planted bug, for a fast test.
 PLANTED_SEEDS: dict[str, tuple[int, str]] = {
     "a requeue is tried only once": (1, "requeue@45 slurm-away@40:60"),
     "a replaced holder keeps its lease": (36, "steal-lease@27.5:64.7"),
