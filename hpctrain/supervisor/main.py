@@ -93,7 +93,9 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
             job_started_at = float(started) if started.isdecimal() else None
             supervisor = Supervisor(run, spec, launcher, job, grace, job_started_at, staging)
             system.handle_signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
-            return supervisor.run(deaths)
+            code = supervisor.run(deaths)
+            _ignore_watchdog_death()
+            return code
         finally:
             job.successors.lease.release()
     except NotInJob as error:
@@ -123,7 +125,11 @@ def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) ->
         log.error("cannot read the run's record, so the failure is not recorded: %s", error)
         return RunFailed.exit_code
     if record.job_id in (None, own_id) or record.finished is not None:
-        # The death of the batch script no longer continues the run.
-        system.handle_signal(ORPHANED_SIGNAL, lambda _number, _frame: None)
+        _ignore_watchdog_death()
         finish_run(run, "FAILED", cause)
     return RunFailed.exit_code
+
+
+def _ignore_watchdog_death() -> None:
+    """Ignore the death of the batch script: the run has ended, or another job continues it."""
+    system.handle_signal(ORPHANED_SIGNAL, lambda _number, _frame: None)

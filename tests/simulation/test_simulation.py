@@ -83,6 +83,10 @@ FOUND_BUGS = {
         8025316,
         "disk-away@10.1:66.7 slurm-lost-answers@52.9:141.4",
     ),
+    "a completed run is continued while its disk is full": (
+        9084471,
+        "kill-batch@78.4:80.7 crash@87.9:1 disk-full@76:3.3",
+    ),
     "a run fails if it is preempted while a failed step ends": (9040895, "kill-node@44:1 preempt@57:62.2"),
 }
 
