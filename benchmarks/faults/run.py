@@ -99,7 +99,8 @@ class Job:
             command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120
         )
         if check and done.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+            output = done.stdout + done.stderr
+            sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}:\n{output}")
         return done.stdout
 
     def steps(self) -> list[dict[str, Any]]:
