@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -304,7 +305,8 @@ def _mutated_json(draw: st.DrawFn, text: str) -> str:
             break
         parent, key = draw(st.sampled_from(places))
         if draw(st.booleans()) or isinstance(parent, list):
-            parent[key] = draw(st.sampled_from(_ODD_VALUES))
+            # A copy, because the next mutation may change it.
+            parent[key] = deepcopy(draw(st.sampled_from(_ODD_VALUES)))
         else:
             del parent[key]
     # json writes integers of any length.
