@@ -95,13 +95,15 @@ class Job:
         tool.submit(self, 2)
 
     def call(self, *command: str, check: bool = True) -> str:
-        done = subprocess.run(
-            command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120
-        )
-        if check and done.returncode:
-            output = done.stdout + done.stderr
-            sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}:\n{output}")
-        return done.stdout
+        for _ in range(3):
+            done = subprocess.run(
+                command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120
+            )
+            if not check or not done.returncode:
+                return done.stdout
+            time.sleep(1)  # A busy controller closes connections.
+        output = done.stdout + done.stderr
+        sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}:\n{output}")
 
     def steps(self) -> list[dict[str, Any]]:
         return list(read_json_lines(self.folder / "steps.jsonl"))

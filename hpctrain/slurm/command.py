@@ -19,12 +19,17 @@ _READING_S = 5.0
 NO_ANSWER_MESSAGE = "did not respond within"
 #: Part of the message for an answer of `sbatch` without a job id.
 NO_JOB_ID_MESSAGE = "printed no job id"
-#: Messages for requests that may have arrived although the answer is missing.
+#: Messages for requests that may have arrived although the answer is missing. An overloaded or restarting
+#: controller closes connections.
 _ANSWER_LOST = (
-    *(NO_ANSWER_MESSAGE, NO_JOB_ID_MESSAGE),
-    *("Socket timed out", "Zero Bytes were transmitted or received"),
+    *(NO_ANSWER_MESSAGE, NO_JOB_ID_MESSAGE, "Socket timed out", "Zero Bytes were transmitted or received"),
+    *("Connection reset by peer", "Transport endpoint is not connected", "Unexpected message received"),
+    *("Message receive failure", "Broken pipe"),
 )
-_UNREACHABLE_ERRORS = ("Unable to contact slurm controller", "Connection refused", "failed: exit code -")
+_UNREACHABLE_ERRORS = (
+    *("Unable to contact slurm controller", "Connection refused", "failed: exit code -"),
+    *("Communication connection failure", "Message send failure"),
+)
 
 #: Prefixes of step names, followed by the attempt number.
 _RUNNING, _WAITING = "hpctrain-ranks-", "hpctrain-reserve-"

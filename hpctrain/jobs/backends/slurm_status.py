@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpctrain.errors import SchedulerError
 from hpctrain.records.run_record import JobRecord, last_activity
-from hpctrain.slurm.command import NO_ANSWER_MESSAGE
+from hpctrain.slurm.command import is_transient
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.job_queries import (
     JobRow,
@@ -43,9 +43,6 @@ REQUEUE_DELAY_S = 2
 
 
 _DELAYED = "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes"
-
-#: Errors if the controller cannot be reached: a second command would wait again in vain.
-_UNREACHABLE_ERRORS = ("Unable to contact slurm controller", "Socket timed out", NO_ANSWER_MESSAGE)
 
 #: Job states that a requeue may have followed; accounting records the requeue only later.
 _REQUEUABLE_STATES = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
@@ -142,7 +139,8 @@ def _by_name(
     """
     views: dict[JobRecord, JobStateView] = {}
     remembered_s: float | None = None
-    if trouble is None or not any(words in trouble for words in _UNREACHABLE_ERRORS):
+    # If the controller cannot be reached, a second command would wait again in vain.
+    if trouble is None or not is_transient(trouble):
         views, trouble_too = _listed(jobs, query_scontrol, environ)
         trouble = trouble_too and (trouble or f"squeue does not list the job, and {trouble_too}")
         jobs = [job for job in jobs if job not in views]
