@@ -39,7 +39,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     folder, result = Path(plan["folder"]), run.staging_result(attempt, node)
     staged, error, name = {}, None, "files"
     try:
-        _make_folder(folder)
+        _make_own_folder(folder)
         if plan["packs"] is not None:
             name, chosen = "the Python environment", run.staged_environment(environ["SLURM_JOB_ID"])
             pack = _choose_pack(chosen, Path(plan["packs"]), folder, is_first=node == 0)
@@ -79,10 +79,11 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     os._exit(EXIT_CONTINUE)
 
 
-def _make_folder(folder: Path) -> None:
+def _make_own_folder(folder: Path) -> None:
     make_folder(folder, private=True)
-    if os.lstat(folder).st_uid != os.geteuid() or folder.is_symlink():
-        raise StagingFailed(f"the folder {str(folder)!r} belongs to another user. Set TMPDIR (--setup)")
+    if (owner := os.lstat(folder).st_uid) != os.geteuid() or folder.is_symlink():
+        problem = f"is a link, or belongs to user {owner}, not {os.geteuid()}"
+        raise StagingFailed(f"the folder {str(folder)!r} {problem}. Set TMPDIR (--setup)")
 
 
 if __name__ == "__main__":
