@@ -146,7 +146,7 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
     remove(record_path, target, temporary)
     if before.size_bytes > (free := shutil.disk_usage(target.parent).free):
         sizes = f"{format_size(before.size_bytes)}, but {str(target.parent)!r} has {format_size(free)} left"
-        raise StagingFailed(f"{str(source)!r} has {sizes}")
+        raise StagingFailed(f"{str(source)!r} has {sizes}. Set TMPDIR to a larger disk (--setup)")
     try:
         copy_contents(before, temporary)
         if finish is not None:
@@ -186,7 +186,9 @@ def copy_contents(contents: Contents, target: Path) -> None:
             command = [sys.executable, "-I", "-m", "zipfile", "-e", str(source), str(target)]
         run_program(command, f"unpack {str(source)!r}")
     if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
-        raise StagingFailed(f"{str(source)!r} changed while it was copied")
+        raise StagingFailed(
+            f"{str(source)!r} changed while it was copied. Do not change it, and resume the run"
+        )
 
 
 def _copy(root: str, target: str, entry: _Entry) -> None:

@@ -83,7 +83,7 @@ def _make_own_folder(folder: Path) -> None:
     make_folder(folder, private=True)
     if (owner := os.lstat(folder).st_uid) != os.geteuid() or folder.is_symlink():
         problem = f"is a link, or belongs to user {owner}, not {os.geteuid()}"
-        raise StagingFailed(f"the folder {str(folder)!r} {problem}. Set TMPDIR (--setup)")
+        raise StagingFailed(f"the folder {str(folder)!r} {problem}. Set TMPDIR to another folder (--setup)")
 
 
 if __name__ == "__main__":

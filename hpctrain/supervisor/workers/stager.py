@@ -165,8 +165,8 @@ class Stager:
                 continue  # The node was stopped, or is lost.
         shutil.rmtree(self.run.staging_result(attempt, 0).parent, ignore_errors=True)
         if problems:
-            words = (f"{problem} (on {compress_hostlist(found)})" for problem, found in problems.items())
-            raise StagingError("; ".join(words))
+            causes = (f"{compress_hostlist(found)}: {problem}" for problem, found in problems.items())
+            raise StagingError(". ".join(causes))
         return staged
 
     def _record(self, attempt: int, staged: dict[str, _Copies], seconds: float) -> None:
