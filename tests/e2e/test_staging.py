@@ -88,8 +88,8 @@ def test_folder_is_absolute_if_tmpdir_is_empty():
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        ("file/stage", "Not a directory: '{}'"),
-        ("link", "the folder '{}' is a link, or belongs to user [0-9]+, not [0-9]+. Set TMPDIR"),
+        ("file/stage", "File exists: '.*/file'"),
+        ("link", "{} is a symbolic link, not a folder. Remove this symbolic link, or set TMPDIR"),
     ],
 )
 def test_error_before_the_first_copy_names_no_copy(folder, stage, message):
