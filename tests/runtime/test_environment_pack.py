@@ -84,6 +84,15 @@ def test_base_python_is_packed_without_unused_folders(tmp_path, monkeypatch):
     assert (tmp_path / "disk/venv/bin/python").readlink() == Path("../../base/bin/python3")
 
 
+def test_packs_of_another_user_are_refused(environment, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("giving a folder away takes root")
+    (tmp_path / "packs").mkdir()
+    os.chown(tmp_path / "packs", 65534, -1)
+    with pytest.raises(PermissionError, match="packs belongs to user 65534, not to user 0"):
+        pack_environment(tmp_path / "packs", tmp_path / "disk")
+
+
 def test_removed_pack_is_packed_again(environment, tmp_path):
     chosen = tmp_path / "staging/environment-1"
     chosen.parent.mkdir()

@@ -28,7 +28,7 @@ def pack_environment(packs: Path, folder: Path) -> Path:
         folder: folder on the local disk for temporary files.
 
     Raises:
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read or written, or another user owns `packs`.
         StagingFailed: the environment changed, or tar failed.
     """
     environment, base = {"venv": list_contents(Path(sys.prefix))}, Path(sys.base_prefix)
@@ -40,6 +40,9 @@ def pack_environment(packs: Path, folder: Path) -> Path:
     key = " ".join(f"{contents.path} {contents.fingerprint}" for contents in environment.values())
     pack = packs / f"{xxhash.xxh3_128_hexdigest(os.fsencode(key))}.tar"
     make_folder(packs, private=True)
+    if (owner := packs.lstat().st_uid) != os.geteuid():
+        problem = f"{packs} belongs to user {owner}, not to user {os.geteuid()}"
+        raise PermissionError(f"{problem}. Choose another --run-dir")
     with suppress(FileNotFoundError):
         # Other jobs may be copying the pack, so its modification time must not change.
         os.utime(pack, ns=(time.time_ns(), pack.stat().st_mtime_ns))
