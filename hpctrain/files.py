@@ -43,7 +43,7 @@ def make_folder(path: Path, *, private: bool = False) -> None:
 
 
 def make_private_folder(folder: Path, setting: str | None = None) -> None:
-    """Create a folder that only this user can enter.
+    """Create a folder that only this user can enter. Parents have the mode of the umask.
 
     The name is predictable, and other users may be able to write to the parent folder.
 
@@ -56,7 +56,7 @@ def make_private_folder(folder: Path, setting: str | None = None) -> None:
         OSError: the folder cannot be created.
     """
     with suppress(FileExistsError):
-        folder.mkdir(0o700)
+        folder.mkdir(0o700, parents=True)
     found, base = folder.lstat(), folder.parent.stat()
     mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
     if not stat.S_ISDIR(found.st_mode):

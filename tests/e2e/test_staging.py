@@ -88,7 +88,7 @@ def test_folder_is_absolute_if_tmpdir_is_empty():
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        ("file/stage", "File exists: '.*/file'"),
+        ("file/stage", "Not a directory: '{}'"),
         ("link", "{} is a symbolic link, not a folder. Remove this symbolic link, or set TMPDIR"),
     ],
 )

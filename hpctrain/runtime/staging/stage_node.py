@@ -39,7 +39,6 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     folder, result = Path(plan["folder"]), run.staging_result(attempt, node)
     staged, error, name = {}, None, "files"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         make_private_folder(folder, "TMPDIR (--setup)")
         if plan["packs"] is not None:
             name, chosen = "the Python environment", run.staged_environment(environ["SLURM_JOB_ID"])
