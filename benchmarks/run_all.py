@@ -50,7 +50,7 @@ SECTIONS = (
     Section("Start-up from local disks", "stage", "--rounds 1"),
     Section("Training step", "step_overhead", "--rounds 5"),
     Section("Elastic determinism", "elastic_determinism", "--rounds 3 --steps 14"),
-    Section("Checkpoints", "checkpoint", "--rounds 3 --megabytes 24 96"),
+    Section("Checkpoints", "checkpoint", "--rounds 3"),
     Section("Submission", "submit"),
     Section("Command line", "cli_startup"),
     Section("Order of the data", "data_order"),

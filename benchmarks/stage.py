@@ -67,7 +67,7 @@ def main() -> None:
         (shared / "code").mkdir()
         (shared / "code/train.py").write_text(SCRIPT.replace("torch", options.module))
         subprocess.run(["git", "init", "-q", shared / "code"], check=True)
-        # The library costs time also without a delay.
+        # Even without a delay, the library takes time.
         plain = {"LD_PRELOAD": str(build_delay(Path(folder))), "SLOW_FOLDER": "/nowhere/"}
         slow = plain | {"SLOW_FOLDER": f"{shared}/"}
         seconds: dict[str, list[float]] = {}

@@ -10,6 +10,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,6 +40,39 @@ def make_folder(path: Path, *, private: bool = False) -> None:
         OSError: the folder cannot be created.
     """
     path.mkdir(mode=0o700 if private else 0o755, parents=True, exist_ok=True)
+
+
+def make_private_folder(folder: Path, setting: str | None = None) -> None:
+    """Create a folder that only this user can enter. Parents have the mode of the umask.
+
+    The name is predictable, and other users may be able to write to the parent folder.
+
+    Args:
+        folder: the folder.
+        setting: what chooses the folder, for error messages.
+
+    Raises:
+        PermissionError: other users can access or replace the folder.
+        OSError: the folder cannot be created.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(0o700, parents=True)
+    found, base = folder.lstat(), folder.parent.stat()
+    mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "symbolic link" if stat.S_ISLNK(found.st_mode) else "file"
+        problem, remedy = f"is a {kind}, not a folder", f"Remove this {kind}"
+    elif found.st_uid != me:
+        problem, remedy = f"belongs to user {found.st_uid}, not to user {me}", "Ask its owner to remove it"
+    elif mode & 0o077:
+        problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove this folder"
+    elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:
+        problem = f"can be replaced by any user: {folder.parent} has mode {stat.S_IMODE(base.st_mode):04o}"
+        remedy = f"Set the sticky bit on {folder.parent} (chmod +t)"
+    else:
+        return
+    other = f", or set {setting} to another folder" if setting else ""
+    raise PermissionError(f"{folder} {problem}. {remedy}{other}")
 
 
 def own_file(path: str | Path, flags: int) -> int:

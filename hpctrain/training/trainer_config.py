@@ -50,7 +50,7 @@ class _AcceptsAliases(type):
         names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
         settings = canonical_settings(given, names)
         made = super().__call__(**settings)
-        made.given = frozenset(settings)
+        made.given = frozenset(name for name, value in settings.items() if value is not None)
         return made
 
 
@@ -64,7 +64,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     """
 
     given: ClassVar[frozenset[str]] = frozenset()
-    """Names of the settings that the user passed."""
+    """Names of the settings that the user passed, without those that are None."""
     max_steps: int | None = None
     """Optimizer steps after which training ends."""
     max_epochs: int | None = None

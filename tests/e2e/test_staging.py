@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -84,14 +85,22 @@ def test_folder_is_absolute_if_tmpdir_is_empty():
     assert staged_folder(Run(Path("/run"), {}), {"TMPDIR": ""}).parent == Path("/tmp")
 
 
-def test_error_before_the_first_copy_names_no_copy(folder):
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("file/stage", "Not a directory: '{}'"),
+        ("link", "{} is a symbolic link, not a folder. Remove this symbolic link, or set TMPDIR"),
+    ],
+)
+def test_error_before_the_first_copy_names_no_copy(folder, stage, message):
     (folder / "file").touch()
-    plan = {"folder": str(folder / "file/stage"), "sources": {"data": str(folder / "source")}, "packs": None}
+    (folder / "link").symlink_to(folder / "source")
+    plan = {"folder": str(folder / stage), "sources": {"data": str(folder / "source")}, "packs": None}
     env = {**os.environ, "SLURM_NODEID": "0", RUN_DIR_VARIABLE: str(folder), ATTEMPT_VARIABLE: "0"}
     command = [sys.executable, "-P", "-m", "hpctrain.runtime.staging.stage_node", json.dumps(plan)]
     assert run_command(command, env, check=False).returncode == 1
     error = read_json(RunDir(folder).staging_result(0, 0))["error"]
-    assert error == f"cannot stage files: Not a directory: '{folder}/file/stage'"
+    assert re.match(f"cannot stage files: {message.format(folder / stage)}", error)
 
 
 def check_restart(run: Run) -> None:
@@ -123,7 +132,7 @@ def test_vanished_source_fails_the_run(folder):
     run = submit(folder, ["--backend", "local", "--nodes", "2"], fault=fault)
     assert run.wait() == 4
     cause = run.events("finished")[0]["cause"]
-    assert cause == f"cannot stage data: No such file or directory: '{folder}/source' (on local-[0-1])"
+    assert cause == f"local-[0-1]: cannot stage data: No such file or directory: '{folder}/source'"
     assert not staged_folder(run).exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from helpers.commands import environment
@@ -63,6 +64,10 @@ def test_max_failures_can_be_set(prepared):
         ({"stage": "nowhere"}, "nowhere. .--stage. not found"),
         ({"stage": "train.py:a/b"}, "'a/b', the name of the copy"),
         ({"stage": ["/usr:a", "/etc:a"]}, "Both '/usr' and '/etc' have the name 'a'"),
+        (
+            {"stage_environment": True, "container_image": "docker://a", "container_runtime": "apptainer"},
+            "container image .* so it cannot be staged",
+        ),
         ({"run_dir": "."}, "neither empty nor a run"),
         ({"run_dir": "a\nb"}, "control character"),
         ({"env": {"1A": "x"}}, "'1A'"),
@@ -74,6 +79,14 @@ def test_bad_input_is_refused_and_leaves_nothing(prepared, tmp_path, options, me
     with pytest.raises(SpecError, match=message):
         submit_prepared(prepared(**options))
     assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_environment_of_the_operating_system_is_not_staged(prepared, monkeypatch):
+    from hpctrain.jobs.submit.submit import submit_prepared
+
+    monkeypatch.setattr(sys, "prefix", "/usr/local")
+    with pytest.raises(SpecError, match="Python of the operating system in /usr/local"):
+        submit_prepared(prepared(stage_environment=True, python=sys.executable))
 
 
 def test_options_reach_the_job_spec(prepared):

@@ -1,5 +1,6 @@
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -64,11 +65,51 @@ def test_environment_that_changes_is_not_packed(environment, tmp_path, monkeypat
     assert os.listdir(tmp_path / "packs") == os.listdir(tmp_path / "disk") == []
 
 
+def test_base_python_is_packed_without_unused_folders(tmp_path, monkeypatch):
+    base = tmp_path / "conda"
+    venv, stdlib = base / "envs/venv", base / "lib/python3"
+    for name in ("bin", "pkgs", "envs/venv/bin", "lib/python3/site-packages", "lib/python3/__pycache__"):
+        (base / name).mkdir(parents=True)
+        (base / name / "file").touch()
+    (base / "bin/python3").write_text("program")
+    (venv / "bin/python").symlink_to(base / "bin/python3")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    monkeypatch.setattr(sys, "base_prefix", str(base))
+    monkeypatch.setattr(sys, "path", [str(stdlib), str(venv / "lib/python3/site-packages")])
+    pack = pack_environment(tmp_path / "packs", tmp_path / "disk")
+    subprocess.run(["tar", "-xf", pack, "-C", tmp_path / "disk"], check=True)
+    found = {str(path.relative_to(tmp_path / "disk/base")) for path in (tmp_path / "disk/base").rglob("file")}
+    assert found == {"bin/file", "lib/python3/__pycache__/file"}
+    assert (tmp_path / "disk/venv/bin/python").readlink() == Path("../../base/bin/python3")
+
+
+def test_packs_of_another_user_are_refused(environment, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("giving a folder away takes root")
+    (tmp_path / "packs").mkdir()
+    os.chown(tmp_path / "packs", 65534, -1)
+    with pytest.raises(PermissionError, match="packs belongs to user 65534, not to user 0"):
+        pack_environment(tmp_path / "packs", tmp_path / "disk")
+
+
 def test_removed_pack_is_packed_again(environment, tmp_path):
     chosen = tmp_path / "staging/environment-1"
     chosen.parent.mkdir()
     chosen.write_text(str(tmp_path / "removed.tar"))
     assert _choose_pack(chosen, tmp_path / "packs", tmp_path / "disk", is_first=True).exists()
+
+
+@pytest.mark.parametrize(
+    "first", ["#!{}/bin/python\n", '#!/bin/sh\n\'\'\'exec\' "{}/bin/python" "$0" "$@"\n']
+)
+def test_script_starts_the_python_of_the_copy(environment, tmp_path, first):
+    # pip writes the second form if the path is long or contains a space.
+    script = first + "' '''\nrun('{}')\n"
+    (environment / "bin/tool").write_text(script.format(environment, "/old"))
+    shutil.copytree(environment, tmp_path / "disk/venv")
+    relocate(Path("/new"), tmp_path / "disk")
+    assert (tmp_path / "disk/venv/bin/tool").read_text() == script.format("/new/venv", "/old")
 
 
 def test_read_only_environment_is_relocated(environment):

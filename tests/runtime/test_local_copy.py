@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -57,13 +58,13 @@ def test_file_behind_a_link_is_copied(source, disk):
     assert (disk / "program").read_text() == "#!/bin/sh\n"
 
 
-@pytest.mark.parametrize("kind", ["w", "w:gz", "w:bz2"])
-def test_archive_is_unpacked(source, disk, tmp_path, kind):
-    archive = tmp_path / f"data.tar{kind[1:].replace(':', '.')}"
-    with tarfile.open(archive, kind) as file:
-        file.add(source, "top")
-    stage(archive, disk / "data")
-    assert contents(disk / "data/top") == contents(source)
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst"])
+def test_archive_is_unpacked(source, disk, tmp_path, suffix):
+    if suffix == "tar.zst" and shutil.which("zstd") is None:
+        pytest.skip("zstd is not installed")
+    subprocess.run(["tar", "-caf", tmp_path / f"data.{suffix}", "-C", source, "inner"], check=True)
+    stage(tmp_path / f"data.{suffix}", disk / "data")
+    assert contents(disk / "data/inner") == contents(source / "inner")
 
 
 def test_zip_archive_is_unpacked(source, disk, tmp_path):
@@ -144,6 +145,21 @@ def test_archive_cannot_write_outside_its_folder(disk, tmp_path):
     with pytest.raises(StagingFailed, match="contains '\\.\\.'"):
         stage(tmp_path / "data.tar", disk / "data")
     assert not (tmp_path / "escaped").exists()
+
+
+def test_modules_may_be_compiled_during_the_copy(source, disk, monkeypatch):
+    def list_files(*args, **options):
+        found = list(walk(*args, **options))
+        (source / "__pycache__/a.pyc.123").unlink(missing_ok=True)
+        return found
+
+    (source / "__pycache__").mkdir()
+    for name in ("a.pyc", "a.pyc.123"):
+        (source / "__pycache__" / name).write_text(name)
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", list_files)
+    stage(source, disk / "data")
+    assert os.listdir(disk / "data/__pycache__") == ["a.pyc"]
 
 
 def test_special_file_is_refused(source, disk):

@@ -16,6 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
+from hpctrain.files import make_folder
 from hpctrain.rundir import STOP_GRACE_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.spec.job_spec import JobSpec
@@ -25,7 +26,7 @@ from hpctrain.supervisor.launch.job_step import StepEnded, TaskExit
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
-from hpctrain.supervisor.workers.stager import StagePlan
+from hpctrain.supervisor.workers.stager import StagePlan, StagingError
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
 STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
@@ -217,6 +218,20 @@ def test_copies_are_removed_from_excluded_nodes(run):
         ("copy", ["n1"]),
         ("remove", ["n1"]),
     ]
+
+
+def test_copies_that_differ_between_nodes_fail_the_run(run, monkeypatch):
+    def start(launcher, command, variables, emit):
+        for node, source in enumerate("aba"):
+            path = run.staging_result(0, node)
+            make_folder(path.parent)
+            path.write_text(json.dumps({"staged": {"data": {"source": source}}, "error": None}))
+        return real(launcher, command, variables, emit)
+
+    real = StagingLauncher.start
+    monkeypatch.setattr(StagingLauncher, "start", start)
+    with pytest.raises(StagingError, match=r"data differs between n1 and n2, .* Do not change it"):
+        supervise_staged(run, [], FakeJob(nodes=FakeNodes()))
 
 
 def test_crash_restarts_and_completes(run):

@@ -538,6 +538,28 @@ def test_own_loop_that_uses_gradients_of_a_grain_is_refused(tmp_path, use):
         train_with_own_clipping(str(tmp_path / "run"), use)
 
 
+def train_in_custom_way(run_dir: Path, use: Callable[[Any, int], object]) -> nn.Module:
+    """Train in a loop that calls `use` for each grain, until it returns true."""
+    with hpctrain.session(elastic_determinism=True, run_dir=str(run_dir)) as session:
+        module, _ = session.prepare(net := WithoutRare(), torch.optim.SGD(net.parameters(), lr=0.1))
+        batches = session.batches(Noisy(), global_batch_size=16, max_steps=1)
+        for number, (x, kind, y) in enumerate(batches):
+            session.backward(nn.functional.mse_loss(module(x, kind), y))
+            if use(session, number):
+                break
+    return module
+
+
+def test_own_loop_that_logs_only_some_grains_is_refused(tmp_path):
+    with pytest.raises(hpctrain.UserError, match="same metrics for every grain"):
+        train_in_custom_way(tmp_path / "run", lambda session, number: number and session.log(number=number))
+
+
+def test_gradients_are_usable_after_a_loop_that_ended_early(tmp_path):
+    module = train_in_custom_way(tmp_path / "run", lambda session, number: True)
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+
+
 class Alternating(Net):
     def training_step(self, batch, batch_idx, optimizer_idx):
         return super().training_step(batch, batch_idx)["loss"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from hpctrain.checkpoint.io.loading import VerifiedCheckpoint
 from hpctrain.checkpoint.tier.node_files import LARGE_SUFFIX, NodeFiles, find_complete, gather_node_files
 from hpctrain.checkpoint.tier.tier_copier import TierCopier, TierCopyFailed
 from hpctrain.errors import CheckpointError
+from hpctrain.files import make_private_folder
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 
@@ -98,7 +98,7 @@ class LocalTier:
         def mark() -> None:
             if not base.is_dir():
                 raise CheckpointError("the folder does not exist on the node of this rank")
-            make_private_folder(folder)
+            make_private_folder(folder, "local_checkpoints")
             marker.touch()
 
         try:
@@ -248,31 +248,3 @@ def tier_folder(base: Path, shared: Path) -> Path:
     home = shared.resolve()
     # Two runs with the same name in different folders must not share a folder.
     return base / f"hpctrain-{home.parent.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(home))}"
-
-
-def make_private_folder(folder: Path) -> None:
-    """Create a folder that only this user can enter.
-
-    The name is predictable, and other users may be able to write to the parent folder.
-
-    Raises:
-        CheckpointError: other users can access or replace the folder.
-        OSError: the folder cannot be created.
-    """
-    with suppress(FileExistsError):
-        folder.mkdir(0o700)
-    found, base = folder.lstat(), folder.parent.stat()
-    mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
-    if not stat.S_ISDIR(found.st_mode):
-        kind = "symbolic link" if stat.S_ISLNK(found.st_mode) else "file"
-        problem, remedy = f"is a {kind}, not a folder", f"Remove this {kind}"
-    elif found.st_uid != me:
-        problem, remedy = f"belongs to user {found.st_uid}, not to user {me}", "Ask its owner to remove it"
-    elif mode & 0o077:
-        problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove this folder"
-    elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:
-        problem = f"can be replaced by any user: {folder.parent} has mode {stat.S_IMODE(base.st_mode):04o}"
-        remedy = f"Set the sticky bit on {folder.parent} (chmod +t)"
-    else:
-        return
-    raise CheckpointError(f"{folder} {problem}. {remedy}, or set local_checkpoints to another folder")

@@ -14,8 +14,8 @@ import xxhash
 from hpctrain.files import make_folder
 from hpctrain.runtime.staging.local_copy import copy_contents, list_contents, remove, run_program
 
-#: Folders of the base environment that a virtual environment does not use.
-_UNUSED = frozenset({"site-packages", "test", "__pycache__"})
+#: Folders of the base environment that a virtual environment does not use; the last two are those of conda.
+_UNUSED = frozenset({"site-packages", "test", "envs", "pkgs"})
 #: Age in seconds at which an unused pack is removed.
 _MAX_AGE_S = 30 * 86400.0
 
@@ -28,16 +28,21 @@ def pack_environment(packs: Path, folder: Path) -> Path:
         folder: folder on the local disk for temporary files.
 
     Raises:
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read or written, or another user owns `packs`.
         StagingFailed: the environment changed, or tar failed.
     """
     environment, base = {"venv": list_contents(Path(sys.prefix))}, Path(sys.base_prefix)
     if sys.base_prefix != sys.prefix and not base.is_relative_to("/usr"):
-        uses_packages = any(Path(path).is_relative_to(base) and "site-packages" in path for path in sys.path)
+        inside = (Path(path).parents for path in sys.path if "site-packages" in path)
+        # The environment itself may be inside its base.
+        uses_packages = any(base in parents and Path(sys.prefix) not in parents for parents in inside)
         environment["base"] = list_contents(base, () if uses_packages else _UNUSED)
     key = " ".join(f"{contents.path} {contents.fingerprint}" for contents in environment.values())
     pack = packs / f"{xxhash.xxh3_128_hexdigest(os.fsencode(key))}.tar"
     make_folder(packs, private=True)
+    if (owner := packs.lstat().st_uid) != os.geteuid():
+        problem = f"{packs} belongs to user {owner}, not to user {os.geteuid()}"
+        raise PermissionError(f"{problem}. Choose another --run-dir")
     with suppress(FileNotFoundError):
         # Other jobs may be copying the pack, so its modification time must not change.
         os.utime(pack, ns=(time.time_ns(), pack.stat().st_mtime_ns))
@@ -86,10 +91,12 @@ def relocate(target: Path, copy: Path) -> None:
         moved[sys.base_prefix] = target / "base"
     for path in (copy / "venv/pyvenv.cfg", *(copy / "venv/bin").iterdir()):
         content = b"" if path.is_symlink() or not path.is_file() else path.read_bytes()
-        end = len(content) if path.name == "pyvenv.cfg" else content.find(b"\n")
-        if end > 0 and (content.startswith(b"#!") or path.name == "pyvenv.cfg"):
-            changed = content[:end]
+        is_script = content.startswith(b"#!")
+        if is_script or (content and path.name == "pyvenv.cfg"):
+            # pip writes a long path to the second line, after #!/bin/sh.
+            head = b"\n".join(content.split(b"\n", 2)[:2]) if is_script else content
+            tail = content[len(head) :]
             for old, new in moved.items():
-                changed = changed.replace(os.fsencode(f"{old}/"), os.fsencode(f"{new}/"))
+                head = head.replace(os.fsencode(f"{old}/"), os.fsencode(f"{new}/"))
             path.chmod(path.stat().st_mode | stat.S_IWUSR)
-            path.write_bytes(changed + content[end:])
+            path.write_bytes(head + tail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -28,6 +29,8 @@ _NUM_THREADS = 16
 #: Maximum number of tasks of these threads, because each requires memory.
 _NUM_TASKS = 1024
 _BLOCK_BYTES = 4 * 1024**2
+#: Name of a compiled module that Python is writing, and renames at once.
+_UNFINISHED_MODULE = re.compile(r"__pycache__/[^/]+\.pyc\.\d+$")
 
 _Entry = tuple[str, int, int, int]
 _T = TypeVar("_T")
@@ -70,18 +73,16 @@ def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
         StagingFailed: a file is neither a regular file nor a folder or link.
     """
     root = str(path)
-    names: list[str] = []
+    names = [] if path.is_dir() else ["."]
     folders: list[str] = []
-    if not path.is_dir():
-        names.append(".")
-    else:
-        for parent, inside, files in os.walk(root, onerror=_raise):
-            inside[:] = sorted(name for name in inside if name not in skipped)
-            at = os.path.relpath(parent, root)
-            for name in inside:
-                is_link = os.path.islink(os.path.join(parent, name))
-                (names if is_link else folders).append(os.path.join(at, name))
-            names += [os.path.join(at, name) for name in sorted(files)]
+    for parent, inside, files in os.walk(root, onerror=_raise) if path.is_dir() else ():
+        inside[:] = sorted(name for name in inside if name not in skipped)
+        at = os.path.relpath(parent, root)
+        for name in inside:
+            is_link = os.path.islink(os.path.join(parent, name))
+            (names if is_link else folders).append(os.path.join(at, name))
+        paths = (os.path.join(at, name) for name in sorted(files))
+        names += [each for each in paths if not _UNFINISHED_MODULE.search(each)]
     return Contents(path, skipped, _map_in_threads(lambda name: _entry(root, name), names), folders)
 
 
@@ -145,7 +146,7 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
     remove(record_path, target, temporary)
     if before.size_bytes > (free := shutil.disk_usage(target.parent).free):
         sizes = f"{format_size(before.size_bytes)}, but {str(target.parent)!r} has {format_size(free)} left"
-        raise StagingFailed(f"{str(source)!r} has {sizes}")
+        raise StagingFailed(f"{str(source)!r} has {sizes}. Set TMPDIR to a larger disk (--setup)")
     try:
         copy_contents(before, temporary)
         if finish is not None:
@@ -185,7 +186,9 @@ def copy_contents(contents: Contents, target: Path) -> None:
             command = [sys.executable, "-I", "-m", "zipfile", "-e", str(source), str(target)]
         run_program(command, f"unpack {str(source)!r}")
     if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
-        raise StagingFailed(f"{str(source)!r} changed while it was copied")
+        raise StagingFailed(
+            f"{str(source)!r} changed while it was copied. Do not change it, and resume the run"
+        )
 
 
 def _copy(root: str, target: str, entry: _Entry) -> None:

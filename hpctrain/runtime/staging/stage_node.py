@@ -20,7 +20,7 @@ from types import FrameType
 
 from hpctrain.cluster.parent_death import die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.files import make_folder, try_lock, write_atomic
+from hpctrain.files import make_folder, make_private_folder, try_lock, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STAGED_ENVIRONMENT, RunDir
 from hpctrain.runtime.staging.environment_pack import pack_environment, relocate
 from hpctrain.runtime.staging.local_copy import StagingFailed, stage
@@ -39,7 +39,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     folder, result = Path(plan["folder"]), run.staging_result(attempt, node)
     staged, error, name = {}, None, "files"
     try:
-        _make_folder(folder)
+        make_private_folder(folder, "TMPDIR (--setup)")
         if plan["packs"] is not None:
             name, chosen = "the Python environment", run.staged_environment(environ["SLURM_JOB_ID"])
             pack = _choose_pack(chosen, Path(plan["packs"]), folder, is_first=node == 0)
@@ -77,12 +77,6 @@ def _choose_pack(chosen: Path, packs: Path, folder: Path, *, is_first: bool) -> 
 def _stop(_number: int, _frame: FrameType | None) -> None:
     # Incomplete copies have other names. The supervisor removes them with the folder.
     os._exit(EXIT_CONTINUE)
-
-
-def _make_folder(folder: Path) -> None:
-    make_folder(folder, private=True)
-    if os.lstat(folder).st_uid != os.geteuid() or folder.is_symlink():
-        raise StagingFailed(f"the folder {str(folder)!r} belongs to another user. Set TMPDIR (--setup)")
 
 
 if __name__ == "__main__":

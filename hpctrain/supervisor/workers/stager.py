@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,12 @@ from hpctrain.supervisor.launch.worker_command import module_command
 from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
 from hpctrain.telemetry.startup_parts import describe_staging
+from hpctrain.text import format_duration, pluralize
 
 log = logging.getLogger(__name__)
 
+#: Copies of a node by name, as returned by `stage`.
+_Copies = dict[str, dict[str, Any]]
 #: Time limit of the copies, also if the job has none.
 _LIMIT_S = 4 * 3600.0
 _REMOVAL_LIMIT_S = 120.0
@@ -120,9 +123,9 @@ class Stager:
         plan = {"folder": self.plan.folder, "sources": self.plan.sources, "packs": self.plan.packs}
         command = [*module_command(self.plan.host_spec, "staging.stage_node"), json.dumps(plan)]
         variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt), **new_secret()}
-        log.info("attempt %d: staging on %d nodes, in %s", attempt, len(hosts), self.plan.folder)
+        log.info("attempt %d: staging on %s, in %s", attempt, pluralize(len(hosts), "node"), self.plan.folder)
         self.launcher.hosts = hosts
-        cause = f"the copies to the local disks did not end within {_LIMIT_S:.0f} s"
+        cause = f"the copies to the local disks took more than {format_duration(_LIMIT_S)}. Stage less data"
         step = self.launcher.start([*_ONCE_PER_NODE, *command], variables, self.events.put)
         timer = system.Timer(_LIMIT_S, lambda: self.events.put(HangDetected(cause, 0, hosts[0])))
         timer.start()
@@ -145,44 +148,45 @@ class Stager:
         self.launcher.hosts = hosts
         command = [*_ONCE_PER_NODE, *REMOVE_COMMAND, self.plan.folder]
         limit_s = _SHORT_REMOVAL_LIMIT_S if is_short else _REMOVAL_LIMIT_S
-        clean_nodes(
-            self.run, self.launcher, command, attempt, lost, limit_s, f"the removal of {self.plan.folder}"
-        )
+        what = f"the removal of {self.plan.folder}"
+        clean_nodes(self.run, self.launcher, command, attempt, lost, limit_s, what)
 
-    def _collect_results(self, attempt: int, hosts: list[str]) -> list[dict[str, dict[str, Any]]]:
+    def _collect_results(self, attempt: int, hosts: list[str]) -> dict[str, _Copies]:
         """Return the copies of each node that has reported a result."""
-        staged: list[dict[str, dict[str, Any]]] = []
+        staged: dict[str, _Copies] = {}
         problems: dict[str, list[str]] = {}
         for node, host in enumerate(hosts):
             try:
                 record = read_json(self.run.staging_result(attempt, node))
-                staged.append(record["staged"])
+                staged[host] = record["staged"]
                 if (problem := record["error"]) is not None:
                     problems.setdefault(problem, []).append(host)
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # The node was stopped, or is lost.
         shutil.rmtree(self.run.staging_result(attempt, 0).parent, ignore_errors=True)
         if problems:
-            words = (f"{problem} (on {compress_hostlist(found)})" for problem, found in problems.items())
-            raise StagingError("; ".join(words))
+            causes = (f"{compress_hostlist(found)}: {problem}" for problem, found in problems.items())
+            raise StagingError(". ".join(causes))
         return staged
 
-    def _record(self, attempt: int, staged: Collection[dict[str, dict[str, Any]]], seconds: float) -> None:
-        copies = [copy for node in staged for copy in node.values()]
-        names = next(iter(staged), {})
-        for name in names:
-            if len({node[name]["source"] for node in staged}) > 1:
-                raise StagingError(
-                    f"{name} differs between the nodes: its source changed while it was copied"
-                )
-        saved_s = max((sum(copy["saved_s"] for copy in node.values()) for node in staged), default=0.0)
+    def _record(self, attempt: int, staged: dict[str, _Copies], seconds: float) -> None:
+        first, expected = next(iter(staged.items()), ("", {}))
+        for host, node in staged.items():
+            for name, copy in node.items():
+                if copy["source"] != expected[name]["source"]:
+                    raise StagingError(
+                        f"{name} differs between {first} and {host}, because its source changed during the "
+                        "copy, or is not shared. Do not change it, and resume the run"
+                    )
+        copies = [copy for node in staged.values() for copy in node.values()]
         fresh = [copy for copy in copies if not copy["reused"]]
+        saved_s = [sum(copy["saved_s"] for copy in node.values()) for node in staged.values()]
         summary = {
             "seconds": round(seconds, 3),
             "bytes": sum(copy["bytes"] for copy in fresh),
             "reused": len(copies) - len(fresh),
-            "saved_s": round(saved_s, 3),
-            "digests": {name: copy["source"] for name, copy in names.items()},
+            "saved_s": round(max(saved_s, default=0.0), 3),
+            "digests": {name: copy["source"] for name, copy in expected.items()},
         }
         self.run.log_event("staged", attempt, **summary)
         log.info("attempt %d: %s", attempt, describe_staging(summary))

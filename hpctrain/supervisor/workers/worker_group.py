@@ -223,7 +223,7 @@ class WorkerGroup:
         if changed := monitor.changed:
             log.info(
                 "not starting standby workers: the script sets environment variables that imports may read "
-                "(%s); set them with --env instead",
+                "(%s). Set them with --env instead",
                 ", ".join(changed),
             )
             return

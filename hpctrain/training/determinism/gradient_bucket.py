@@ -62,9 +62,9 @@ class SummedTensor:
 class GradientBucket:
     """Integers that are sent together; with sharded parameters, one row for each rank."""
 
-    def __init__(self, tensors: list[SummedTensor], context: DistributedContext, *, is_sharded: bool) -> None:
-        self._tensors, self._context, self._is_sharded = tensors, context, is_sharded
-        self._world_size = context.ranks.world_size if is_sharded else 1
+    def __init__(self, tensors: list[SummedTensor], context: DistributedContext) -> None:
+        self._tensors, self._context, self._is_sharded = tensors, context, tensors[0].is_sharded
+        self._world_size = context.ranks.world_size if self._is_sharded else 1
         self._length = 0
         for each in tensors:
             each.bucket, each.offset = self, self._length
@@ -200,19 +200,15 @@ def make_buckets(
     """Group the tensors in reverse order, in which backward passes produce gradients; buffers come last."""
     buckets: list[GradientBucket] = []
     group: list[SummedTensor] = []
-    length = 0
+    length, last_kind = 0, None
     parameters = [each for each in tensors if each.computed is not None]
     buffers = [each for each in tensors if each.computed is None]
     for each in [*reversed(parameters), *buffers]:
         limit = int((cap_mb or (_BUCKET_MB if buckets else _FIRST_BUCKET_MB)) * 2**20) // 4
-        differs = bool(group) and (
-            group[0].is_sharded != each.is_sharded or (group[0].computed is None) != (each.computed is None)
-        )
-        if group and (differs or length + each.numel > limit):
-            buckets.append(GradientBucket(group, context, is_sharded=group[0].is_sharded))
+        kind = (each.is_sharded, each.computed is None)
+        if group and (kind != last_kind or length + each.numel > limit):
+            buckets.append(GradientBucket(group, context))
             group, length = [], 0
         group.append(each)
-        length += each.numel
-    if group:
-        buckets.append(GradientBucket(group, context, is_sharded=group[0].is_sharded))
-    return buckets
+        length, last_kind = length + each.numel, kind
+    return [*buckets, GradientBucket(group, context)] if group else buckets

@@ -111,7 +111,7 @@ class GrainTrainStep(TrainStep):
                 self._seed_grain(rank_batch, number)
                 with self._gradients.grain(is_used=is_used, is_last=is_last, hashes=hashes):
                     yield GrainPass(_align(grain), scalars, is_last)
-                self._insert(sums, scalars, number if is_used else None)
+                self._insert(sums, scalars, number if is_used else None, is_first=number == first)
             if witness is not None:
                 self._compare(witness, rank_batch, own_hashes if chosen is not None else None)
             if self._gradients.finish():
@@ -153,13 +153,15 @@ class GrainTrainStep(TrainStep):
         witness.compare(rank_batch, own_hash, recompute, self._state.verified_step or 0)
         self._state.witnessed_step = rank_batch.step
 
-    def _insert(self, sums: MetricAccumulator, scalars: MetricAccumulator, number: int | None) -> None:
+    def _insert(
+        self, sums: MetricAccumulator, scalars: MetricAccumulator, number: int | None, *, is_first: bool
+    ) -> None:
         """Insert the values of a grain at its place among the grains of all ranks; None for zeros.
 
         Raises:
             UserError: the names differ from those of the previous grain.
         """
-        if sums.values and sums.values.keys() != scalars.values.keys():
+        if not is_first and sums.values.keys() != scalars.values.keys():
             raise UserError(
                 f"The metrics of a grain are {sorted(scalars.values)}, but those of the previous grain are "
                 f"{sorted(sums.values)}. Return or log the same metrics for every grain."
@@ -202,7 +204,7 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
     module, reason = strategy.module, None
     own = set(module.parameters())
     if not strategy.sums_exactly:
-        reason = f"strategy is {settings.strategy!r}. Use 'ddp', 'zero1', 'zero2', 'zero3' or 'fsdp'"
+        reason = f"strategy is {settings.strategy!r}. Use 'ddp', 'ddp2', 'zero1', 'zero2', 'zero3' or 'fsdp'"
     elif settings.algorithm != "allreduce":
         reason = (
             f"algorithm is {settings.algorithm!r}, whose result depends on the number of ranks. Remove the "

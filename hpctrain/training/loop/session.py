@@ -193,9 +193,9 @@ class Session:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, a mean over this rank's batch, multiplied by `weight`."""
         self._has_backward = True
-        self._hide_gradients(False)
+        self._reset_gradients(hidden=False)
         torch.autograd.backward(loss if self.weight == 1.0 else loss * self.weight)
-        self._hide_gradients(True)
+        self._reset_gradients(hidden=True)
 
     def log(self, **scalars: torch.Tensor | float) -> None:
         """Average `scalars` over the global batch; show and log them with the step.
@@ -288,7 +288,8 @@ class Session:
             except GeneratorExit:
                 self._warn_of_early_exit(step.rank_batch.step)
                 raise
-            self._hide_gradients(False)
+            finally:
+                self._reset_gradients(hidden=False)
             if not self._has_backward:
                 raise UserError(
                     "The loop body did not call session.backward(loss), which elastic_determinism requires "
@@ -304,10 +305,10 @@ class Session:
         self._scalars = None
         for call in self._deferred:
             call()
-        self._hide_gradients(False)
+        self._reset_gradients(hidden=False)
 
-    def _hide_gradients(self, hidden: bool) -> None:
-        """With elastic_determinism, set all gradients to placeholders that raise errors, or to None."""
+    def _reset_gradients(self, *, hidden: bool) -> None:
+        """With elastic_determinism, set all gradients to None, or to placeholders that raise errors."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient if hidden else None
 

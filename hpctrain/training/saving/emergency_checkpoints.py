@@ -25,10 +25,10 @@ from hpctrain.checkpoint.format.manifest import read_verified
 from hpctrain.checkpoint.io.coordination import RankCoordinator
 from hpctrain.checkpoint.io.loading import LoadedCheckpoint, VerifiedCheckpoint, load
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.tier.local_tier import make_private_folder, tier_folder
+from hpctrain.checkpoint.tier.local_tier import tier_folder
 from hpctrain.checkpoint.tier.rank_record import RankRecord, read_record, read_tensors
 from hpctrain.errors import CheckpointError
-from hpctrain.files import is_locked
+from hpctrain.files import is_locked, make_private_folder
 from hpctrain.records.lease import counts_as_alive, newest_lease
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
@@ -354,7 +354,7 @@ class EmergencyCheckpoints:
         """Return true if no other user could write the folder of this node."""
         try:
             self._make_folder()
-        except (OSError, CheckpointError):
+        except OSError:
             return False
         return True
 
