@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 
 from hpctrain.cli.common import echo_json, json_option
+from hpctrain.spec.job_spec import JobSpec
 from hpctrain.text import pluralize
 
 
@@ -28,6 +29,26 @@ from hpctrain.text import pluralize
 @click.option(
     "--emergency-checkpoints", is_flag=True, help="Assume that all runs can use emergency checkpoints."
 )
+@click.option(
+    "--run-gpus", type=int, help="Simulate a single run on this number of GPUs, and show its effective time."
+)
+@click.option(
+    "--spare-nodes",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Spare nodes of the single run.",
+)
+@click.option("--checkpoint-every", default=1800.0, show_default=True, help="Seconds between checkpoints.")
+@click.option("--restart-time", default=60.0, show_default=True, help="Seconds from a failure to training.")
+@click.option("--requeue-hold", default=120.0, show_default=True, help="Seconds that Slurm holds a requeue.")
+@click.option(
+    "--max-failures",
+    type=click.IntRange(min=1),
+    default=JobSpec.max_failures,
+    show_default=True,
+    help="Consecutive failures without a new checkpoint after which a run fails.",
+)
 @click.option("--seed", default=1, show_default=True, help="Random seed.")
 @json_option
 def command(
@@ -38,6 +59,12 @@ def command(
     bad_nodes: float,
     preemptions: float,
     emergency_checkpoints: bool,
+    run_gpus: int | None,
+    spare_nodes: int,
+    checkpoint_every: float,
+    restart_time: float,
+    requeue_hold: float,
+    max_failures: int,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -53,9 +80,18 @@ def command(
         raise click.UsageError(
             f"--gpus is {gpus}, but a single node has {gpus_per_node} (--gpus-per-node). Increase --gpus."
         )
-    for option, value in (("days", days), ("node-mtbf", node_mtbf), ("preemptions", preemptions)):
+    for option, value in (("days", days), ("node-mtbf", node_mtbf), ("checkpoint-every", checkpoint_every)):
         if value <= 0:
             raise click.UsageError(f"--{option} is {value:g}, but must be greater than 0.")
+    at_least_0 = {"preemptions": preemptions, "restart-time": restart_time, "requeue-hold": requeue_hold}
+    for option, value in at_least_0.items():
+        if value < 0:
+            raise click.UsageError(f"--{option} is {value:g}, but must be at least 0.")
+    if run_gpus is not None and not gpus_per_node <= run_gpus <= gpus - spare_nodes * gpus_per_node:
+        raise click.UsageError(
+            f"--run-gpus is {run_gpus} with {spare_nodes} spare nodes (--spare-nodes), but the cluster has "
+            f"{gpus} GPUs (--gpus) with {gpus_per_node} GPUs per node (--gpus-per-node). Increase --gpus."
+        )
     if not 0 <= bad_nodes <= 1:
         raise click.UsageError(f"--bad-nodes is {bad_nodes}, but must be between 0 and 1.")
     conditions = SimulationConfig(
@@ -65,7 +101,13 @@ def command(
         node_mtbf_days=node_mtbf,
         bad_nodes=bad_nodes,
         preemptions_per_day=preemptions,
+        save_every_s=checkpoint_every,
         emergency_checkpoints=emergency_checkpoints,
+        run_gpus=run_gpus,
+        spare_nodes=spare_nodes,
+        max_failures=max_failures,
+        restart_s=restart_time,
+        requeue_hold_s=requeue_hold,
         seed=seed,
     )
     report = Simulation(conditions).run()
@@ -83,17 +125,20 @@ def command(
                 "most_starts_without_progress": report.most_starts_without_progress,
                 "trained_node_days": report.trained_s / 86_400,
                 "lost_node_days": report.lost_s / 86_400,
+                "effective_training_time_ratio": report.effective,
             }
         )
         return
     states = report.states()
-    click.echo(f"{len(report.runs)} runs on {conditions.num_nodes} nodes, {days:g} days")
+    click.echo(f"{pluralize(len(report.runs), 'run')} on {conditions.num_nodes} nodes, {days:g} days")
     words = {"trains": "training", "waits": "waiting"}
     click.echo("runs     " + _counted(Counter({words.get(name, name): n for name, n in states.items()})))
     click.echo("ends     " + _counted(report.ends))
     click.echo("actions  " + _counted(report.actions))
     total = report.trained_s + report.lost_s
     click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f}% of node time due to restarts")
+    if report.effective is not None:
+        click.echo(f"effective {100 * report.effective:.1f}% of the wall time")
     most = pluralize(report.most_starts_without_progress, "consecutive attempt")
     click.echo(f"progress at most {most} without a new checkpoint")
     for reason, count in reasons.most_common(5):

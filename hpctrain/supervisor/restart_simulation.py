@@ -9,6 +9,7 @@ process them as in a real run.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.scale_up import REQUEUE_HOLD_S, START_S
 
 DAY_S = 86_400.0
-_LEAD_S, _MAX_FAILURES = float(JobSpec.stop_before_limit_s), JobSpec.max_failures
+_LEAD_S = float(JobSpec.stop_before_limit_s)
 #: Frequency of each kind of interruption, in percent: faults of machines, the environment, and the user.
 _FAULTS = {
     EndKind.NODE_LOST: 20,
@@ -71,6 +72,15 @@ class SimulationConfig:
     save_every_s: float = 1800.0
     emergency_checkpoints: bool = False
     """Keep the state after failures that leave other ranks alive."""
+    run_gpus: int | None = None
+    """GPUs of a single run that lasts the whole period; None to simulate many runs."""
+    spare_nodes: int = 0
+    """Spare nodes of the single run."""
+    max_failures: int = JobSpec.max_failures
+    restart_s: float = START_S
+    """Seconds from a failure to the next step."""
+    requeue_hold_s: float = REQUEUE_HOLD_S
+    """Seconds between a requeue and the earliest start of the job."""
     seed: int = 1
 
     @property
@@ -127,6 +137,13 @@ class SimulationResult:
     lost_s: float = 0.0
     """Node-seconds of repeated training and of launches."""
 
+    @property
+    def effective(self) -> float | None:
+        """Effective training time ratio of a single run: training that was kept, divided by the wall time."""
+        if self.conditions.run_gpus is None:
+            return None
+        return self.trained_s / (self.runs[0].nodes * self.conditions.days * DAY_S)
+
     def states(self) -> Counter[str]:
         """Return the number of runs in each state."""
         return Counter(run.state for run in self.runs)
@@ -147,7 +164,7 @@ class Simulation:
         self._free = set(names)
         self._down: dict[str, float] = {}
         self._waiting: list[SimulatedRun] = []
-        self._policy = RestartPolicy.with_changes({}, _MAX_FAILURES)
+        self._policy = RestartPolicy.with_changes({}, conditions.max_failures)
         self.report = SimulationResult(conditions)
 
     def run(self) -> SimulationResult:
@@ -169,11 +186,16 @@ class Simulation:
             self._start_waiting()
         for run in self.report.runs:
             if run.state == "trains":
-                self._keep(run, end - run.begun)
+                self._keep(run, end - run.begun, whole=True)
         return self.report
 
     def _new_runs(self) -> Iterator[SimulatedRun]:
-        """Return runs for 1.2 times the available node time, so that some always wait."""
+        """Return the single run, or runs for 1.2 times the available node time, so that some always wait."""
+        if self._config.run_gpus is not None:
+            nodes = self._config.run_gpus // self._config.gpus_per_node
+            spares, seconds = self._config.spare_nodes, self._config.days * DAY_S
+            yield SimulatedRun("run-0", nodes, nodes, spares, seconds, None)
+            return
         most, left = max(1, self._config.num_nodes // 20), 1.2 * self._config.num_nodes * self._config.days
         while left > 0:
             nodes = min(most, 2 ** self._random.randrange(8))
@@ -205,12 +227,13 @@ class Simulation:
         run.starts_since_save += 1
         most = self.report.most_starts_without_progress
         self.report.most_starts_without_progress = max(most, run.starts_since_save)
-        run.begun = self._now + START_S
-        faulty = sum(100 if host in self._bad else 1 for host in run.hosts)
+        run.begun = self._now + self._config.restart_s
+        faulty = len(run.hosts) + 99 * len(self._bad.intersection(run.hosts))
+        preemptions = self._config.preemptions_per_day / DAY_S
         ends = {
             EndKind.DONE: (run.needs_s - run.trained_s - run.memory_s) / run.speed,
             EndKind.TIME_LIMIT: run.job_ends - _LEAD_S - run.begun,
-            EndKind.PREEMPTED: self._random.expovariate(self._config.preemptions_per_day / DAY_S),
+            EndKind.PREEMPTED: self._random.expovariate(preemptions) if preemptions else math.inf,
             self._fault(): self._random.expovariate(faulty / (self._config.node_mtbf_days * DAY_S)),
         }
         if run.fails_after_s is not None:
@@ -286,7 +309,8 @@ class Simulation:
             step = int((run.trained_s + run.memory_s) * 1000)
             run.events.append({"kind": "emergency_checkpoint", "step": step})
         self.report.trained_s += kept * run.nodes
-        self.report.lost_s += (trained - kept - run.memory_s) * run.nodes + START_S * len(run.hosts)
+        restart_s = self._config.restart_s * len(run.hosts)
+        self.report.lost_s += (trained - kept - run.memory_s) * run.nodes + restart_s
 
     def _record(self, run: SimulatedRun, kind: EndKind) -> dict[str, str]:
         """Record the failure, and take a lost node out of service. Returns the lost node."""
@@ -312,17 +336,17 @@ class Simulation:
     def _act(self, run: SimulatedRun, decision: Decision, cause: str | None, lost: dict[str, str]) -> None:
         match decision.action:
             case Action.RESTART | Action.SHRINK | Action.REPLACE:
-                gone = {*lost, *decision.exclude}
-                spare = tuple(host for host in run.spare if host not in decision.hosts and host not in gone)
+                gone = {*lost, *decision.exclude, *decision.hosts}
+                spare = tuple(host for host in run.spare if host not in gone)
                 self._release({*run.hosts, *run.spare} - {*decision.hosts, *spare})
                 run.hosts, run.spare = decision.hosts, spare
                 self._start(run)
             case Action.REQUEUE:
-                seconds = self._now - run.begun + START_S
+                seconds = self._now - run.begun + self._config.restart_s
                 kind = "requeue"
                 run.events.append({"kind": kind, "seconds": seconds, "class": self._kind_of(run, cause)})
                 self._end_job(run, "waits")
-                self._at(self._now + REQUEUE_HOLD_S, run, "queued")
+                self._at(self._now + self._config.requeue_hold_s, run, "queued")
             case Action.COMPLETE:
                 self._end_job(run, "complete")
             case _:
