@@ -87,10 +87,13 @@ def command(
     for option, value in at_least_0.items():
         if value < 0:
             raise click.UsageError(f"--{option} is {value:g}, but must be at least 0.")
-    if run_gpus is not None and not gpus_per_node <= run_gpus <= gpus - spare_nodes * gpus_per_node:
+    if spare_nodes and run_gpus is None:
+        raise click.UsageError("--spare-nodes requires --run-gpus.")
+    most = gpus - spare_nodes * gpus_per_node
+    if run_gpus is not None and not gpus_per_node <= run_gpus <= most:
         raise click.UsageError(
-            f"--run-gpus is {run_gpus} with {spare_nodes} spare nodes (--spare-nodes), but the cluster has "
-            f"{gpus} GPUs (--gpus) with {gpus_per_node} GPUs per node (--gpus-per-node). Increase --gpus."
+            f"--run-gpus is {run_gpus}, but must be between {gpus_per_node} (--gpus-per-node) and {most} "
+            "(--gpus without the GPUs of --spare-nodes)."
         )
     if not 0 <= bad_nodes <= 1:
         raise click.UsageError(f"--bad-nodes is {bad_nodes}, but must be between 0 and 1.")
@@ -139,8 +142,8 @@ def command(
     click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f}% of node time due to restarts")
     if report.effective is not None:
         click.echo(f"effective {100 * report.effective:.1f}% of the wall time")
-    most = pluralize(report.most_starts_without_progress, "consecutive attempt")
-    click.echo(f"progress at most {most} without a new checkpoint")
+    attempts = pluralize(report.most_starts_without_progress, "consecutive attempt")
+    click.echo(f"progress at most {attempts} without a new checkpoint")
     for reason, count in reasons.most_common(5):
         click.echo(f"failed   {count} × {reason}")
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.cli.simulate import command
 from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 from hpctrain.supervisor.restart_simulation import DAY_S, Simulation, SimulationConfig
@@ -83,3 +89,117 @@ def test_random_conditions(gpus, mtbf, bad, preemptions, limit, doomed, seed):
             seed=seed,
         )
     )
+
+
+DOCS = (Path(__file__).parents[2] / "docs/restart-policy.md").read_text()
+#: Options that docs/restart-policy.md states for each number of GPUs.
+SIZES = {
+    1024: {"spare_nodes": 2, "node_mtbf_days": 42.1, "days": 90},
+    16384: {"spare_nodes": 20, "node_mtbf_days": 153.6, "days": 15},
+    131072: {"spare_nodes": 160, "node_mtbf_days": 159.3, "days": 2},
+}
+CHECKPOINTS = {
+    "every 30 min": {"save_every_s": 1800},
+    "every 5 min": {"save_every_s": 300},
+    "every 5 min and emergency": {"save_every_s": 300, "emergency_checkpoints": True},
+}
+
+
+def simulate_run(gpus, **changes):
+    cluster = {"gpus": 2 * gpus, "bad_nodes": 0, "preemptions_per_day": 0, "max_failures": 10}
+    report = check(SimulationConfig(run_gpus=gpus, **{**cluster, **changes}))
+    assert len(report.runs) == 1
+    assert len(report.runs[0].hosts) in (0, gpus // 8)
+    return report
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", CHECKPOINTS)
+@pytest.mark.parametrize("gpus", SIZES)
+def test_table_of_effective_training_time(gpus, words):
+    (cells,) = re.findall(rf"^\| {gpus:,} \| {words} \| (.+) \|$", DOCS, re.MULTILINE)
+    for restart_s, cell in zip((3, 10, 60, 300), cells.split(" | "), strict=True):
+        report = simulate_run(gpus, restart_s=restart_s, **SIZES[gpus], **CHECKPOINTS[words])
+        failed = report.runs[0].state == "failed"
+        assert cell == ("fails" if failed else f"{100 * report.effective:.1f}%"), restart_s
+
+
+def test_documented_command():
+    text = re.search(
+        r"^hpctrain simulate (--run-gpus.*?)^```\n\n```text\n(.*?)\n```", DOCS, re.MULTILINE | re.DOTALL
+    )
+    result = CliRunner().invoke(command, text[1].replace("\\\n", " ").split())
+    assert text[2] in result.output
+
+
+def test_run_fails_if_checkpoints_are_too_rare():
+    report = simulate_run(131072, restart_s=60, **SIZES[131072], save_every_s=300, max_failures=3)
+    assert "3 consecutive failures without a new checkpoint" in report.runs[0].reason
+
+
+#: GPUs, days, interval of the published failures, cost of each, checkpoint interval, preemptions per day,
+#: published ratio. Assumptions are marked.
+PUBLISHED = {
+    # arXiv 2407.21783: 419 unexpected and 47 planned interruptions in 54 days. arXiv 2602.00277: a restart
+    # on 16K GPUs takes about 200 s. Assumption: a checkpoint every 30 minutes.
+    "Llama 3": (16384, 54, 54 * DAY_S / 419, 200, 1800, 47 / 54, 0.90),
+    # arXiv 2509.16293, tables 4 and 6: 175 incidents in three months, checkpoints in each step.
+    # Assumptions: evictions take 60 s for detection and 93 s as after CUDA errors; hangs and rollbacks
+    # take the published maximum of 50 minutes.
+    "ByteRobust": (9600, 90, 90 * DAY_S / 175, (128 * 153 + 20 * 57 + 27 * 3000) / 175, 10, 0, 0.97),
+    # arXiv 2602.00277: a failure every 18 minutes, which costs 10 minutes, or 3 with fault tolerance.
+    # Assumptions: steps repeated are part of this; one of 12 replicas is missing for 10 minutes.
+    "all GPUs restart": (98304, 5, 18 * 60, 10 * 60, 1, 0, 0.44),
+    "one of 12 replicas": (98304, 5, 18 * 60, 3 * 60 + 7 * 60 / 12, 1, 0, 0.80),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if its[0] > 50_000 else ())
+        for name, its in PUBLISHED.items()
+    ],
+)
+def test_published_effective_training_time(name):
+    gpus, days, interval_s, restart_s, save_every_s, preemptions, published = PUBLISHED[name]
+    report = simulate_run(
+        gpus,
+        days=days,
+        # Publications count failures per wall time, but simulated nodes fail only during training.
+        node_mtbf_days=(interval_s - restart_s) / DAY_S * (gpus // 8),
+        restart_s=restart_s,
+        save_every_s=save_every_s,
+        preemptions_per_day=preemptions,
+        spare_nodes=gpus // 800,
+        time_limit_days=math.inf,
+        requeue_hold_s=0,
+    )
+    assert report.effective == pytest.approx(published, abs=0.02)
+    row = next(line for line in DOCS.splitlines() if line.startswith("|") and name in line)
+    assert row.endswith(f"| {100 * report.effective:.1f}% |")
+
+
+def test_run_without_failures_loses_only_its_starts():
+    options = ["--run-gpus=64", "--gpus=128", "--days=5", "--node-mtbf=1e9", "--preemptions=0"]
+    options += ["--restart-time=600", "--requeue-hold=300", "--json"]
+    result = CliRunner().invoke(command, options)
+    # Three jobs within the time limit of two days, of which two were requeued.
+    lost_s = 3 * 600 + 2 * 300
+    ratio = json.loads(result.output)["effective_training_time_ratio"]
+    assert ratio == pytest.approx(1 - lost_s / (5 * DAY_S))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--run-gpus=128 --gpus=128 --spare-nodes=1", "--run-gpus is 128, but must be between 8"),
+        ("--spare-nodes=1", "--spare-nodes requires --run-gpus"),
+        ("--preemptions=-1", "--preemptions is -1, but must be at least 0"),
+    ],
+)
+def test_invalid_options(options, message):
+    result = CliRunner().invoke(command, options.split())
+    assert result.exit_code == 2
+    assert message in result.output
