@@ -212,7 +212,8 @@ class Simulation:
         """Start pending runs in order of submission; runs that do not fit are skipped."""
         for run in list(self._waiting):
             excluded_hosts = History.from_events(run.events).excluded
-            fit = sorted(self._free - excluded_hosts)
+            # As in a real run, no node is excluded if the job could not start.
+            fit = sorted(self._free - (excluded_hosts if self._can_start(run, excluded_hosts) else set()))
             if len(fit) >= (run.min_nodes if run.min_nodes < run.nodes else run.nodes + run.spares):
                 granted = fit[: run.nodes + run.spares]
                 self._waiting.remove(run)
@@ -259,7 +260,11 @@ class Simulation:
             self._policy,
             history,
             nodes=Allocation(
-                run.hosts, run.spare, lost, run.min_nodes, self._can_reallocate(run, history, found)
+                run.hosts,
+                run.spare,
+                lost,
+                run.min_nodes,
+                bool(found) and self._can_start(run, history.excluded.union(found)),
             ),
             ends_at=run.job_ends,
             lead_s=_LEAD_S,
@@ -272,11 +277,8 @@ class Simulation:
             run.events.append({"kind": "excluded", "hosts": list(decision.exclude)})
         self._act(run, decision, cause, lost)
 
-    def _can_reallocate(self, run: SimulatedRun, history: History, found: dict[str, str]) -> bool:
-        return (
-            bool(found)
-            and self._config.num_nodes - len(history.excluded.union(found)) >= run.nodes + run.spares
-        )
+    def _can_start(self, run: SimulatedRun, excluded_hosts: frozenset[str]) -> bool:
+        return self._config.num_nodes - len(excluded_hosts) >= run.nodes + run.spares
 
     def _leaves_state(self, run: SimulatedRun, kind: EndKind) -> bool:
         """Return true if the failure leaves an emergency checkpoint; not if the supervisor's node is lost."""

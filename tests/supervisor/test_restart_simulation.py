@@ -105,11 +105,11 @@ CHECKPOINTS = {
 }
 
 
-def simulate_run(gpus, **changes):
-    cluster = {"gpus": 2 * gpus, "bad_nodes": 0, "preemptions_per_day": 0, "max_failures": 10}
-    report = check(SimulationConfig(run_gpus=gpus, **{**cluster, **changes}))
+def simulate_run(run_gpus, **changes):
+    cluster = {"gpus": 2 * run_gpus, "bad_nodes": 0, "preemptions_per_day": 0, "max_failures": 10}
+    report = check(SimulationConfig(run_gpus=run_gpus, **{**cluster, **changes}))
     assert len(report.runs) == 1
-    assert len(report.runs[0].hosts) in (0, gpus // 8)
+    assert len(report.runs[0].hosts) in (0, run_gpus // 8)
     return report
 
 
@@ -135,6 +135,13 @@ def test_documented_command():
 def test_run_fails_if_checkpoints_are_too_rare():
     report = simulate_run(131072, restart_s=60, **SIZES[131072], save_every_s=300, max_failures=3)
     assert "3 consecutive failures without a new checkpoint" in report.runs[0].reason
+
+
+def test_run_starts_after_most_other_nodes_were_excluded():
+    changes = {**SIZES[1024], "gpus": 1280, "days": 60}
+    report = simulate_run(1024, **changes)
+    assert report.runs[0].state == "trains"
+    assert report.effective > 0.9
 
 
 #: GPUs, days, interval of the published failures, cost of each, checkpoint interval, preemptions per day,
