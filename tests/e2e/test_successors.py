@@ -57,6 +57,17 @@ def assert_chained(run: Run, number: int) -> None:
     assert_no_process_left(run.path)
 
 
+def wrapped(site: sandbox.Sandbox, folder: Path, command: str, script: str) -> dict[str, str]:
+    """Return the environment in which `script` replaces a Slurm command. In it, REAL is that command."""
+    search_path = site.env.get("PATH", os.environ["PATH"])
+    wrapper = folder / "bin" / command
+    wrapper.parent.mkdir()
+    real = str(shutil.which(command, path=search_path))
+    wrapper.write_text(script.replace("REAL", real).replace("NOTE", str(folder / "note")))
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    return {**site.env, "PATH": f"{wrapper.parent}:{search_path}"}
+
+
 @pytest.mark.long
 def test_preemption_by_an_urgent_job(site, reference, tmp_path):
     run = Run(tmp_path / "run", site.env)
@@ -125,12 +136,7 @@ def test_pending_successor_can_be_cancelled(site, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["killed after", "killed before", "answer lost", "never answered"])
 def test_exactly_one_successor_for_every_submission_fault(site, reference, tmp_path, fault):
-    path = tmp_path / "bin"
-    path.mkdir()
-    wrapper = path / "sbatch"
-    wrapper.write_text(SBATCH.format(real=shutil.which("sbatch"), fault=fault, note=tmp_path / "note"))
-    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
-    env = {**site.env, "PATH": f"{path}:{os.environ['PATH']}"}
+    env = wrapped(site, tmp_path, "sbatch", SBATCH.replace("FAULT", fault))
     run = submit(tmp_path / "run", env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
     preempt(run.env, nodes=2, seconds=1)
@@ -142,14 +148,14 @@ def test_exactly_one_successor_for_every_submission_fault(site, reference, tmp_p
 
 #: Inside a job, it fails once as configured, whoever calls it.
 SBATCH = """#!/bin/sh
-tr '\\0' ' ' < /proc/$PPID/cmdline | grep -q hpctrain.supervisor || exec {real} "$@"
-[ -e {note} ] && exec {real} "$@"
-echo once > {note}
-say() {{ echo "sbatch: error: $1" >&2; exit 1; }}
-case "{fault}" in
-    "killed after") {real} "$@"; kill -9 $PPID ;;
+tr '\\0' ' ' < /proc/$PPID/cmdline | grep -q hpctrain.supervisor || exec REAL "$@"
+[ -e NOTE ] && exec REAL "$@"
+echo once > NOTE
+say() { echo "sbatch: error: $1" >&2; exit 1; }
+case "FAULT" in
+    "killed after") REAL "$@"; kill -9 $PPID ;;
     "killed before") kill -9 $PPID ;;
-    "answer lost") {real} "$@" > /dev/null; say "Socket timed out on send/recv operation" ;;
+    "answer lost") REAL "$@" > /dev/null; say "Socket timed out on send/recv operation" ;;
     "never answered") say "Unable to contact slurm controller (connect failure)" ;;
 esac
 """
@@ -164,17 +170,12 @@ exec REAL "$@"
 
 @pytest.mark.long
 def test_refused_requeue_continues_in_a_successor(slurm, reference, tmp_path):
-    path = tmp_path / "bin"
-    path.mkdir()
-    wrapper, note = path / "scontrol", tmp_path / "note"
-    wrapper.write_text(SCONTROL.replace("REAL", str(shutil.which("scontrol"))).replace("NOTE", str(note)))
-    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
-    env = {**slurm.env, "PATH": f"{path}:{os.environ['PATH']}"}
+    env = wrapped(slurm, tmp_path, "scontrol", SCONTROL)
     run = submit(tmp_path / "run", env, SHAPE, step_s=0.2)
     run.wait_for_step(8)
     run.hpctrain("requeue", str(run.path))
     assert run.wait() == 0
-    assert note.read_text().split() == ["once"]
+    assert (tmp_path / "note").read_text().split() == ["once"]
     assert_undisturbed(run, reference)
     assert_chained(run, 2)
 
