@@ -1,6 +1,6 @@
 """Trains through the same faults with several tools, on a real Slurm cluster, and scores each.
 
-    python benchmarks/faults/run.py [--tools NAME ...] [--faults NAME ...] [--json FILE]
+    python benchmarks/faults/run.py [--tools NAME ...] [--faults NAME ...] [--json FILE] [--remark TEXT]
 
 Starts a sandbox of two nodes (requires root and Slurm's packages, as `hpctrain sandbox up`). Each tool trains
 the same model on two nodes with a rank each: 120 steps of 0.1 s, with a checkpoint every ten steps. A fault
@@ -357,6 +357,7 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", default=[tool.name for tool in TOOLS])
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--remark", default="", help="a remark about the circumstances, for the page")
     options = parser.parse_args()
     scores: list[Score] = []
     cluster = sandbox.up(f"faults-{os.getpid() % 100_000}", nodes=2, gpus_per_node=0)
@@ -382,6 +383,7 @@ def main() -> None:
         record = {
             "date": time.strftime("%Y-%m-%d"),
             "machine": f"{describe_machine()}, load {os.getloadavg()[2]:.1f}",
+            "remark": options.remark,
             "faults": {name: fault.__doc__ for name, fault in FAULTS.items()},
             "scores": [asdict(each) for each in scores],
         }
