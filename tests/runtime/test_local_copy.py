@@ -138,6 +138,19 @@ def test_damaged_archive_is_refused(source, disk, tmp_path):
     assert os.listdir(disk) == []
 
 
+@pytest.mark.parametrize("cut_bytes", [512, 900])
+def test_archive_that_ends_after_a_file_is_refused(disk, tmp_path, cut_bytes):
+    with tarfile.open(tmp_path / "data.tar", "w") as file:
+        for name in "ab":
+            (tmp_path / name).write_text("content")
+            file.add(tmp_path / name, name)
+    archive = tmp_path / "data.tar"
+    archive.write_bytes(archive.read_bytes()[: 512 + cut_bytes])
+    with pytest.raises(StagingFailed, match=f"'{archive}' is incomplete"):
+        stage(archive, disk / "data")
+    assert os.listdir(disk) == []
+
+
 def test_archive_cannot_write_outside_its_folder(disk, tmp_path):
     (tmp_path / "file").write_text("bad")
     with tarfile.open(tmp_path / "data.tar", "w") as file:

@@ -29,6 +29,7 @@ _NUM_THREADS = 16
 #: Maximum number of tasks of these threads, because each requires memory.
 _NUM_TASKS = 1024
 _BLOCK_BYTES = 4 * 1024**2
+_TAR_BLOCK_BYTES = 512
 #: Name of a compiled module that Python is writing, and renames at once.
 _UNFINISHED_MODULE = re.compile(r"__pycache__/[^/]+\.pyc\.\d+$")
 
@@ -185,10 +186,27 @@ def copy_contents(contents: Contents, target: Path) -> None:
         if source.suffix == ".zip":
             command = [sys.executable, "-I", "-m", "zipfile", "-e", str(source), str(target)]
         run_program(command, f"unpack {str(source)!r}")
+        _check_end(source)
     if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
         raise StagingFailed(
             f"{str(source)!r} changed while it was copied. Do not change it, and resume the run"
         )
+
+
+def _check_end(archive: Path) -> None:
+    """Check that a .tar file ends with zeros: tar reports no error if it ends between two files.
+
+    Raises:
+        StagingFailed: its end is missing.
+    """
+    with archive.open("rb") as file:
+        header = file.read(_TAR_BLOCK_BYTES)
+        file.seek(-min(_TAR_BLOCK_BYTES, len(header)), os.SEEK_END)
+        # A compressed archive has a checksum.
+        if header[257:262] == b"ustar" and file.read().strip(b"\0"):
+            raise StagingFailed(
+                f"{str(archive)!r} is incomplete: its end-of-archive marker is missing. Create it again"
+            )
 
 
 def _copy(root: str, target: str, entry: _Entry) -> None:
