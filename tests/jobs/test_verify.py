@@ -239,9 +239,9 @@ def test_each_differing_fact_is_named():
     one = {"torch": "1.0", "gpu": None, "args": "--lr 1", "code": {"a.py": "x", "b.py": "y"}, "world_size": 2}
     other = {**one, "torch": "2.0", "args": "--lr 2", "gpu": "H200", "code": {"a.py": "z"}}
     settings = {"settings": {"seed": 1, "run_dir": "a"}}
-    assert compare_environments([one], one) == []
+    assert compare_environments([one], [one]) == []
     assert compare_environments(
-        [{**one, **settings}], {**other, "settings": {"seed": 2, "run_dir": "b"}}
+        [{**one, **settings}], [{**other, "settings": {"seed": 2, "run_dir": "b"}}]
     ) == [
         "code: a.py has changed (checksum x in the record, z here)",
         "code: b.py was imported, but not here",
@@ -251,7 +251,15 @@ def test_each_differing_fact_is_named():
         "GPU model: None in the record, H200 here",
     ]
     # Records of earlier versions lack some facts.
-    assert compare_environments([{"torch": "2.0"}], other) == []
+    assert compare_environments([{"torch": "2.0"}], [other]) == []
+
+
+def test_resized_run_is_compared_part_by_part():
+    parts = [{"world_size": 4, "args": "--lr 1"}, {"world_size": 2, "args": "--lr 1"}]
+    assert compare_environments(parts, parts) == []
+    assert compare_environments(parts, [{"world_size": 4, "args": ""}, parts[1]]) == [
+        "arguments of the script: --lr 1 in the record, none here"
+    ]
 
 
 @pytest.mark.parametrize(

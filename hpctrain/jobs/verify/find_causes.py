@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 #: Facts of an environment, in the order of the output, with their names for the user.
@@ -22,17 +22,19 @@ _FACTS = {
 _ABSENT = object()
 
 
-def compare_environments(recorded: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> list[str]:
+def compare_environments(
+    recorded: Iterable[Mapping[str, Any]], here: Collection[Mapping[str, Any]]
+) -> list[str]:
     """Return a sentence per fact that differs from the record: code, settings, versions, devices.
 
     Args:
         recorded: environments of the recorded attempts.
-        here: environment of the verification.
+        here: environments of the verification, by part. Each recorded one is compared with the most similar.
     """
     found: dict[str, None] = {}
     for one in recorded:
-        for sentence in _compare(one, here):
-            found[sentence] = None
+        differences = min((list(_compare(one, other)) for other in here or [{}]), key=len)
+        found |= dict.fromkeys(differences)
     return list(found)
 
 
@@ -54,4 +56,5 @@ def _compare(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[s
         values = recorded.get(name, _ABSENT), here.get(name, _ABSENT)
         # Earlier versions did not record all facts.
         if _ABSENT not in values and values[0] != values[1]:
-            yield f"{title}: {values[0]} in the record, {values[1]} here"
+            theirs, own_value = (str(value) or "none" for value in values)
+            yield f"{title}: {theirs} in the record, {own_value} here"

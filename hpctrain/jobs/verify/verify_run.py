@@ -229,7 +229,7 @@ def _compare(
                 "compared."
             )
     environments = [record.environments[one] for one in plan.attempts if one in record.environments]
-    facts = compare_environments(environments, next(reversed(here.environments.values()), {}))
+    facts = compare_environments(environments, here.environments.values())
     if result.identical:
         result.notes += [f"No effect on the result: {fact}" for fact in facts]
     else:
