@@ -377,6 +377,10 @@ class RunDir:
         """Return the file with the id of the successor of `job_id`. Only the first writer creates it."""
         return self.path / "chain" / f"after-{job_id}"
 
+    def successor_script(self, job_id: str) -> Path:
+        """Return the link to the batch script with which the successor of `job_id` is submitted."""
+        return self.path / "chain" / f"continues-job-{job_id}"
+
     def lease(self, number: int) -> Path:
         """Return the file of a lease. Under Slurm, only the supervisor with the highest number may train."""
         return self.path / "lease" / f"{number:06d}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.files import create_atomic, read_regular
+from hpctrain.files import create_atomic, make_folder, read_regular
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import is_transient, run_slurm
@@ -99,14 +99,15 @@ def find_successor(run: RunDir, job_id: str, environ: Mapping[str, str]) -> str 
         ["squeue", "--noheader", "--all", "--array", "--me", "--states=all", f"--Format={layout}"],
         strip_job_env(environ),
     )
-    folder = (run.array or run).path
+    folder, marker = (run.array or run).path, run.successor_script(job_id).name
     for line in answer.split("\n"):
         cells = line.split(_SEPARATOR)
         if len(cells) != len(columns) + 1:
             continue
         array_id, task, raw_id, workdir, command, _ = cells
         # Newer Slurm releases may quote the words of the command.
-        if command.strip("'\"").endswith(f" {_marker(job_id)}") and os.path.basename(workdir) == folder.name:
+        is_successor = command.strip("'\"").endswith((f"/{marker}", f" {marker}"))
+        if is_successor and os.path.basename(workdir) == folder.name:
             return f"{array_id}_{task}" if task.isdecimal() else raw_id
     return None
 
@@ -146,10 +147,6 @@ def is_continued_by_other_job(record: RunRecord, environ: Mapping[str, str]) -> 
     except (SchedulerError, OSError):
         return False  # Slurm does not respond, or the folder is read-only: the next call may succeed.
     return successor is not None
-
-
-def _marker(job_id: str) -> str:
-    return f"continues-job-{job_id}"
 
 
 def excluded_nodes(spec: JobSpec, excluded_hosts: Collection[str]) -> str:
@@ -199,13 +196,29 @@ def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str],
         options.append("--begin=now")
     if spec.array_task is not None:
         options.append(f"--array={spec.array_task}")
-    options += [str((run.array or run).job_script), _marker(job_id)]
+    options += _marked_script(run.array or run, job_id)
     variables = sbatch_env(environ, all_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
     answer = submit_job(options, variables)
     if "hold" in spec.directives:
         # The hold applied to the first job, and was released.
         run_slurm(["scontrol", "release", answer], strip_job_env(environ))
     return answer if spec.array_task is None else f"{answer}_{spec.array_task}"
+
+
+def _marked_script(run: RunDir, job_id: str) -> list[str]:
+    """Return the batch script and an argument, with which `find_successor` finds the job in the queue.
+
+    Slurm 22.05 shows the argument. Slurm 24.11 shows only the path, so it is that of a link.
+    """
+    link = run.successor_script(job_id)
+    try:
+        make_folder(link.parent, private=True)
+        if not link.is_symlink():
+            link.symlink_to(os.path.join("..", run.job_script.name))
+    except OSError as error:
+        log.warning("cannot create %s, so a lost answer of Slurm may lead to two successors: %s", link, error)
+        return [str(run.job_script), link.name]
+    return [str(link), link.name]
 
 
 def _prevent_requeue(job_id: str, outer: Mapping[str, str]) -> None:
