@@ -10,7 +10,6 @@ import sys
 import pytest
 from helpers.commands import environment, run_command
 from helpers.processes import assert_no_process_left
-from helpers.waiting import wait_for
 
 from hpctrain.cli.common import json_text
 
@@ -215,8 +214,9 @@ def test_interrupting_follow_keeps_the_run_alive(hpctrain, tmp_path):
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        log = tmp_path / "r" / "logs" / "attempt-000" / "rank-00000.log"
-        wait_for(lambda: log.exists() and "here" in log.read_text(), 30, "the rank to start")
+        assert process.stdout is not None
+        # Following has begun when the output of the rank is shown.
+        assert process.stdout.readline() == "here\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 130

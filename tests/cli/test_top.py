@@ -15,19 +15,20 @@ for step in range(1, 21):
     line = {"step": step, "loss": 1 / step, "time": time.time(), "attempt": 0, "epoch": 0, "last_step": 20}
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(line) + "\\n")
-    time.sleep(0.1)
+    time.sleep(float(os.environ.get("STEP_S", "0.1")))
 """
 
 
-def submit(hpctrain, tmp_path) -> None:
+def submit(hpctrain, tmp_path, step_s=0.1) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = hpctrain("submit", "--backend", "local", "--run-dir", "r", "train.py")
+    options = ["--backend", "local", "--run-dir", "r", "--env", f"STEP_S={step_s}"]
+    result = hpctrain("submit", *options, "train.py")
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.ranks
 def test_top_on_a_terminal_follows_the_run_to_its_end(hpctrain, tmp_path):
-    submit(hpctrain, tmp_path)
+    submit(hpctrain, tmp_path, step_s=0.4)
     argv = [sys.executable, "-m", "hpctrain", "top", "r", "--interval", "0.2"]
     output = run_on_terminal(argv, tmp_path, columns=50)
     assert "RUNNING" in output or "PENDING" in output

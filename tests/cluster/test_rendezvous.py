@@ -255,7 +255,10 @@ def test_late_rank_reports_each_address_it_tried(key):
     assert "rank 1 on " in text
     assert "the name localhost: resolves to" in text
     for number in candidates(key):
-        assert f"127.0.0.1:{number}: Connection refused" in text
+        # Another program may use the port.
+        assert re.search(
+            rf"127\.0\.0\.1:{number}: (Connection refused|found a server that is not rank 0)", text
+        )
 
 
 @pytest.mark.slow

@@ -165,6 +165,32 @@ def test_unreadable_run_folder_does_not_prevent_the_exit():
     assert "received SIGTERM; exiting. The run folder cannot be read: " in result.stderr
 
 
+#: The signal arrives while torch is imported.
+STOPPED_IMPORT = """
+import os, signal, sys
+from hpctrain.runtime.stopping.stop_signals import exit_on_stop_signal
+exit_on_stop_signal()
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch.version":
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder())
+try:
+    import torch
+except BaseException as error:
+    print(f"C++ code may turn {error!r} into an abort", flush=True)
+    raise
+"""
+
+
+@pytest.mark.slow
+def test_signal_during_the_import_of_torch_raises_no_exception_in_it():
+    result = subprocess.run(
+        [sys.executable, "-c", STOPPED_IMPORT], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (75, ""), result.stderr
+
+
 #: A finalizer that runs until the signal arrives; Python swallows every exception in it.
 SLOW_FINALIZER = """
 import os, signal, time

@@ -140,7 +140,14 @@ def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
             # print is not used, because the signal may have interrupted it.
             with contextlib.suppress(OSError):
                 os.write(2, f"hpctrain: {exit_message(number, os.environ, step)}\n".encode())
+    if _is_importing_torch():
+        # C++ code that initializes torch does not pass an exception on, but aborts the process.
+        os._exit(EXIT_CONTINUE)
     raise StoppedBeforeTraining(EXIT_CONTINUE)
+
+
+def _is_importing_torch() -> bool:
+    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
 
 
 def exit_after_step() -> None:
