@@ -17,7 +17,9 @@ from hpctrain.text import is_count
 
 HOSTS, TASKS, NUM_TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"
 
-#: No cluster has a million nodes, and no node has a million tasks.
+#: No cluster has as many nodes.
+_MAX_NODES = 100_000
+#: No node has a million tasks.
 _TASKS_PER_NODE = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 #: Node lists of the components of a heterogeneous job; srun itself sets the older name.
 _COMPONENTS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")
@@ -123,7 +125,12 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
                 f"{variable} is {text!r}, but {piece!r} is not a task count. Example of a valid value: "
                 "4(x2),3."
             )
-        counts.extend([int(match[1])] * int(match[2] or 1))
+        num_nodes = int(match[2] or 1)
+        if len(counts) + num_nodes > _MAX_NODES:
+            raise EnvironmentMismatch(
+                f"{variable} is {text[:50]!r}…, which is more than {_MAX_NODES:,} nodes."
+            )
+        counts.extend([int(match[1])] * num_nodes)
     return counts
 
 
