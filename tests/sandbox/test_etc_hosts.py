@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.sandbox import etc_hosts
@@ -26,6 +26,7 @@ def test_each_node_gets_a_line(tmp_path: Path) -> None:
     ]
 
 
+@settings(deadline=None)
 @given(content=st.binary())
 def test_other_lines_are_unchanged(tmp_path_factory: object, content: bytes) -> None:
     path = _file(tmp_path_factory.mktemp("etc"), content)  # type: ignore[attr-defined]
