@@ -50,9 +50,7 @@ class SlurmBackend:
             return "sbatch not found on PATH"
         # The caller is about to submit, which requires all of these answers.
         calls = query_site(self._outer)
-        # Import the checks, and the library that renders the script, while waiting for Slurm.
-        import jinja2.sandbox  # noqa: F401
-
+        # Import the checks while waiting for Slurm.
         import hpctrain.jobs.backends.preflight_slurm  # noqa: F401
 
         try:

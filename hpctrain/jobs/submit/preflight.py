@@ -19,6 +19,7 @@ from hpctrain.jobs.backends.base import Backend, PreflightResult
 from hpctrain.jobs.options.option_value import DEFAULT_SOURCE
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
 from hpctrain.jobs.options.unused_options import check_unused_options
+from hpctrain.jobs.submit.render import render
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
@@ -308,9 +309,6 @@ def check_template(job: PreparedSubmission) -> None:
     """Render the batch script; a custom template must still start the supervisor."""
     if job.settings.site.habits.requeue and job.backend.expedites_requeues():
         job.spec = replace(job.spec, expedite_requeue=True)
-    # Imported only now, because `SlurmBackend` imports the library while it waits for Slurm.
-    from hpctrain.jobs.submit.render import render
-
     job.script = render(job.spec)
 
 
