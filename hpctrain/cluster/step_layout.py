@@ -128,7 +128,8 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
         num_nodes = int(match[2] or 1)
         if len(counts) + num_nodes > _MAX_NODES:
             raise EnvironmentMismatch(
-                f"{variable} is {text[:50]!r}…, which is more than {_MAX_NODES:,} nodes."
+                f"{variable} is {text[:50]!r}…, which is more than {_MAX_NODES:,} nodes. Correct the "
+                "variable."
             )
         counts.extend([int(match[1])] * num_nodes)
     return counts
