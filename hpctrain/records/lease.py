@@ -128,6 +128,15 @@ class Lease:
             system.sleep(_CLAIM_PAUSE_S)
         system.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()
 
+    def is_orphaned(self) -> bool:
+        """Return true if an earlier start of this job still holds the lease: its supervisor was killed."""
+        try:
+            held = newest_lease(self._run)
+        except OSError:
+            return False
+        it = held and held.holder
+        return bool(it and it.job_id == self._me.job_id and it.start < self._me.start and not it.released)
+
     def release(self) -> None:
         """Release the lease if it is held."""
         self._stopped.set()

@@ -94,10 +94,11 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
             return Exit(_exit_code(run))
         case OwnershipDecision.CANCEL:
             return finish_run(run, "CANCELLED")
+    lease_error = None
     if job_control.successors is not None:
-        _lock_run_folder(run, job_control.successors, deaths)
+        lease_error = _lock_run_folder(run, job_control.successors, deaths)
     if state.predecessor is None:
-        return register_job(run, spec, job_control.job_id, job_control.successors)
+        return register_job(run, spec, job_control.job_id, job_control.successors, lease_error)
     if recorded_end(run.read_events()) is not None:
         # The previous holder of the lease ended the run in the meantime.
         return Exit(_exit_code(run))
@@ -114,7 +115,8 @@ def _exit_code(run: RunDir) -> int:
 
 def _ownership_state(run: RunDir, job_control: JobControl, deaths: int) -> OwnershipState:
     end, record = recorded_end(run.read_events()), read_run_record(run)
-    predecessor = job_control.successors.predecessor if job_control.successors is not None else None
+    jobs = job_control.successors
+    predecessor = jobs.predecessor if jobs is not None else None
     return OwnershipState(
         job_control.job_id,
         newest=record.job_id,
@@ -124,7 +126,7 @@ def _ownership_state(run: RunDir, job_control: JobControl, deaths: int) -> Owner
         predecessor=predecessor,
         claimed_by=claim_successor(run, job_control.job_id, predecessor) if predecessor else None,
         successor=_successor(run, record, job_control),
-        replaces_supervisor=deaths > 0,
+        replaces_supervisor=deaths > 0 or (jobs is not None and jobs.lease.is_orphaned()),
     )
 
 
@@ -142,8 +144,12 @@ def recorded_end(events: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     return end
 
 
-def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
-    """Acquire the lease of the run folder, so that no other process trains in this folder."""
+def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> OSError | None:
+    """Acquire the lease of the run folder, so that no other process trains in this folder.
+
+    Returns:
+        The error if the folder cannot be written: a full disk must not prevent training.
+    """
     try:
         jobs.lease.acquire(jobs.predecessor, deaths)
     except LeaseHeld as taken:
@@ -153,8 +159,9 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> None:
             f"{it.pid} on {it.host}) holds the lease on the folder. Wait for the run to end, or cancel it."
         ) from None
     except OSError as error:
-        # A full disk must not prevent training.
-        log.warning("cannot acquire the lease on the run folder (%s); continuing without a lease", error)
+        log.warning("cannot acquire the lease on the run folder: %s", error)
+        return error
+    return None
 
 
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
@@ -186,6 +193,7 @@ def register_job(
     spec: JobSpec,
     job_id: str,
     jobs: SuccessorJobs | None = None,
+    lease_error: OSError | None = None,
 ) -> Continue | Exit:
     """Record this job as the newest job of the run, so that later events belong to it.
 
@@ -197,6 +205,8 @@ def register_job(
         spec: its job specification.
         job_id: this job.
         jobs: the other jobs of the run; None if its lock is sufficient.
+        lease_error: the error that prevented this job from acquiring the lease. Only the recorded job may
+            train without a lease.
 
     Returns:
         `Exit` if the run is complete: Slurm may requeue a job that has just ended, and a job that was
@@ -218,6 +228,12 @@ def register_job(
             _refuse_second(run, jobs)
             if _ended_while_queued(run, job_id, jobs):
                 return Exit(_exit_code(run))
+            if lease_error is not None:
+                raise NotInJob(
+                    f"Job {job_id} was submitted manually, and cannot acquire the lease on the run folder: "
+                    f"{lease_error}. Without the lease, a second job could train in the folder. Submit the "
+                    "script again when the folder can be written."
+                )
         record_manual_submission(run, spec, job_id)
         return Continue()
     ends = [event for event in events if event["kind"] == "finished"]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.errors import SchedulerError
+from hpctrain.records.lease import Lease
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor import acquire_run
@@ -92,6 +93,31 @@ def test_job_requeued_before_the_failure_of_another_exits_with_its_code(run, spe
     assert register_job(run, spec, "7", other_jobs(submitted_at=time.time() + 5)) == Continue()
 
 
+def test_manual_job_is_refused_if_it_cannot_acquire_the_lease(run, spec):
+    run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
+    with pytest.raises(NotInJob, match="cannot acquire the lease on the run folder: no space"):
+        register_job(run, spec, "8", other_jobs(), OSError("no space"))
+    assert newest_job(run) == "7"
+    run.log_event("submitted", 1, job_id="8", backend="slurm")
+    assert register_job(run, spec, "8", other_jobs(), OSError("no space")) == Continue()
+
+
+@pytest.mark.parametrize(("killed", "outcome"), [(True, Exit(4)), (False, Continue())])
+def test_failed_run_continues_in_its_requeued_job_only_if_a_user_requeued_it(run, spec, killed, outcome):
+    """Slurm requeues a job that loses a node while its supervisor is exiting."""
+    first = Lease(run, "7", 0, {}, print)
+    first.acquire()
+    run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
+    if killed:
+        first._stopped.set()
+    else:
+        first.release()
+    lease = Lease(run, "7", 1, {}, print)
+    successors = SimpleNamespace(predecessor=None, lease=lease, **vars(other_jobs()))
+    assert acquire_run.acquire_run(run, spec, SimpleNamespace(job_id="7", successors=successors)) == outcome
+    lease.release()
+
+
 def test_run_with_an_unrecorded_cancellation_is_cancelled(run, spec):
     run.cancel_request.touch()
     submitted = time.time() - 5
@@ -115,8 +141,8 @@ def test_successor_exits_if_the_run_ends_while_it_waits_for_the_lease(run, spec)
     def acquire(predecessor, deaths):
         run.log_event("finished", 0, state="COMPLETED", exit_code=0, cause=None)
 
-    successors = SimpleNamespace(predecessor="7", lease=SimpleNamespace(acquire=acquire))
-    job_control = SimpleNamespace(job_id="8", successors=successors)
+    lease = SimpleNamespace(acquire=acquire, is_orphaned=lambda: False)
+    job_control = SimpleNamespace(job_id="8", successors=SimpleNamespace(predecessor="7", lease=lease))
     assert acquire_run.acquire_run(run, spec, job_control) == Exit(0)
     assert newest_job(run) == "7"
 
@@ -125,7 +151,7 @@ def test_one_of_two_successors_continues_after_the_other_was_recorded(run, spec)
     """Slurm accepted job 8 so late that the supervisor also submitted, and recorded, job 9."""
     run.log_event("handover", 0, job_id="7")
     run.log_event("submitted", 1, job_id="9", backend="slurm", after="7")
-    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
+    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None, is_orphaned=lambda: False)
     found = {}
     for job_id in ("8", "9"):
         successors = SimpleNamespace(predecessor="7", lease=lease)

@@ -107,7 +107,7 @@ class OwnershipState:
     successor: str | None = None
     """The successor of this job, if Slurm requeued this job after submitting the successor."""
     replaces_supervisor: bool = False
-    """True if an earlier supervisor of this job was killed."""
+    """True if the previous supervisor of this job was killed."""
 
     def __str__(self) -> str:
         facts = {
