@@ -37,3 +37,4 @@ if missing chromium-headless-shell && missing chromium && missing google-chrome;
 fi
 if missing ip unshare; then provide "network namespaces" iproute2 util-linux; fi
 if ! ls /usr/lib/*/libpmix.so >/dev/null 2>&1; then provide "PMIx, which Slurm's MPI plugin loads," libpmix-dev; fi
+if missing zsh fish; then provide "shells that complete commands" zsh fish; fi

@@ -16,39 +16,16 @@ from hpctrain.errors import HpctrainError
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
 from hpctrain.text import suggest
 
-#: Subcommands in the order of the help; each is `command` in the module of its name.
-_COMMANDS = (
-    "init",
-    "submit",
-    "sweep",
-    "status",
-    "list",
-    "logs",
-    "report",
-    "top",
-    "profile",
-    "serve",
-    "checkpoints",
-    "verify",
-    "wait",
-    "cancel",
-    "requeue",
-    "resume",
-    "shell",
-    "attach",
-    "debug",
-    "env",
-    "exec",
-    "doctor",
-    "explain",
-    "chaos",
-    "simulate",
-    "sandbox",
-    "completion",
-    "man",
-    "setup",
-    "pull",
-)
+#: Subcommands by task, in the order of the help; each is `command` in the module of its name.
+_TASKS = {
+    "Run": ("init", "submit", "sweep", "wait", "cancel", "requeue", "resume"),
+    "Understand": ("status", "list", "logs", "top", "serve", "report", "checkpoints", "verify", "profile"),
+    "Work interactively": ("shell", "attach", "debug"),
+    "Check and explain": ("doctor", "explain", "env", "exec"),
+    "Test faults": ("chaos", "simulate", "sandbox"),
+    "Set up": ("setup", "pull", "completion", "man"),
+}
+_COMMANDS = tuple(name for names in _TASKS.values() for name in names)
 
 #: Commands that run on this machine, and use the cluster themselves.
 _WITH_CLUSTER = ("setup", "pull")
@@ -82,6 +59,14 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = import_module(f"hpctrain.cli.{cmd_name}").command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, _COMMANDS))
+        for task, names in _TASKS.items():
+            with formatter.section(task):
+                commands = ((name, self.get_command(ctx, name)) for name in names)
+                rows = [(f"{name:{width}}", it.get_short_help_str(200)) for name, it in commands if it]
+                formatter.write_dl(rows)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # `--on` may also follow the command. All words after a script, or `--`, are those of a program.

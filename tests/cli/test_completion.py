@@ -1,4 +1,4 @@
-"""Shell completion: the script of each shell, and real key presses in bash."""
+"""Shell completion: real key presses in bash and zsh, and the completions of fish."""
 
 from __future__ import annotations
 
@@ -17,23 +17,43 @@ from helpers.commands import environment, run_command
 
 from hpctrain.cli.main import cli
 
+#: Command of an interactive shell, and the lines that load completion.
+SHELLS = {
+    "bash": (["bash", "--norc", "--noprofile", "-i"], 'eval "$(hpctrain completion bash)"'),
+    "zsh": (["zsh", "-f", "-i"], 'autoload -U compinit && compinit -D && eval "$(hpctrain completion zsh)"'),
+}
+
+
+def shell_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a shell that finds the command `hpctrain` and a simulated `sinfo`."""
+    programs = {
+        "hpctrain": f'#!/bin/sh\nexec {sys.executable} -m hpctrain "$@"\n',
+        "sinfo": "#!/bin/sh\necho batch\necho gpu-long\n",
+    }
+    (folder / "bin").mkdir()
+    for name, content in programs.items():
+        (folder / "bin" / name).write_text(content)
+        (folder / "bin" / name).chmod(0o755)
+    return environment({"PATH": f"{folder}/bin:{os.environ['PATH']}", "TERM": "dumb"})
+
+
+def require(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+
 
 class Terminal:
-    """An interactive bash in a folder, with hpctrain's completion."""
+    """An interactive shell in a folder, with hpctrain's completion."""
 
-    def __init__(self, folder: Path) -> None:
-        env = environment({"PATH": f"{folder}/bin:{os.environ['PATH']}", "TERM": "dumb"})
-        (folder / "bin").mkdir()
-        program = folder / "bin" / "hpctrain"
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m hpctrain "$@"\n')
-        program.chmod(0o755)
+    def __init__(self, shell: str, folder: Path) -> None:
+        env = shell_environment(folder)
         self._master, slave = pty.openpty()
-        argv = ["bash", "--norc", "--noprofile", "-i"]
+        argv, load = SHELLS[shell]
         self._process = subprocess.Popen(
             argv, cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
         )
         os.close(slave)
-        self.press('eval "$(hpctrain completion bash)" && echo re""ady\n', "ready")
+        self.press(f'{load} && echo re""ady\n', "ready")
 
     def press(self, keys: str, expected: str, limit_s: float = 60.0) -> str:
         """Send keys, and return the output after the text that is expected in it has appeared."""
@@ -58,11 +78,10 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_bash_completes_commands_options_values_partitions_runs_and_files(tmp_path):
-    terminal = Terminal(tmp_path)
-    sinfo = tmp_path / "bin" / "sinfo"
-    sinfo.write_text("#!/bin/sh\necho batch\necho gpu-long\n")
-    sinfo.chmod(0o755)
+@pytest.mark.parametrize("shell", list(SHELLS))
+def test_shell_completes_commands_options_values_partitions_runs_and_files(tmp_path, shell):
+    require(shell)
+    terminal = Terminal(shell, tmp_path)
     (tmp_path / "runs" / "digits-1").mkdir(parents=True)
     (tmp_path / "runs" / "digits-1" / "spec.yaml").touch()
     (tmp_path / "train_digits.py").touch()
@@ -79,12 +98,38 @@ def test_bash_completes_commands_options_values_partitions_runs_and_files(tmp_pa
         terminal.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("hpctrain che", "checkpoints"),
+        ("hpctrain submit --stop-b", "--stop-before-limit"),
+        ("hpctrain submit --resume-mode suc", "successor"),
+        ("hpctrain submit --partition gp", "gpu-long"),
+        ("hpctrain submit tr", "train_digits.py"),
+    ],
+)
+def test_fish_completes(tmp_path, line, expected):
+    require("fish")
+    (tmp_path / "train_digits.py").touch()
+    command = ["fish", "--no-config", "-c", f"hpctrain completion fish | source; complete -C '{line}'"]
+    result = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=shell_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert expected in [found.split("\t")[0] for found in result.stdout.splitlines()]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_script_is_valid_in_its_shell(shell):
     result = CliRunner().invoke(cli, ["completion", shell])
     assert f"_HPCTRAIN_COMPLETE={shell}_complete" in result.stdout
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+    require(shell)
     assert (
         subprocess.run([shell, "-n"], input=result.stdout, text=True, timeout=20, check=False).returncode == 0
     )
