@@ -33,7 +33,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.rundir import RunDir
 from hpctrain.spec.program import ProgramKind
 from hpctrain.sweeps.stopping_rules import StoppingRule
-from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep
+from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, Sampler, SweepRecord, read_sweep
 from hpctrain.telemetry.report.run_results import Mode, describe_results
 from hpctrain.text import pluralize
 
@@ -67,7 +67,7 @@ _over_option = click.option(
     callback=parse_pairs,
     metavar="NAME=VALUES",
     help="Hyper-parameter and its values: a list (1e-4,3e-4), integers (0:5 is 0 to 4), a range for --random "
-    "(1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",
+    "or --optuna (1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",
 )
 _random_option = click.option(
     "--random",
@@ -76,7 +76,13 @@ _random_option = click.option(
     metavar="N",
     help="Run N random trials instead of the complete grid.",
 )
-
+_optuna_option = click.option(
+    "--optuna",
+    "num_optuna",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Run N trials that Optuna chooses: each one, when it starts, from the results of finished trials.",
+)
 
 _concurrent_option = click.option(
     "--concurrent",
@@ -94,7 +100,10 @@ _concurrent_option = click.option(
 )
 @_over_option
 @_random_option
-@click.option("--sweep-seed", type=int, metavar="SEED", help="Random seed for --random.  [default: 0]")
+@_optuna_option
+@click.option(
+    "--sweep-seed", type=int, metavar="SEED", help="Random seed for --random and --optuna.  [default: 0]"
+)
 @click.option(
     "--as",
     "form",
@@ -132,6 +141,7 @@ def submit_(
     /,
     over: dict[str, str],
     number: int | None,
+    num_optuna: int | None,
     sweep_seed: int | None,
     form: str,
     concurrent: int | None,
@@ -160,21 +170,30 @@ def submit_(
         raise click.UsageError("--stop-early compares trials by a metric. Add --metric NAME.")
     if rule is None and min_steps is not None:
         raise click.UsageError("--min-steps has no effect without --stop-early. Add --stop-early asha.")
-    if number is None and sweep_seed is not None:
-        raise click.UsageError("--sweep-seed has no effect on a grid. Add --random N.")
+    if number is None and num_optuna is None and sweep_seed is not None:
+        raise click.UsageError("--sweep-seed has no effect on a grid. Add --random N or --optuna N.")
+    sampler: Sampler = "random" if number else "optuna" if num_optuna else "grid"
+    if num_optuna is not None:
+        from hpctrain.sweeps.optuna_sampler import check_optuna_installed
+
+        if number is not None:
+            raise click.UsageError("--random and --optuna exclude each other. Use one of them.")
+        if metric is None:
+            raise click.UsageError("--optuna learns from the values of a metric. Add --metric NAME.")
+        check_optuna_installed()
     stopping = StoppingRule.parse(rule, metric, mode or "min", min_steps or 100) if rule and metric else None
     record = SweepRecord(
         args=args,
         format=form,
         space=space,
         folder=str(Path.cwd()),
-        sampler="grid" if number is None else "random",
+        sampler=sampler,
         seed=sweep_seed or 0,
         concurrent=concurrent or 0,
         metric=metric,
         mode=mode,
         stopping=stopping,
-    ).with_trials(number or 0)
+    ).with_trials(number or num_optuna or 0)
     _submit(ctx, record, range(len(record.trials)), asked)
 
 
@@ -209,7 +228,8 @@ def _submit(
         click.echo(note.replace(f"--array {record.array(indices)}%2", "--concurrent 2"), err=True)
     if params["dry_run"]:
         for index in indices:
-            click.echo(f"task-{index}: {' '.join(record.trial_args(index))}")
+            chosen = [f"({', '.join(record.space)} chosen by Optuna)"] if record.sampler == "optuna" else []
+            click.echo(f"task-{index}: {' '.join([*record.trial_args(index), *chosen])}")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 
@@ -344,6 +364,7 @@ def resume(
 @click.pass_context
 @_over_option
 @_random_option
+@_optuna_option
 @_concurrent_option
 @run_argument
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
@@ -353,10 +374,11 @@ def extend(
     runs_dir: Path,
     over: dict[str, str],
     number: int | None,
+    num_optuna: int | None,
     concurrent: int | None,
     options: tuple[str, ...],
 ) -> None:
-    """Add trials to the sweep RUN: other values of the grid, or more random trials.
+    """Add trials to the sweep RUN: other values of the grid, or more trials of its sampler.
 
     Existing trials are not repeated. OPTIONS are those of `hpctrain submit`.
     """
@@ -366,11 +388,13 @@ def extend(
             f"The sweep has no hyper-parameter {unknown[0]!r} (--over). Its hyper-parameters are "
             f"{', '.join(record.space)}. To vary {unknown[0]!r}, submit another sweep."
         )
-    if record.sampler != "grid" and number is None:
+    if record.sampler == "random" and (number is None or num_optuna):
         raise click.UsageError("This sweep draws random trials. Add --random N.")
-    if record.sampler == "grid" and not over:
+    if record.sampler == "optuna" and (num_optuna is None or number or over):
+        raise click.UsageError("Optuna chooses the trials of this sweep. Add only --optuna N.")
+    if record.sampler == "grid" and (not over or number or num_optuna):
         raise click.UsageError("This sweep is a grid. Add values: --over NAME=VALUES.")
-    larger = replace(record, space={**record.space, **over}).with_trials(number or 0)
+    larger = replace(record, space={**record.space, **over}).with_trials(number or num_optuna or 0)
     new = range(len(record.trials), len(larger.trials))
     if not new:
         raise SpecError(f"The sweep {found.run_id} already has all of these trials.")

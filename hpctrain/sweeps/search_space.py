@@ -24,7 +24,7 @@ _FORMS = "Examples: lr=1e-4,3e-4; seed=0:5 (0 to 4); lr=log:1e-5..1e-1 (with --r
 
 @dataclass(frozen=True)
 class ValueRange:
-    """A continuous or integer range, from which only random samples can be drawn."""
+    """A continuous or integer range, whose values only a sampler can choose."""
 
     low: float
     high: float
@@ -115,8 +115,8 @@ def grid(space: SearchSpace) -> list[TrialValues]:
     for name, values in space.items():
         if isinstance(values, ValueRange):
             raise UserError(
-                f"{name} is a range (--over), so a grid search cannot list its values. Add --random N, or "
-                "list the values."
+                f"{name} is a range (--over), so a grid search cannot list its values. Add --random N "
+                "or --optuna N, or list the values."
             )
         lists.append(values)
     if (number := math.prod(map(len, lists))) > MAX_TASKS:

@@ -14,7 +14,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.sweeps.search_space import SearchSpace, TrialValues, draw_trials, grid, parse_space
 from hpctrain.sweeps.stopping_rules import StoppingRule
 
-Sampler = Literal["grid", "random"]
+Sampler = Literal["grid", "random", "optuna"]
 
 DEFAULT_FORMAT = "--{name} {value}"
 
@@ -63,6 +63,8 @@ class SweepRecord:
         """Add the missing trials of the grid, or `number` trials drawn by the sampler."""
         if self.sampler == "grid":
             new = [trial for trial in grid(self.parsed_space) if trial not in self.trials]
+        elif self.sampler == "optuna":
+            new = [{} for _ in range(number)]  # Optuna chooses their values when they start.
         else:
             first = len(self.trials)
             new = draw_trials(self.parsed_space, range(first, first + number), self.seed)
@@ -70,8 +72,12 @@ class SweepRecord:
 
     def trial_args(self, index: int) -> tuple[str, ...]:
         """Return the arguments of the script in a trial."""
+        return self.args_with(self.trials[index])
+
+    def args_with(self, values: TrialValues) -> tuple[str, ...]:
+        """Return the arguments of the script in a trial with these values."""
         words = self.format.split()
-        own = [word.format(name=n, value=v) for n, v in self.trials[index].items() for word in words]
+        own = [word.format(name=n, value=v) for n, v in values.items() for word in words]
         return (*self.args, *own)
 
     def array(self, indices: Sequence[int]) -> str:

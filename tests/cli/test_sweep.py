@@ -1,8 +1,52 @@
-"""`hpctrain sweep`: dry runs and errors."""
+"""`hpctrain sweep`: dry runs, errors, and trials chosen by Optuna."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
+
+#: The loss is lowest at x = 3. The first attempt at x < 3 fails.
+TRIAL = """
+import json, os, pathlib, sys
+run, x = pathlib.Path(os.environ["HPCTRAIN_RUN_DIR"]), float(sys.argv[-1])
+if x < 3 and not (run / "failed").exists():
+    (run / "failed").touch()
+    sys.exit("the first attempt fails")
+(run / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": (x - 3) ** 2}) + "\\n")
+"""
+
+
+@pytest.mark.ranks
+def test_optuna_chooses_the_trials(hpctrain, tmp_path):
+    def document(*args: str):
+        return json.loads(hpctrain("sweep", *args, "--json").stdout)
+
+    (tmp_path / "train.py").write_text(TRIAL)
+    shape = ["--backend=local", "--concurrent=2", "--max-failures=1", "--run-dir=runs/s", "train.py"]
+    words = ["--over", "x=0..9", "--optuna", "4", "--metric", "loss", "--sweep-seed", "1"]
+    result = hpctrain("sweep", *words, *shape)
+    assert result.stdout.startswith("Sweep s: 4 trials"), result.stderr
+    hpctrain("wait", "s")
+    failed = {one["run_id"]: one["hparams"]["x"] for one in document("status", "s")["trials"]}
+    assert {run: x < 3 for run, x in failed.items()} == {
+        one["run_id"]: one["state"] == "FAILED" for one in document("status", "s")["trials"]
+    }
+    # A resumed trial keeps its values.
+    assert hpctrain("sweep", "resume", "s").returncode == 0
+    hpctrain("wait", "s")
+    assert "Add only --optuna N" in hpctrain("sweep", "extend", "s", "--random", "2").stderr
+    assert document("extend", "s", "--optuna", "2")["trials"] == [4, 5]
+    hpctrain("wait", "s")
+    trials = document("status", "s")["trials"]
+    values = {one["run_id"]: one["hparams"]["x"] for one in trials}
+    assert len(values) == 6
+    assert failed.items() <= values.items()
+    assert document("best", "s")["best"]["value"] == min((x - 3) ** 2 for x in values.values())
+    journal = [json.loads(line) for line in (tmp_path / "runs/s/optuna.journal").read_text().splitlines()]
+    # Operation 6 sets the state and the value of a trial; the last trials have not asked afterwards.
+    told = {line["trial_id"]: line["values"] for line in journal if line["op_code"] == 6}
+    assert len(told) >= 4
 
 
 def test_trials_of_a_dry_run(hpctrain, tmp_path):
@@ -19,6 +63,9 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
         "sweep", "--dry-run", "--backend=local", "--over=n=1..9", "--random=3", "--sweep-seed=1", "train.py"
     )
     assert result.stdout.splitlines() == ["task-0: --n 7", "task-1: --n 8", "task-2: --n 2"]
+    words = ["--over=n=1..9", "--optuna=2", "--metric=loss", "train.py", "x"]
+    result = hpctrain("sweep", "--dry-run", "--backend=local", *words)
+    assert result.stdout.splitlines() == ["task-0: x (n chosen by Optuna)", "task-1: x (n chosen by Optuna)"]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +85,12 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
             "must be median, asha or asha:FACTOR",
         ),
         (["--over", "lr=1", "--min-steps", "5", "train.py"], "Add --stop-early"),
-        (["--over", "lr=1", "--sweep-seed", "5", "train.py"], "Add --random N"),
+        (["--over", "lr=1", "--sweep-seed", "5", "train.py"], "Add --random N or --optuna N"),
+        (["--over", "lr=1", "--optuna", "5", "train.py"], "--optuna learns from the values of a metric"),
+        (
+            ["--over", "lr=1", "--optuna=5", "--random=5", "train.py"],
+            "--random and --optuna exclude each other",
+        ),
         (["best", "none"], "There is no run 'none'"),
     ],
 )
