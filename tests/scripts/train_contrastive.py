@@ -21,6 +21,7 @@ class Contrast(hpctrain.Module):
         self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
         self.head = nn.Linear(6, 4)
         self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.double()  # fifty steps would amplify the rounding of float32
 
     def training_step(self, batch, batch_idx):
         left, right = batch
@@ -38,8 +39,8 @@ class Contrast(hpctrain.Module):
 
 def pairs(num_samples: int = 40) -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(7)
-    left = torch.randn(num_samples, 8, generator=generator)
-    return torch.utils.data.TensorDataset(left, left + 0.3 * torch.randn(num_samples, 8, generator=generator))
+    left, noise = torch.randn(2, num_samples, 8, dtype=torch.float64, generator=generator)
+    return torch.utils.data.TensorDataset(left, left + 0.3 * noise)
 
 
 if __name__ == "__main__":
