@@ -1,29 +1,44 @@
-"""`hpctrain top`: show a live view of a run."""
+"""`hpctrain top`: show a live view of one or several runs."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.common import echo_json, json_option, open_run, run_argument, run_reference
+from hpctrain.cli.common import complete_runs, echo_json, json_option, open_run, runs_dir_option
 from hpctrain.errors import UserError
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run import Run
+    from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.telemetry.live.top_view import TopSnapshot
 
 #: Seconds between two queries to the scheduler; files are read more often.
 _QUERY_INTERVAL_S = 10.0
+_LOG_LINES = 20
+#: A table has at most this number of runs, because reading the metrics of thousands would take minutes.
+_MAX_RUNS = 200
+
+#: Formats the current state for a terminal of some columns and lines, as lines with their kinds.
+_Format = Callable[[Sequence["TopSnapshot"], int, int], list[tuple[str, str]]]
 
 
 @click.command("top")
-@run_argument
+@click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_runs)
+@runs_dir_option
+@click.option(
+    "--filter",
+    "words",
+    metavar="WORDS",
+    help="Show the runs whose ids, states and hyper-parameters contain all WORDS, such as 'failed lr=0.1'.",
+)
 @click.option(
     "--once",
     is_flag=True,
@@ -38,47 +53,100 @@ _QUERY_INTERVAL_S = 10.0
     help="Time between updates.",
 )
 @json_option
-def command(run: str, runs_dir: Path, once: bool, interval: float, as_json: bool) -> None:
-    """Show a live view of RUN: state, step, remaining time, loss, speed, GPUs and events.
+def command(
+    runs: tuple[str, ...], runs_dir: Path, words: str | None, once: bool, interval: float, as_json: bool
+) -> None:
+    """Show a live view of RUN: state, step, remaining time, loss, speed, GPUs, events and log.
 
-    The view closes when the run ends. Ctrl-C closes the view and does not affect the run.
+    For several runs, a sweep, or without RUN for all runs, show a line per run, active and newer runs first
+    (at most 200). Their loss curves have the same logarithmic scale.
+
+    The view closes when all of these runs have ended. Ctrl-C closes the view and does not affect the runs.
     """
-    found = open_run(run, runs_dir)
-    if tasks := found.tasks():
-        raise UserError(
-            f"Run {found.run_id} is a job array of {len(tasks)} tasks. Specify a task, such as "
-            f"{run_reference(str(tasks[0].dir.path))}."
-        )
-    looks = _looks(found)
-    if as_json:
-        echo_json(next(looks).document())
-    elif once or not sys.stdout.isatty():
-        from hpctrain.telemetry.live.top_view import format_view
+    from hpctrain.jobs.runs.run import list_runs
+    from hpctrain.telemetry.live.overview import format_overview
+    from hpctrain.telemetry.live.top_view import format_view
 
-        for _, line in format_view(next(looks), *_size()):
+    found = [open_run(run, runs_dir) for run in runs] or list_runs(runs_dir, os.environ)
+    found = [part for run in found for part in run.tasks() or [run]]
+    is_single = len(runs) == len(found) == 1 and words is None
+    looks = _looks(found, (words or "").lower().split())
+    form: _Format = (lambda seen, *size: format_view(seen[0], *size)) if is_single else format_overview
+    if as_json:
+        documents = [one.document() for one in next(looks)]
+        echo_json(documents[0] if is_single else documents)
+    elif once or not sys.stdout.isatty():
+        for _, line in form(next(looks), *_size()):
             click.echo(line)
     else:
-        _show(looks, interval)
+        _show(looks, form, interval)
 
 
-def _looks(run: Run) -> Iterator[TopSnapshot]:
-    """Yield the current state of the run repeatedly, finally after its end."""
-    from hpctrain.records.log_tail import RecordTail
-    from hpctrain.telemetry.live.top_view import TopView
+class _LiveRun:
+    """A run, with a reader of the records that it appends."""
 
-    live = TopView()
-    events, metrics = RecordTail(run.dir.events), RecordTail(run.dir.metrics)
-    asked, status = -_QUERY_INTERVAL_S, None
+    def __init__(self, run: Run) -> None:
+        from hpctrain.records.log_tail import RecordTail
+        from hpctrain.telemetry.live.top_view import TopView
+
+        self._run, self._view = run, TopView()
+        self._events, self._metrics = RecordTail(run.dir.events), RecordTail(run.dir.metrics)
+
+    def look(self, status: RunStatus) -> TopSnapshot:
+        """Return the current state of the run."""
+        from hpctrain.records.log_tail import read_last_lines
+
+        self._view.add_records(self._events.read_in_parts(), self._metrics.read_in_parts())
+        log = status.log or self._run.log_path()
+        return self._view.snapshot(
+            status.run_id,
+            str(status.state),
+            status.words,
+            _last_lines(self._run),
+            reports_steps=status.reports_steps,
+            log=read_last_lines(Path(log), _LOG_LINES) if log else (),
+        )
+
+
+def _looks(runs: Sequence[Run], words: Sequence[str]) -> Iterator[list[TopSnapshot]]:
+    """Yield the current state of the runs repeatedly, active and newer runs first, finally after their end.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    from hpctrain.jobs.runs.run import query_statuses
+    from hpctrain.rundir import RunDir
+
+    live = {str(run.dir): _LiveRun(run) for run in reversed(runs)}
+    statuses: list[RunStatus] = []
+    asked = -_QUERY_INTERVAL_S
     while True:
         # The state is queried before the files are read, so that no record before the end is missed.
-        if status is None or time.monotonic() - asked >= _QUERY_INTERVAL_S:
-            status, asked = run.status(), time.monotonic()
-        live.add_records(events.read_in_parts(), metrics.read_in_parts())
-        yield live.snapshot(
-            run.run_id, str(status.state), status.words, _last_lines(run), reports_steps=status.reports_steps
-        )
-        if status.state.ended:
+        if time.monotonic() - asked >= _QUERY_INTERVAL_S:
+            statuses = [
+                one for one in query_statuses(runs[::-1], skip_unreadable=True) if _matches(one, words)
+            ]
+            statuses = sorted(statuses, key=lambda one: one.state.ended)[:_MAX_RUNS]
+            asked = time.monotonic()
+            if not statuses:
+                raise UserError(
+                    "No run matches (--filter, --runs-dir). Use `hpctrain list` to list all runs."
+                )
+        yield [live[str(RunDir(Path(one.run_dir)))].look(one) for one in statuses]
+        if all(one.state.ended for one in statuses):
             return
+
+
+def _matches(status: RunStatus, words: Sequence[str]) -> bool:
+    """True if the id, the state and the hyper-parameters of a run contain all words."""
+    if not words:
+        return True
+    from hpctrain.rundir import RunDir
+    from hpctrain.telemetry.report.run_results import read_results
+
+    hparams = read_results(RunDir(Path(status.run_dir)), with_metrics=False).hparams
+    texts = [status.run_id, status.state, *(f"{name}={value}" for name, value in hparams.items())]
+    return all(word in " ".join(map(str, texts)).lower() for word in words)
 
 
 def _last_lines(run: Run) -> Iterator[Mapping[str, Any]]:
@@ -90,13 +158,11 @@ def _last_lines(run: Run) -> Iterator[Mapping[str, Any]]:
             yield line
 
 
-def _show(looks: Iterator[TopSnapshot], interval: float) -> None:
-    """Draw on the terminal until the run has ended."""
+def _show(looks: Iterator[list[TopSnapshot]], form: _Format, interval: float) -> None:
+    """Draw on the terminal until all runs have ended."""
     from rich.console import Console
     from rich.live import Live as Screen
     from rich.text import Text
-
-    from hpctrain.telemetry.live.top_view import format_view
 
     styles = {"title": "bold", "soft": "dim", "bad": "red"}
     console = Console(highlight=False)
@@ -104,10 +170,10 @@ def _show(looks: Iterator[TopSnapshot], interval: float) -> None:
         try:
             for look in looks:
                 text = Text(no_wrap=True)
-                for kind, line in format_view(look, console.width, console.height - 1):
+                for kind, line in form(look, console.width, console.height - 1):
                     text.append(line + "\n", style=styles.get(kind, ""))
                 screen.update(text, refresh=True)
-                if look.state in ("RUNNING", "PENDING", "UNKNOWN"):
+                if any(one.state in ("RUNNING", "PENDING", "UNKNOWN") for one in look):
                     time.sleep(interval)
         except KeyboardInterrupt:
             pass

@@ -127,10 +127,10 @@ def read_last_records(
             yield record
 
 
-def read_last_lines(path: Path, number: int) -> list[str]:
+def read_last_lines(path: Path, number: int, *, follow_links: bool = True) -> list[str]:
     """Return the last lines of a text file, reading only the end; empty without a file."""
     try:
-        with open_regular(path) as file:
+        with open_regular(path, follow_links=follow_links) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK_BYTES))
             return file.read().decode(errors="replace").splitlines()[-number:]
     except (OSError, ValueError):  # A path with a NUL is a ValueError.

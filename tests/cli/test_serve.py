@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from helpers.commands import environment
 from helpers.waiting import wait_for
 
 from hpctrain.cli.serve import RunPages
+from hpctrain.files import try_lock
 from hpctrain.rundir import RunDir
 
 START = 1_764_000_000.0
@@ -51,13 +53,15 @@ class ReportServer:
         assert match, line
         self.address, self.port, self.token = match[0], int(match[1]), match[2]
 
-    def request(self, path: str, method: str = "GET", *, token: bool = True, **headers: str):
+    def request(
+        self, path: str, method: str = "GET", *, token: bool = True, form: str | None = None, **headers: str
+    ):
         """Return status, headers and body of a response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         sent_headers = {name.replace("_", "-"): value for name, value in headers.items()}
         if token:
             sent_headers["Authorization"] = f"Bearer {self.token}"
-        connection.request(method, path, headers=sent_headers)
+        connection.request(method, path, form, sent_headers)
         response = connection.getresponse()
         text = response.read().decode()
         connection.close()
@@ -74,6 +78,10 @@ def write(run: RunDir, events: list[dict], steps: range) -> None:
             file.write(json.dumps(line) + "\n")
 
 
+def kinds(run: RunDir) -> list[str]:
+    return [event["kind"] for event in run.read_events()]
+
+
 SPEC = """\
 script: /home/me/train.py
 name: digits
@@ -82,6 +90,7 @@ run_dir: {path}
 backend: local
 python: /usr/bin/python3
 workdir: /home/me
+args: [--lr, "0.1"]
 """
 
 
@@ -94,6 +103,10 @@ def folder(tmp_path_factory) -> Path:
         run.spec.write_text(SPEC.format(name=json.dumps(name), path=json.dumps(str(run.path))))
     (folder.parent / "secret.txt").write_text("secret")
     (folder / "secret.txt").write_text("secret")
+    log = RunDir(folder / "digits").rank_log(0, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("first line\n\x1b[31m<b>last</b> line\n")
+    os.symlink(folder.parent / "secret.txt", RunDir(folder / "digits").rank_log(0, 1))
     outside = RunDir(folder.parent / "outside")
     write(outside, EVENTS, range(1, 3))
     outside.spec.write_text(SPEC.format(name="outside", path=json.dumps(str(outside.path))))
@@ -237,7 +250,7 @@ def test_no_path_leads_outside_the_runs_folder(server, path):
     assert "outside" not in text
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
 def test_other_methods_are_not_allowed(server, method):
     assert server.request("/run/digits", method)[0] == 405
 
@@ -314,14 +327,14 @@ def test_slow_page_is_rendered_once_for_all_clients_and_then_cached(folder, monk
         return "the page"
 
     monkeypatch.setattr(pages, "_render", render)
-    tag = pages.tag("digits")
+    tag = pages.tag(("digits",))
     with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(pages.page, ["digits"] * 4)) == {"the page"}
+        assert set(pool.map(pages.page, [("digits",)] * 4)) == {"the page"}
     write(RunDir(folder / "digits"), [], range(101, 103))
-    assert pages.tag("digits") == tag
+    assert pages.tag(("digits",)) == tag
     assert len(rendered) == 1
-    wait_for(lambda: pages.tag("digits") != tag, 10, "the time until it is worth another")
-    pages.page("digits")
+    wait_for(lambda: pages.tag(("digits",)) != tag, 10, "the time until it is worth another")
+    pages.page(("digits",))
     assert len(rendered) == 2
 
 
@@ -353,12 +366,176 @@ def test_page_in_a_browser_follows_the_run(server, folder, tmp_path):
         steps = "document.querySelector('.figures dd').textContent"
         before = int(browser.evaluate(steps))
         write(run, [], range(before + 1, before + 21))
-        wait_for(lambda: browser.evaluate(steps) == str(before + 20), 30, "the new steps in the page")
+        wait_for(lambda: browser.evaluate(steps) == str(before + 20), 60, "the new steps in the page")
         assert browser.evaluate("document.getElementById('loss-chart-log').ariaPressed") == "true"
         assert browser.evaluate("document.documentElement.dataset.state") == "live"
         assert browser.evaluate("document.querySelectorAll('#loss-chart canvas').length") == 1
         assert browser.console == []
         assert {address.split("/")[2] for address in browser.requests} == {f"127.0.0.1:{server.port}"}
+
+
+@pytest.fixture(scope="module")
+def server_with_active_run(tmp_path_factory) -> Iterator[tuple[ReportServer, str]]:
+    """A server of an ended and an active run, and the confirmation, which the page of the latter contains."""
+    folder = tmp_path_factory.mktemp("active") / "runs"
+    for name, events in (("digits", EVENTS), ("active", EVENTS[:1])):
+        run = RunDir(folder / name)
+        write(run, events, range(1, 3))
+        run.spec.write_text(SPEC.format(name=name, path=json.dumps(str(run.path))))
+    lock = try_lock(RunDir(folder / "active").lock)
+    assert lock is not None
+    with serving(folder) as server:
+        text = server.request("/run/active")[2]
+        match = re.search(r'name="confirmation" value="([^"]+)"', text)
+        assert match
+        yield server, match[1]
+    os.close(lock)
+
+
+def test_comparison_shows_the_runs_that_the_address_names(server):
+    status, _, text = server.request("/compare?run=digits&run=a%20b%26%3Ci%3E")
+    assert status == 200
+    assert "Comparison of 2 runs" in text
+    assert "a b&amp;&lt;i&gt;" in text
+    assert server.request(f"/compare?run=digits&run=x&token={server.token}", token=False)[1]["Location"] == (
+        "/compare?run=digits&run=x"
+    )
+    for query in ("", "?run=digits", "?run=digits&run=digits", "?run=digits&run=outside"):
+        assert server.request(f"/compare{query}")[0] == 404
+    assert server.request("/compare?" + "run=digits&" * 60)[0] == 400
+
+
+def test_list_shows_hyper_parameters(server):
+    assert "lr=0.1" in server.request("/")[2]
+
+
+def test_page_shows_the_end_of_logs_as_text(server):
+    text = server.request("/run/digits")[2]
+    assert "logs/attempt-000/rank-00000.log" in text
+    assert "first line\n" in text
+    assert "&lt;b&gt;last&lt;/b&gt; line" in text
+    assert "\x1b" not in text
+    assert "rank-00001.log" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, 303),
+        ({"token": False}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": None}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),
+        ({"Host": "evil.example"}, 403),
+        ({"form": ""}, 403),
+        ({"form": "confirmation=x"}, 403),
+        ({"form": "confirmation=%ff"}, 403),
+        ({"form": "x" * 2000}, 413),
+        ({"Content_Length": "-1"}, 413),
+        ({"Content_Length": "x"}, 400),
+        ({"path": "/run/digits/remove"}, 404),
+        ({"path": "/run/digits"}, 404),
+        ({"path": "/run/outside/cancel"}, 404),
+        ({"path": "/run/..%2Foutside/cancel"}, 404),
+        ({"path": "/cancel"}, 404),
+        ({"path": "/compare/cancel"}, 404),
+    ],
+)
+def test_actions_require_token_origin_and_confirmation(server_with_active_run, change, expected):
+    server, confirmation = server_with_active_run
+    given = {"path": "/run/digits/cancel", "form": f"confirmation={confirmation}"}
+    given |= {"Origin": f"http://127.0.0.1:{server.port}"} | change
+    given = {name: value for name, value in given.items() if value is not None}
+    status, headers, _ = server.request(given.pop("path"), "POST", **given)
+    assert status == expected
+    assert headers["Location"] == ("/run/digits" if expected == 303 else None)
+
+
+def test_ended_run_has_no_actions(server):
+    assert "<form" not in server.request("/run/digits")[2]
+
+
+SLEEPER = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+time.sleep(600)
+"""
+
+
+@pytest.mark.ranks
+def test_run_is_requeued_and_cancelled_with_the_keyboard_on_a_phone(hpctrain, tmp_path):
+    if chromium.find() is None:
+        pytest.skip("needs a Chromium: scripts/install_for_tests.sh installs one")
+    (tmp_path / "train.py").write_text(SLEEPER)
+    for name in ("one", "two"):
+        words = ["--backend", "local", "--run-dir", f"runs/{name}", "--no-code-snapshot", "train.py"]
+        assert hpctrain("submit", *words, f"--name={name}").returncode == 0
+    one = RunDir(tmp_path / "runs/one")
+    wait_for(lambda: one.rank_log(0, 0).exists(), 60, "the first attempt")
+    with serving(tmp_path / "runs") as server, chromium.Chromium(tmp_path / "profile") as browser:
+        has_effect = {
+            "requeue": lambda: one.rank_log(1, 0).exists(),
+            "cancel": lambda: "finished" in kinds(one),
+        }
+        for action in ("requeue", "cancel"):
+            browser.open(server.address, width=390, height=800)
+            browser.focus_with_tab("filter")
+            for letter in "name=one":
+                browser.press(letter)
+            assert browser.evaluate("document.getElementById('shown').textContent") == "1 of 2 runs"
+            browser.focus_with_tab("one")
+            browser.press("Enter")
+            wait_for(lambda: browser.evaluate("document.title").startswith("one"), 30, "the page of the run")
+            browser.focus_with_tab(f"{action.capitalize()} …")
+            browser.press("Enter")
+            browser.focus_with_tab(f"Yes, {action}")
+            assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+            browser.press("Enter")
+            wait_for(has_effect[action], 60, f"the {action}")
+        assert browser.console == []
+    assert json.loads(hpctrain("wait", "one", "--json").stdout)["state"] == "CANCELLED"
+    assert len(one.attempts()) == 2
+    assert hpctrain("cancel", "two").returncode == 0
+    hpctrain("wait", "two")
+
+
+@pytest.mark.ranks
+def test_filter_and_selection_survive_updates(server, folder, tmp_path):
+    if chromium.find() is None:
+        pytest.skip("needs a Chromium: scripts/install_for_tests.sh installs one")
+    with chromium.Chromium(tmp_path / "profile") as browser:
+        browser.open(server.address, width=390)
+        browser.focus_with_tab("Compare digits")
+        browser.press("Space")
+        browser.press("/")
+        for letter in "digits":
+            browser.press(letter)
+        rows = "[...document.querySelectorAll('#runs tbody tr:not([hidden]) a')].map(a => a.textContent)"
+        assert browser.evaluate(rows) == ["digits"]
+        write(RunDir(folder / "new"), EVENTS, range(1, 3))
+        RunDir(folder / "new").spec.write_text(SPEC.format(name="new", path=json.dumps(str(folder / "new"))))
+        known = "document.querySelectorAll('#runs tbody tr').length"
+        wait_for(lambda: browser.evaluate(known) == 3, 60, "the new run in the list")
+        assert browser.evaluate(rows) == ["digits"]
+        assert browser.evaluate("[document.activeElement.id, document.activeElement.value]") == [
+            "filter",
+            "digits",
+        ]
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        browser.evaluate("document.activeElement.select()")
+        for letter in "new":
+            browser.press(letter)
+        browser.focus_with_tab("Compare new")
+        browser.press("Space")
+        assert browser.evaluate("document.getElementById('compare').textContent") == "Compare 2 runs"
+        browser.evaluate("document.getElementById('compare').focus()")
+        browser.press("Enter")
+        title = "document.title"
+        wait_for(lambda: browser.evaluate(title) == "new · digits", 30, "the comparison")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        assert browser.console == []
+    shutil.rmtree(folder / "new")
 
 
 @pytest.mark.slow

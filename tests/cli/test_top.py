@@ -51,14 +51,35 @@ def test_top_without_a_terminal_prints_once(hpctrain, tmp_path):
     assert document["events"][0]["kind"] == "finished"
 
 
-@pytest.mark.long
-def test_top_refuses_arrays_and_unknown_runs(hpctrain, tmp_path):
+@pytest.mark.ranks
+def test_top_shows_several_runs_and_filters_them(hpctrain, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["--backend=local", "--concurrent=2", "--run-dir=runs/s", "--no-code-snapshot", "train.py"]
+    assert hpctrain("sweep", "--over", "lr=0.1,0.2", *words).returncode == 0
+    assert hpctrain("wait", "s").returncode == 0
+    (tmp_path / "train.py").write_text("raise SystemExit('wrong')")
+    words = ["--backend=local", "--run-dir=runs/wrong", "--no-code-snapshot", "train.py"]
+    assert hpctrain("submit", *words).returncode == 0
+    assert hpctrain("wait", "wrong").returncode == 4
+
+    def rows(*args: str) -> list[list[str]]:
+        return [line.split()[:2] for line in hpctrain("top", *args).stdout.splitlines()[1:]]
+
+    trials = [["s/task-1", "COMPLETED"], ["s/task-0", "COMPLETED"]]
+    assert rows() == [["wrong", "FAILED"], *trials]
+    assert rows("s") == trials
+    assert rows("--filter", "completed LR=0.2") == trials[:1]
+    assert rows("s/task-0", "wrong") == [["wrong", "FAILED"], trials[1]]
+    assert "20 of 20" in hpctrain("top", "s").stdout
+    assert [one["run_id"] for one in json.loads(hpctrain("top", "s", "--json").stdout)] == [
+        run for run, _ in trials
+    ]
+    assert "\nlog\nwrong\n" in hpctrain("top", "wrong").stdout
+    result = hpctrain("top", "--filter", "nothing")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "No run matches (--filter" in result.stderr
+
+
+def test_top_refuses_unknown_runs(hpctrain):
     assert hpctrain("top", "nothing").returncode == 2
-    assert (
-        hpctrain("submit", "--backend", "local", "--array", "0-1", "--run-dir", "a", "train.py").returncode
-        == 0
-    )
-    assert hpctrain("wait", "a").returncode == 0
-    result = hpctrain("top", "a")
-    assert result.returncode == 2
-    assert "task-0" in result.stderr
+    assert "No run matches" in hpctrain("top").stderr

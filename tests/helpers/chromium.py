@@ -126,6 +126,23 @@ class Chromium:
         self.mouse("mouseMoved", to_x, y, button="left", buttons=1)
         self.mouse("mouseReleased", to_x, y, button="left", clickCount=1)
 
+    def press(self, key: str) -> None:
+        """Press a key, such as `Tab`, `Enter` or a character."""
+        text = {"Enter": "\r", "Space": " "}.get(key, key if len(key) == 1 else "")
+        code = {"Tab": 9, "Enter": 13, "Space": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+        event = {"key": " " if key == "Space" else key, "windowsVirtualKeyCode": code.get(key, 0)}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def focus_with_tab(self, text: str) -> None:
+        """Press Tab until the element with this text, label or id has the focus."""
+        name = "(e => [e.id, e.ariaLabel, e.textContent.trim()])(document.activeElement)"
+        for _ in range(100):
+            self.press("Tab")
+            if text in self.evaluate(name):
+                return
+        raise AssertionError(f"Tab never reaches {text!r}")
+
     def screenshot(self, path: Path) -> None:
         """Save a picture of the whole page."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]

@@ -119,6 +119,17 @@ def test_hovering_shows_the_value_and_dragging_zooms(clean_browser, page):
     assert legend(clean_browser, "loss-chart")[0] == "300"
 
 
+def test_arrow_keys_show_values(clean_browser, page):
+    run, _ = page
+    clean_browser.open(run.report)
+    clean_browser.focus_with_tab("loss-chart")
+    shown = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", "Home"):
+        clean_browser.press(key)
+        shown.append(legend(clean_browser, "loss-chart")[0])
+    assert shown == ["1", "2", "1", "300", "300", "1"]
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -7,15 +7,18 @@ import pytest
 from helpers.run_histories import START, STRAGGLER, RunHistory, started_run
 from rich.cells import cell_len
 
-from hpctrain.telemetry.live.top_view import TopSnapshot, TopView, format_view
+from hpctrain.telemetry.live.overview import format_overview
+from hpctrain.telemetry.live.top_view import TopSnapshot, TopView, cut_line, format_view
 
 
-def snapshot_of(history: RunHistory, state: str = "RUNNING", lines: list[dict] | None = None) -> TopSnapshot:
+def snapshot_of(
+    history: RunHistory, state: str = "RUNNING", lines: list[dict] | None = None, log: list[str] | None = None
+) -> TopSnapshot:
     live = TopView()
     # In two parts, as a run writes them.
     for part in (slice(None, 5), slice(5, None)):
         live.add_records(history.events[part], history.metrics[part])
-    return live.snapshot("digits", state, "", lines or [])
+    return live.snapshot("digits", state, "", lines or [], log=log or [])
 
 
 def text_of(snapshot: TopSnapshot, width: int = 100, height: int = 30) -> str:
@@ -199,6 +202,36 @@ def test_straggler_is_shown():
     )
     assert "straggler  rank 3 on n7 takes 1.4 times" in text
     assert snapshot_of(history.after(1, "started").steps(21, 30, every=1)).slowest is None
+
+
+def test_end_of_the_log_is_shown_below_the_events():
+    snapshot = snapshot_of(started_run(0).steps(1, 5, every=1), log=[f"line {n}\x1b[2J" for n in range(50)])
+    lines = text_of(snapshot, height=30).splitlines()
+    assert "\x1b" not in lines[-1]
+    assert lines[-1].startswith("line 49")
+    assert 5 <= len(lines) - lines.index("log") - 1 <= 10
+    assert "log" not in text_of(snapshot_of(started_run(0)))
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_curves_of_several_runs_have_one_scale(width):
+    # Losses of 1 to 0.1, and of 0.1 to 0.01.
+    runs = [
+        snapshot_of(started_run(0).steps(1, 100, every=1, last_step=100), "COMPLETED"),
+        snapshot_of(started_run(0).steps(1, 1, every=1, loss=0.01), "FAILED"),
+        snapshot_of(RunHistory(), "PENDING"),
+    ]
+    lines = format_overview(runs, width, 24)
+    assert max(cell_len(line) for _, line in lines) <= width
+    assert [kind for kind, _ in lines] == ["title", "", "bad", ""]
+    if width == 200:
+        assert lines[1][1].endswith("▁")
+        assert "█" in lines[1][1]
+        assert lines[2][1].endswith("▁")
+    assert format_overview(runs, width, 3)[-1] == (
+        "soft",
+        cut_line("2 more runs; --filter selects other runs", width),
+    )
 
 
 def test_run_without_records_is_shown():

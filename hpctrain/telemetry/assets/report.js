@@ -194,6 +194,49 @@
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   inPrint.addEventListener("change", again);
 
+  // With the keyboard: arrows read the values of a chart, and "/" leads to the filter.
+  document.addEventListener("keydown", (event) => {
+    const filter = document.getElementById("filter");
+    if (event.key === "/" && filter && event.target !== filter) {
+      event.preventDefault();
+      filter.focus();
+    }
+    const chart = charts.find((each) => each.id === event.target.id);
+    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (!chart || !move) return;
+    event.preventDefault();
+    const steps = chart.plot.data[0], at = chart.plot.cursor.idx ?? (move < 0 ? steps.length : -1);
+    const next = Math.max(0, Math.min(steps.length - 1, at + move));
+    chart.plot.setCursor({ left: chart.plot.valToPos(steps[next], "x"), top: 0 });
+  });
+
+  // The list of all runs: shows the rows that contain all words of the filter, and compares the marked ones.
+  const list = () => {
+    const filter = document.getElementById("filter");
+    if (!filter) return;
+    const words = filter.value.toLowerCase().split(/\s+/), rows = [...document.querySelectorAll("#runs tbody tr")];
+    for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+    const shown = rows.filter((row) => !row.hidden).length, marked = document.querySelectorAll("#runs input:checked").length;
+    document.getElementById("shown").textContent = shown === rows.length ? "" : shown + " of " + rows.length + " runs";
+    const button = document.getElementById("compare");
+    button.disabled = marked < 2;
+    button.textContent = marked < 2 ? "Compare" : "Compare " + marked + " runs";
+  };
+  document.addEventListener("input", list);
+  list();
+
+  // Logs show their end, unless the reader has scrolled up.
+  const readTo = (details) => {
+    const log = details.querySelector(".log");
+    return log && log.scrollTop + log.clientHeight < log.scrollHeight - 4 ? log.scrollTop : null;
+  };
+  const scroll = (details, top) => {
+    const log = details.querySelector(".log");
+    if (log) log.scrollTop = top ?? log.scrollHeight;
+  };
+  document.querySelectorAll("details").forEach((each) => scroll(each));
+  document.addEventListener("toggle", (event) => scroll(event.target), true);
+
   // A page that `hpctrain serve` shows asks for what is new, and takes it over where it stands.
   const root = document.documentElement;
   const replace = (text) => {
@@ -204,20 +247,29 @@
       kept[chart.id] = { log: chart.log, zoomed: chart.zoomed, zoom: chart.zoomed ? { min, max } : null };
       chart.plot.destroy();
     }
-    const open = [...document.querySelectorAll("details")].map((each) => each.open);
-    const at = window.scrollY;
+    const name = (element) => element.id || element.getAttribute("href") || element.closest("details, tr")?.textContent;
+    const open = new Map([...document.querySelectorAll("details")].map((each) => [each.firstElementChild.textContent, [each.open, readTo(each)]]));
+    const inputs = new Map([...document.querySelectorAll("main input[id]")].map((each) => [each.id, each]));
+    const focused = document.activeElement.closest("main") && document.activeElement, at = window.scrollY;
     document.querySelector("main").replaceWith(document.adoptNode(next.querySelector("main")));
     document.getElementById("data").textContent = next.getElementById("data").textContent;
     document.title = next.title;
-    document.querySelectorAll("details").forEach((each, index) => { if (index in open) each.open = open[index]; });
+    for (const each of document.querySelectorAll("details")) {
+      const [isOpen, top] = open.get(each.firstElementChild.textContent) || [each.open];
+      each.open = isOpen;
+      scroll(each, top);
+    }
+    for (const each of document.querySelectorAll("main input[id]")) if (inputs.has(each.id)) each.replaceWith(inputs.get(each.id));
     start(kept);
+    list();
+    if (focused) [...document.querySelectorAll("main " + focused.tagName)].find((each) => name(each) === name(focused))?.focus();
     window.scrollTo(0, at);
   };
   let tag = null;
   const ask = async () => {
     if (!document.hidden) {
       try {
-        const answer = await fetch(location.pathname, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+        const answer = await fetch(location.pathname + location.search, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
         if (answer.status === 200) {
           tag = answer.headers.get("ETag");
           replace(await answer.text());

@@ -1,4 +1,4 @@
-"""A server of read-only pages for the browser of one user, on this machine only."""
+"""A server of pages for the browser of one user, on this machine only."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hpctrain.errors import HpctrainError
-from hpctrain.telemetry.report.index_page import run_url
+from hpctrain.telemetry.report.html_renderer import page_url
 
 #: Seconds after which an idle connection is closed.
 _IDLE_S = 30.0
 #: Seconds until an unauthenticated connection is closed, and maximum number; the oldest is closed first.
 _UNAUTHORIZED_TIMEOUT_S, _MAX_UNAUTHORIZED = 10.0, 32
+#: Maximum number of compared runs, and of bytes of a form.
+_MAX_COMPARED, _MAX_FORM_BYTES = 50, 1000
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
+    # Without a referrer, browsers would omit the origin of a form.
+    "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     # One response per connection, so that no unused connections remain open.
@@ -38,14 +41,21 @@ _HEADERS = {
 class PageSource(Protocol):
     """Source of the served pages. It must use a requested run id only to look up a run, not as a path."""
 
-    def tag(self, run_id: str | None) -> str | None:
+    def tag(self, run_ids: tuple[str, ...]) -> str | None:
         """Return a tag that changes with the page, or None for an unknown run. No id means all runs."""
 
-    def page(self, run_id: str | None) -> str:
+    def page(self, run_ids: tuple[str, ...]) -> str:
         """Return the page.
 
         Raises:
             LookupError: the run no longer exists.
+        """
+
+    def act(self, run_id: str, action: str, confirmation: str) -> bool:
+        """Perform an action that a page offers. Return False if the form of the page did not confirm it.
+
+        Raises:
+            LookupError: the run or the action does not exist.
         """
 
 
@@ -140,8 +150,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        self._answer()
+
     def __getattr__(self, name: str) -> object:
-        # All other methods are rejected, because the pages are read-only.
         if name.startswith("do_"):
             return self._refuse_method
         raise AttributeError(name)
@@ -150,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: URLs may contain the token."""
 
     def _refuse_method(self) -> None:
-        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "These pages are read-only.", {"Allow": "GET, HEAD"})
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "Use GET or POST.", {"Allow": "GET, HEAD, POST"})
 
     def _answer(self) -> None:
         try:
@@ -158,19 +170,20 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.path.startswith("/"):
                 raise _Refused(HTTPStatus.NOT_FOUND, "Page not found.")
             parts = urlsplit(self.path)
+            if self.command == "POST":
+                return self._act(parts.path, self._read_form())
             if self._brings_token(parts.query):
                 cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-                # Built from the run id, so that the request does not determine the target of the redirect.
-                location = run_url(_run_id(parts.path))
+                # Built from the run ids, so that the request does not determine the target of the redirect.
+                location = page_url(_run_ids(parts.path, parts.query))
                 return self._send(HTTPStatus.SEE_OTHER, "", {"Location": location, "Set-Cookie": cookie})
             self._check_token()
-            self.server.brought_token(self.connection)
-            run_id = _run_id(parts.path)
-            if (tag := self.server.pages.tag(run_id)) is None:
+            run_ids = _run_ids(parts.path, parts.query)
+            if (tag := self.server.pages.tag(run_ids)) is None:
                 raise _Refused(HTTPStatus.NOT_FOUND, "Run not found.")
             if self.headers.get("If-None-Match") == f'"{tag}"':
                 return self._send(HTTPStatus.NOT_MODIFIED, "", {"ETag": f'"{tag}"'})
-            self._send(HTTPStatus.OK, self.server.pages.page(run_id), {"ETag": f'"{tag}"'}, kind="text/html")
+            self._send(HTTPStatus.OK, self.server.pages.page(run_ids), {"ETag": f'"{tag}"'}, kind="text/html")
         except _Refused as refused:
             self._send(refused.status, str(refused))
         except ValueError:
@@ -181,6 +194,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"The run cannot be read: {error.strerror}.")
         except HpctrainError as error:
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+
+    def _read_form(self) -> dict[str, list[str]]:
+        size = int(self.headers.get("Content-Length", "0"))
+        if not 0 <= size <= _MAX_FORM_BYTES:
+            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The form is too large.")
+        return parse_qs(self.rfile.read(size).decode(), max_num_fields=10)
+
+    def _act(self, path: str, form: Mapping[str, list[str]]) -> None:
+        """Perform the action of a form. Only pages of this server contain the confirmation."""
+        if self.headers.get("Origin") is None:
+            raise _Refused(HTTPStatus.FORBIDDEN, "The request has no origin. Use the page of the run.")
+        self._check_token()
+        path, _, action = path.rpartition("/")
+        run_ids = _run_ids(path, "")
+        if not self.server.pages.act(run_ids[0], action, form.get("confirmation", [""])[0]):
+            raise _Refused(HTTPStatus.FORBIDDEN, "The page is outdated. Load the page of the run again.")
+        self._send(HTTPStatus.SEE_OTHER, "", {"Location": page_url(run_ids)})
 
     def _check_origin(self) -> None:
         """Accept only requests from pages of this server or from direct navigation."""
@@ -206,6 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(
                 HTTPStatus.FORBIDDEN, "Access requires a token. Open the URL printed by hpctrain serve."
             )
+        self.server.brought_token(self.connection)
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())
@@ -225,15 +256,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _run_id(path: str) -> str | None:
-    """Return the run id of a path; None for all runs.
+def _run_ids(path: str, query: str) -> tuple[str, ...]:
+    """Return the run ids of an address; empty for the list of all runs.
 
     Raises:
         _Refused: this server does not have the path.
     """
     if path == "/":
-        return None
+        return ()
+    if path == "/compare":
+        run_ids = tuple(dict.fromkeys(parse_qs(query, max_num_fields=_MAX_COMPARED).get("run", [])))
+        if len(run_ids) < 2:
+            raise _Refused(HTTPStatus.NOT_FOUND, "Select at least two runs.")
+        return run_ids
     before, _, word = path.rpartition("/")
     if before != "/run" or not word:
         raise _Refused(HTTPStatus.NOT_FOUND, "Page not found.")
-    return unquote(word)
+    return (unquote(word),)

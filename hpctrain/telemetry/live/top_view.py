@@ -68,6 +68,8 @@ class TopSnapshot:
     losses: list[float] = field(default_factory=list)
     gpus: list[GpuSnapshot] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    """Last lines of the log of the failed rank, or of the first rank."""
 
     def document(self) -> dict[str, Any]:
         """Return the document printed by `--json`."""
@@ -133,6 +135,7 @@ class TopView:
         lines: Iterable[Mapping[str, Any]],
         *,
         reports_steps: bool | None = None,
+        log: Iterable[str] = (),
     ) -> TopSnapshot:
         """Return the current state of the run.
 
@@ -142,6 +145,7 @@ class TopView:
             words: remark of the scheduler.
             lines: the last telemetry line of each node.
             reports_steps: true if the script reports its steps, None if unknown.
+            log: last lines of a log.
         """
         last = self._recent[-1] if self._recent else {}
         step = int(last["step"]) if last else None
@@ -168,6 +172,7 @@ class TopView:
             losses=list(self._losses.values()),
             gpus=[_gpus(line) for line in lines if isinstance(line.get("gpu_util"), list)],
             events=list(self._events)[::-1],
+            log=list(log),
         )
 
     def _speed(self) -> float | None:
@@ -189,7 +194,7 @@ def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[st
     Args:
         snapshot: the current state.
         width: columns of the terminal.
-        height: lines of the terminal; remaining lines show events.
+        height: lines of the terminal; remaining lines show events and the log.
     """
     width = max(_NARROWEST, width)
     lines = [("title", _title(snapshot))]
@@ -197,10 +202,12 @@ def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[st
         lines.append(("soft", snapshot.words))
     lines += [("", line) for line in _progress(snapshot, width)]
     lines += [("", line) for line in _gpu_lines(snapshot.gpus, width, most=max(4, height // 2))]
-    room = max(3, height - len(lines) - 2)
+    log = snapshot.log[-max(0, (height - len(lines)) // 3) :]
+    room = max(3, height - len(lines) - len(log) - 3)
     told = [(_kind(event), _event(event)) for event in snapshot.events[:room]]
     lines += [("soft", "events"), *told] if told else [("soft", "no events yet")]
-    return [(kind, _cut(line, width)) for kind, line in lines]
+    lines += [("soft", "log"), *(("", line) for line in log)] if log else []
+    return [(kind, cut_line(line, width)) for kind, line in lines]
 
 
 def _title(snapshot: TopSnapshot) -> str:
@@ -228,7 +235,7 @@ def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
         value = (
             f"NaN or infinite since step {format_count(snapshot.no_number_since)}; last finite loss {value}"
         )
-    yield f"loss   {value}  {_spark(snapshot.losses, min(60, width - len(value) - 9))}"
+    yield f"loss   {value}  {sparkline(snapshot.losses, min(60, width - len(value) - 9))}"
     if snapshot.steps_per_s is not None:
         yield f"speed  {format_number(snapshot.steps_per_s)} steps/s"
     if snapshot.waiting_for_data is not None:
@@ -329,13 +336,13 @@ def _bar(part: float, width: int) -> str:
     return "█" * full + "░" * (width - full)
 
 
-def _spark(values: Sequence[float], width: int) -> str:
-    """Return a sparkline of the values, scaled to their range."""
+def sparkline(values: Sequence[float], width: int, scale: tuple[float, float] | None = None) -> str:
+    """Return a sparkline of the values, scaled to `scale`, or else to their range."""
     kept = downsample([(float(place), value) for place, value in enumerate(values)], max(width, 8))
     heights = [value for _, value in kept if value is not None][-max(width, 0) :] if width > 0 else []
     if not heights:
         return ""
-    low, high = min(heights), max(heights)
+    low, high = scale or (min(heights), max(heights))
     return "".join(_block((value - low) / (high - low) if high > low else 0.5) for value in heights)
 
 
@@ -343,7 +350,7 @@ def _block(part: float) -> str:
     return _BLOCKS[max(0, min(7, int(part * 8)))]
 
 
-def _cut(line: str, width: int) -> str:
+def cut_line(line: str, width: int) -> str:
     """Truncate a line to `width` columns."""
     line = printable(line)
     return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"

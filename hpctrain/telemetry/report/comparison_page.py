@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.telemetry.hparams import varying_hparams
-from hpctrain.telemetry.report.html_renderer import render_page
+from hpctrain.telemetry.report.html_renderer import LiveParts, render_page
 from hpctrain.telemetry.report.metric_curves import MetricCurves
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
@@ -21,7 +21,7 @@ _MAX_METRICS = 12
 _MAX_CURVES = 8
 
 
-def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> str:
+def render_comparison(runs: Sequence[RunData], *, live: LiveParts | None = None) -> str:
     """Return a page that compares several runs: figures, overlaid curves and time breakdowns.
 
     See `render_page`.
@@ -38,7 +38,7 @@ def render_comparison(runs: Sequence[RunData], *, live_s: int | None = None) -> 
     ]
     return render_page(
         "comparison.html.j2",
-        live_s=live_s,
+        live=live,
         title=" · ".join(run.run_id for run in runs),
         data={"charts": charts, "heats": []},
         runs=runs,

@@ -6,10 +6,12 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 from hpctrain._version import __version__
 from hpctrain.text import format_time, pluralize
@@ -18,8 +20,34 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _MAX_DIFF_LINES = 3000
 
 
+@dataclass(frozen=True)
+class LiveParts:
+    """Parts of a page that only `hpctrain serve` shows."""
+
+    interval_s: int
+    """Seconds between two polls of the server for updates."""
+    url: str = "/"
+    """Path of the page."""
+    actions: Sequence[tuple[str, str]] = ()
+    """Names of the actions on the run, each with its effect."""
+    confirmation: str = ""
+    """Value that a request for an action must contain."""
+    logs: Sequence[tuple[str, str]] = ()
+    """Names of logs, each with its last lines."""
+
+
+def page_url(run_ids: Sequence[str]) -> str:
+    """Return the path of the page of a run, or of the comparison of several; without runs, of the list.
+
+    The id of an array task contains a slash, which is escaped.
+    """
+    if len(run_ids) > 1:
+        return f"/compare?{urlencode([('run', run_id) for run_id in run_ids])}"
+    return f"/run/{quote(run_ids[0], safe='')}" if run_ids else "/"
+
+
 def render_page(
-    template: str, *, title: str, data: Mapping[str, Any], live_s: int | None = None, **context: Any
+    template: str, *, title: str, data: Mapping[str, Any], live: LiveParts | None = None, **context: Any
 ) -> str:
     """Render a template; all content of the run is escaped, or part of a JSON block.
 
@@ -27,7 +55,7 @@ def render_page(
         template: name of the template among the assets.
         title: title of the page.
         data: data for the script of the page.
-        live_s: seconds between two polls of the server for updates; None disables polling.
+        live: parts of a page of `hpctrain serve`; None for a file.
         context: other variables of the template.
     """
     import jinja2
@@ -41,6 +69,7 @@ def render_page(
         lstrip_blocks=True,
     )
     environment.filters["diff_lines"] = _diff_lines
+    environment.filters["page_url"] = lambda run_id: page_url([run_id])
     style = _asset("uPlot.min.css") + _asset("report.css")
     library, script = _asset("uPlot.iife.min.js"), _asset("report.js")
     policy = "; ".join(
@@ -48,9 +77,8 @@ def render_page(
             "default-src 'none'",
             f"script-src {_hash(library)} {_hash(script)}",
             f"style-src {_hash(style)}",
-            *(["connect-src 'self'"] if live_s else []),
+            *(["connect-src 'self'", "form-action 'self'"] if live else ["form-action 'none'"]),
             "base-uri 'none'",
-            "form-action 'none'",
         ]
     )
     return environment.get_template(template).render(
@@ -63,7 +91,7 @@ def render_page(
         version=__version__,
         made=format_time(time.time()),
         zone=time.strftime("%Z"),
-        live_s=live_s,
+        live=live,
         has_charts=bool(data["charts"]),
         **context,
     )

@@ -13,7 +13,7 @@ from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.artifacts import CheckpointRecord
 from hpctrain.telemetry.report.attempts import Attempt
 from hpctrain.telemetry.report.device_metrics import COLUMNS, HeatMap, NodeSeries
-from hpctrain.telemetry.report.html_renderer import render_page
+from hpctrain.telemetry.report.html_renderer import LiveParts, render_page
 from hpctrain.telemetry.report.jsonl import gc_disabled
 from hpctrain.telemetry.report.metric_curves import CurvePoint, downsample
 from hpctrain.telemetry.report.next_request import next_request
@@ -47,7 +47,7 @@ _MAX_ROWS = 200
 
 
 @gc_disabled()
-def render_run_page(run_data: RunData, *, live_s: int | None = None) -> str:
+def render_run_page(run_data: RunData, *, live: LiveParts | None = None) -> str:
     """Return the page of one run. See `render_page`."""
     charts: list[dict[str, Any]] = []
     loss = _loss(run_data, charts)
@@ -59,7 +59,7 @@ def render_run_page(run_data: RunData, *, live_s: int | None = None) -> str:
     heats = list(_heats(run_data))
     return render_page(
         "report.html.j2",
-        live_s=live_s,
+        live=live,
         title=f"{run_data.run_id} · {run_data.state}",
         data={"charts": charts, "heats": [{**heat, "means": None} for heat in heats]},
         facts=run_data,
