@@ -15,6 +15,7 @@ _SLURMD_PORT = 6818
 _FIELDS = {
     **{name: re.compile(rf"\b{name}=(\S+)") for name in ("NodeName", "NodeAddr", "NodeHostName", "State")},
     **{name: re.compile(rf"\b{name}=(\d{{1,18}})") for name in ("RealMemory", "MemSpecLimit")},
+    "Reason": re.compile(r"\bReason=(.+?)(?: \[\S+@\S+\])?$", re.MULTILINE),
     "Port": re.compile(r"\bPort=([0-9]{1,5})(?!\S)"),
 }
 
@@ -30,6 +31,8 @@ class NodeRecord:
     state: str
     memory_mib: int = 0
     """Memory for jobs."""
+    reason: str = ""
+    """Reason for the state, as set by an administrator or a health check."""
 
 
 def query_nodes(hosts: Sequence[str], environ: Mapping[str, str]) -> list[NodeRecord]:
@@ -51,5 +54,6 @@ def parse_nodes(answer: str) -> list[NodeRecord]:
             port = int(found.get("Port", _SLURMD_PORT))
             port = port if port < 2**16 else _SLURMD_PORT
             memory = int(found.get("RealMemory", 0)) - int(found.get("MemSpecLimit", 0))
-            nodes.append(NodeRecord(found["NodeName"], address, port, found.get("State", ""), memory))
+            state, reason = found.get("State", ""), found.get("Reason", "")
+            nodes.append(NodeRecord(found["NodeName"], address, port, state, memory, reason))
     return nodes

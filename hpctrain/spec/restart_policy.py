@@ -45,6 +45,7 @@ class EndKind(StrEnum):
     HANG = "hang"
     STRAGGLER = "straggler"
     NODE_LOST = "node-lost"
+    NODE_DRAIN = "node-drain"
     NODE_CHECK = "node-check"
     NOT_STARTED = "not-started"
     DISK_FULL = "disk-full"
@@ -53,6 +54,11 @@ class EndKind(StrEnum):
     @property
     def is_stop(self) -> bool:
         """True if the ranks exited on request."""
+        return self.releases_nodes or self is EndKind.NODE_DRAIN
+
+    @property
+    def releases_nodes(self) -> bool:
+        """True if the ranks exited because the job must release its nodes."""
         return self in (EndKind.PREEMPTED, EndKind.TIME_LIMIT, EndKind.REQUESTED)
 
 
@@ -152,6 +158,7 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "restart",
         "use --spare-nodes, so that the run does not have to wait for another allocation",
     ),
+    EndKind.NODE_DRAIN: EndKindInfo("Slurm drains a node, or its GPU driver reports a fault", "restart"),
     EndKind.NODE_CHECK: EndKindInfo(
         "a node failed the node check", "restart", "report the node to an administrator"
     ),
@@ -199,6 +206,7 @@ DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
     EndKind.HANG: RestartRule(exclude=2),
     EndKind.STRAGGLER: RestartRule(retries=_MACHINES, exclude=2),
     EndKind.NODE_LOST: RestartRule(retries=_MACHINES),
+    EndKind.NODE_DRAIN: RestartRule(retries=_STOPS),
     EndKind.NODE_CHECK: RestartRule(retries=_MACHINES, exclude=1),
     EndKind.NOT_STARTED: RestartRule(),
     EndKind.DISK_FULL: RestartRule(retries=0),

@@ -18,6 +18,7 @@ from typing import Any
 
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind, RestartPolicy
+from hpctrain.supervisor.monitors.scale_up import REQUEUE_HOLD_S, START_S
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,
@@ -28,7 +29,6 @@ from hpctrain.supervisor.policy.decide import (
     suspect_nodes,
 )
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.scale_up import REQUEUE_HOLD_S, START_S
 
 DAY_S = 86_400.0
 _LEAD_S = float(JobSpec.stop_before_limit_s)

@@ -17,10 +17,12 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.drain_step import drain_local_tier, remove_emergency_files
-from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
 from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer, describe_nodes
 from hpctrain.supervisor.job_control.base import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
+from hpctrain.supervisor.monitors.early_stopping import EarlyStoppingMonitor
+from hpctrain.supervisor.monitors.node_drain import NodeDrainMonitor
+from hpctrain.supervisor.monitors.scale_up import ScaleUpMonitor
 from hpctrain.supervisor.node_check_step import NodeCheckRunner, node_check_is_due
 from hpctrain.supervisor.node_choice import NodeChoice
 from hpctrain.supervisor.policy.decide import Action, AttemptEnd, Decision, RunSituation, decide
@@ -29,7 +31,6 @@ from hpctrain.supervisor.policy.job_intent import JobIntent
 from hpctrain.supervisor.policy.outcome import Continue, Exit
 from hpctrain.supervisor.requeuer import Requeuer, RequeueRefused
 from hpctrain.supervisor.run_end import completion_note, finish_run
-from hpctrain.supervisor.scale_up import ScaleUpMonitor
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult, AttemptRunner
 from hpctrain.supervisor.workers.stager import StagePlan, Stager
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
@@ -148,6 +149,9 @@ class Supervisor:
         try:
             with (
                 ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)),
+                NodeDrainMonitor(
+                    self._run, self._spec, self._job_control, attempt, self._launcher, self._events
+                ),
                 EarlyStoppingMonitor(self._run, self._events),
             ):
                 result = self._attempt_runner.start(attempt)
@@ -195,7 +199,7 @@ class Supervisor:
         if ended.kind is EndKind.OOM and self._job_control.nodes is not None:
             memory = self._job_control.nodes.larger_memory(self._launcher.hosts, history.excluded)
             known = replace(known, larger_memory=memory)
-        left_s = None if ended.kind.is_stop else known_seconds_left(self._job_control)
+        left_s = None if ended.kind.releases_nodes else known_seconds_left(self._job_control)
         return replace(known, nodes=nodes, ends_at=None if left_s is None else system.monotonic() + left_s)
 
     def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> Continue | Exit:

@@ -10,9 +10,18 @@ import time
 from contextlib import suppress
 
 import pytest
+from helpers.commands import run_command
 from helpers.disks import mounted_disk
 from helpers.processes import assert_no_process_left, run_processes
-from helpers.training_runs import JOB, RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
+from helpers.training_runs import (
+    JOB,
+    RUN_LIMIT_S,
+    Run,
+    assert_every_sample_once,
+    assert_undisturbed,
+    preempt,
+    submit,
+)
 from helpers.waiting import wait_for
 
 from hpctrain.cluster.processes import ProcessInfo
@@ -137,6 +146,35 @@ def test_spare_node_replaces_a_dead_one(slurm, reference, free_nodes, tmp_path):
     assert run.events("started")[1]["hosts"] == replaced["hosts"]
     assert run.events("requeue") == []
     assert run.events("failure")[0]["class"] == "node-lost"
+
+
+@pytest.mark.parametrize("has_spare", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_run_leaves_a_draining_node_without_repeating_a_step(
+    slurm, reference, free_nodes, tmp_path, has_spare
+):
+    shape = [*TWO, "--spare-nodes", "1"] if has_spare else ["--nodes", "1:2", "--gpus-per-node", "1"]
+    run = submit(
+        tmp_path / "run", slurm.env, shape, options=["--scale-up-after", "3"], step_s=0.2, slow_attempts=1
+    )
+    run.wait_for_step(8)
+    before = run.events("started")[0]["hosts"]
+    drained = f"nodename={before[1]}"
+    run_command(["scontrol", "update", drained, "state=drain", "reason=bad fan"], slurm.env)
+    try:
+        assert run.wait() == 0
+    finally:
+        run_command(["scontrol", "update", drained, "state=resume"], slurm.env)
+    (moved,) = run.events("replace" if has_spare else "shrink")
+    assert (moved["nodes"], moved["lost"]) == (2 if has_spare else 1, [before[1]])
+    assert "(bad fan)" in moved["cause"]
+    assert run.events("failure") == []
+    assert run.events("signal")[0]["step"] == run.events("resumed")[0]["step"]
+    if has_spare:
+        assert run.events("requeue") == []
+        assert_undisturbed(run, reference)
+    else:  # the run may grow again by a requeue
+        assert_every_sample_once(run)
+    assert_no_process_left(run.path)
 
 
 @pytest.mark.long

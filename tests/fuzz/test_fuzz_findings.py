@@ -181,7 +181,7 @@ def test_metrics_without_a_time_have_no_duration():
 @pytest.mark.parametrize("line", [{"time": None}, {"time": "x"}, {"time": 5.0, "gpu_xids": LONG}])
 def test_damaged_measurements_show_no_gpu_fault(line):
     write(RUN.telemetry(0), json.dumps({"host": "n1", **line}) + "\n")
-    assert gpu_faults(RUN, "n1", 1.0) == []
+    assert gpu_faults(RUN, ["n1"], 1.0) == {}
 
 
 INVALID_YAML = ["a: 2001-99-99", "a: !!bool x", "a: !!timestamp x", "a: !!int ''", 'a: "\\UFFFFFFFF"', NESTED]

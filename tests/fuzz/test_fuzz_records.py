@@ -274,7 +274,7 @@ PARSERS = [
     Parser(
         classify.gpu_faults,
         [NODE_LINES],
-        call=with_file(RUN.telemetry(0), lambda: classify.gpu_faults(RUN, "n1", 0.0)),
+        call=with_file(RUN.telemetry(0), lambda: classify.gpu_faults(RUN, ["n1"], 0.0)),
     ),
     Parser(
         node_check_step.NodeCheckRunner._read,

@@ -68,6 +68,7 @@ _FREQUENT = (
     "start-by-hand",
     "kill-node",
 )
+_DRAIN_PROBABILITY = 0.1
 #: Duration of an I/O error that a run survives.
 _BRIEF_S = 45.0
 _SURVIVABLE = frozenset(
@@ -75,6 +76,7 @@ _SURVIVABLE = frozenset(
         *_SLURM_WINDOWS,
         "disk-slow",
         "disk-stale",
+        "drain-node",
         "gpu-fault",
         "kill",
         "oom",
@@ -166,10 +168,14 @@ def make_config(seed: int, run_dir: str) -> SimConfig:
 
 
 def make_faults(seed: int) -> list[Fault]:
-    """Return the faults of a seed, at most six; those of some seeds come together."""
+    """Return the faults of a seed, at most seven; those of some seeds come together."""
     rng = random.Random(f"faults-{seed}")
     together = rng.choice((None, None, round(rng.uniform(0.0, 200.0))))
-    return [_make_fault(rng, together) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
+    faults = [_make_fault(rng, together) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
+    # Drawn separately, so that the other faults of a seed do not change.
+    if (drain := random.Random(f"drain-{seed}")).random() < _DRAIN_PROBABILITY:
+        faults.append(Fault("drain-node", round(drain.uniform(0.0, 200.0), 1), drain.randint(0, 3)))
+    return faults
 
 
 def _make_fault(rng: random.Random, together: float | None) -> Fault:

@@ -15,11 +15,11 @@ from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
 from hpctrain.supervisor.buffered_storage import BufferedStorage
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
+from hpctrain.supervisor.monitors.scale_up import ScaleUpMonitor
 from hpctrain.supervisor.node_choice import NodeChoice
 from hpctrain.supervisor.notifications import Notifier
 from hpctrain.supervisor.policy import job_intent
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.scale_up import ScaleUpMonitor
 from hpctrain.supervisor.workers.stop_agreement import StopAgreement
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
@@ -114,7 +114,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(Retention, "steps_to_keep", "steps[-self.last :]", "steps[: self.last]")
     ],
     "all nodes count as free": [
-        _edit(ScaleUpMonitor, "_try_scale_up", "self.num_nodes + nodes.num_free(excluded)", "self.spec.nodes")
+        _edit(ScaleUpMonitor, "check", "self.num_nodes + nodes.num_free(excluded)", "self.spec.nodes")
     ],
     "the end of a run is not notified": [
         _edit(Notifier, "run", "self._check_with_retries()\n    deadline", "deadline")

@@ -122,6 +122,8 @@ class SimSlurm:
         self.down: set[str] = set()
         self.unresponsive: set[str] = set()
         """Dead nodes that Slurm has not yet marked down."""
+        self.draining: set[str] = set()
+        """Nodes that accept no further job."""
         self.outages: list[tuple[float, float]] = []
         """Begin and duration of the outage of each node."""
         # With a large value, the second job starts at once.
@@ -180,7 +182,7 @@ class SimSlurm:
                 if other.state in ("RUNNING", "COMPLETING")
                 for node in other.nodes
             }
-            gone = self.down | self.unresponsive | busy | job.excluded
+            gone = self.down | self.unresponsive | self.draining | busy | job.excluded
             free = [node for node in self.all_nodes if node not in gone]
             if len(free) >= self.site.spec.least_granted:
                 self._start(job, free[: self.site.spec.most_granted])
@@ -197,6 +199,7 @@ class SimSlurm:
             "SLURM_JOB_ID": str(job.raw),
             "SLURM_JOB_NODELIST": compress_hostlist(nodes),
             "SLURM_JOB_PARTITION": "main",
+            "SLURMD_NODENAME": nodes[0],
             "SLURM_MEM_PER_NODE": "4000",
         }
         if job.restarts:
@@ -321,6 +324,15 @@ class SimSlurm:
         self.down.discard(node)
         self._schedule_soon()
 
+    def drain_node(self, node: str, seconds: float) -> None:
+        """Drain a node for some time; its job continues."""
+        self.draining.add(node)
+        self.scheduler.call_later(seconds, lambda: self._resume_node(node))
+
+    def _resume_node(self, node: str) -> None:
+        self.draining.discard(node)
+        self._schedule_soon()
+
     # -- commands
 
     def execute(self, words: list[str], environ: Mapping[str, str], issued_at: float) -> tuple[int, str, str]:
@@ -359,7 +371,8 @@ class SimSlurm:
                 return self._list_commands()
             case ["sinfo", *_]:
                 busy = {node for job in self.jobs if job.is_active for node in job.nodes}
-                return "\n".join(n for n in self.all_nodes if n not in busy | self.down | self.unresponsive)
+                gone = busy | self.down | self.unresponsive | self.draining
+                return "\n".join(node for node in self.all_nodes if node not in gone)
             case ["sbatch", *_] if "test-only" in options:
                 excluded = set(expand_hostlist(options.get("exclude", "")))
                 if len(set(self.all_nodes) - excluded) < self.site.spec.least_granted:
@@ -465,6 +478,7 @@ class SimSlurm:
 
     def _show_node(self, node: str) -> str:
         state = "DOWN*" if node in self.down else "ALLOCATED"
+        state += "+DRAIN" * (node in self.draining)
         return f"NodeName={node} NodeAddr={node} Port=6818 State={state} RealMemory=8000 MemSpecLimit=0"
 
     def _sbatch(

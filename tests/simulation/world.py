@@ -159,6 +159,9 @@ class World:
             case "kill-node" if running:
                 nodes = running[0].nodes
                 self.slurm.kill_node(nodes[int(fault.value) % len(nodes)], 300.0)
+            case "drain-node" if running:
+                nodes = running[0].nodes
+                self.slurm.drain_node(nodes[int(fault.value) % len(nodes)], 300.0)
             case "pause-supervisor" if running and running[0].batch is not None:
                 running[0].batch.supervisor.paused_until = self.scheduler.now + fault.value
             case "cancel":

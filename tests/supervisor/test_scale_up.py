@@ -9,8 +9,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor import scale_up
-from hpctrain.supervisor.scale_up import ScaleUpMonitor, should_scale_up
+from hpctrain.supervisor.monitors import scale_up
+from hpctrain.supervisor.monitors.scale_up import ScaleUpMonitor, should_scale_up
 
 
 @pytest.mark.parametrize(

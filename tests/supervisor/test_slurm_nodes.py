@@ -30,9 +30,26 @@ NodeName=n2 Arch=x86_64 CoresPerSocket=1
 
 def test_node_records_are_parsed():
     assert parse_nodes(RECORD) == [
-        NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED", 900),
+        NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED", 900, "State=DOWN Port=1"),
         NodeRecord("n2", "n2", 6818, "DOWN*+DRAIN"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("state", "draining"),
+    [
+        ("MIXED+DRAIN", {"n1": "Slurm reports the state MIXED+DRAIN (bad fan)"}),
+        ("ALLOCATED+FAIL", {"n1": "Slurm reports the state ALLOCATED+FAIL (bad fan)"}),
+        ("ALLOCATED", {}),
+        ("DOWN+DRAIN", {}),
+    ],
+)
+def test_draining_nodes_still_run_processes(tmp_path, monkeypatch, state, draining):
+    record = NodeRecord("n1", "n1", 6818, state, reason="bad fan")
+    monkeypatch.setattr(slurm_nodes, "query_nodes", lambda hosts, environ: [record])
+    nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0"})
+    assert nodes.draining(["n1"]) == draining
+    assert nodes.own_host == "n0"
 
 
 @pytest.mark.parametrize(

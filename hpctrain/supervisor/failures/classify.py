@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable
 
 from hpctrain.crash_output import UNFINISHED
 from hpctrain.errors import DiskFull, RendezvousError
@@ -75,14 +76,17 @@ def is_deterministic(failure: RankFailure) -> bool:
     return failure.kind == "exception" and not _MAY_PASS.intersection(failure.classes)
 
 
-def gpu_faults(run: RunDir, host: str, since: float) -> list[int]:
-    """Return Xids of the device on a node since a time, in seconds since the epoch."""
-    found = []
+def gpu_faults(run: RunDir, hosts: Iterable[str], since: float) -> dict[str, list[int]]:
+    """Return the Xids of the devices of each node since a time, in seconds since the epoch."""
+    names = {_short(host): host for host in hosts}
+    found: dict[str, list[int]] = {}
     for path in run.all_telemetry():
         for _, line in zip(range(_LINES), read_last_records(path, is_metrics), strict=False):
-            if _short(str(line.get("host"))) != _short(host) or float(line.get("time", 0.0)) < since:
+            host = names.get(_short(str(line.get("host"))))
+            if host is None or float(line.get("time", 0.0)) < since:
                 break
-            found += [number for number in _numbers(line.get("gpu_xids")) if number in HARDWARE_XIDS]
+            if xids := HARDWARE_XIDS.intersection(_numbers(line.get("gpu_xids"))):
+                found.setdefault(host, []).extend(xids)
     return found
 
 

@@ -40,7 +40,7 @@ class Diagnosis:
 
     end: AttemptEnd
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Lost nodes, with the reason."""
+    """Lost and draining nodes, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class FailureAnalyzer:
             case AttemptOutcome.DONE if not left_early:
                 return Diagnosis(AttemptEnd(EndKind.DONE))
             case AttemptOutcome.DONE if self._agreed_to_stop(result.attempt):
-                return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
+                return self._diagnose_stop(result)
             case AttemptOutcome.DONE:
                 return self._analyze_failure(result, hosts, left_early)
             case AttemptOutcome.STOPPED:
-                return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
+                return self._diagnose_stop(result)
             case AttemptOutcome.OUT_OF_TIME:
                 return Diagnosis(AttemptEnd(EndKind.OUT_OF_TIME))
             case AttemptOutcome.NOT_STARTED:
@@ -106,6 +106,11 @@ class FailureAnalyzer:
         left = known_seconds_left(self.job_control)
         near = left is not None and left <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
+
+    def _diagnose_stop(self, result: AttemptResult) -> Diagnosis:
+        if draining := result.monitor.draining:
+            return Diagnosis(AttemptEnd(EndKind.NODE_DRAIN, describe_nodes(draining)), draining)
+        return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
 
     def _early_exits(self, result: AttemptResult, world_size: int) -> dict[int, str]:
         """Return ranks that exited with code 0 during training, with a description of each.
@@ -168,10 +173,10 @@ class FailureAnalyzer:
         first = root_cause(failures)
         told_to_leave = any(task.result is TaskResult.CONTINUE for task in exits)
         if told_to_leave and first.is_peer_lost:
-            return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
+            return self._diagnose_stop(result)
         if first.corruption is not None:
             return Diagnosis(self._record_corruption(attempt, first, first.corruption, hosts))
-        kind = EndKind.GPU if gpu_faults(self.run, first.host, result.started_at) else classify(first)
+        kind = EndKind.GPU if gpu_faults(self.run, [first.host], result.started_at) else classify(first)
         # A rank whose peers have stopped may fail with a subsequent error.
         if kind is EndKind.PYTHON and not told_to_leave and self._is_user_error(result, first):
             kind = EndKind.USER_ERROR

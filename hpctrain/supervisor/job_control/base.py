@@ -59,8 +59,14 @@ class AllocatedNodes(Protocol):
     Methods raise SchedulerError if the scheduler refuses or does not answer.
     """
 
+    #: Node of the supervisor, without which the job cannot continue.
+    own_host: str
+
     def lost(self, hosts: Sequence[str]) -> dict[str, str]:
         """Return the nodes of the job that can no longer run processes, with the reason."""
+
+    def draining(self, hosts: Sequence[str]) -> dict[str, str]:
+        """Return the nodes that the scheduler will take away when this job releases them, with the reason."""
 
     def shrink_to(self, hosts: Sequence[str]) -> None:
         """Release all other nodes of the job, so that their loss does not end the job."""

@@ -31,6 +31,7 @@ _ANSWER_S = 3.0
 _AT_ONCE = 64
 #: Running work continues in DRAIN and FAILING (sinfo(1), NODE STATE CODES).
 _DOWN = re.compile(r"DOWN|REBOOT")
+_DRAINING = re.compile(r"DRAIN|FAIL")
 
 #: Variables with the memory of a job, in MB; the option of sbatch and the field of scontrol for each.
 _MEMORY_OPTIONS = {
@@ -52,6 +53,7 @@ class SlurmNodes:
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self._run, self._spec, self._batch_environ = run, spec, environ
         self._job_id, self._environ = own_job_id(environ), strip_job_env(environ)
+        self.own_host = environ.get("SLURMD_NODENAME", "")
 
     def lost(self, hosts: Sequence[str]) -> dict[str, str]:
         """Query the slurmd of each node. See `AllocatedNodes.lost`."""
@@ -59,6 +61,14 @@ class SlurmNodes:
         with system.ThreadPoolExecutor(min(_AT_ONCE, max(1, len(nodes)))) as pool:
             troubles = pool.map(node_trouble, nodes)
             return {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
+
+    def draining(self, hosts: Sequence[str]) -> dict[str, str]:
+        """Read the state of the nodes. See `AllocatedNodes.draining`."""
+        return {
+            node.name: f"Slurm reports the state {node.state}" + (f" ({node.reason})" if node.reason else "")
+            for node in query_nodes(hosts, self._environ)
+            if _DRAINING.search(node.state) and "DOWN" not in node.state
+        }
 
     def shrink_to(self, hosts: Sequence[str]) -> None:
         """Shrink the running job with `scontrol`. See `AllocatedNodes.shrink_to`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -71,9 +71,11 @@ class SignalReceived:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A request of the supervisor itself to stop the ranks and end the run."""
+    """A request of the supervisor itself to stop the ranks."""
 
     reason: str
+    draining: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that the next attempt must not use, with the reason; if empty, the run ends."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Allocation:
     spare: tuple[str, ...] = ()
     """Spare nodes."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that can no longer run processes, with the reason."""
+    """Nodes that can no longer run processes, or are about to be taken away, with the reason."""
     min_nodes: int = 1
     """Minimum number of nodes of the run."""
     can_reallocate: bool = False
@@ -159,7 +159,7 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
         return Decision(Action.FAIL, reason=why)
     if gets_more:
         return Decision(Action.REQUEUE, memory=situation.larger_memory)
-    if end.kind.is_stop:
+    if end.kind.releases_nodes:
         return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
     in_time = situation.ends_at is None or situation.ends_at - now > situation.lead_s
     if in_time and situation.intent is JobIntent.CONTINUE:

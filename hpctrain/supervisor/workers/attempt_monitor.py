@@ -6,7 +6,7 @@ import logging
 import math
 import queue
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hpctrain import system
@@ -69,6 +69,8 @@ class AttemptMonitor:
     """The hang that caused the step to be killed."""
     stragglers: list[StragglerDetected] = field(default_factory=list)
     """Slow ranks, in order of detection."""
+    draining: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that the ranks were stopped to leave, with the reason."""
     emergency: EmergencySaveEnded | None = None
     """The end of the emergency save; None without one."""
     end: StepEnded | None = None
@@ -107,8 +109,9 @@ class AttemptMonitor:
                     self.hang = event
                     log.error("%s", event.cause)
                     self._kill(step)
-            case StopRequested(reason):
+            case StopRequested(reason, draining):
                 if not self._killed:
+                    self.draining = draining
                     self.signals.append(signal.SIGTERM)
                     log.info("stopping the ranks: %s", reason)
                     self._signal_ranks(step, signal.SIGTERM)

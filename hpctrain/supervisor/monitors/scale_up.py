@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
-from hpctrain import system
-from hpctrain.errors import HpctrainError, SchedulerError
+from hpctrain.errors import SchedulerError
 from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import AllocatedNodes, JobControl
+from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.monitors.periodic_check import PeriodicCheck
 from hpctrain.supervisor.policy.history import History
 from hpctrain.text import pluralize
 
@@ -42,7 +40,7 @@ def should_scale_up(nodes: int, nodes_then: int, left_s: float, pause_s: float) 
 
 
 @dataclass
-class ScaleUpMonitor:
+class ScaleUpMonitor(PeriodicCheck):
     """Watches for free nodes while an attempt trains, and requeues the run to use them."""
 
     run: RunDir
@@ -52,42 +50,24 @@ class ScaleUpMonitor:
     num_nodes: int
     """Nodes that train now."""
 
+    purpose = "scale up the run"
+
     def __post_init__(self) -> None:
-        self._stopped = system.Event()
+        is_wanted = self.num_nodes < self.spec.nodes and self.job_control.nodes is not None
+        self.first_s = float(self.spec.scale_up_after_s) if is_wanted else 0.0
+        self.interval_s = min(_POLL_INTERVAL_S, self.first_s)
 
-    def __enter__(self) -> Self:
-        is_wanted = self.spec.scale_up_after_s > 0 and self.num_nodes < self.spec.nodes
-        if is_wanted and self.job_control.nodes is not None:
-            watch = system.Thread(
-                target=self._watch, args=(self.job_control.nodes,), name="hpctrain-scale-up", daemon=True
-            )
-            watch.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stopped.set()
-
-    def _watch(self, nodes: AllocatedNodes) -> None:
-        wait_s = float(self.spec.scale_up_after_s)
-        while not self._stopped.wait(wait_s):
-            wait_s = min(_POLL_INTERVAL_S, float(self.spec.scale_up_after_s))
-            try:
-                if self._try_scale_up(nodes):
-                    return
-            except (HpctrainError, OSError) as error:
-                log.warning("cannot scale up the run (%s); will retry", error)
-
-    def _try_scale_up(self, nodes: AllocatedNodes) -> bool:
-        """Requeue the run if more nodes are worth the pause. Returns True if the monitor can stop."""
+    def check(self) -> bool:
+        """Requeue the run if more nodes are worth the pause."""
+        nodes = self.job_control.nodes
+        assert nodes is not None
         excluded = History.from_events(self.run.read_events()).excluded
         then = min(self.spec.nodes, self.num_nodes + nodes.num_free(excluded))
         left_s = self.job_control.seconds_left()
         pause_s = START_S + (0.0 if self.spec.resume_mode == "successor" else REQUEUE_HOLD_S)
         if not should_scale_up(self.num_nodes, then, _HORIZON_S if left_s is None else left_s, pause_s):
             return False
-        if self._stopped.is_set():
+        if self._ended.is_set():
             return True
         log.info("requeueing to scale up from %s to %d", pluralize(self.num_nodes, "node"), then)
         # Record the reason before the ranks record the stop.

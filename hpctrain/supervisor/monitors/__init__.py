@@ -1,0 +1,1 @@
+"""Monitors that watch the nodes and the sweep while an attempt trains."""
