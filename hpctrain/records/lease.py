@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -120,22 +121,19 @@ class Lease:
             inherits = held is None or inherits_lease(self._me, held.holder, predecessor, deaths)
             if held and not inherits and is_lease_alive(self._run, held, self._environ):
                 raise LeaseHeld(held.holder)
-            if self._claim(held.number + 1 if held else 0):
-                break
+            try:
+                if self._claim(held.number + 1 if held else 0):
+                    break
+            except OSError:
+                # Without a newer lease, an expired holder that is alive would not exit.
+                if held and not inherits and is_lease_alive(self._run, held, self._environ, math.inf):
+                    raise LeaseHeld(held.holder) from None
+                raise
             if system.monotonic() > deadline:
                 raise LeaseHeld(held.holder if held else LeaseHolder("unknown (lease not listed)"))
             # Network file systems list a new lease of another host late.
             system.sleep(_CLAIM_PAUSE_S)
         system.Thread(target=self._renew, name="hpctrain-lease", daemon=True).start()
-
-    def is_orphaned(self) -> bool:
-        """Return true if an earlier start of this job still holds the lease: its supervisor was killed."""
-        try:
-            held = newest_lease(self._run)
-        except OSError:
-            return False
-        it = held and held.holder
-        return bool(it and it.job_id == self._me.job_id and it.start < self._me.start and not it.released)
 
     def release(self) -> None:
         """Release the lease if it is held."""
@@ -216,13 +214,16 @@ def newest_lease(run: RunDir) -> LeaseState | None:
     return LeaseState(numbers[-1], holder, _now(path.parent) - renewed)
 
 
-def is_lease_alive(run: RunDir, held: LeaseState, environ: Mapping[str, str]) -> bool:
+def is_lease_alive(
+    run: RunDir, held: LeaseState, environ: Mapping[str, str], expiry_s: float = EXPIRY_S
+) -> bool:
     """True if the holder of the lease is alive, or may be.
 
     Args:
         run: the run.
         held: its newest lease.
         environ: environment of Slurm's commands.
+        expiry_s: the age of an expired lease, without an answer from Slurm.
     """
     if held.holder.released:
         return False
@@ -233,25 +234,19 @@ def is_lease_alive(run: RunDir, held: LeaseState, environ: Mapping[str, str]) ->
         state = RunState.UNKNOWN
         # The query took up to a minute, in which the holder may have renewed the lease.
         held = newest_lease(run) or held
-    return counts_as_alive(held, state)
+    return counts_as_alive(held, state, expiry_s)
 
 
-def counts_as_alive(held: LeaseState, state: RunState) -> bool:
+def counts_as_alive(held: LeaseState, state: RunState, expiry_s: float = EXPIRY_S) -> bool:
     """Return True if the holder of the lease may be alive, given the state of its job in Slurm."""
     if held.holder.released:
         return False
     if state is RunState.UNKNOWN:
-        return held.age_s < EXPIRY_S
+        return held.age_s < expiry_s
     return state is RunState.RUNNING
 
 
 def _now(folder: Path) -> float:
-    """Return the current time on the clock of the folder's file system."""
-    probe = folder / f".now.{system.gethostname()}.{system.getpid()}.{system.get_ident()}"
-    try:
-        with open(probe, "wb") as file:
-            file.write(b"\n")
-            file.flush()
-            return os.fstat(file.fileno()).st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
+    """Return the current time on the clock of the folder's file system, even if the disk is full."""
+    os.utime(folder)
+    return folder.stat().st_mtime

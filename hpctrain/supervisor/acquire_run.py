@@ -91,6 +91,8 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
         case OwnershipDecision.SUPERSEDED:
             return Exit(0)
         case OwnershipDecision.OVER if state.predecessor is not None or state.newest == state.job_id:
+            if state.ended == "FAILED":
+                _print_failed(run)
             return Exit(_exit_code(run))
         case OwnershipDecision.CANCEL:
             return finish_run(run, "CANCELLED")
@@ -126,7 +128,7 @@ def _ownership_state(run: RunDir, job_control: JobControl, deaths: int) -> Owner
         predecessor=predecessor,
         claimed_by=claim_successor(run, job_control.job_id, predecessor) if predecessor else None,
         successor=_successor(run, record, job_control),
-        replaces_supervisor=deaths > 0 or (jobs is not None and jobs.lease.is_orphaned()),
+        is_automatic=deaths > 0 or jobs is not None,
     )
 
 
@@ -286,7 +288,7 @@ def _refuse_second(run: RunDir, jobs: SuccessorJobs) -> None:
 
 
 def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
-    """Return true if the run completed while this job waited in the queue, or failed after its requeue.
+    """Return true if the run completed while this job waited in the queue, or failed in another recorded job.
 
     A cancellation applies to jobs submitted earlier; a run that failed continues in a manually submitted job.
 
@@ -300,8 +302,8 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
         case "COMPLETED" | "CANCELLED":
             submitted = jobs.submitted_at() if submitted is None else submitted
         case "FAILED" if submitted is not None:
-            # Slurm replaces the submission time of a requeued job by the time of the requeue.
-            submitted = jobs.submitted_at()
+            _print_failed(run)
+            return True
         case _:
             return False
     # Slurm truncates the submission time to seconds; the run may have ended earlier in that second.
@@ -312,14 +314,15 @@ def _ended_while_queued(run: RunDir, job_id: str, jobs: SuccessorJobs) -> bool:
             f"The run in {str(run.path)!r} was cancelled after job {job_id} was submitted manually, so this "
             "job exits. To continue the run, submit the script again."
         )
-    if finished["state"] == "FAILED":
-        print(
-            f"The run failed after job {job_id} was requeued, so this job exits. To continue the run, use "
-            f"hpctrain resume {shlex.quote(str(run.path))}"
-        )
-    else:
-        print(f"The run completed after job {job_id} was submitted, so this job exits.")
+    print(f"The run completed after job {job_id} was submitted, so this job exits.")
     return True
+
+
+def _print_failed(run: RunDir) -> None:
+    print(
+        "The run has failed, so this job exits. To continue the run, use "
+        f"hpctrain resume {shlex.quote(str(run.path))}"
+    )
 
 
 def _unrecorded_cancellation(run: RunDir) -> dict[str, Any]:

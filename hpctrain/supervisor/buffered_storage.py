@@ -84,7 +84,7 @@ class BufferedStorage(RunStorage):
             OSError: the file cannot be read, also after a while.
         """
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
-            return iter(_retry_while_away(lambda: list(super(BufferedStorage, self).read(path, is_valid))))
+            return iter(retry_while_away(lambda: list(super(BufferedStorage, self).read(path, is_valid))))
         with lines.pending() as waiting:
             try:
                 written = list(super().read(path, is_valid))
@@ -120,7 +120,7 @@ class BufferedStorage(RunStorage):
 
     def names(self, folder: Path) -> list[str]:
         """Return the names in a folder, including folders that could not be created."""
-        names = _retry_while_away(lambda: super(BufferedStorage, self).names(folder))
+        names = retry_while_away(lambda: super(BufferedStorage, self).names(folder))
         return [*{*names, *(path.name for path in self._folders if path.parent == folder)}]
 
     @property
@@ -190,7 +190,7 @@ class BufferedStorage(RunStorage):
             self._retrying.release()
 
 
-def _retry_while_away(read: Callable[[], _T]) -> _T:
+def retry_while_away(read: Callable[[], _T]) -> _T:
     """Repeat a read while the file system is briefly unreachable."""
     deadline = system.monotonic() + _VANISHED_LIMIT_S
     while True:

@@ -19,7 +19,12 @@ from hpctrain.slurm.environment import own_job_id
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
-from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
+from hpctrain.supervisor.buffered_storage import (
+    BufferedLogHandler,
+    BufferedStorage,
+    describe_disk_error,
+    retry_while_away,
+)
 from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
 from hpctrain.supervisor.launch.job_step import Launcher
@@ -120,7 +125,8 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
 
 def _with_trial_values(run: RunDir, spec: JobSpec) -> JobSpec:
     """Add the values that Optuna chooses for a trial of a sweep to the script's arguments."""
-    sweep = None if run.array is None else read_sweep(run.array)
+    array = run.array
+    sweep = None if array is None else retry_while_away(lambda: read_sweep(array))
     if sweep is None or sweep.sampler != "optuna":
         return spec
     from hpctrain.sweeps.optuna_sampler import choose_values

@@ -98,6 +98,7 @@ def read_sweep(run: RunDir) -> SweepRecord | None:
 
     Raises:
         UserError: the record is damaged.
+        OSError: it cannot be read.
     """
     try:
         record = read_json(run.sweep)
@@ -105,5 +106,5 @@ def read_sweep(run: RunDir) -> SweepRecord | None:
         return SweepRecord(**{**record, "args": tuple(record["args"]), "stopping": rule})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"Cannot read the record of the sweep in {str(run.sweep)!r}: {error}.") from error

@@ -12,13 +12,15 @@ Assumptions, each as weak as the product's documentation allows:
   time, also after a node failure, but then has ended its processes. It starts a successor only when its
   predecessor has ended. The answer to a submission may be lost, or the job may appear later.
 - Files are read as by NFS: their content is current when they are opened, but a listing of a folder may be as
-  old as the last change by the same job. Links and appended lines are atomic.
+  old as the last change by the same job. Links and appended lines are atomic. The disk may have no space
+  for a lease if the listing is current, no job was submitted manually, and the events fit.
 - The age of a lease is wrong by at most `CLOCK_SKEW_S`. A holder that is not suspended renews in time.
 - The watchdog restarts a killed supervisor once. A job starts at most `MAX_STARTS` times.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -117,8 +119,11 @@ class World(NamedTuple):
     def log(self, kind: str, job_id: str, more: str | None = None) -> World:
         events = (*self.events, (kind, job_id, more))
         last = max(at for at, event in enumerate(events) if event[0] == "submitted")
-        # Of the events before the last submission, the product reads only the successors.
-        kept = [event for event in events[:last] if event[0] == "submitted" and event[2] is not None]
+        # Of the events before the last submission, the product reads only the submissions, and the end of the
+        # run before a successor was recorded.
+        kept = list(dict.fromkeys(event for event in events[:last] if event[0] == "submitted"))
+        if events[last][2] is not None and recorded_end(event_dicts(events[:last])) is not None:
+            kept.append(max(event for event in events[:last] if event[0] == "finished"))
         events = events[last:]
         # Before the last start, it reads only the newest end.
         start = max((at for at, event in enumerate(events) if event[0] == "started"), default=0)
@@ -145,9 +150,22 @@ class World(NamedTuple):
         return self._replace(jobs=tuple(jobs), leases=self.leases[first:])
 
     @property
+    def ended(self) -> str | None:
+        """The recorded end of the run."""
+        return (recorded_end(event_dicts(self.events)) or {}).get("state")
+
+    @property
     def finished(self) -> bool:
         """True if the run is complete."""
-        return (recorded_end(event_dicts(self.events)) or {}).get("state") == "COMPLETED"
+        return self.ended == "COMPLETED"
+
+    @property
+    def failed(self) -> bool:
+        return self.ended == "FAILED"
+
+    def has_recorded(self, job: Job) -> bool:
+        """Return true if the submission of this job is recorded."""
+        return any(event[:2] == ("submitted", job.id) for event in self.events)
 
     def training(self) -> list[Job]:
         """Return the jobs that train. A job that lost its lease in a suspension exits at its next renewal."""
@@ -196,7 +214,7 @@ def _slurm_steps(world: World, job: Job) -> Iterator[Step]:
         if job.deaths < MAX_DEATHS:
             yield Step(
                 "its supervisor is killed",
-                world.put(Job(job.id, "running", job.early, job.start, job.deaths + 1, "read")),
+                world.put(Job(*job[:4], job.deaths + 1, "read")),
             )
 
 
@@ -213,8 +231,7 @@ def _supervisor_steps(world: World, job: Job) -> Iterator[Step]:
 
 def _read(world: World, job: Job) -> Iterator[Step]:
     record = record_of(world.events)
-    ended = (recorded_end(event_dicts(world.events)) or {}).get("state")
-    facts = {"newest": record.job_id, "ended": ended, "handover": record.handover is not None}
+    facts = {"newest": record.job_id, "ended": world.ended, "handover": record.handover is not None}
     facts["newest_after"] = (record.submitted or {}).get("after")
     yield Step("reads the record", world.put(job, pc="claim" if job.predecessor else "find", **facts))
 
@@ -247,13 +264,13 @@ def _decide(world: World, job: Job, successor: str | None) -> World:
             predecessor=job.predecessor,
             claimed_by=job.claimed_by,
             successor=successor,
-            replaces_supervisor=job.deaths > 0,
+            is_automatic=True,
         )
     )
     if decision is OwnershipDecision.BEGIN:
         # Forget what is not read again.
         newest = job.id if job.newest == job.id else None
-        return world.put(Job(job.id, job.slurm, job.early, job.start, job.deaths, "list", newest))
+        return world.put(Job(*job[:5], "list", newest))
     return _exit(world, job)
 
 
@@ -262,15 +279,14 @@ def _list(world: World, job: Job) -> Iterator[Step]:
     own = max((at for at, lease in enumerate(world.leases) if lease[0] == job.id), default=-1)
     for newest in range(max(own, len(world.leases) - 1 - MAX_HIDDEN), len(world.leases)):
         if newest < 0:
-            yield Step("lists no lease", world.put(job, pc="link", seen=-1))
+            yield from _replace_lease(world, job, newest, "lists no lease")
             continue
         if newest < len(world.leases) - KEPT_LEASES:
             yield Step(f"cannot read lease {newest}", world.put(job, pc="register", lease=None))
             continue
         it = LeaseHolder(*world.leases[newest][:2], released=world.leases[newest][2])
-        me = LeaseHolder(job.id, job.start)
-        if inherits_lease(me, it, job.predecessor, job.deaths):
-            yield Step(f"inherits lease {newest}", world.put(job, pc="link", seen=newest))
+        if inherits_lease(LeaseHolder(job.id, job.start), it, job.predecessor, job.deaths):
+            yield from _replace_lease(world, job, newest, f"inherits lease {newest}")
             continue
         for state, age_s in _views(world, newest):
             if counts_as_alive(LeaseState(newest, it, age_s), state):
@@ -278,9 +294,18 @@ def _list(world: World, job: Job) -> Iterator[Step]:
                 loses = state is RunState.UNKNOWN or job.id == MANUAL
                 yield Step(f"finds lease {newest} held ({state})", _exit(world, job), loses_job=loses)
             else:
-                yield Step(
-                    f"finds lease {newest} free ({state}, {age_s} s)", world.put(job, pc="link", seen=newest)
-                )
+                what = f"finds lease {newest} free ({state}, {age_s} s)"
+                is_expired = counts_as_alive(LeaseState(newest, it, age_s), state, math.inf)
+                yield from _replace_lease(world, job, newest, what, is_expired=is_expired)
+
+
+def _replace_lease(
+    world: World, job: Job, newest: int, what: str, *, is_expired: bool = False
+) -> Iterator[Step]:
+    yield Step(what, world.put(job, pc="link", seen=newest))
+    if newest == len(world.leases) - 1 and not any(each.id == MANUAL for each in world.jobs):
+        after = _exit(world, job) if is_expired else world.put(job, pc="register", lease=None)
+        yield Step(f"{what}, cannot write another", after, loses_job=is_expired)
 
 
 def _views(world: World, number: int) -> Iterator[tuple[RunState, float]]:
@@ -332,9 +357,13 @@ def _register(world: World, job: Job) -> Iterator[Step]:
             yield Step("finds the recorded job running", _exit(world, job), loses_job=True)
             return
     ends = [event["state"] for event in events or () if event["kind"] == "finished"]
-    ended_while_queued = events is None and job.early and world.finished
+    ended_while_queued = events is None and (
+        (job.early and world.finished) or (world.failed and world.has_recorded(job))
+    )
     if (ends and ends[-1] == "COMPLETED") or ended_while_queued:
-        yield Step("finds the run complete", _exit(world, job))
+        yield Step("finds the end of the run", _exit(world, job))
+    elif events is None and job.lease is None:
+        yield Step("refuses to train without a lease", _exit(world, job), loses_job=True)
     elif events is None or ends:
         yield Step("registers", _train(world.log("submitted", job.id), job))
     else:
@@ -342,7 +371,7 @@ def _register(world: World, job: Job) -> Iterator[Step]:
 
 
 def _train(world: World, job: Job) -> World:
-    trainer = Job(job.id, job.slurm, job.early, job.start, job.deaths, "train", lease=job.lease)
+    trainer = Job(*job[:5], "train", lease=job.lease)
     return world.put(trainer).log("started", job.id)
 
 
@@ -353,7 +382,8 @@ def _end_attempt(world: World, job: Job) -> Iterator[Step]:
     for what, pc in _ends(site_requeues=world.site_requeues):
         if pc == "hand over" and job.id != FIRST:
             continue  # the same as the first, with other numbers
-        yield Step(what, world.put(job, pc=pc) if pc else _exit(world, job), loses_job=not pc)
+        after = world.put(job, pc=pc) if pc else _exit(world, job)
+        yield Step(what, after, loses_job=pc in ("", "fail"))
 
 
 @cache
@@ -362,12 +392,14 @@ def _ends(*, site_requeues: bool) -> list[tuple[str, str]]:
     ends = []
     for disposition in JobDisposition:
         intent = resolve_intent(cancelled=False, disposition=disposition, resume_mode="auto")
-        for kind in (EndKind.DONE, EndKind.PREEMPTED):
+        for kind in (EndKind.DONE, EndKind.PREEMPTED, EndKind.USER_ERROR):
             decision = decide(RunSituation(_POLICY, intent=intent), AttemptEnd(kind), 0.0)
             methods = continuation_methods("auto", intent, can_requeue=site_requeues)
             match decision.action:
                 case Action.COMPLETE:
                     ends.append((str(kind), "finish"))
+                case Action.FAIL:
+                    ends.append((str(kind), "fail"))
                 case Action.LEAVE if disposition is not JobDisposition.REQUEUED:  # a step of Slurm
                     ends.append(("Slurm ends it", ""))
                 case Action.REQUEUE if ContinuationMethod.SUCCESSOR in methods:
@@ -378,6 +410,10 @@ def _ends(*, site_requeues: bool) -> list[tuple[str, str]]:
 
 def _finish(world: World, job: Job) -> Iterator[Step]:
     yield Step("records the end", world.log("finished", job.id, "COMPLETED").put(job, pc="leave"))
+
+
+def _fail(world: World, job: Job) -> Iterator[Step]:
+    yield Step("records the failure", world.log("finished", job.id, "FAILED").put(job, pc="leave"))
 
 
 def _leave(world: World, job: Job) -> Iterator[Step]:
@@ -400,7 +436,7 @@ def _submit(world: World, job: Job) -> Iterator[Step]:
             yield Step(f"submits {new.id}, without an answer", queue)
             yield Step(f"submits {new.id}, late", world.put(new, slurm="late"))
             break
-    yield Step("cannot submit", _exit(world.log("finished", job.id, "FAILED"), job), loses_job=True)
+    yield Step("cannot submit", world.put(job, pc="fail"), loses_job=True)
 
 
 def _record(world: World, job: Job) -> Iterator[Step]:
@@ -431,6 +467,7 @@ _STEPS = {
     "register": _register,
     "train": _end_attempt,
     "finish": _finish,
+    "fail": _fail,
     "leave": _leave,
     "hand over": _hand_over,
     "submit": _submit,

@@ -88,9 +88,14 @@ def find_violation(before: World, step: Step) -> str | None:
     for job in training:
         if job.predecessor and step.world.claim != job.id:
             return "a successor trains without the claim"
-        if before.finished and job.early and job not in before.training() and not before.had_suspension:
+        if job in before.training() or before.had_suspension:
+            continue
+        if before.finished and job.early:
             return "a job trains after the end of the run"
-    if before.finished and step.world.events[-1][0] == "handover" and not before.had_suspension:
+        # Only a job that the user has submitted manually continues a failed run.
+        if before.failed and before.has_recorded(job):
+            return "a job trains after the failure of the run"
+    if before.ended and step.world.events[-1][0] == "handover" and not before.had_suspension:
         return "a finished run is continued"
     return None
 
@@ -133,7 +138,7 @@ def test_three_jobs(ids):
 
 @pytest.mark.slow
 def test_planted_expiry_of_a_young_lease(few_faults, monkeypatch):
-    monkeypatch.setattr(model, "counts_as_alive", lambda held, state: state is RunState.RUNNING)
+    monkeypatch.setattr(model, "counts_as_alive", lambda held, state, *_: state is RunState.RUNNING)
     with pytest.raises(Violation, match="two jobs train"):
         check_all_states(WITH_MANUAL_JOB)
 
@@ -160,4 +165,13 @@ def test_planted_early_deletion_of_leases(old_listings, monkeypatch):
     """An old listing lacks the newest lease; the number after its last lease must not be free again."""
     monkeypatch.setattr(model, "KEPT_LEASES", 2)
     with pytest.raises(Violation, match="created again"):
+        check_all_states((FIRST, "18"))
+
+
+def test_planted_restart_of_a_failed_run(few_faults, monkeypatch):
+    """A node fails after its supervisor has recorded a failure, and Slurm requeues the job."""
+    monkeypatch.setattr(
+        model, "decide_ownership", lambda state: decide_ownership(replace(state, is_automatic=False))
+    )
+    with pytest.raises(Violation, match="after the failure"):
         check_all_states((FIRST, "18"))

@@ -97,7 +97,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(lease.Lease, "_renew_once", "self._write_holder(self._number, self._me)", "pass")
     ],
     "without an answer from Slurm, a holder counts as dead": [
-        _edit(lease, "counts_as_alive", "held.age_s < EXPIRY_S", "False")
+        _edit(lease, "counts_as_alive", "held.age_s < expiry_s", "False")
     ],
     "a requeue is tried only once": [
         _edit(requeuer.Requeuer, "relocate", "or not moved.is_transient", "or moved")

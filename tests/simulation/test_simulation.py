@@ -99,6 +99,10 @@ FOUND_BUGS = {
         12032618,
         "crash@23.5:2 kill-node@31.5",
     ),
+    "a failed run is continued if it is preempted while the supervisor exits": (
+        20041719,
+        "preempt@39.7:72.6 crash@33.5:1",
+    ),
 }
 
 

@@ -315,10 +315,7 @@ class World:
             self.fail(f"{_MAX_ATTEMPTS} attempts")
         if self.run.cancel_request.exists() and any(other.is_cancelled for other in self._steps):
             self.fail(f"attempt {step.attempt} starts although its ranks were cancelled")
-        finished = self._finished_before(self.scheduler.now)
-        # Slurm may have requeued the job before the supervisor recorded a failure.
-        is_restarted = step.job.is_by_hand or (finished == "FAILED" and step.job.was_requeued_by_slurm)
-        if finished is not None and not is_restarted:
+        if not step.job.is_by_hand and (finished := self._finished_before(self.scheduler.now)) is not None:
             self.fail(f"attempt {step.attempt} starts although the run is {finished}")
         if (predecessor := step.job.predecessor) is not None:
             jobs = self._jobs_after.setdefault(predecessor, set())

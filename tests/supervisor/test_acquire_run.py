@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.errors import SchedulerError
-from hpctrain.records.lease import Lease
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor import acquire_run
@@ -84,13 +83,12 @@ def test_manual_job_submitted_before_the_end_starts_nothing(run, spec, state):
     assert list(run.read_events()) == before
 
 
-def test_job_requeued_before_the_failure_of_another_exits_with_its_code(run, spec):
+def test_job_requeued_after_the_failure_of_another_exits_with_its_code(run, spec, capsys):
     run.log_event("submitted", 0, job_id="8", backend="slurm", by_hand=True)
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
-    assert register_job(run, spec, "7", other_jobs(submitted_at=time.time() - 5)) == Exit(4)
+    assert register_job(run, spec, "7", other_jobs()) == Exit(4)
     assert newest_job(run) == "8"
-    # The user requeued it after the failure.
-    assert register_job(run, spec, "7", other_jobs(submitted_at=time.time() + 5)) == Continue()
+    assert f"To continue the run, use hpctrain resume {run.path}" in capsys.readouterr().out
 
 
 def test_manual_job_is_refused_if_it_cannot_acquire_the_lease(run, spec):
@@ -102,20 +100,12 @@ def test_manual_job_is_refused_if_it_cannot_acquire_the_lease(run, spec):
     assert register_job(run, spec, "8", other_jobs(), OSError("no space")) == Continue()
 
 
-@pytest.mark.parametrize(("killed", "outcome"), [(True, Exit(4)), (False, Continue())])
-def test_failed_run_continues_in_its_requeued_job_only_if_a_user_requeued_it(run, spec, killed, outcome):
-    """Slurm requeues a job that loses a node while its supervisor is exiting."""
-    first = Lease(run, "7", 0, {}, print)
-    first.acquire()
+def test_requeued_job_of_a_failed_run_exits_with_its_code(run, spec, capsys):
+    """Slurm requeues a job that is preempted, or loses a node, while its supervisor is exiting."""
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
-    if killed:
-        first._stopped.set()
-    else:
-        first.release()
-    lease = Lease(run, "7", 1, {}, print)
-    successors = SimpleNamespace(predecessor=None, lease=lease, **vars(other_jobs()))
-    assert acquire_run.acquire_run(run, spec, SimpleNamespace(job_id="7", successors=successors)) == outcome
-    lease.release()
+    job_control = SimpleNamespace(job_id="7", successors=SimpleNamespace(predecessor=None))
+    assert acquire_run.acquire_run(run, spec, job_control) == Exit(4)
+    assert f"To continue the run, use hpctrain resume {run.path}" in capsys.readouterr().out
 
 
 def test_run_with_an_unrecorded_cancellation_is_cancelled(run, spec):
@@ -141,7 +131,7 @@ def test_successor_exits_if_the_run_ends_while_it_waits_for_the_lease(run, spec)
     def acquire(predecessor, deaths):
         run.log_event("finished", 0, state="COMPLETED", exit_code=0, cause=None)
 
-    lease = SimpleNamespace(acquire=acquire, is_orphaned=lambda: False)
+    lease = SimpleNamespace(acquire=acquire)
     job_control = SimpleNamespace(job_id="8", successors=SimpleNamespace(predecessor="7", lease=lease))
     assert acquire_run.acquire_run(run, spec, job_control) == Exit(0)
     assert newest_job(run) == "7"
@@ -151,7 +141,7 @@ def test_one_of_two_successors_continues_after_the_other_was_recorded(run, spec)
     """Slurm accepted job 8 so late that the supervisor also submitted, and recorded, job 9."""
     run.log_event("handover", 0, job_id="7")
     run.log_event("submitted", 1, job_id="9", backend="slurm", after="7")
-    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None, is_orphaned=lambda: False)
+    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
     found = {}
     for job_id in ("8", "9"):
         successors = SimpleNamespace(predecessor="7", lease=lease)

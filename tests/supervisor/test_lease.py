@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from helpers.commands import environment
+from helpers.disks import mounted_disk
 from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
@@ -77,6 +79,27 @@ def test_lease_that_is_never_listed_counts_as_held(acquire, monkeypatch):
     monkeypatch.setattr(module, "EXPIRY_S", 0.0)
     with pytest.raises(LeaseHeld):
         acquire("8")
+
+
+@pytest.mark.parametrize("full", ["size=256k", "size=1m,nr_inodes=16"], ids=["blocks", "inodes"])
+def test_full_disk_does_not_hide_the_holder(tmp_path, full):
+    """A job that cannot create a lease trains without one, but only if no other job holds it."""
+    with mounted_disk(tmp_path / "run", full) as folder:
+        run = RunDir(folder)
+        first, second = (Lease(run, job_id, 0, _NO_SLURM, print) for job_id in ("7", "8"))
+        first.acquire()
+        with suppress(OSError):
+            for number in range(100):
+                (folder / str(number)).write_bytes(bytes(4096))
+        with pytest.raises(LeaseHeld, match="7"):
+            second.acquire()
+        # Slurm does not respond, and without a newer lease, an expired holder that is alive does not exit.
+        expire(run)
+        with pytest.raises(LeaseHeld, match="7"):
+            second.acquire()
+        first.release()
+        with pytest.raises(OSError, match="No space left"):
+            second.acquire()
 
 
 def test_silent_holder_loses_the_lease(acquire, run):

@@ -112,7 +112,7 @@ class FakeNodes:
 
 
 class FakeSuccessors:
-    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None, is_orphaned=lambda: False)
+    lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
 
     def __init__(self, successor=None, predecessor=None):
         self.successor, self.predecessor, self.continued = successor, predecessor, []

@@ -57,7 +57,7 @@ class EarlyStoppingMonitor:
             return None
         try:
             sweep = read_sweep(self.run.array)
-        except UserError as error:
+        except (UserError, OSError) as error:
             log.warning("early stopping is disabled for this trial: %s", error)
             return None
         stopped = any(event.get("state") == STOPPED_EARLY for event in self.run.read_events())

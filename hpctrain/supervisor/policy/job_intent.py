@@ -106,8 +106,8 @@ class OwnershipState:
     """The job that has taken over from the predecessor: this job, unless another was faster."""
     successor: str | None = None
     """The successor of this job, if Slurm requeued this job after submitting the successor."""
-    replaces_supervisor: bool = False
-    """True if the previous supervisor of this job was killed."""
+    is_automatic: bool = False
+    """True if Slurm or the watchdog started this job. Except locally, users restart a run in another job."""
 
     def __str__(self) -> str:
         facts = {
@@ -118,10 +118,9 @@ class OwnershipState:
             "successor of this job: job": self.successor,
         }
         parts = [f"{name} {value}" for name, value in facts.items() if value is not None]
-        return (
-            ", ".join([*parts, *(["the run was cancelled"] if self.cancelled else [])])
-            or "first job of the run"
-        )
+        if self.cancelled:
+            parts.append("the run was cancelled")
+        return ", ".join(parts) or "first job of the run"
 
 
 def decide_ownership(state: OwnershipState) -> OwnershipDecision:
@@ -137,11 +136,10 @@ def decide_ownership(state: OwnershipState) -> OwnershipDecision:
         if it.ended is not None:
             return OwnershipDecision.OVER
         return OwnershipDecision.CANCEL if it.cancelled else OwnershipDecision.BEGIN
-    if it.newest == it.job_id and (it.cancelled or it.replaces_supervisor):
-        # Slurm or the watchdog started the job again, not the user.
+    if it.newest == it.job_id and (it.cancelled or it.is_automatic):
         if it.ended is not None:
             return OwnershipDecision.OVER
         if it.cancelled:
             return OwnershipDecision.CANCEL
-    # A run that ended in another state continues if the user restarts its job.
+    # A run that ended in another state continues if the user starts a job.
     return OwnershipDecision.OVER if it.ended in ("COMPLETED", STOPPED_EARLY) else OwnershipDecision.BEGIN
