@@ -18,7 +18,7 @@ TrialValues = dict[str, str]
 
 _NAME = re.compile(r"[A-Za-z_][\w./@-]*")
 _RANGE = re.compile(r"(-?\d{1,18}):(-?\d{1,18})(?::(-?\d{1,18}))?", re.ASCII)
-_BOUNDS = re.compile(r"(log:)?([^.].*?)\.\.(.+)")
+_BOUNDS = re.compile(r"(log:)?([^.].*?)\.\.(.+)", re.DOTALL)
 _FORMS = "Examples: lr=1e-4,3e-4; seed=0:5 (0 to 4); lr=log:1e-5..1e-1 (with --random); name=@values.txt"
 
 

@@ -194,6 +194,7 @@ PARSERS = [
         ["1e-4,3e-4", "0:5:2", "log:1e-5..1e-1", "-3..7"],
         (UserError,),
         lambda text: search_space.parse_space({"lr": text}, FOLDER),
+        slow=[("", "-3..7", "\n")],
     ),
     Parser(
         StoppingRule.parse,
