@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: Exit code after Ctrl-C.
+INTERRUPTED = 128 + signal.SIGINT
 
 runs_dir_option = click.option(
     "--runs-dir",

@@ -56,8 +56,6 @@ def command(program: tuple[str, ...], timeout: float) -> None:
         click.echo(note, err=True)
     try:
         rendezvous_info = rendezvous(ranks, os.environ, timeout_s=timeout)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
     except RendezvousError as error:
         raise RendezvousError(
             f"{str(error).rstrip('.')}. If ranks start late, increase --timeout (currently {timeout:g} s)."

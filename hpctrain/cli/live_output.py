@@ -10,14 +10,11 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.common import describe_end, echo_log, exit_for, program_name, run_reference
+from hpctrain.cli.common import INTERRUPTED, describe_end, echo_log, exit_for, program_name, run_reference
 from hpctrain.jobs.runs.follow import follow_run
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogMark, LogPosition, LogText
 from hpctrain.remote.protocol import RECORD_START, STREAM_VARIABLE
-
-_INTERRUPTED = 130
-
 
 #: All ranks print nearly the same output; the other logs can be read later.
 _RANK_0 = LogFilter(ranks=(0,))
@@ -58,7 +55,7 @@ def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_std
                     status = item
     except KeyboardInterrupt:
         click.echo(detached, err=True)
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     assert status is not None, "follow() ends with a status"
     show("err", describe_end(status, with_traceback=not explained) + "\n")
     exit_for(status)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from hpctrain._version import __version__
+from hpctrain.cli.common import INTERRUPTED
 from hpctrain.errors import HpctrainError
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
 from hpctrain.text import suggest
@@ -72,6 +73,13 @@ class _LazyGroup(click.Group):
         # `--on` may also follow the command. All words after a script, or `--`, are those of a program.
         end = args.index("--") if "--" in args else len(args)
         if args and _ALIASES.get(args[0], args[0]) in _WITH_SCRIPT:
+            places = [place for place, word in enumerate(args[:end]) if word.partition("=")[0] == "--on"]
+            if places and places[0] > 1 and not ctx.resilient_parsing:
+                click.echo(
+                    f"Note: `--on` selects a cluster only directly after `hpctrain` or `hpctrain {args[0]}`. "
+                    "Here, it belongs to the program.",
+                    err=True,
+                )
             end = min(end, 2)
         for place, word in enumerate(args[:end]):
             if word == "--on" or word.startswith("--on="):
@@ -106,6 +114,9 @@ class _LazyGroup(click.Group):
         except HpctrainError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             # The reader has closed the pipe; click exits quietly.
             raise

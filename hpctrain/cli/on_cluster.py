@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.common import echo_json, echo_log
+from hpctrain.cli.common import INTERRUPTED, echo_json, echo_log
 from hpctrain.errors import HpctrainError, UserError
 from hpctrain.remote.cluster import Cluster
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _SENDING = ("submit", "sweep", "resume")
 #: Subcommands of `sweep` that submit nothing.
 _NOT_SENDING = ("status", "best", "cancel")
-_INTERRUPTED = 130
 #: Commands that only wait, so they run again after a lost connection.
 _REPEATABLE = ("wait",)
 
@@ -108,7 +107,7 @@ def _follow(cluster: Cluster, args: Sequence[str], interrupted: str) -> int:
         return stream.run(args)
     except KeyboardInterrupt:
         click.echo(stream.detached or f"\n{interrupted}", err=True)
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:

@@ -21,6 +21,8 @@ from hpctrain.remote.ssh_connection import SshConnection
 #: Environment that `setup` creates on the cluster.
 VENV = "$HOME/.local/share/hpctrain/venv"
 _LOCK_LIMIT_S = 10.0
+#: Message of the cluster's shell if a variable of a path is not set.
+UNSET = "is not set"
 
 
 class Cluster:
@@ -125,13 +127,15 @@ class Cluster:
 def shell_path(path: str) -> str:
     """Quote a path of the cluster for its shell; `~` or a variable at the start is replaced there.
 
+    If the variable is not set, the script ends with an error that contains `UNSET`.
+
     Raises:
         UserError: `$` or `~` has another meaning.
     """
     match = re.fullmatch(r"(?:(~)|\$([A-Za-z_]\w*)|\$\{([A-Za-z_]\w*)\})(?:/(.*))?", path, re.DOTALL)
     start, rest = "", path
     if match:
-        start, rest = match[1] or f'"${{{match[2] or match[3]}}}"', match[4] or ""
+        start, rest = match[1] or f'"${{{match[2] or match[3]}:?{UNSET}}}"', match[4] or ""
     if "$" in rest or (not start and rest.startswith("~")):
         raise UserError(
             f"{path!r} is not a valid path on a cluster: only ~/ or one variable at its start is expanded. "

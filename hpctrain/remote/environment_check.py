@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain._version import __version__
-from hpctrain.remote.cluster import Cluster, shell_path
+from hpctrain.errors import UserError
+from hpctrain.remote.cluster import UNSET, Cluster, shell_path
 from hpctrain.remote.ssh_connection import ClusterUnreachable
 from hpctrain.text import format_size
 
@@ -48,6 +50,7 @@ def collect_facts(cluster: Cluster) -> ClusterFacts:
     """Collect facts on the cluster, creating the folder of the project if it is missing.
 
     Raises:
+        UserError: a variable of a path is not set.
         ClusterUnreachable: the connection was lost, or the login shell does not run commands.
     """
     script = _SCRIPT % (shell_path(cluster.folder), _SPARE_BYTES, cluster.choose_python())
@@ -55,6 +58,11 @@ def collect_facts(cluster: Cluster) -> ClusterFacts:
     lines = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
     if "rsync" not in lines:
         reason = (result.stderr or result.stdout).strip() or f"exit code {result.returncode}"
+        if match := re.search(rf"(\w+): {UNSET}$", reason):
+            raise UserError(
+                f"The variable {match[1]} is not set on {cluster.name} (--folder, --python). "
+                "Use another path."
+            )
         raise ClusterUnreachable(f"{cluster.name} cannot run a script in a bash login shell: {reason}.")
     cluster.connection.rsync_path = lines["rsync"] or "rsync"
     return ClusterFacts(**{name: lines[name] for name in ClusterFacts.__dataclass_fields__ if name in lines})

@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from helpers.commands import environment, run_command
 from helpers.processes import assert_no_process_left
 
 from hpctrain.cli.common import json_text
+from hpctrain.cli.main import cli
 
 
 def test_help_lists_every_command(hpctrain):
@@ -266,3 +268,12 @@ def test_non_finite_numbers_become_strings_in_json():
         "best": ["Infinity", "-Infinity", 1.5],
         "state": None,
     }
+
+
+def test_interrupted_command_exits_with_130(monkeypatch):
+    def interrupt(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpctrain.cli.wait.open_run", interrupt)
+    result = CliRunner().invoke(cli, ["wait", "run"])
+    assert (result.exit_code, result.output) == (130, "\n")

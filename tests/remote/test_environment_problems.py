@@ -45,6 +45,12 @@ def test_full_disk(laptop: Laptop):
     )
 
 
+def test_variable_that_is_not_set(laptop: Laptop, cluster: SshCluster):
+    for option in ("--folder", "--python"):
+        (problem,) = problems(laptop, "--on", "alpha", "setup", option, "$NOPE/x")
+        assert problem == "The variable NOPE is not set on alpha (--folder, --python). Use another path."
+
+
 @pytest.mark.long
 def test_code_larger_than_the_disk(laptop: Laptop):
     (laptop.project / "weights.bin").write_bytes(bytes(5_000_000))

@@ -49,6 +49,25 @@ def test_words_after_a_script_belong_to_it(parsed: Callable[..., object]):
 
 
 @pytest.mark.parametrize(
+    ("line", "is_noted"),
+    [
+        ("submit none.py --on c", True),
+        ("submit --nodes 2 --on=c none.py", True),
+        ("submit none.py --only c", False),
+        ("submit -- none --on c", False),
+    ],
+)
+def test_misplaced_option_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, is_noted: bool
+):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, line.split())
+    assert result.exit_code == 2
+    note = "Note: `--on` selects a cluster only directly after `hpctrain` or `hpctrain submit`."
+    assert (note in result.stderr) is is_noted
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "submit --on a -- prog --on x",
@@ -115,9 +134,9 @@ def test_help_of_submit_needs_no_cluster(capsys: pytest.CaptureFixture[str]):
     ("path", "quoted"),
     [
         ("~/my project", "~/'my project'"),
-        ("$SCRATCH/x", '"${SCRATCH}"/x'),
-        ("${SCRATCH}/my x", "\"${SCRATCH}\"/'my x'"),
-        ("$SCRATCH", '"${SCRATCH}"'),
+        ("$SCRATCH/x", '"${SCRATCH:?is not set}"/x'),
+        ("${SCRATCH}/my x", "\"${SCRATCH:?is not set}\"/'my x'"),
+        ("$SCRATCH", '"${SCRATCH:?is not set}"'),
         ("~", "~"),
         ("/a b/~c", "'/a b/~c'"),
         ("a", "a"),
