@@ -2,8 +2,9 @@
 
     python benchmarks/elastic_determinism.py [--rounds N] [--steps N]
 
-Both variants run alternately in the same processes, with the same micro-batches of 16 samples: one or four
-grains per rank and step. The time of a step is the median over all steps of a round.
+Both variants use the same micro-batches of 16 samples: one or four grains per rank and step. They train in
+turns of a few steps, in the same processes, so both see the same load of the machine. A round is one turn of
+each, and its ratio is that of the median times of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import hpctrain
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
 #: Width, depth and bytes of context, by number of parameters.
 SIZES = {"0.4 million parameters": (128, 2, 64), "5 million parameters": (256, 6, 64)}
-GRAIN_SIZE, WARM_UP = 16, 5
+GRAIN_SIZE, WARM_UP = 16, 4
 
 
 def load_example():
@@ -38,7 +39,7 @@ def load_example():
     return module
 
 
-def times_of_steps(gpt, size: str, steps: int, num_grains: int, *, elastic: bool) -> list[float]:
+def time_of_step(gpt, text: bytes, size: str, steps: int, num_grains: int, *, elastic: bool) -> float:
     width, depth, context = SIZES[size]
     times: list[float] = []
 
@@ -60,8 +61,8 @@ def times_of_steps(gpt, size: str, steps: int, num_grains: int, *, elastic: bool
         **options,
     )
     model = Timed(context, width, depth, 4, steps, 1e-3)
-    trainer.fit(model, gpt.Windows(gpt.standard_library(1_000_000), context))
-    return [after - before for before, after in itertools.pairwise(times)][WARM_UP:]
+    trainer.fit(model, gpt.Windows(text, context))
+    return statistics.median(after - before for before, after in itertools.pairwise(times[WARM_UP - 1 :]))
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -70,14 +71,17 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     gpt, results = load_example(), {}
+    text = gpt.standard_library(1_000_000)
     for size, num_grains in zip((*SIZES, *SIZES)[:3], (1, 1, 4), strict=True):
         ratios = []
-        for _ in range(args.rounds):
-            plain, elastic = (
-                statistics.median(times_of_steps(gpt, size, args.steps, num_grains, elastic=elastic))
-                for elastic in (False, True)
-            )
-            ratios.append(elastic / plain)
+        for number in range(args.rounds):
+            # The order alternates, so that neither variant always runs first.
+            turns = (False, True) if number % 2 else (True, False)
+            times = {
+                elastic: time_of_step(gpt, text, size, args.steps, num_grains, elastic=elastic)
+                for elastic in turns
+            }
+            ratios.append(times[True] / times[False])
         grains = "1 grain" if num_grains == 1 else f"{num_grains} grains"
         results[f"{size}, {grains} per step"] = ratios
     return results
@@ -85,8 +89,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 
 def main() -> None:
     results = Results(__doc__)
-    results.parser.add_argument("--rounds", type=int, default=5)
-    results.parser.add_argument("--steps", type=int, default=40)
+    results.parser.add_argument("--rounds", type=int, default=21)
+    results.parser.add_argument("--steps", type=int, default=10)
     results.parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = results.parse()
     if args.rank:

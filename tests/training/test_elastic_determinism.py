@@ -280,6 +280,8 @@ FEATURES = {
     "float64": {"net": Double, "grain_size": 100, "gradient_clip_norm": 1e60},
     "one grain": {"grain_size": 100},
     "one grain per rank": {"grain_size": 34, "bucket_cap_mb": 1e-4},
+    "two grains": {"grain_size": 50, "bucket_cap_mb": 1e-4},
+    "two grains without buffers": {"grain_size": 50, "net": WithoutNorm},
     "single samples": {"grain_size": 1, "global_batch_size": 4, "net": WithoutNorm},
     "no clipping": {"gradient_clip_norm": None, "warmup_steps": 3},
     "data workers": {"num_workers": 1},
@@ -287,7 +289,15 @@ FEATURES = {
 
 
 #: Features that every run tests; `--long` adds the others.
-ALWAYS_TESTED = {"shared layers", "mixture", "16-mixed", "tokens", "two optimizers"}
+ALWAYS_TESTED = {
+    "shared layers",
+    "mixture",
+    "16-mixed",
+    "tokens",
+    "two optimizers",
+    "one grain per rank",
+    "two grains without buffers",
+}
 
 
 @pytest.mark.parametrize(

@@ -66,15 +66,29 @@ def test_sum_is_independent_of_order_and_closer_than_that_of_float32(terms, grow
     assert ((ours.double() - true).abs() <= bound + true.abs() * 2.0**-24 + 2.0**-149).all()
 
 
+def converted_back(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    return to_floats(scale(x, exponent).to(torch.int64), exponent, torch.float32)
+
+
+def bits(x: torch.Tensor) -> list[int]:
+    return x.view(torch.int32).tolist()
+
+
 @pytest.mark.slow
-@given(gradients(), st.integers(0, HEADROOM))
+@given(gradients(), st.integers(0, HEADROOM), st.sampled_from([1.0, 1e-8, 1e-15]))
 @settings(deadline=None)
-def test_truncated_floats_have_the_bits_of_integers_converted_back(terms, growth):
-    x = torch.cat([*terms, terms[0] * 1e-8, torch.tensor([0.0, -0.0, 1e-45, -1e-45])])
-    peak = float(x.abs().max())
-    exponent = shared_exponent(math.ldexp(peak, -growth), 1)
-    expected = to_floats(scale(x, exponent).to(torch.int64), exponent, torch.float32)
-    assert torch.equal(truncate(x.clone(), exponent).view(torch.int32), expected.view(torch.int32))
+def test_one_or_two_truncated_floats_have_the_bits_of_integers(terms, growth, factor):
+    """Subnormal numbers and sums included: the factors and magnitudes go down to 1e-45."""
+    x = torch.cat([*terms, terms[0] * 1e-8, torch.tensor([0.0, -0.0, 1e-45, -1e-45])]) * factor
+    exponent = shared_exponent(math.ldexp(float(x.abs().max()), -growth), 2)
+    in_place, apart = x.clone(), torch.empty_like(x)
+    truncate(in_place, exponent, in_place)
+    truncate(x, exponent, apart)
+    assert bits(in_place) == bits(apart) == bits(converted_back(x, exponent))
+    other = x.flip(0) * -0.7
+    integers = scale(x, exponent).to(torch.int64) + scale(other, exponent).to(torch.int64)
+    floats = truncate(other, exponent, torch.empty_like(x)) + apart
+    assert bits(floats) == bits(to_floats(integers, exponent, torch.float32))
 
 
 @pytest.mark.parametrize("num_terms", [1, 2, 3, 1024, 1025])

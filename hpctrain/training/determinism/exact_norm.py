@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.dtensor_parts import is_sharded, local_part
-from hpctrain.training.determinism.fixed_point import largest_absolute, largest_of_ranks, scale
+from hpctrain.training.determinism.fixed_point import largest_absolute, scale, start_maximum
 
 _BITS = 62
 
@@ -32,7 +32,7 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
     parts = [local_part(each) for each in gradients]
     sharded = torch.tensor([is_sharded(each) for each in gradients], device=context.device)
     own_peaks = [largest_absolute(part).to(context.device, torch.float64) for part in parts]
-    largest = largest_of_ranks(torch.stack(own_peaks), context)
+    largest = start_maximum(torch.stack(own_peaks), context)()
     if not all(map(math.isfinite, largest)):
         return torch.tensor(math.nan, device=context.device)
     sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=context.device)

@@ -10,6 +10,7 @@ on Computers 64 (7), 2015, which splits floats on a shared grid in the same way.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ _BITS = 62
 HEADROOM = 10
 #: Powers of two up to this exponent are float32 numbers.
 _FLOAT32_EXPONENT = 126
+_ZERO = torch.zeros(())
 
 
 def shared_exponent(peak: float, num_terms: int) -> int:
@@ -37,9 +39,9 @@ def largest_term(exponent: int | None, num_terms: int) -> float:
 
 
 def to_floats(total: torch.Tensor, exponent: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return total · 2^-exponent."""
-    is_wide = dtype is torch.float64 or abs(exponent) > _FLOAT32_EXPONENT
-    return scale_in_place(total.to(torch.float64 if is_wide else torch.float32), -exponent).to(dtype)
+    """Return total · 2^-exponent, rounded to nearest. A float32 result is rounded only once."""
+    floats = total.to(torch.float64 if dtype is torch.float64 else torch.float32)
+    return scale_in_place(floats, -exponent).to(dtype)
 
 
 def scale(x: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -59,12 +61,13 @@ def scale_in_place(x: torch.Tensor, exponent: int) -> torch.Tensor:
     return x.mul_(2.0**exponent)
 
 
-def truncate(x: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Return float32 numbers, converted to integers and back, without integers. May change x."""
+def truncate(x: torch.Tensor, exponent: int, out: torch.Tensor) -> torch.Tensor:
+    """Write float32 numbers, converted to integers and back, to `out`, which may be `x`."""
     if not 0 <= exponent <= _FLOAT32_EXPONENT:  # products with small powers are not exact
-        return to_floats(scale(x, exponent).to(torch.int64), exponent, torch.float32)
-    # The signs are chosen such that the result for -0.0 is 0.0.
-    return x.add_((x * -(2.0**exponent)).frac_(), alpha=2.0**-exponent)
+        return out.copy_(to_floats(scale(x, exponent).to(torch.int64), exponent, torch.float32))
+    unit = 2.0**-exponent
+    # The addition also turns -0.0 into 0.0.
+    return torch.add(_ZERO, torch.div(x, unit, rounding_mode="trunc", out=out), alpha=unit, out=out)
 
 
 def largest_absolute(x: torch.Tensor) -> torch.Tensor:
@@ -75,12 +78,18 @@ def largest_absolute(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(high, -low)
 
 
-def largest_of_ranks(peaks: torch.Tensor, context: DistributedContext) -> list[float]:
-    """Return the maximum of each number over all ranks; infinity if a number is NaN. Changes `peaks`.
+def start_maximum(peaks: torch.Tensor, context: DistributedContext) -> Callable[[], list[float]]:
+    """Start the maximum of each number over all ranks; return a function that waits for the result.
 
-    All ranks must call this. The maximum of a number and NaN would depend on the order.
+    The result is infinity if a number is NaN, because the maximum of a number and NaN would depend on the
+    order. Changes `peaks`. All ranks must call this.
     """
     peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
-    if context.is_distributed:
-        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    return peaks.tolist()
+    work = dist.all_reduce(peaks, op=dist.ReduceOp.MAX, async_op=True) if context.is_distributed else None
+
+    def read() -> list[float]:
+        if work is not None:
+            work.wait()
+        return peaks.tolist()
+
+    return read

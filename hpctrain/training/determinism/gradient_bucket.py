@@ -20,6 +20,8 @@ from hpctrain.training.determinism.fixed_point import scale_in_place, to_floats,
 _BUCKET_MB, _FIRST_BUCKET_MB = 25.0, 1.0
 #: Maximum number of ranks that exchange gradients as floats: more ranks would send many small messages.
 _MAX_EXCHANGING_RANKS = 8
+#: Maximum number of terms whose sum as floats is rounded once, in any order.
+_MAX_ADDED_FLOATS = 2
 
 
 class SummedTensor:
@@ -27,7 +29,7 @@ class SummedTensor:
 
     bucket: GradientBucket
     total: torch.Tensor
-    """Sum of this rank's part, as integers."""
+    """Sum in the shape of this rank's part: integers, or their floats."""
 
     def __init__(self, name: str, target: torch.Tensor, computed: nn.Parameter | None) -> None:
         self.name, self.target, self.computed = name, target, computed
@@ -60,7 +62,7 @@ class SummedTensor:
 
 
 class GradientBucket:
-    """Integers that are sent together; with sharded parameters, one row for each rank."""
+    """Numbers that are sent together; with sharded parameters, one row for each rank."""
 
     def __init__(self, tensors: list[SummedTensor], context: DistributedContext) -> None:
         self._tensors, self._context, self._is_sharded = tensors, context, tensors[0].is_sharded
@@ -72,39 +74,46 @@ class GradientBucket:
         self.num_hooks = sum(each.computed is not None for each in tensors)
         #: Gradients that are missing in the current pass.
         self.waiting = 0
+        #: Terms of the current pass that are not yet added, by the number of the tensor.
+        self.terms: list[tuple[int, torch.Tensor]] = []
+        #: Sums of this rank, or its only terms. Empty if a single rank has one term, which is its own sum.
         self._totals = self._new(0)
         #: The integers of a pass, with a row for each rank. Exists only during the pass, to save memory.
         self._terms: torch.Tensor | None = None
         #: Tensors without a term in this step.
         self._missing: set[SummedTensor] = set()
         self._pending: list[tuple[Any, torch.Tensor | None]] = []
-        #: True if no rank has several terms in this step. A single rank stores them, the others send floats.
+        #: True if no rank has several terms in this step, which are then not converted to integers.
         self._has_one_term = False
-        self._own_terms: dict[SummedTensor, torch.Tensor] = {}
-        self._floats = self._received = self._new(0, torch.float32)
+        #: True if there are at most two terms, which are added as floats, with the bits of a sum of integers.
+        self.adds_floats = False
+        #: Number of peaks that the message of this bucket has room for.
+        self.num_peaks = 0
+        self._received = self._totals
 
     def begin(self, num_grains: int) -> None:
         self.wait()
         self._missing = set(self._tensors)
         world_size = self._context.ranks.world_size
-        self._own_terms = {}
         self._has_one_term = (
-            num_grains <= world_size <= _MAX_EXCHANGING_RANKS
+            num_grains <= world_size
+            and (num_grains <= _MAX_ADDED_FLOATS or world_size <= _MAX_EXCHANGING_RANKS)
             and not self._is_sharded
             and all(each.computed is not None and each.dtype is torch.float32 for each in self._tensors)
         )
-        # Only one kind of buffers exists at a time, to save memory.
-        if not self._has_one_term and not len(self._totals):
-            self._floats = self._received = self._new(0, torch.float32)
-            self._totals = self._new(self._length)
-            for each in self._tensors:
-                each.total = self._totals[each.offset :][: math.prod(each.local_shape)].view(each.local_shape)
-        elif self._has_one_term and world_size > 1 and not len(self._floats):
-            self._floats = self._new(-(-self._length // world_size) * world_size, torch.float32)
-            self._received = torch.empty_like(self._floats)
-            self._totals = self._new(0)
+        self.adds_floats = self._has_one_term and num_grains <= _MAX_ADDED_FLOATS
+        dtype = torch.float32 if self._has_one_term else torch.int64
+        if self._has_one_term and not self._context.is_distributed:
+            self._totals = self._new(0, dtype)
             for each in self._tensors:
                 each.total = self._totals
+        elif not len(self._totals) or self._totals.dtype is not dtype:
+            # Floats are divided into equal slices, one for each rank.
+            length = self._length + _MAX_ADDED_FLOATS * self.num_peaks
+            length = -(-length // world_size) * world_size if self._has_one_term else self._length
+            self._totals, self._received = self._new(length, dtype), self._new(0, dtype)
+            for each in self._tensors:
+                each.total = self._totals[each.offset :][: math.prod(each.local_shape)].view(each.local_shape)
         if self._is_sharded:
             self._totals.zero_()
 
@@ -114,20 +123,20 @@ class GradientBucket:
 
     def add(self, each: SummedTensor, term: torch.Tensor, exponent: int) -> None:
         """Add a term, rounded to integers, toward zero. The term may be changed."""
+        is_first = each in self._missing
+        self._missing.discard(each)
+        if self.adds_floats:
+            each.total = truncate(term, exponent, each.total if self._context.is_distributed else term)
+            return
         if self._has_one_term:
-            self._missing.remove(each)
-            if self._context.is_distributed:
-                self._floats[each.offset : each.offset + each.numel].copy_(term.reshape(-1))
-            else:
-                self._own_terms[each] = truncate(term, exponent)
+            each.total.copy_(term)
             return
         scaled = term if each.is_count else scale_in_place(term, exponent)
         if self._is_sharded:
             terms, length = self._terms_of_pass(), each.room(self._world_size)
             for row, part in enumerate(torch.split(scaled.reshape(-1), length) if length else ()):
                 terms[row, each.offset : each.offset + len(part)] += part.to(torch.int64)
-        elif each in self._missing:
-            self._missing.remove(each)
+        elif is_first:
             each.total.copy_(scaled)
         else:
             each.total.add_(scaled.to(torch.int64))
@@ -140,20 +149,45 @@ class GradientBucket:
             work = dist.reduce_scatter_tensor(own, self._terms_of_pass().view(-1), async_op=True)
             self._pending.append((work, own))
         elif is_last:
-            summands = self._floats if self._has_one_term else self._totals
             for each in self._missing:
-                summands[each.offset : each.offset + each.numel].zero_()
-            if self._context.is_distributed and self._has_one_term:
-                work = dist.all_to_all_single(self._received, self._floats, async_op=True)
+                if len(self._totals):
+                    each.total.zero_()
+                else:
+                    each.total = self._totals.new_zeros(each.local_shape)
+            if self._exchanges_floats:
+                if not len(self._received):
+                    self._received = torch.empty_like(self._totals)
+                work = dist.all_to_all_single(self._received, self._totals, async_op=True)
                 self._pending.append((work, None))
             elif self._context.is_distributed:
                 self._pending.append((dist.all_reduce(self._totals, async_op=True), None))
 
+    @property
+    def _exchanges_floats(self) -> bool:
+        """True if each rank receives a slice of all terms, and sends its sum."""
+        return self._has_one_term and not self.adds_floats
+
+    def add_peaks(self, peaks: torch.Tensor, grain: int | None) -> None:
+        """Add the largest elements of a grain to the message, or nothing."""
+        rows = self._rows_of_peaks()
+        rows.zero_()
+        if grain is not None:
+            rows[grain] = peaks
+
+    def read_peaks(self, num_grains: int) -> list[float]:
+        """Return the largest of the elements that were added on all ranks. Waits for the message."""
+        self.wait()
+        return self._rows_of_peaks()[:num_grains].amax(0).tolist()
+
+    def _rows_of_peaks(self) -> torch.Tensor:
+        shape = _MAX_ADDED_FLOATS, self.num_peaks
+        return self._totals[self._length :][: math.prod(shape)].view(shape)
+
     def send_floats(self, exponents: Mapping[str, int]) -> None:
-        """Sum the slice of this rank, and send the sums, if the terms were sent as floats."""
-        if not self._has_one_term or not self._context.is_distributed:
+        """Sum the slice of this rank, and send the sums, if the ranks exchange floats."""
+        if not self._exchanges_floats:
             return
-        ranks, length = self._context.ranks, len(self._floats) // self._context.ranks.world_size
+        ranks, length = self._context.ranks, len(self._totals) // self._context.ranks.world_size
         rows = self._received.view(ranks.world_size, length)
         for each in self._tensors:
             low = max(each.offset - ranks.rank * length, 0)
@@ -165,7 +199,7 @@ class GradientBucket:
                 for other in others:
                     total += other.to(torch.int64)
                 rows[ranks.rank, low:high] = to_floats(total, exponent, torch.float32)
-        self._pending.append((all_gather_single(self._floats, rows[ranks.rank], async_op=True), None))
+        self._pending.append((all_gather_single(self._totals, rows[ranks.rank], async_op=True), None))
 
     def wait(self) -> None:
         for work, own in self._pending:
@@ -181,17 +215,6 @@ class GradientBucket:
         if self._terms is None:
             self._terms = self._totals.new_zeros((self._world_size, self._length))
         return self._terms
-
-    def totals(self) -> Iterator[tuple[SummedTensor, torch.Tensor]]:
-        """Yield each tensor with its sum, in the shape of this rank's part: integers, or their floats."""
-        for each in self._tensors:
-            if not self._has_one_term:
-                yield each, each.total
-            elif self._context.is_distributed:
-                yield each, self._floats[each.offset : each.offset + each.numel].view(each.local_shape)
-            else:
-                term = self._own_terms.get(each)
-                yield each, self._floats.new_zeros(each.local_shape) if term is None else term
 
 
 def make_buckets(
@@ -211,4 +234,6 @@ def make_buckets(
             group, length = [], 0
         group.append(each)
         length, last_kind = length + each.numel, kind
-    return [*buckets, GradientBucket(group, context)] if group else buckets
+    buckets.append(GradientBucket(group, context))
+    buckets[-1].num_peaks = len(tensors)
+    return buckets

@@ -13,12 +13,12 @@ from torch import nn
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.determinism.fixed_point import (
-    largest_of_ranks,
     largest_term,
     shared_exponent,
+    start_maximum,
     to_floats,
 )
-from hpctrain.training.determinism.gradient_bucket import SummedTensor, make_buckets
+from hpctrain.training.determinism.gradient_bucket import GradientBucket, SummedTensor, make_buckets
 from hpctrain.training.determinism.witness import hash_numbers
 
 
@@ -45,8 +45,9 @@ class GradientSum:
     too large for it, `finish` returns False, and the step must be repeated, with an exponent based on the
     step itself. So exponents depend on the training only, and not on the ranks.
 
-    If no rank has more than one grain, a few ranks send their float32 gradients instead: each rank sums one
-    slice of a bucket as integers, and sends the result. This is half the size of integers.
+    If no rank has more than one grain, a few ranks send float32 gradients instead, which is half the size of
+    integers. Each rank sums one slice of a bucket as integers, and sends the result. A step of at most two
+    grains adds the truncated float32 gradients: their sum is rounded once, so it has the same bits.
 
     Attributes:
         exponents: the exponents by name; part of a checkpoint.
@@ -79,7 +80,11 @@ class GradientSum:
         for number, each in enumerate(self._tensors):
             if each.computed is not None:
                 each.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
-        self._num_terms, self._is_used, self._is_last = 1, True, True
+        self._num_terms, self._is_last = 1, True
+        #: Grain of the current pass; None if the pass is not used.
+        self._grain: int | None = None
+        #: True if the message of the last bucket contains the maxima.
+        self._sends_peaks = False
         #: Tensors that have their gradient of the current pass.
         self._seen: set[int] = set()
         self._hashes: dict[int, int] | None = None
@@ -100,17 +105,20 @@ class GradientSum:
                 each.computed.grad = None
         for bucket in self._buckets:
             bucket.begin(num_grains)
+        self._sends_peaks = self._context.is_distributed and all(each.adds_floats for each in self._buckets)
 
     @contextmanager
-    def grain(self, *, is_used: bool, is_last: bool, hashes: dict[int, int] | None = None) -> Iterator[None]:
+    def grain(
+        self, number: int | None, *, is_last: bool, hashes: dict[int, int] | None = None
+    ) -> Iterator[None]:
         """Add the gradients of the backward pass in this block.
 
         Args:
-            is_used: False for a pass without own samples, which only matches the passes of other ranks.
+            number: number of the grain; None for a pass that only matches the passes of other ranks.
             is_last: True for the last pass of the step on this rank; all ranks have the same number.
             hashes: receives the hash of each gradient, by the number of its parameter.
         """
-        self._is_used, self._is_last, self._hashes = is_used, is_last, hashes
+        self._grain, self._is_last, self._hashes = number, is_last, hashes
         self._next, self._seen = 0, set()
         for bucket in self._buckets:
             bucket.begin_pass()
@@ -118,6 +126,7 @@ class GradientSum:
         self._add_buffers()
         for bucket in self._buckets:
             bucket.waiting = 0
+            self._add_terms(bucket)
         self._send_ready()
 
     def finish(self) -> bool:
@@ -127,8 +136,13 @@ class GradientSum:
             UserError: the passes changed a parameter, or enabled the gradient of a frozen one.
         """
         self._check_parameters()
-        peaks = torch.tensor(self._own_peaks(), dtype=torch.float64, device=self._context.device)
-        by_tensor = dict(zip(self._tensors, largest_of_ranks(peaks, self._context), strict=True))
+        # The messages of the buckets and of the maxima do not wait for each other.
+        pending = None if self._sends_peaks else start_maximum(self._own_peaks(), self._context)
+        for bucket in self._buckets:
+            bucket.wait()
+            bucket.send_floats(self.exponents)
+        peaks = pending() if pending else self._buckets[-1].read_peaks(self._num_terms)
+        by_tensor = dict(zip(self._tensors, peaks, strict=True))
         too_large = {
             each: peak
             for each, peak in by_tensor.items()
@@ -145,11 +159,9 @@ class GradientSum:
             return False
         for bucket in self._buckets:
             bucket.wait()
-            bucket.send_floats(self.exponents)
-        for bucket in self._buckets:
-            bucket.wait()
-            for each, total in bucket.totals():
-                self._assign(each, total, by_tensor[each])
+        with torch.no_grad():
+            for each, peak in by_tensor.items():
+                self._assign(each, peak)
         for each, peak in by_tensor.items():
             if 0 < peak < math.inf and not each.is_count:
                 self.exponents[each.name] = shared_exponent(peak, self._num_terms)
@@ -171,15 +183,14 @@ class GradientSum:
                     "parameter only later, set its learning rate to 0 until then."
                 )
 
-    def _own_peaks(self) -> list[float]:
+    def _own_peaks(self) -> torch.Tensor:
         """Return the largest absolute values of the tensors' terms on this rank; -1 without a term."""
-        peaks = [-1.0] * len(self._tensors)
+        peaks = torch.full((len(self._tensors),), -1.0, dtype=torch.float64, device=self._context.device)
         if self._extremes:
             numbers, lows, highs = zip(*self._extremes, strict=True)
-            of_terms = torch.maximum(torch.stack(highs), -torch.stack(lows))
+            of_terms = torch.maximum(torch.stack(highs), -torch.stack(lows)).double()
             of_terms.nan_to_num_(nan=math.inf, posinf=math.inf)
-            for number, peak in zip(numbers, of_terms.tolist(), strict=True):
-                peaks[number] = max(peaks[number], peak)
+            peaks.scatter_reduce_(0, torch.tensor(numbers, device=peaks.device), of_terms, "amax")
         return peaks
 
     def _exponent(self, each: SummedTensor) -> int | None:
@@ -202,23 +213,26 @@ class GradientSum:
                 )
             if gradient is not None and self._hashes is not None:
                 self._hashes[number] = hash_numbers(gradient)
-            if gradient is not None and self._is_used:
-                self._add(number, gradient)
-            self._seen.add(number)
             bucket = self._tensors[number].bucket
+            if gradient is not None and self._grain is not None:
+                bucket.terms.append((number, gradient))
+            self._seen.add(number)
             bucket.waiting -= 1
             if bucket.waiting == 0:
+                self._add_terms(bucket)
                 self._send_ready()
 
         return add
 
-    def _add(self, number: int, term: torch.Tensor) -> None:
-        """Add a term of a tensor, which may be changed."""
-        each = self._tensors[number]
-        if term.numel():
-            self._extremes.append((number, *torch.aminmax(term)))
+    def _add_terms(self, bucket: GradientBucket) -> None:
+        """Add the terms of a pass. All terms of a bucket together take less time than one after the other."""
+        terms, bucket.terms = bucket.terms, []
+        terms = [(number, term) for number, term in terms if term.numel()]
+        self._extremes += [(number, *torch.aminmax(term)) for number, term in terms]
+        for number, term in terms:
+            each = self._tensors[number]
             if (exponent := self._exponent(each)) is not None:
-                each.bucket.add(each, term, exponent)
+                bucket.add(each, term, exponent)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of the module. `named_buffers` takes more time, in every pass."""
@@ -247,40 +261,41 @@ class GradientSum:
                         "cannot average over the grains of a step. Use a floating-point or int64 buffer, or "
                         "set elastic_determinism=False."
                     )
-                if self._is_used:
+                if self._grain is not None:
                     # Infinite elements that did not change have no difference.
                     change = torch.where(buffer == before, torch.zeros_like(buffer), buffer - before)
-                    self._add(number, change)
+                    self._tensors[number].bucket.terms.append((number, change))
                 buffer.copy_(before)
 
     def _send_ready(self) -> None:
         """Send full buckets in their order, which is the same on all ranks."""
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
-            self._buckets[self._next].send(is_last=self._is_last)
+            bucket = self._buckets[self._next]
+            if self._sends_peaks and self._is_last and bucket is self._buckets[-1]:
+                bucket.add_peaks(self._own_peaks(), self._grain)
+            bucket.send(is_last=self._is_last)
             self._next += 1
 
-    def _assign(self, each: SummedTensor, total: torch.Tensor, peak: float) -> None:
+    def _assign(self, each: SummedTensor, peak: float) -> None:
         exponent = self._exponent(each)
-        with torch.no_grad():
-            if each.computed is None:
-                self._assign_buffer(each, total, peak, exponent)
-            elif math.isinf(peak):
-                each.set_gradient(torch.full_like(total, math.nan, dtype=each.dtype))
-            elif peak >= 0:
-                is_float = total.is_floating_point()
-                each.set_gradient(total if is_float else to_floats(total, exponent or 0, each.dtype))
+        if each.computed is None:
+            self._assign_buffer(each, peak, exponent)
+        elif math.isinf(peak):
+            each.set_gradient(torch.full_like(each.total, math.nan, dtype=each.dtype))
+        elif peak >= 0:
+            is_float = each.total.is_floating_point()
+            each.set_gradient(each.total if is_float else to_floats(each.total, exponent or 0, each.dtype))
 
-    def _assign_buffer(
-        self, each: SummedTensor, total: torch.Tensor, peak: float, exponent: int | None
-    ) -> None:
+    def _assign_buffer(self, each: SummedTensor, peak: float, exponent: int | None) -> None:
         name = each.name.removeprefix("buffer ")
         buffer, before = self._module.get_buffer(name), self._before[name]
         if peak <= 0:
             return
         if each.is_count:
-            buffer.copy_(before + torch.div(total, self._num_terms, rounding_mode="floor").to(before.dtype))
+            total = torch.div(each.total, self._num_terms, rounding_mode="floor")
+            buffer.copy_(before + total.to(before.dtype))
         elif math.isinf(peak) or exponent is None:
             buffer.fill_(math.nan)
         else:
-            mean = to_floats(total, exponent, torch.float64) / self._num_terms
+            mean = to_floats(each.total, exponent, torch.float64) / self._num_terms
             buffer.copy_(before + mean.to(before.dtype))

@@ -107,11 +107,12 @@ class GrainTrainStep(TrainStep):
                 is_last = number == first + len(own) - 1
                 # A rank without samples repeats a grain of another rank, and the result is not used.
                 is_used, scalars = grain.num_samples > 0, MetricAccumulator()
+                used = number if is_used else None
                 hashes = own_hashes if is_used and number == chosen else None
                 self._seed_grain(rank_batch, number)
-                with self._gradients.grain(is_used=is_used, is_last=is_last, hashes=hashes):
+                with self._gradients.grain(used, is_last=is_last, hashes=hashes):
                     yield GrainPass(_align(grain), scalars, is_last)
-                self._insert(sums, scalars, number if is_used else None, is_first=number == first)
+                self._insert(sums, scalars, used, is_first=number == first)
             if witness is not None:
                 self._compare(witness, rank_batch, own_hashes if chosen is not None else None)
             if self._gradients.finish():
@@ -145,7 +146,7 @@ class GrainTrainStep(TrainStep):
             hashes: dict[int, int] = {}
             grain = _align(self._source.grain(rank_batch.step, number))
             self._seed_grain(rank_batch, number)
-            with self._gradients.grain(is_used=False, is_last=False, hashes=hashes):
+            with self._gradients.grain(None, is_last=False, hashes=hashes):
                 self._run_micro_batch(rank_batch, grain, MetricAccumulator(), last=False)
             return hash_gradients(hashes)
 
