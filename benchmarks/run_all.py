@@ -49,7 +49,7 @@ SECTIONS = (
     Section("Preemption", "preemption", "--rounds 1"),
     Section("Start-up from local disks", "stage", "--rounds 1"),
     Section("Training step", "step_overhead", "--rounds 5"),
-    Section("Elastic determinism", "elastic_determinism", "--rounds 3 --steps 14"),
+    Section("Elastic determinism", "elastic_determinism", "--rounds 9 --steps 8"),
     Section("Checkpoints", "checkpoint", "--rounds 3"),
     Section("Submission", "submit"),
     Section("Command line", "cli_startup"),

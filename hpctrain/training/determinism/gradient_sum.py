@@ -21,6 +21,9 @@ from hpctrain.training.determinism.fixed_point import (
 from hpctrain.training.determinism.gradient_bucket import GradientBucket, SummedTensor, make_buckets
 from hpctrain.training.determinism.witness import hash_numbers
 
+#: Elements of a gradient that is added at once, while it is in the cache. Small gradients are added together.
+_LARGE = 2**14
+
 
 @dataclass(frozen=True)
 class SummedParameter:
@@ -218,14 +221,15 @@ class GradientSum:
                 bucket.terms.append((number, gradient))
             self._seen.add(number)
             bucket.waiting -= 1
-            if bucket.waiting == 0:
+            if bucket.waiting == 0 or (gradient is not None and gradient.numel() >= _LARGE):
                 self._add_terms(bucket)
+            if bucket.waiting == 0:
                 self._send_ready()
 
         return add
 
     def _add_terms(self, bucket: GradientBucket) -> None:
-        """Add the terms of a pass. All terms of a bucket together take less time than one after the other."""
+        """Add the terms that are not yet added."""
         terms, bucket.terms = bucket.terms, []
         terms = [(number, term) for number, term in terms if term.numel()]
         self._extremes += [(number, *torch.aminmax(term)) for number, term in terms]
