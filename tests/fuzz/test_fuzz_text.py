@@ -71,6 +71,7 @@ PARSERS = [
     Parser(
         slurm._EVICTED.search,
         ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***"],
+        slow=[("", "error: *** JOB 1", "\n")],
     ),
 ]
 

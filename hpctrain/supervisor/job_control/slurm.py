@@ -28,7 +28,7 @@ from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
-_EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO (?:PREEMPTION|NODE FAILURE)")
+_EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) [^*\n]* DUE TO (?:PREEMPTION|NODE FAILURE)")
 
 #: Seconds within which the job of an exiting supervisor ends if there is no epilog.
 _EXIT_TIMEOUT_S = 10
