@@ -60,6 +60,17 @@ def _read(pid: int, uid: int | None) -> ProcessInfo | None:
     return None
 
 
+def child_pids(pid: int) -> list[int]:
+    """Return the children of a process; empty if it has exited."""
+    children: list[int] = []
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            # Threads may end at any moment.
+            with suppress(OSError):
+                children += map(int, (thread / "children").read_text().split())
+    return children
+
+
 def stat_fields(pid: int | str) -> list[str]:
     """Return the fields of a process, or of a thread `PID/task/TID`, from the state on; see proc(5)."""
     # The field before is the command in parentheses, which may itself contain spaces and parentheses.

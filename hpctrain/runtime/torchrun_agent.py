@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from hpctrain.authentication import read_secret
 from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.host_name import host_name
 from hpctrain.cluster.parent_death import die_with_supervisor
+from hpctrain.cluster.processes import child_pids
 from hpctrain.crash_output import find_crash_output
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, own_file, write_atomic
@@ -103,19 +105,15 @@ class _Stop:
             signal.signal(number, self._forward_signal)
 
     def _forward_signal(self, number: int, _frame: FrameType | None) -> None:
-        ranks = list(_children())
+        ranks = child_pids(os.getpid())
         if not ranks:
             # No rank has started yet, so there is nothing to save.
             os._exit(EXIT_CONTINUE)
         if self._forward_to:
             for pid in ranks:
                 # torchrun starts each rank in a separate session.
-                os.killpg(pid, number)
-
-
-def _children() -> Iterable[int]:
-    for thread in Path("/proc/self/task").iterdir():
-        yield from map(int, (thread / "children").read_text().split())
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, number)
 
 
 def _is_stop(exit_code: int) -> bool:

@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
-from hpctrain.cluster.processes import stat_fields
+from hpctrain.cluster.processes import child_pids, stat_fields
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.program.wait_modules import loads_data, waits_for_data, waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
@@ -114,25 +113,15 @@ def _is_asleep(thread: int | None) -> bool:
 def _cpu_seconds(pid: int | None) -> float:
     """Return the CPU time of this process, or of `pid`, and of all its descendants."""
     total = time.process_time() if pid is None else 0.0
-    pids = _children(os.getpid()) if pid is None else [pid]
+    pids = child_pids(os.getpid()) if pid is None else [pid]
     while pids:
         each = pids.pop()
         with suppress(OSError, IndexError):
             fields = stat_fields(each)
             # utime, stime, and those of children that were waited for, in clock ticks (man 5 proc).
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-            pids += _children(each)
+            pids += child_pids(each)
     return total
-
-
-def _children(pid: int) -> list[int]:
-    with suppress(OSError):
-        return [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    return []
 
 
 def _output_size() -> int:
