@@ -11,21 +11,32 @@ from hpctrain.cli.common import echo_json, json_option
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.text import pluralize
 
+_POSITIVE, _NOT_NEGATIVE = click.FloatRange(min=0, min_open=True), click.FloatRange(min=0)
+
 
 @click.command("simulate")
 @click.option("--gpus", default=10_000, show_default=True, help="GPUs in the cluster.")
-@click.option("--gpus-per-node", default=8, show_default=True, help="GPUs per node.")
-@click.option("--days", default=30.0, show_default=True, help="Days to simulate.")
 @click.option(
-    "--node-mtbf", default=50.0, show_default=True, help="Mean days between failures of a good node."
+    "--gpus-per-node", type=click.IntRange(min=1), default=8, show_default=True, help="GPUs per node."
+)
+@click.option("--days", type=_POSITIVE, default=30.0, show_default=True, help="Days to simulate.")
+@click.option(
+    "--node-mtbf",
+    type=_POSITIVE,
+    default=50.0,
+    show_default=True,
+    help="Mean days between failures of a good node.",
 )
 @click.option(
     "--bad-nodes",
+    type=click.FloatRange(0, 1),
     default=0.01,
     show_default=True,
     help="Fraction of bad nodes, which fail 100 times as often as good nodes.",
 )
-@click.option("--preemptions", default=0.5, show_default=True, help="Preemptions per run per day.")
+@click.option(
+    "--preemptions", type=_NOT_NEGATIVE, default=0.5, show_default=True, help="Preemptions per run per day."
+)
 @click.option(
     "--emergency-checkpoints", is_flag=True, help="Assume that all runs can use emergency checkpoints."
 )
@@ -39,9 +50,27 @@ from hpctrain.text import pluralize
     show_default=True,
     help="Spare nodes of the single run.",
 )
-@click.option("--checkpoint-every", default=1800.0, show_default=True, help="Seconds between checkpoints.")
-@click.option("--restart-time", default=60.0, show_default=True, help="Seconds from a failure to training.")
-@click.option("--requeue-hold", default=120.0, show_default=True, help="Seconds that Slurm holds a requeue.")
+@click.option(
+    "--checkpoint-every",
+    type=_POSITIVE,
+    default=1800.0,
+    show_default=True,
+    help="Seconds between checkpoints.",
+)
+@click.option(
+    "--restart-time",
+    type=_NOT_NEGATIVE,
+    default=60.0,
+    show_default=True,
+    help="Seconds from a failure to training.",
+)
+@click.option(
+    "--requeue-hold",
+    type=_NOT_NEGATIVE,
+    default=120.0,
+    show_default=True,
+    help="Seconds that Slurm holds a requeue.",
+)
 @click.option(
     "--max-failures",
     type=click.IntRange(min=1),
@@ -74,19 +103,10 @@ def command(
     """
     from hpctrain.supervisor.restart_simulation import Simulation, SimulationConfig
 
-    if gpus_per_node < 1:
-        raise click.UsageError(f"--gpus-per-node is {gpus_per_node}, but must be at least 1.")
     if gpus < gpus_per_node:
         raise click.UsageError(
             f"--gpus is {gpus}, but a single node has {gpus_per_node} (--gpus-per-node). Increase --gpus."
         )
-    for option, value in (("days", days), ("node-mtbf", node_mtbf), ("checkpoint-every", checkpoint_every)):
-        if value <= 0:
-            raise click.UsageError(f"--{option} is {value:g}, but must be greater than 0.")
-    at_least_0 = {"preemptions": preemptions, "restart-time": restart_time, "requeue-hold": requeue_hold}
-    for option, value in at_least_0.items():
-        if value < 0:
-            raise click.UsageError(f"--{option} is {value:g}, but must be at least 0.")
     if spare_nodes and run_gpus is None:
         raise click.UsageError("--spare-nodes requires --run-gpus.")
     most = gpus - spare_nodes * gpus_per_node
@@ -95,8 +115,6 @@ def command(
             f"--run-gpus is {run_gpus}, but must be between {gpus_per_node} (--gpus-per-node) and {most} "
             "(--gpus without the GPUs of --spare-nodes)."
         )
-    if not 0 <= bad_nodes <= 1:
-        raise click.UsageError(f"--bad-nodes is {bad_nodes}, but must be between 0 and 1.")
     conditions = SimulationConfig(
         gpus=gpus,
         gpus_per_node=gpus_per_node,

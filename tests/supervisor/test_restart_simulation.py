@@ -203,7 +203,9 @@ def test_run_without_failures_loses_only_its_starts():
     [
         ("--run-gpus=128 --gpus=128 --spare-nodes=1", "--run-gpus is 128, but must be between 8"),
         ("--spare-nodes=1", "--spare-nodes requires --run-gpus"),
-        ("--preemptions=-1", "--preemptions is -1, but must be at least 0"),
+        ("--preemptions=-1", "'--preemptions': -1.0 is not in the range x>=0"),
+        ("--days=0", "'--days': 0.0 is not in the range x>0"),
+        ("--bad-nodes=2", "'--bad-nodes': 2.0 is not in the range 0<=x<=1"),
     ],
 )
 def test_invalid_options(options, message):
