@@ -35,7 +35,7 @@ _LAST_DIGITS = [f"{number:03}" for number in range(1000)]
 #: Numbers below 100, by padded width.
 _UP_TO_99 = [[str(number).zfill(width) for number in range(100)] for width in range(3)]
 #: Maximum number of names: a larger list is a typing error.
-_MAX_NAMES = 1_000_000
+MAX_NAMES = 1_000_000
 #: Maximum size of a range in Slurm (MAX_RANGE in its hostlist.c).
 _MAX_IN_RANGE = 65_536
 #: Maximum number of digits that fits into 64 bits, the limit in Slurm.
@@ -179,7 +179,7 @@ def _count(low: int, high: int, width: int, between: str) -> str:
 
 
 def _limit(num_names: int) -> None:
-    if num_names > _MAX_NAMES:
+    if num_names > MAX_NAMES:
         raise ValueError
 
 
@@ -252,7 +252,7 @@ def _range_error(hostlist: str) -> UserError:
             if first > last:
                 return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} is in descending order")
     quoted, _ = _quote(hostlist)
-    return UserError(f"The node list {quoted} expands to more than {_MAX_NAMES:,} names. Check its ranges.")
+    return UserError(f"The node list {quoted} expands to more than {MAX_NAMES:,} names. Check its ranges.")
 
 
 def _malformed(hostlist: str, place: int, problem: str) -> UserError:

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.cluster.env_variables import ENVIRONMENT_VARIABLE, override_hint, read_hosts, read_int
+from hpctrain.cluster.hostlist import MAX_NAMES
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.text import is_count
 
 HOSTS, TASKS, NUM_TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"
 
-#: No cluster has as many nodes.
-_MAX_NODES = 100_000
 #: No node has a million tasks.
 _TASKS_PER_NODE = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 #: Node lists of the components of a heterogeneous job; srun itself sets the older name.
@@ -126,10 +125,9 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
                 "4(x2),3."
             )
         num_nodes = int(match[2] or 1)
-        if len(counts) + num_nodes > _MAX_NODES:
+        if len(counts) + num_nodes > MAX_NAMES:
             raise EnvironmentMismatch(
-                f"{variable} is {text[:50]!r}…, which is more than {_MAX_NODES:,} nodes. Correct the "
-                "variable."
+                f"{variable} is {text[:50]!r}…, which is more than {MAX_NAMES:,} nodes. Correct the variable."
             )
         counts.extend([int(match[1])] * num_nodes)
     return counts
