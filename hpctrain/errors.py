@@ -123,6 +123,10 @@ def describe_suspects(majority: str | None, suspects: Sequence[Suspect], verifie
     return f"{text}, and resume from the checkpoint of step {verified_step} or an earlier one."
 
 
+class StagingError(HpctrainError):
+    """A file cannot be copied to a node."""
+
+
 class Unauthenticated(HpctrainError):
     """A peer did not prove that it belongs to the run."""
 

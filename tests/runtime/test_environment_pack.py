@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.errors import StagingError
 from hpctrain.runtime.staging import environment_pack
 from hpctrain.runtime.staging.environment_pack import pack_environment, relocate
-from hpctrain.runtime.staging.local_copy import StagingFailed
 from hpctrain.runtime.staging.stage_node import _choose_pack
 
 
@@ -60,7 +60,7 @@ def test_environment_that_changes_is_not_packed(environment, tmp_path, monkeypat
 
     real = environment_pack.copy_contents
     monkeypatch.setattr(environment_pack, "copy_contents", copy)
-    with pytest.raises(StagingFailed, match="changed while it was copied"):
+    with pytest.raises(StagingError, match="changed while it was copied"):
         pack_environment(tmp_path / "packs", tmp_path / "disk")
     assert os.listdir(tmp_path / "packs") == os.listdir(tmp_path / "disk") == []
 

@@ -11,8 +11,9 @@ import pytest
 from helpers.disks import mounted_disk
 from helpers.waiting import wait_for
 
+from hpctrain.errors import StagingError
 from hpctrain.runtime.staging import local_copy
-from hpctrain.runtime.staging.local_copy import StagingFailed, stage
+from hpctrain.runtime.staging.local_copy import stage
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_source_that_changes_during_the_copy_leaves_nothing(source, disk, monkey
 
     real = local_copy._copy
     monkeypatch.setattr(local_copy, "_copy", copy)
-    with pytest.raises((StagingFailed, FileNotFoundError)):
+    with pytest.raises((StagingError, FileNotFoundError)):
         stage(source, disk / "data")
     assert os.listdir(disk) == []
 
@@ -133,7 +134,7 @@ def test_damaged_archive_is_refused(source, disk, tmp_path):
     archive.write_bytes(archive.read_bytes()[:-1000])
     (tmp_path / "data.zip").write_bytes(b"no archive")
     for path in (archive, tmp_path / "data.zip"):
-        with pytest.raises(StagingFailed, match=f"cannot unpack '{path}'"):
+        with pytest.raises(StagingError, match=f"cannot unpack '{path}'"):
             stage(path, disk / "data")
     assert os.listdir(disk) == []
 
@@ -146,7 +147,7 @@ def test_archive_that_ends_after_a_file_is_refused(disk, tmp_path, cut_bytes):
             file.add(tmp_path / name, name)
     archive = tmp_path / "data.tar"
     archive.write_bytes(archive.read_bytes()[: 512 + cut_bytes])
-    with pytest.raises(StagingFailed, match=f"'{archive}' is incomplete"):
+    with pytest.raises(StagingError, match=f"'{archive}' is incomplete"):
         stage(archive, disk / "data")
     assert os.listdir(disk) == []
 
@@ -155,7 +156,7 @@ def test_archive_cannot_write_outside_its_folder(disk, tmp_path):
     (tmp_path / "file").write_text("bad")
     with tarfile.open(tmp_path / "data.tar", "w") as file:
         file.add(tmp_path / "file", "../../escaped")
-    with pytest.raises(StagingFailed, match="contains '\\.\\.'"):
+    with pytest.raises(StagingError, match="contains '\\.\\.'"):
         stage(tmp_path / "data.tar", disk / "data")
     assert not (tmp_path / "escaped").exists()
 
@@ -177,16 +178,16 @@ def test_modules_may_be_compiled_during_the_copy(source, disk, monkeypatch):
 
 def test_special_file_is_refused(source, disk):
     os.mkfifo(source / "pipe")
-    with pytest.raises(StagingFailed, match="neither a regular file nor a folder"):
+    with pytest.raises(StagingError, match="neither a regular file nor a folder"):
         stage(source, disk / "data")
 
 
 def test_full_disk_is_reported_and_left_empty(source, tmp_path):
     subprocess.run(["tar", "-czf", tmp_path / "data.tar.gz", "-C", source, "."], check=True)
     with mounted_disk(tmp_path / "small", "size=2m") as small:
-        with pytest.raises(StagingFailed, match=r"has 9\.44 MB, but '.*small' has 2\.1 MB left"):
+        with pytest.raises(StagingError, match=r"has 9\.44 MB, but '.*small' has 2\.1 MB left"):
             stage(source, small / "data")
-        with pytest.raises(StagingFailed, match=r"has .* left|No space left on device"):
+        with pytest.raises(StagingError, match=r"has .* left|No space left on device"):
             stage(tmp_path / "data.tar.gz", small / "data")
         assert os.listdir(small) == []
 
@@ -197,7 +198,7 @@ def test_damaged_file_in_a_zip_archive_is_refused(disk, tmp_path):
     content = bytearray((tmp_path / "data.zip").read_bytes())
     content[31:40] = b"\xff" * 9
     (tmp_path / "data.zip").write_bytes(content)
-    with pytest.raises(StagingFailed, match=r"cannot unpack .*while decompressing"):
+    with pytest.raises(StagingError, match=r"cannot unpack .*while decompressing"):
         stage(tmp_path / "data.zip", disk / "data")
 
 

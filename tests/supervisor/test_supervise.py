@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 from torch.distributed import TCPStore
 
-from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
+from hpctrain.errors import SchedulerError, SilentCorruption, StagingError, Suspect
 from hpctrain.files import make_folder
 from hpctrain.rundir import STOP_GRACE_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
@@ -26,7 +26,7 @@ from hpctrain.supervisor.launch.job_step import StepEnded, TaskExit
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
-from hpctrain.supervisor.workers.stager import StagePlan, StagingError
+from hpctrain.supervisor.workers.stager import StagePlan
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
 STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]

@@ -29,7 +29,7 @@ def pack_environment(packs: Path, folder: Path) -> Path:
 
     Raises:
         OSError: a file cannot be read or written, or another user owns `packs`.
-        StagingFailed: the environment changed, or tar failed.
+        StagingError: the environment changed, or tar failed.
     """
     environment, base = {"venv": list_contents(Path(sys.prefix))}, Path(sys.base_prefix)
     if sys.base_prefix != sys.prefix and not base.is_relative_to("/usr"):

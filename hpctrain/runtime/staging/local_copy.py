@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from hpctrain.cluster.parent_death import die_with_parent
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import StagingError
 from hpctrain.files import REMOVE_COMMAND, read_json, write_atomic
 from hpctrain.rundir import ARCHIVE_SUFFIX
 from hpctrain.text import format_size
@@ -35,10 +35,6 @@ _UNFINISHED_MODULE = re.compile(r"__pycache__/[^/]+\.pyc\.\d+$")
 
 _Entry = tuple[str, int, int, int]
 _T = TypeVar("_T")
-
-
-class StagingFailed(HpctrainError):
-    """A source cannot be copied."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
 
     Raises:
         OSError: a file cannot be accessed.
-        StagingFailed: a file is neither a regular file nor a folder or link.
+        StagingError: a file is neither a regular file nor a folder or link.
     """
     root = str(path)
     names = [] if path.is_dir() else ["."]
@@ -106,7 +102,7 @@ def _entry(root: str, name: str) -> _Entry:
     if stat.S_ISLNK(found.st_mode) and os.path.isabs(target := _link_target(root, path)):
         found = os.stat(path) if os.path.isfile(target) else found
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
-        raise StagingFailed(f"{path!r} is neither a regular file nor a folder")
+        raise StagingError(f"{path!r} is neither a regular file nor a folder")
     return name, found.st_size, found.st_mtime_ns, found.st_mode
 
 
@@ -131,7 +127,7 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
 
     Raises:
         OSError: a file cannot be read or written.
-        StagingFailed: the source changed, the archive is damaged, or the disk is too small.
+        StagingError: the source changed, the archive is damaged, or the disk is too small.
     """
     begun = time.monotonic()
     record_path, temporary = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "part"))
@@ -142,12 +138,12 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
             seconds = time.monotonic() - begun
             saved_s = max(0.0, record["seconds"] - seconds)
             return {**record, "reused": True, "seconds": seconds, "saved_s": saved_s}
-    except (OSError, ValueError, KeyError, StagingFailed):
+    except (OSError, ValueError, KeyError, StagingError):
         pass  # There is no complete copy.
     remove(record_path, target, temporary)
     if before.size_bytes > (free := shutil.disk_usage(target.parent).free):
         sizes = f"{format_size(before.size_bytes)}, but {str(target.parent)!r} has {format_size(free)} left"
-        raise StagingFailed(f"{str(source)!r} has {sizes}. Set TMPDIR to a larger disk (--setup)")
+        raise StagingError(f"{str(source)!r} has {sizes}. Set TMPDIR to a larger disk (--setup)")
     try:
         copy_contents(before, temporary)
         if finish is not None:
@@ -170,7 +166,7 @@ def copy_contents(contents: Contents, target: Path) -> None:
 
     Raises:
         OSError: a file cannot be read or written.
-        StagingFailed: the source changed, or the archive is damaged.
+        StagingError: the source changed, or the archive is damaged.
     """
     source = contents.path
     is_archive = not source.is_dir() and ARCHIVE_SUFFIX.search(source.name)
@@ -188,7 +184,7 @@ def copy_contents(contents: Contents, target: Path) -> None:
         run_program(command, f"unpack {str(source)!r}")
         _check_end(source)
     if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
-        raise StagingFailed(
+        raise StagingError(
             f"{str(source)!r} changed while it was copied. Do not change it, and resume the run"
         )
 
@@ -197,14 +193,14 @@ def _check_end(archive: Path) -> None:
     """Check that a .tar file ends with zeros: tar reports no error if it ends between two files.
 
     Raises:
-        StagingFailed: its end is missing.
+        StagingError: its end is missing.
     """
     with archive.open("rb") as file:
         header = file.read(_TAR_BLOCK_BYTES)
         file.seek(-min(_TAR_BLOCK_BYTES, len(header)), os.SEEK_END)
         # A compressed archive has a checksum.
         if header[257:262] == b"ustar" and file.read().strip(b"\0"):
-            raise StagingFailed(
+            raise StagingError(
                 f"{str(archive)!r} is incomplete: its end-of-archive marker is missing. Create it again"
             )
 
@@ -225,7 +221,7 @@ def run_program(command: Iterable[str], task: str) -> None:
     """Run a program that ends with this process.
 
     Raises:
-        StagingFailed: it failed.
+        StagingError: it failed.
     """
     done = subprocess.run(
         [*command],
@@ -240,7 +236,7 @@ def run_program(command: Iterable[str], task: str) -> None:
         lines = done.stderr.splitlines()
         # The last line of a traceback is its error.
         words = "; ".join(lines[-1:] if "Traceback" in done.stderr else lines[:3])
-        raise StagingFailed(f"cannot {task}: {words or f'exit code {done.returncode}'}")
+        raise StagingError(f"cannot {task}: {words or f'exit code {done.returncode}'}")
 
 
 def remove(*paths: Path) -> None:

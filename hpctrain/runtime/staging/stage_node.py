@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType
 
 from hpctrain.cluster.parent_death import die_with_supervisor
-from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.errors import EXIT_CONTINUE, StagingError
 from hpctrain.files import make_folder, make_private_folder, try_lock, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STAGED_ENVIRONMENT, RunDir
 from hpctrain.runtime.staging.environment_pack import pack_environment, relocate
-from hpctrain.runtime.staging.local_copy import StagingFailed, stage
+from hpctrain.runtime.staging.local_copy import stage
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 
 #: Between checks for another process that stages. The supervisor limits the time.
@@ -53,7 +53,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
         for name, source in plan["sources"].items():
             staged[name] = stage(Path(source), folder / name)
         os.close(lock)
-    except (OSError, StagingFailed) as failure:
+    except (OSError, StagingError) as failure:
         error = f"cannot stage {name}: {re.sub(r'^.Errno [0-9]+. ', '', str(failure))}"
     make_folder(result.parent)
     write_atomic(result, json.dumps({"staged": staged, "error": error}) + "\n", durable=False)

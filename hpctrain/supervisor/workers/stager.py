@@ -17,7 +17,7 @@ import xxhash
 from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.cluster import compress_hostlist
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import StagingError
 from hpctrain.files import REMOVE_COMMAND, read_json
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
@@ -47,10 +47,6 @@ _REMOVAL_LIMIT_S = 120.0
 _SHORT_REMOVAL_LIMIT_S = 5.0
 #: Runs a command in one process of each node.
 _ONCE_PER_NODE = ["/bin/sh", "-c", '[ "$SLURM_LOCALID" != 0 ] || exec "$@"', "sh"]
-
-
-class StagingError(HpctrainError):
-    """A file cannot be staged on a node."""
 
 
 @dataclass(frozen=True)
