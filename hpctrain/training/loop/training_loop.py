@@ -7,9 +7,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from typing import NoReturn
 
-from hpctrain.errors import BadLoss
 from hpctrain.records.rank_phase import RankPhase
-from hpctrain.runtime.failure_file import mark_non_retryable
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.text import pluralize
 from hpctrain.training.base import rng
@@ -26,7 +24,7 @@ from hpctrain.training.observe.dataloader_hints import (
     warn_too_many_workers,
 )
 from hpctrain.training.observe.logger_process import LoggerProcess
-from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE
+from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, bad_loss
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.torch_compile import compile_steps
@@ -176,18 +174,8 @@ class TrainingLoop:
         action = "stop" if reason else "rollback"
         parts.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
         if reason:
-            advice = (
-                " To return to the last good checkpoint and exclude the batch, use on_bad_loss='rollback'."
-            )
-            if not parts.settings.elastic_determinism:
-                advice += " To skip the update of such a step, use 'skip'."
-            error = BadLoss(
-                f"{bad.cause[0].upper()}{bad.cause[1:]}. The run stops, because {reason}. Last good "
-                f"checkpoint: {newest or 'none'}. Check the data of this step and the learning rate."
-                f"{advice if guard.policy == 'stop' else ''}"
-            )
-            mark_non_retryable(error)
-            raise error
+            can_skip = not parts.settings.elastic_determinism
+            raise bad_loss(bad.cause, reason, newest, guard.policy, can_skip=can_skip)
         parts.progress.print_message(
             f"hpctrain: {bad.cause}, so training returns to {newest} and excludes the batch of this step"
         )

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hpctrain.errors import BadLoss
+from hpctrain.runtime.failure_file import mark_non_retryable
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -129,6 +131,29 @@ class LossGuard:
             self._spikes = SpikeDetector(self._spikes.threshold)
             for loss in state.get("losses", ()):
                 self._spikes.add(loss)
+
+
+def bad_loss(cause: str, reason: str, newest: str | None, policy: str | None, *, can_skip: bool) -> BadLoss:
+    """Return the error that ends a run after a bad loss; the supervisor does not restart the run.
+
+    Args:
+        cause: description of the loss.
+        reason: why the training does not continue.
+        newest: the last good checkpoint.
+        policy: `on_bad_loss` of the settings.
+        can_skip: True if the settings allow the policy "skip".
+    """
+    advice = ""
+    if policy == "stop":
+        advice = " To return to the last good checkpoint and exclude the batch, use on_bad_loss='rollback'."
+        if can_skip:
+            advice += " To skip the update of such a step, use 'skip'."
+    error = BadLoss(
+        f"{cause[0].upper()}{cause[1:]}. The run stops, because {reason}. Last good checkpoint: "
+        f"{newest or 'none'}. Check the data of this step and the learning rate.{advice}"
+    )
+    mark_non_retryable(error)
+    return error
 
 
 def read_excluded_steps(events: Iterable[Mapping[str, Any]]) -> list[int]:
