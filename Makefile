@@ -60,7 +60,7 @@ test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half 
 	    $(BIN)/pytest -q --long -m slurm --slurm-version $$version $(SLURM_TESTS) || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "Tests failed with Slurm$$failed" >&2; exit 1; }
 
-bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 25 minutes on two idle cores
+bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 30 minutes on two idle cores
 	@scripts/install_for_tests.sh
 	$(BIN)/python benchmarks/run_all.py
 

@@ -3,7 +3,7 @@
     python benchmarks/run_all.py [NAME ...] [--page]
 
 NAME selects benchmarks, whose results replace their earlier ones. --page only writes the page. All benchmarks
-take less than 25 minutes on two idle cores.
+take less than 30 minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ SECTIONS = (
     Section("Elastic determinism", "elastic_determinism", "--rounds 9 --steps 8"),
     Section("Checkpoints", "checkpoint", "--rounds 3"),
     Section("Submission", "submit"),
+    Section("Predictions", "predictions", "--runs 60"),
     Section("Command line", "cli_startup"),
     Section("Order of the data", "data_order"),
     Section("Fetching data", "data_fetch", "--rounds 3"),

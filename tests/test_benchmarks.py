@@ -22,6 +22,7 @@ OPTIONS = {
     "emergency_checkpoints": "--rounds 1 --kills 1 --ranks 2",
     "heartbeat": "--steps 2000 --rounds 1",
     "hostlist": "--rounds 1",
+    "predictions": "--runs 5 --parallel 1",
     "preemption": "--rounds 1",
     "rendezvous": "--hosts 100 --rounds 1",
     "report": "--steps 2000 --nodes 2 --rounds 1",

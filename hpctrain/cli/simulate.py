@@ -101,7 +101,7 @@ def command(
 
     The same code makes the decisions in a real run. Only the cluster and the faults are simulated.
     """
-    from hpctrain.supervisor.restart_simulation import Simulation, SimulationConfig
+    from hpctrain.forecast.restart_simulation import Simulation, SimulationConfig
 
     if gpus < gpus_per_node:
         raise click.UsageError(

@@ -112,6 +112,10 @@ class SiteConventions:
     """False if the site disables requeues for every job."""
     containers: tuple[str, ...] | None = None
     """Available container runtimes: pyxis, apptainer, singularity, enroot; None if not probed."""
+    price_per_gpu_hour: float | None = None
+    """Never probed. Predictions of runs then include their price."""
+    currency: str = ""
+    """Unit of the price."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
 from hpctrain.supervisor.workers.stager import StagePlan
 from hpctrain.sweeps.sweep_record import read_sweep
+from hpctrain.telemetry.run_outcome import write_outcome
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,11 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
     )
     try:
         with send_notifications(run, environ):
-            return _supervise(run, spec, environ, deaths)
+            code = _supervise(run, spec, environ, deaths)
+        with suppress(OSError):
+            if read_run_record(run).finished is not None:
+                write_outcome(run)
+        return code
     finally:
         storage.flush_pending()
         log_file.lines.flush()

@@ -66,6 +66,8 @@ class DetailedFakeDriver(FakeDriver):
     """One whole GPU with all readings, until it is `lost`."""
 
     lost = False
+    energy, allocated = 7_000_000, 0
+    """Energy in millijoules, and number of samples that were not freed."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("nvmlDeviceGet") and super().__getattribute__("lost"):
@@ -83,6 +85,33 @@ class DetailedFakeDriver(FakeDriver):
 
     def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
         return "H100"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        """Return millijoules: 500 J between two calls."""
+        self.energy += 500_000
+        return self.energy
+
+    def nvmlGpmQueryDeviceSupport(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(isSupportedDevice=1)
+
+    def nvmlGpmSampleAlloc(self) -> pynvml.c_nvmlGpmSample_t:  # noqa: N802
+        self.allocated += 1
+        return pynvml.c_nvmlGpmSample_t()
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:  # noqa: N802
+        self.allocated -= 1
+
+    def nvmlGpmSampleGet(self, handle: str, sample: Any) -> Any:  # noqa: N802
+        return sample
+
+    def nvmlGpmMetricsGet(self, request: Any) -> Any:  # noqa: N802
+        """Answer all metrics but the tensor cores."""
+        values = {pynvml.NVML_GPM_METRIC_SM_UTIL: 61.5, pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: 20.25}
+        for metric in request.metrics[: request.numMetrics]:
+            is_known = metric.metricId in values
+            metric.nvmlReturn = pynvml.NVML_SUCCESS if is_known else pynvml.NVML_ERROR_NOT_SUPPORTED
+            metric.value = values.get(metric.metricId, -1.0)
+        return request
 
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(gpu=83, memory=20)

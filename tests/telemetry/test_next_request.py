@@ -76,6 +76,15 @@ def test_time_limit_that_needed_several_jobs_is_too_short(tmp_path):
     assert (requested, later) == ("00:01:40", "00:10:00")
 
 
+def test_longer_time_limit_stays_within_the_maximum_of_the_partition(tmp_path):
+    history = disturbed_run()
+    history.events[0]["max_time_s"] = 400.0
+    run = write_run(tmp_path / "run", history, **{**SPEC, "time_limit_s": 100.0})
+    assert found(run)["--time"][2] == "00:06:40"
+    run = write_run(tmp_path / "run", history, **{**SPEC, "time_limit_s": 400.0})
+    assert "--time" not in found(run)
+
+
 def test_idle_gpus_are_not_requested_again(tmp_path):
     assert found(measured(tmp_path, gpu_util=[80, 0]))["--gpus-per-node"] == ("2", "1 busy", "1")
 

@@ -45,6 +45,13 @@ def test_all_readings_of_fake_driver_are_read(monkeypatch):
         assert gpus.names == ["H100"]
         (reading,) = gpus.read(traffic=True)
         (without_traffic,) = gpus.read()
+    assert (reading.sm, without_traffic.sm, without_traffic.tensor, without_traffic.dram) == (
+        None,
+        61.5,
+        None,
+        20.25,
+    )
+    assert without_traffic.energy_j == reading.energy_j + 500
     assert reading == GpuReading(
         util=83,
         memory=9,
@@ -59,8 +66,28 @@ def test_all_readings_of_fake_driver_are_read(monkeypatch):
         pcie_tx=3000,
         nvlink_rx=5 * 1024,
         nvlink_tx=9 * 1024,
+        energy_j=7500.0,
     )
     assert (without_traffic.pcie_rx, without_traffic.nvlink_rx) == (None, None)
+
+
+def test_activity_and_energy_of_fake_driver_are_sampled_and_samples_are_freed(monkeypatch, tmp_path):
+    driver = DetailedFakeDriver()
+    install_fake_driver(monkeypatch, driver)
+    path, now = tmp_path / "node-000.jsonl", [0.0]
+    with GpuReader() as gpus:
+        sampler = TelemetrySampler(
+            path, gpus, ProcfsReader(), host="n1", run_id="r", clock=lambda: now[0], now=lambda: now[0]
+        )
+        sampler.begin()
+        for second in range(1, 6):
+            now[0] = second
+            sampler.read()
+        assert driver.allocated == 2
+    assert driver.allocated == 0
+    _, line = read_json_lines(path)
+    assert (line["gpu_sm"], line["gpu_dram"], line["gpu_energy_j"]) == ([61.5], [20.2], [2500.0])
+    assert "gpu_tensor" not in line
 
 
 def test_lost_gpu_does_not_stop_the_sampler(monkeypatch, tmp_path):

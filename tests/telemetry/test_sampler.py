@@ -59,6 +59,28 @@ def test_node_is_read_from_proc(tmp_path):
     assert node.memory_bytes == 1000 * 1024
 
 
+def test_energy_of_packages_and_memory_is_added_up_across_an_overflow(tmp_path):
+    zones = {
+        "intel-rapl:0": "package-0",
+        "intel-rapl:0:0": "dram",
+        "intel-rapl:0:1": "core",
+        "intel-rapl:1": "psys",
+    }
+    for zone, name in zones.items():
+        (tmp_path / zone).mkdir()
+        (tmp_path / zone / "name").write_text(f"{name}\n")
+        (tmp_path / zone / "energy_uj").write_text("9000000\n")
+        (tmp_path / zone / "max_energy_range_uj").write_text("10000000\n")
+    node = ProcfsReader(tmp_path / "proc", powercap=tmp_path)
+    (tmp_path / "intel-rapl:0/energy_uj").write_text("2000000\n")
+    (tmp_path / "intel-rapl:0:0/energy_uj").write_text("9500000\n")
+    assert node.read().energy_j == pytest.approx(3.5)
+    assert node.read().energy_j == 0.0
+    (tmp_path / "intel-rapl:0/energy_uj").unlink()
+    assert node.read().energy_j is None
+    assert ProcfsReader(tmp_path / "proc", powercap=tmp_path / "missing").read().energy_j is None
+
+
 @pytest.mark.parametrize("text", [None, "", "garbage\n", "cpu x y\nMemTotal: many\n"])
 def test_missing_kernel_data_is_unknown(tmp_path, text):
     if text is not None:

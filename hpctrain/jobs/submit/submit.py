@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
@@ -34,7 +34,10 @@ _LOCK_TIMEOUT_S = 5.0
 
 
 def submit_prepared(
-    submission: PreparedSubmission, functions: Sequence[bytes] = (), sweep: SweepRecord | None = None
+    submission: PreparedSubmission,
+    functions: Sequence[bytes] = (),
+    sweep: SweepRecord | None = None,
+    forecast: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Run:
     """Write the run folder and submit the job; for a job array, also write the folder of each task.
 
@@ -42,6 +45,7 @@ def submit_prepared(
         submission: the job.
         functions: the pickled calls of the run or of each task; empty if the ranks run a script.
         sweep: the sweep whose trials are the tasks of the job array.
+        forecast: returns the prediction of the run, which may wait for the scheduler's answer.
 
     Raises:
         SpecError: the folder cannot be written, or its run is still active.
@@ -70,11 +74,12 @@ def submit_prepared(
             write_atomic(folder.git_ignore, "*\n", durable=False)
             # Slurm's forecast must be complete by now: it would count this job as a pending one.
             submission.preflight.get_forecast()
+            predicted = {"forecast": forecast(), "max_time_s": submission.preflight.get_queue().max_time_s}
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:
                 _record(task, f"{job_id}_{task.array_task}")
             # Written last: readers of this record can rely on all other records.
-            _record(spec, job_id)
+            _record(spec, job_id, **{name: value for name, value in predicted.items() if value is not None})
     except OSError as error:
         raise SpecError(
             f"Cannot write to the run folder {str(folder.path)!r} (--run-dir): {error.strerror}. "
@@ -139,11 +144,11 @@ def _write(spec: JobSpec, script: str | None, function: bytes | None) -> None:
     replace_files({path: it for path, it in files.items() if it is not None}, durable=durable, private=True)
 
 
-def _record(spec: JobSpec, job_id: str) -> None:
+def _record(spec: JobSpec, job_id: str, **more: Any) -> None:
     folder = _folder(spec)
     attempt = max(folder.attempts(), default=-1) + 1
     try:
-        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend)
+        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, **more)
     except OSError as error:
         raise SubmissionUnconfirmed(
             f"Job {job_id} was submitted, but cannot be recorded in {str(folder.events)!r}: "

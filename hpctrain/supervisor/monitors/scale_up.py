@@ -10,6 +10,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.restart_policy import REQUEUE_HOLD_S, START_S
 from hpctrain.supervisor.job_control.base import JobControl
 from hpctrain.supervisor.monitors.periodic_check import PeriodicCheck
 from hpctrain.supervisor.policy.history import History
@@ -21,8 +22,6 @@ log = logging.getLogger(__name__)
 _MARGIN = 1.1
 #: Assumed remaining time of a job without a time limit.
 _HORIZON_S = 86_400.0
-#: Slurm delays a requeued job by two minutes; the ranks then start in about one minute.
-REQUEUE_HOLD_S, START_S = 120.0, 60.0
 #: Longest interval between two searches for free nodes.
 _POLL_INTERVAL_S = 60.0
 

@@ -43,6 +43,9 @@ class Quantity:
 
 QUANTITIES = (
     Quantity("gpu_util", "utilization", "%", 100.0),
+    Quantity("gpu_sm", "busy multiprocessors", "%", 100.0),
+    Quantity("gpu_tensor", "tensor cores", "%", 100.0),
+    Quantity("gpu_dram", "memory bandwidth", "%", 100.0),
     Quantity("gpu_memory", "memory", "GiB", scale=2**-30),
     Quantity("gpu_power_w", "power", "W"),
     Quantity("gpu_temp_c", "temperature", "°C"),
@@ -103,6 +106,8 @@ class DeviceMetrics:
     nodes: list[NodeSeries] = field(default_factory=list)
     node_maps: list[HeatMap] = field(default_factory=list)
     """The maps of the nodes."""
+    energy_j: list[float] = field(default_factory=list)
+    """Energy per column; empty if not measured."""
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a quantity over all GPUs or nodes, in its unit; None if not measured."""
@@ -126,8 +131,9 @@ def read_device_metrics(files: list[Path], start: float, end: float) -> DeviceMe
         end: end of the last column, in seconds since the epoch.
     """
     by_host: dict[str, _Columns] = {}
+    energy_j: list[float] = []
     for file in files:
-        _read(file, start, (end - start) / COLUMNS or 1.0, by_host)
+        _read(file, start, (end - start) / COLUMNS or 1.0, by_host, energy_j)
     rows: list[str] = []
     tables: dict[str, list[_Row]] = {each.field: [] for each in (*QUANTITIES, *NODE_QUANTITIES)}
     for host, columns in by_host.items():
@@ -142,11 +148,14 @@ def read_device_metrics(files: list[Path], start: float, end: float) -> DeviceMe
         [_heat_map(each, tables[each.field]) for each in kinds if _is_measured(tables[each.field])]
         for kinds in (QUANTITIES, NODE_QUANTITIES)
     )
-    return DeviceMetrics(rows, maps, [_node(host, columns) for host, columns in by_host.items()], node_maps)
+    nodes = [_node(host, columns) for host, columns in by_host.items()]
+    return DeviceMetrics(rows, maps, nodes, node_maps, energy_j)
 
 
-def _read(file: Path, start: float, width: float, by_host: dict[str, _Columns]) -> None:
-    """Group the lines of a file by host and by the columns that they cover."""
+def _read(
+    file: Path, start: float, width: float, by_host: dict[str, _Columns], energy_j: list[float]
+) -> None:
+    """Group the lines of a file by host and by the columns that they cover, and add up their energy."""
     for line in read_jsonl(file):
         if is_finite(time := line.get("time")) and 0 <= (position := (time - start) / width) < COLUMNS + 1:
             host = str(line.get("host") or file.stem)
@@ -155,9 +164,16 @@ def _read(file: Path, start: float, width: float, by_host: dict[str, _Columns]) 
             # A line at the exact end belongs to the last column.
             last = min(int(position), COLUMNS - 1)
             columns[last].append(line)
+            first = last
             if is_finite(seconds := line.get("seconds")) and width < seconds < _MAX_LINE_S:
-                for earlier in range(max(0, int((time - seconds - start) / width)), last):
+                first = min(last, max(0, int((time - seconds - start) / width)))
+                for earlier in range(first, last):
                     columns[earlier].append(line)
+            if "energy_j" in line or "gpu_energy_j" in line:
+                used = (line.get("energy_j"), *_listed(line, "gpu_energy_j"))
+                energy_j.extend([0.0] * (COLUMNS - len(energy_j)))
+                for column in range(first, last + 1):
+                    energy_j[column] += sum(each for each in used if is_finite(each)) / (last + 1 - first)
 
 
 def _lists(columns: _Columns, name: str) -> list[list[list[object]]]:

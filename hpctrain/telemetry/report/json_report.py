@@ -41,6 +41,7 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             for what, us in breakdown.totals_us.items()
         ],
         **asdict(run_data.goodput),
+        "energy": None if run_data.energy is None else asdict(run_data.energy),
         "attempts": [
             {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in run_data.attempts
         ],
@@ -58,6 +59,7 @@ def json_report(run_data: RunData) -> dict[str, Any]:
         ],
         "advice": [asdict(one) for one in advise(run_data)],
         "what_if": [asdict(one) for one in run_data.what_if],
+        "forecast": asdict(run_data.forecast),
         "next_request": [asdict(one) for one in next_request(run_data)],
         "environment": run_data.environment,
         "spec": run_data.spec,

@@ -57,6 +57,11 @@ def _time(run_data: RunData) -> Iterator[ResourceRequest]:
         return
     needed_s = _MARGIN * used_s + (lead_s if is_finite(lead_s) else 0)
     needed_s = _TIME_UNIT_S * math.ceil(needed_s / _TIME_UNIT_S)
+    limits = [event.get("max_time_s") for event in run_data.events if event.get("kind") == "submitted"]
+    if limits and is_finite(limits[-1]):
+        needed_s = min(needed_s, limits[-1])
+    if needed_s == limit_s:
+        return
     if limit_s < used_s or needed_s < limit_s * (1 - _TOLERANCE):
         yield ResourceRequest(
             "--time", format_time_limit(limit_s), format_duration(used_s), format_time_limit(needed_s)

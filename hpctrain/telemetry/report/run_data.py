@@ -13,6 +13,7 @@ from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
 from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
+from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
 from hpctrain.telemetry.report.artifacts import (
     CheckpointRecord,
@@ -23,11 +24,12 @@ from hpctrain.telemetry.report.artifacts import (
     read_spec,
 )
 from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
-from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
+from hpctrain.telemetry.report.device_metrics import COLUMNS, DeviceMetrics, read_device_metrics
 from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
 from hpctrain.telemetry.report.metric_curves import CurvePoint, MetricCurves, step_rates
 from hpctrain.telemetry.report.run_results import BestValue, find_best
 
+_J_PER_KWH = 3.6e6
 _ACTIVE_STATES = ("PENDING", "RUNNING")
 
 
@@ -51,6 +53,43 @@ class WhatIf:
     saved_us: int
 
 
+@dataclass(frozen=True)
+class PredictedValue:
+    """A value that was predicted at the submission, as text."""
+
+    name: str
+    predicted: str
+    actual: str
+    is_in_range: bool | None
+    """None while the value is unknown."""
+
+
+@dataclass(frozen=True)
+class ForecastCheck:
+    """Comparison of a run with its forecast, and of earlier runs with theirs."""
+
+    values: list[PredictedValue] = field(default_factory=list)
+    num_checked: int = 0
+    """Number of completed runs in the folder that had a forecast."""
+    in_range: float | None = None
+    """Fraction of these runs that ended in the predicted range."""
+    calibration: list[tuple[float, float]] = field(default_factory=list)
+    """Fraction of these runs that ended before each quantile of the forecast."""
+    percentiles: list[str] = field(default_factory=list)
+    """Comparisons with earlier runs of the same kind."""
+
+
+@dataclass(frozen=True)
+class EnergyUse:
+    """Measured energy of the nodes of a run, in kWh."""
+
+    total_kwh: float
+    lost_kwh: float
+    """Energy for steps that were repeated later."""
+    per_sample_kwh: float | None
+    """None if the batch size is unknown."""
+
+
 @dataclass
 class RunData:
     """All data of a run."""
@@ -71,6 +110,7 @@ class RunData:
     rates: list[CurvePoint]
     codes: list[CodeVersion]
     devices: DeviceMetrics
+    energy: EnergyUse | None
     environment: dict[str, Any]
     """Environment of the newest attempt, and the settings of its training."""
     hparams: dict[str, HparamValue]
@@ -82,6 +122,8 @@ class RunData:
     notes: list[str] = field(default_factory=list)
     what_if: list[WhatIf] = field(default_factory=list)
     """Set by the command line, largest saving first."""
+    forecast: ForecastCheck = field(default_factory=ForecastCheck)
+    """Set by the command line."""
 
     @property
     def start(self) -> float:
@@ -143,6 +185,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
     spec, environment = redact_spec(read_spec(run.spec)), redact_environment(read_environment(run))
     hparams = merge_hparams(spec, environment)
+    devices = read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6)
     environment.pop("hparams", None)
     return RunData(
         run_id=run.run_id,
@@ -163,7 +206,8 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         environment=environment,
         hparams=hparams,
         best=find_best(run.checkpoints, curves, environment),
-        devices=read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6),
+        devices=devices,
+        energy=_energy_use(devices, breakdown, max(curves.effective, default=0), environment),
         resubmit_command=list(state.resubmit_command),
         reports_steps=reports,
         notes=[
@@ -171,6 +215,26 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
             *(["Nothing has been recorded for this run yet."] if not breakdown.spans else []),
         ],
     )
+
+
+def _energy_use(
+    devices: DeviceMetrics, breakdown: TimeBreakdown, steps: int, environment: Mapping[str, Any]
+) -> EnergyUse | None:
+    if not any(devices.energy_j):
+        return None
+    start_us, width_us = breakdown.spans[0].start_us, breakdown.wall_us / COLUMNS
+    lost_j = 0.0
+    for span in breakdown.spans:
+        if span.category is TimeCategory.LOST:
+            first, last = ((time_us - start_us) / width_us for time_us in (span.start_us, span.end_us))
+            for column in range(int(first), min(COLUMNS, int(last) + 1)):
+                overlap = min(last, column + 1) - max(first, column)
+                lost_j += devices.energy_j[column] * max(0.0, overlap)
+    settings = environment.get("settings")
+    batch_size = settings.get("global_batch_size") if isinstance(settings, dict) else None
+    total_kwh = sum(devices.energy_j) / _J_PER_KWH
+    samples = steps * batch_size if isinstance(batch_size, int) else 0
+    return EnergyUse(total_kwh, lost_j / _J_PER_KWH, total_kwh / samples if samples else None)
 
 
 def _recorded_state(run: RunDir, events: Sequence[Mapping[str, Any]]) -> str:

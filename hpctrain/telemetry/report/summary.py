@@ -9,7 +9,7 @@ from hpctrain.telemetry.accounting.metric_fields import describe_step, why_unkno
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.attempts import Attempt
-from hpctrain.telemetry.report.run_data import RunData, format_setting
+from hpctrain.telemetry.report.run_data import ForecastCheck, PredictedValue, RunData, format_setting
 from hpctrain.text import format_count, format_duration, format_number, format_share, pluralize
 
 #: Short description of each category of the time breakdown.
@@ -149,9 +149,36 @@ def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
         productive,
         lost,
     ]
+    if (energy := run_data.energy) is not None:
+        words = f"{format_energy(energy.lost_kwh)} for lost work"
+        if energy.per_sample_kwh is not None:
+            words += f"; {format_energy(energy.per_sample_kwh)} per sample"
+        shown.append(("Energy", format_energy(energy.total_kwh), words))
     if run_data.goodput.mfu is not None:
         shown.append(("MFU", format_share(run_data.goodput.mfu), "model FLOPs utilization"))
     return shown
+
+
+def format_energy(kwh: float) -> str:
+    """Return an energy in a readable unit."""
+    units = (("kWh", 1.0), ("Wh", 1e-3), ("mWh", 1e-6))
+    unit, size = next((each for each in units if kwh >= each[1]), units[-1])
+    return f"{format_number(float(f'{kwh / size:.3g}'))} {unit}"
+
+
+def forecast_table(values: Sequence[PredictedValue]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Return the head and the rows of a table with predicted and actual values."""
+    words = {None: "", True: "yes", False: "no"}
+    rows = [[one.name, one.predicted, one.actual, words[one.is_in_range]] for one in values]
+    return ("", "predicted (90%)", "actual", "in the range"), rows
+
+
+def calibration_words(check: ForecastCheck) -> list[str]:
+    """Return a sentence on the predictions of the runs in the folder; empty without predictions."""
+    if check.in_range is None:
+        return []
+    runs = pluralize(check.num_checked, "completed run")
+    return [f"Of {runs} with a prediction in this folder, {format_share(check.in_range)} ended in its range."]
 
 
 def _best(run_data: RunData) -> list[tuple[str, str, str]]:

@@ -36,9 +36,19 @@ class GpuReading:
     nvlink_rx: int | None = None
     """Bytes received over NVLink since the driver was loaded."""
     nvlink_tx: int | None = None
+    energy_j: float | None = None
+    """Energy consumed since the driver was loaded."""
+    sm: float | None = None
+    """Percentage of the multiprocessors that were busy since the previous reading (GPM)."""
+    tensor: float | None = None
+    """Percentage of the time during which tensor cores computed."""
+    dram: float | None = None
+    """Percentage of the memory bandwidth in use."""
 
 
-def read_gpu(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -> GpuReading:
+def read_gpu(
+    handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool, activity: Mapping[str, float]
+) -> GpuReading:
     """Read the measurements of a GPU or MIG device.
 
     Args:
@@ -46,6 +56,7 @@ def read_gpu(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -
         whole: the GPU.
         xids: errors that the driver reported since the last reading.
         traffic: also read PCIe and NVLink traffic.
+        activity: measurements of `GpuActivity`.
     """
     import pynvml
 
@@ -82,6 +93,11 @@ def read_gpu(handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool) -
         pcie_tx=pcie[1],
         nvlink_rx=links[0],
         nvlink_tx=links[1],
+        # MIG devices share the energy of their GPU.
+        energy_j=_times(query_driver(pynvml.nvmlDeviceGetTotalEnergyConsumption, whole), 1e-3)
+        if handle is whole
+        else None,
+        **activity,
     )
 
 
@@ -249,6 +265,59 @@ def read_driver_facts() -> DriverFacts:
         pynvml.nvmlShutdown()
 
 
+class GpuActivity:
+    """Activity of a GPU between two readings, from GPU performance monitoring (GPM, Hopper and newer).
+
+    The utilization counts any running kernel. The activity shows how much of the GPU was busy. MIG devices
+    are not measured.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        import pynvml
+
+        support = query_driver(pynvml.nvmlGpmQueryDeviceSupport, handle)
+        supported = bool(read_field(support, "isSupportedDevice"))
+        self._handle, self._samples = handle, [query_driver(pynvml.nvmlGpmSampleAlloc) for _ in "12"]
+        self._is_supported = supported and None not in self._samples
+        self._has_sample = self._is_supported and self._sample()
+
+    def _sample(self) -> bool:
+        import pynvml
+
+        self._samples.reverse()
+        return query_driver(pynvml.nvmlGpmSampleGet, self._handle, self._samples[1]) is not None
+
+    def read(self) -> dict[str, float]:
+        """Return the activity since the last call, in per cent; empty if not supported."""
+        import pynvml
+
+        before, self._has_sample = self._has_sample, self._is_supported and self._sample()
+        if not before or not self._has_sample:
+            return {}
+        request = pynvml.c_nvmlGpmMetricsGet_t()
+        request.version, request.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, 3
+        request.sample1, request.sample2 = self._samples
+        names = {
+            "sm": pynvml.NVML_GPM_METRIC_SM_UTIL,
+            "tensor": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+            "dram": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+        }
+        for place, metric in enumerate(names.values()):
+            request.metrics[place].metricId = metric
+        if query_driver(pynvml.nvmlGpmMetricsGet, request) is None:
+            return {}
+        pairs = zip(names, request.metrics, strict=False)
+        return {name: metric.value for name, metric in pairs if metric.nvmlReturn == pynvml.NVML_SUCCESS}
+
+    def close(self) -> None:
+        """Free the samples."""
+        import pynvml
+
+        for sample in self._samples:
+            if sample is not None:
+                query_driver(pynvml.nvmlGpmSampleFree, sample)
+
+
 class GpuReader:
     """Reader of the GPUs that this process may open. Use as a context manager.
 
@@ -265,6 +334,7 @@ class GpuReader:
         self.places: list[tuple[int, list[str], Any]] = []
         self._is_open = False
         self._errors: Any = None
+        self._activities: list[GpuActivity | None] = []
 
     def __enter__(self) -> Self:
         try:
@@ -291,10 +361,12 @@ class GpuReader:
         if self._is_open:
             import pynvml
 
+            for activity in filter(None, self._activities):
+                activity.close()
             if self._errors is not None:
                 query_driver(pynvml.nvmlEventSetFree, self._errors)
             query_driver(pynvml.nvmlShutdown)
-        self._handles, self._is_open, self._errors = [], False, None
+        self._handles, self._is_open, self._errors, self._activities = [], False, None, []
 
     @property
     def names(self) -> list[str]:
@@ -336,9 +408,19 @@ class GpuReader:
             traffic: read PCIe and NVLink traffic, which takes 40 ms per GPU.
         """
         xids = self._new_errors()
+        if is_first := not self._activities:
+            self._activities = [
+                GpuActivity(whole) if part is whole else None for part, whole in self._handles
+            ]
         return [
-            read_gpu(handle, whole, xids=xids.get(_uuid(whole), ()), traffic=traffic)
-            for handle, whole in self._handles
+            read_gpu(
+                handle,
+                whole,
+                xids=xids.get(_uuid(whole), ()),
+                traffic=traffic,
+                activity=activity.read() if activity is not None and not is_first else {},
+            )
+            for (handle, whole), activity in zip(self._handles, self._activities, strict=True)
         ]
 
     def _new_errors(self) -> dict[str, tuple[int, ...]]:

@@ -1,11 +1,11 @@
-"""CPU, memory, disk and network measurements of a node, from /proc."""
+"""CPU, memory, disk, network and energy measurements of a node, from /proc and /sys."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,21 @@ from pathlib import Path
 _WHOLE_DISK = re.compile(r"(sd|vd|xvd|hd)[a-z]+|nvme\d+n\d+|mmcblk\d+")
 #: Sectors are always 512 bytes in procfs, regardless of the disk (Linux, Documentation/admin-guide/iostats).
 _SECTOR_BYTES = 512
+
+
+#: Zones for all cores of a CPU, and for its memory, which the former do not include.
+_CPU_ZONE, _PART_ZONE = re.compile(r"intel-rapl:\d+"), re.compile(r"intel-rapl:\d+:\d+")
+
+
+def _energy_zones(powercap: Path) -> Iterator[Path]:
+    """Yield the zones to add up (Linux, Documentation/power/powercap); AMD's have the same names."""
+    with suppress(OSError):
+        for zone in sorted(powercap.iterdir()):
+            name = (zone / "name").read_text().strip() if zone.name.startswith("intel-rapl:") else ""
+            if (_CPU_ZONE.fullmatch(zone.name) and name.startswith("package")) or (
+                _PART_ZONE.fullmatch(zone.name) and name == "dram"
+            ):
+                yield zone
 
 
 @dataclass(frozen=True)
@@ -30,20 +45,29 @@ class NodeReading:
     net_rx: float | None = None
     """Bytes per second over the network, without loopback."""
     net_tx: float | None = None
+    energy_j: float | None = None
+    """Energy of the CPUs and their memory (RAPL)."""
 
 
 class ProcfsReader:
     """Reader of the node of this process."""
 
-    def __init__(self, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        proc: Path = Path("/proc"),
+        clock: Callable[[], float] = time.monotonic,
+        powercap: Path = Path("/sys/class/powercap"),
+    ) -> None:
         """Start counting.
 
         Args:
             proc: mount point of procfs.
             clock: monotonic clock, in seconds.
+            powercap: folder with the energy counters of the CPUs, which only root can read on most systems.
         """
         self._proc, self._clock = proc, clock
-        self._time, self._before = clock(), self._counters()
+        self._energy_zones = list(_energy_zones(powercap))
+        self._time, self._before, self._energy = clock(), self._counters(), self._energies()
 
     @property
     def num_cpus(self) -> int:
@@ -66,6 +90,12 @@ class ProcfsReader:
             # The sum decreases when a device is removed.
             return max(0, counters[name] - before[name]) / seconds
 
+        energies, self._energy = self._energy, self._energies()
+        used = [
+            # The counter starts again at 0 after its maximum.
+            (now - before if now >= before else now + most - before)
+            for (before, most), (now, _) in zip(energies, self._energy, strict=False)
+        ]
         busy, idle = rate("busy"), rate("idle")
         memory = self._memory()
         total, available = memory.get("MemTotal"), memory.get("MemAvailable")
@@ -78,7 +108,15 @@ class ProcfsReader:
             disk_write=rate("disk_write"),
             net_rx=rate("net_rx"),
             net_tx=rate("net_tx"),
+            energy_j=sum(used) / 1e6 if used else None,
         )
+
+    def _energies(self) -> list[tuple[int, int]]:
+        """Return the counter and the maximum of each zone in microjoules; empty if one cannot be read."""
+        with suppress(OSError, ValueError):
+            names = ("energy_uj", "max_energy_range_uj")
+            return [tuple(int((zone / name).read_text()) for name in names) for zone in self._energy_zones]  # type: ignore[misc]
+        return []
 
     def _counters(self) -> dict[str, int]:
         counters: dict[str, int] = {}

@@ -32,12 +32,14 @@ READ_INTERVAL_S = 1.0
 FIRST_LINE_INTERVAL_S, LATER_LINE_INTERVAL_S, FIRST_LINES_DURATION_S = 5.0, 30.0, 600.0
 
 #: Aggregation of the readings of a line; for other fields, the last value is used.
-_MEAN_FIELDS = frozenset({"util", "power_w", "clock_mhz"})
+_MEAN_FIELDS = frozenset({"util", "power_w", "clock_mhz", "sm", "tensor", "dram"})
 _MAX_FIELDS = frozenset({"memory", "temp_c"})
 #: All distinct values of the interval.
 _UNION_FIELDS = frozenset({"throttled", "xids"})
 #: Counters since the driver was loaded, which become bytes per second.
 _COUNTERS = frozenset({"nvlink_rx", "nvlink_tx"})
+#: A counter that becomes the amount during the line.
+_ENERGY = "energy_j"
 
 
 class TelemetrySampler:
@@ -149,8 +151,10 @@ def _one_of(name: str, known: Sequence[Any], before: Sequence[GpuReading], secon
         return round(sum(known) / len(known), 1)
     if name in _MAX_FIELDS:
         return max(known)
-    if name in _COUNTERS:
+    if name in _COUNTERS or name == _ENERGY:
         first = getattr(before[0], name) if before else None
+        if name == _ENERGY:
+            return None if first is None else round(max(0.0, known[-1] - first), 1)
         return None if first is None or seconds <= 0 else round(max(0, known[-1] - first) / seconds)
     return known[-1]
 

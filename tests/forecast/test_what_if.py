@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 from helpers.run_histories import RunHistory, started_run, write_run
 
 from hpctrain.cli.main import cli
-from hpctrain.jobs.runs.what_if import what_if
+from hpctrain.forecast.what_if import what_if
 from hpctrain.telemetry.report.run_data import RunContext, read_run_data
+from hpctrain.telemetry.run_outcome import summarize_run
 
 SLOW = {"rank": 3, "host": "n7", "ratio": 2.0, "part": "compute", "lasting": True}
 #: A step of 0.4 s; typical ranks compute for 0.1 s less.
@@ -34,6 +36,34 @@ def test_without_stragglers_the_ranks_do_not_wait_between_first_and_last_report(
     history.after(0, "straggler", **SLOW, **TIMES).steps(201, 300, every=1, spent={"data": 0.0})
     # 0.1 s of 0.4 s, in 100 steps of 1 s.
     assert found(tmp_path, history) == {"without stragglers (rank 3 on n7)": pytest.approx(25)}
+
+
+def test_spare_node_saves_the_wait_for_a_new_allocation(tmp_path):
+    history = started_run()
+    for number in range(8):
+        first = 1 + 100 * number
+        for step in range(first, first + 100, 20):
+            history.steps(step, step + 19, every=10).after(0, "checkpoint", step=step + 19, seconds=0.1)
+        history.after(0, "failure", rank=0, cause="n1 is lost").after(0, "requeue", by="requeue")
+        history.after(3600, "started", nodes=2).after(5, "resumed", step=first + 99)
+    history.steps(801, 900, every=10).after(0, "finished", state="COMPLETED")
+    run = write_run(tmp_path / "run", history, backend="slurm", nodes=2)
+    data = read_run_data(run, RunContext(), now=history.now)
+    (saved_s,) = [one.saved_us / 1e6 for one in what_if(data) if one.change == "with one more spare node"]
+    # Eight hours of waiting; the simulation requeues at least after every fifth failure, which lost a node.
+    assert 600 < saved_s < 8 * 3700
+
+
+def test_shorter_time_limit_shows_the_wait_of_earlier_runs(tmp_path):
+    history = started_run(3600).steps(1, 60, every=10).after(0, "finished", state="COMPLETED")
+    run = write_run(tmp_path / "run", history, backend="slurm", nodes=2, time_limit_s=86_400.0)
+    data = read_run_data(run, RunContext(), now=history.now)
+    own = summarize_run(data)
+    earlier = [replace(own, started=own.submitted + wait_s, time_limit_s=900.0) for wait_s in (60, 100, 9000)]
+    assert not [one for one in what_if(data, earlier[:2]) if "--time" in one.change]
+    (found,) = [one for one in what_if(data, earlier) if "--time" in one.change]
+    assert found.change == "--time=00:15:00 instead of 1-00:00:00 (wait of 3 such runs)"
+    assert found.saved_us == 3500e6
 
 
 def test_damaged_straggler_event_saves_nothing(tmp_path):

@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, checkpoint_interval_s
+from hpctrain.forecast.run_forecast import RestartConditions
+from hpctrain.slurm.parsing import parse_time_limit
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.telemetry.report.advice import STEP_CATEGORIES, more_workers, steps_us
+from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData, WhatIf
 from hpctrain.telemetry.report.straggler_text import describe_rank
+from hpctrain.telemetry.run_outcome import RunOutcome, summarize_run
 from hpctrain.text import format_duration
 
 #: Changes that save a smaller fraction of the time are omitted.
 _MIN_SAVING = 0.01
+#: Number of simulated runs.
+_NUM_RUNS = 50
+#: Minimum number of runs to compare waits.
+_MIN_WAITS = 3
 #: Times per step in a `straggler` event.
 _PARTS = ("data", "compute", "exchange")
 
 
-def what_if(run_data: RunData) -> list[WhatIf]:
+def what_if(run_data: RunData, outcomes: Sequence[RunOutcome] = ()) -> list[WhatIf]:
     """Return changes with the time that each would have saved, largest first.
 
     The savings do not add up. docs/goodput.md has the formulas.
+
+    Args:
+        run_data: the run.
+        outcomes: outcomes of the other runs of the user, which show the waits of smaller requests.
     """
     if not run_data.breakdown.knows_lost_work:
         return []
-    found = [*_without_stragglers(run_data), *_other_interval(run_data), *_more_workers(run_data)]
+    found = [
+        *_without_stragglers(run_data),
+        *_other_interval(run_data),
+        *_more_workers(run_data),
+        *_spare_node(run_data),
+        *_smaller_request(run_data, outcomes),
+    ]
     least_us = _MIN_SAVING * run_data.breakdown.wall_us
     return sorted((one for one in found if one.saved_us > least_us), key=lambda one: -one.saved_us)
 
@@ -89,6 +107,39 @@ def _other_interval(run_data: RunData) -> Iterator[WhatIf]:
 
     every = f"checkpoints every {format_duration(best_s)} instead of {format_duration(now_s)}"
     yield WhatIf(every, round(1e6 * (cost_s(now_s) - cost_s(best_s))))
+
+
+def _spare_node(run_data: RunData) -> Iterator[WhatIf]:
+    """Compare simulated runs with the failure rate of this run, with and without another spare node."""
+    own = summarize_run(run_data)
+    if own is None or not own.failures or run_data.spec.get("backend") != "slurm":
+        return
+    conditions = RestartConditions.from_outcomes({**run_data.spec, "nodes": own.nodes}, [own])
+    pairs = [
+        [conditions.simulate(own.train_s, own.start_s, seed, more_spares=spares) for spares in (0, 1)]
+        for seed in range(_NUM_RUNS)
+    ]
+    saved_s = [without - with_spare for without, with_spare in pairs if without and with_spare]
+    if saved_s:
+        yield WhatIf("with one more spare node", round(1e6 * statistics.median(saved_s)))
+
+
+def _smaller_request(run_data: RunData, outcomes: Sequence[RunOutcome]) -> Iterator[WhatIf]:
+    """Compare the wait with that of runs of this size with the time limit for next time."""
+    own, later = summarize_run(run_data), [one for one in next_request(run_data) if one.option == "--time"]
+    if own is None or not later or (limit_s := parse_time_limit(later[0].next)) is None:
+        return
+    waits = [
+        one.wait_s
+        for one in outcomes
+        if (one.partition, one.nodes) == (own.partition, own.nodes)
+        and one.kind[0] == own.kind[0]
+        and one.time_limit_s is not None
+        and one.time_limit_s <= limit_s
+    ]
+    if len(waits) >= _MIN_WAITS:
+        change = f"--time={later[0].next} instead of {later[0].requested} (wait of {len(waits)} such runs)"
+        yield WhatIf(change, round(1e6 * (own.wait_s - statistics.median(waits))))
 
 
 def _more_workers(run_data: RunData) -> Iterator[WhatIf]:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cli.simulate import command
+from hpctrain.forecast.restart_simulation import DAY_S, Simulation, SimulationConfig
 from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
-from hpctrain.supervisor.restart_simulation import DAY_S, Simulation, SimulationConfig
 
 #: All budgets together: the table allows no more starts without a checkpoint.
 _MOST_STARTS = 3 + sum(row.retries or 0 for row in DEFAULT_RULES.values()) + 1

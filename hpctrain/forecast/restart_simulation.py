@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.restart_policy import EndKind, RestartPolicy
-from hpctrain.supervisor.monitors.scale_up import REQUEUE_HOLD_S, START_S
+from hpctrain.spec.restart_policy import REQUEUE_HOLD_S, START_S, EndKind, RestartPolicy
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,
@@ -74,6 +73,8 @@ class SimulationConfig:
     """Keep the state after failures that leave other ranks alive."""
     run_gpus: int | None = None
     """GPUs of a single run that lasts the whole period; None to simulate many runs."""
+    run_needs_s: float | None = None
+    """Training time of the single run until completion; None for the whole period."""
     spare_nodes: int = 0
     """Spare nodes of the single run."""
     max_failures: int = JobSpec.max_failures
@@ -193,7 +194,8 @@ class Simulation:
         """Return the single run, or runs for 1.2 times the available node time, so that some always wait."""
         if self._config.run_gpus is not None:
             nodes = self._config.run_gpus // self._config.gpus_per_node
-            spares, seconds = self._config.spare_nodes, self._config.days * DAY_S
+            spares, seconds = self._config.spare_nodes, self._config.run_needs_s
+            seconds = self._config.days * DAY_S if seconds is None else seconds
             yield SimulatedRun("run-0", nodes, nodes, spares, seconds, None)
             return
         most, left = max(1, self._config.num_nodes // 20), 1.2 * self._config.num_nodes * self._config.days
