@@ -67,7 +67,7 @@ _POSITIVE, _NOT_NEGATIVE = click.FloatRange(min=0, min_open=True), click.FloatRa
 @click.option(
     "--requeue-hold",
     type=_NOT_NEGATIVE,
-    default=120.0,
+    default=10.0,
     show_default=True,
     help="Seconds that Slurm holds a requeue.",
 )
