@@ -86,7 +86,7 @@ def _read(trial: RunDir) -> tuple[int, TrialValues]:
     try:
         record = read_json(trial.optuna_trial)
         return int(record["number"]), {name: str(value) for name, value in record["values"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise UserError(
             f"Cannot read the values of the trial in {str(trial.optuna_trial)!r}: {error}."
         ) from error

@@ -43,6 +43,7 @@ EXEMPT = {
         "training.base.rng._from_tensors",
         "training.data.sampler_plan.SamplerPlan._read",
         "training.data.shard_buffers.ShardBuffers.read",
+        "training.determinism.gradient_bucket.GradientBucket.read_peaks",
         "training.loop.optimizer_step.LrScaler.from_settings",
         "training.loop.step_sync.StepSync.read",
         "training.observe.compute_timer.ComputeTimer._read_sample",
@@ -69,6 +70,7 @@ EXEMPT = {
         "telemetry.loggers.dispatcher.LoggerDispatcher._read",
     },
     "part of functions in the tables, or composed of them": {
+        "cli.serve._read_logs",
         "cli.report.read_runs",
         "cluster.detection._detect_as",
         "cli.results_table.read_rows",
@@ -119,6 +121,7 @@ EXEMPT = {
         "runtime.program.program._parse_python_command",
     },
     "every error is caught by the caller and reported": {
+        "telemetry.live.http_server._Handler._read_form",
         "cli.on_cluster._read_status",
         "cluster.processes._read",
         "supervisor.workers.heartbeat_server.HeartbeatServer._read",
