@@ -21,6 +21,7 @@ from hpctrain.errors import (
     SchedulerError,
     SilentCorruption,
     SpecError,
+    StagingError,
     Unauthenticated,
     UserError,
     WaitTimeout,
@@ -92,6 +93,7 @@ __all__ = [
     "CorruptCheckpoint",
     "DiskFull",
     "BadLoss",
+    "StagingError",
     "Unauthenticated",
 ]
 

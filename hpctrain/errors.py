@@ -13,6 +13,7 @@
     ├── RendezvousError           exit 1: the ranks of a job did not form a group
     ├── BadLoss                   exit 1: the loss of a step is not finite, or far above previous losses
     ├── SilentCorruption          exit 1: the replicas of the state differ, so a device computed wrong results
+    ├── StagingError              exit 1: a file could not be copied to a node
     ├── Unauthenticated           exit 1: a peer did not prove that it belongs to the run
     └── CheckpointError           exit 1: a checkpoint could not be written or read
         ├── CorruptCheckpoint     a part of it is missing or changed

@@ -105,8 +105,8 @@ def test_run_without_reported_steps_is_shown_as_such(hpctrain, tmp_path):
     assert f"step   {message}" in hpctrain("top", "plain").stdout
     assert "the script reports no steps" in hpctrain("report", "plain", "--format", "md").stdout
     pages = RunPages(tmp_path / "runs")
-    assert '<td class="n">not reported</td>' in pages.page(None)
-    assert "the script reports no steps" in pages.page("plain")
+    assert 'data-name="step">not reported</td>' in pages.page(())
+    assert "the script reports no steps" in pages.page(("plain",))
 
 
 def test_list_prints_a_header_only_on_a_terminal(hpctrain, tmp_path):

@@ -175,7 +175,7 @@ PARSERS = [
         RunForecast.from_record,
         [json.dumps(OUTCOME["forecast"])],
         (ValueError,),
-        lambda text: RunForecast.from_record(json.loads(text)),
+        lambda text: RunForecast.from_record(files.parse_json_line(text, FOLDER) or {}),
     ),
     Parser(
         sweep_record.read_sweep,

@@ -141,7 +141,7 @@ def test_launcher_that_would_run_once_per_rank_gets_a_warning(tmp_path, monkeypa
 def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypatch, args, call):
     specs = []
 
-    def stop(submission, functions=()):
+    def stop(submission, *_, **__):
         specs.append(submission.spec)
         raise SpecError("not submitted")
 

@@ -104,9 +104,10 @@ def test_sampling_can_be_switched_off(script):
 
 def test_unwritable_telemetry_does_not_end_the_training(script):
     run = submit(script, "--backend=local", "--setup", f"touch {script.parent}/run/telemetry")
+    log = run.rank_log(0, 0)
+    wait_for(lambda: "node measurements have stopped" in log.read_text(), 30, "the end of the sampler")
     (run.path / "go-on").touch()
     assert hpctrain("wait", str(run.path)) == 0
-    assert "node measurements have stopped" in run.rank_log(0, 0).read_text()
 
 
 def test_interpreter_without_installed_package_is_sampled(tmp_path):
