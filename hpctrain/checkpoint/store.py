@@ -63,6 +63,7 @@ class CheckpointStore:
         retention: Retention | None = None,
         second_tier: Path | None = None,
         second_tier_bytes: int | None = None,
+        neighbor_copies: bool = False,
         patience_s: float = IO_TIMEOUT_S,
         records: tuple[Path, ...] = (),
         checked: Callable[[str], bool] | None = None,
@@ -76,6 +77,7 @@ class CheckpointStore:
             second_tier: a faster folder, per node or shared, for the local tier. Saves are first written to
                 this folder, and copied to `folder` in the background. A subfolder is created for this run.
             second_tier_bytes: capacity of that subfolder per node; half of its file system if None.
+            neighbor_copies: each rank also stores the file of a rank on another node in the local tier.
             patience_s: time without disk progress after which a save is aborted, in seconds.
             records: files that rank 0 writes; see `CheckpointDir`.
             checked: returns True for the keys of tensors that must be finite. None checks nothing.
@@ -95,6 +97,7 @@ class CheckpointStore:
                 self._target,
                 RankCoordinator(group, patience_s + _MARGIN_S),
                 limit_bytes=second_tier_bytes,
+                neighbor_copies=neighbor_copies,
                 on_copied=self._saver.on_copied,
                 on_failure=self._saver.on_copy_failed,
             )
@@ -107,6 +110,11 @@ class CheckpointStore:
         atexit.register(
             self._at_exit
         )  # runs before the exit handler of the process group, which was registered earlier
+
+    @property
+    def local_tier(self) -> LocalTier | None:
+        """The local tier; None if there is none, or if it cannot be used."""
+        return self._tier
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
         """Allocate the memory for copies of a state of these shapes, in the background.
@@ -128,6 +136,7 @@ class CheckpointStore:
         *,
         score: float | None = None,
         verified_step: int | None = None,
+        in_memory: bool = False,
     ) -> None:
         """Copy the state, then write and commit it in the background. All ranks must call this.
 
@@ -141,8 +150,9 @@ class CheckpointStore:
             rank_state: tensors of this rank only.
             score: quality of the state, to select the best checkpoints.
             verified_step: last step up to which the training was verified.
+            in_memory: do not copy this checkpoint from the local tier to `folder`.
         """
-        self._start_save(step, state, rank_state, score, verified_step, direct=False)
+        self._start_save(step, state, rank_state, score, verified_step, direct=False, in_memory=in_memory)
 
     def save(
         self,
@@ -289,6 +299,7 @@ class CheckpointStore:
         verified_step: int | None,
         *,
         direct: bool,
+        in_memory: bool = False,
     ) -> PendingSave:
         begun = time.monotonic()
         if self._in_flight is not None:
@@ -301,7 +312,7 @@ class CheckpointStore:
             self.state_bytes = staged.staged_file.num_bytes
         except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
             problem = describe_exception(error)
-        save = PendingSave(step, score, begun, staged, problem, direct, verified_step)
+        save = PendingSave(step, score, begun, staged, problem, direct, verified_step, in_memory)
         save.thread = threading.Thread(
             target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )

@@ -177,9 +177,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     Each checkpoint is compared completely before it is saved. If a rank differs, the run restarts without its
     node. None disables the comparison.
     """
-    emergency_checkpoints: bool = False
-    """True to save the state in memory when another rank fails, with `ddp` on CPUs.
+    emergency_checkpoints: bool | int = False
+    """True to keep the state in memory of the nodes, so that a failure repeats few steps.
 
+    With `ddp` on CPUs, another rank saves the state after a failure. Otherwise, the ranks copy the state as
+    often as 2% of the time allows, also to another node. A number is the most steps that a failure repeats.
     The random numbers of a step then depend only on seed, rank and step.
     """
     validate_every: int | Literal["epoch"] | None = "epoch"
@@ -290,6 +292,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         self._check_loss_guard()
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
+        if not isinstance(self.emergency_checkpoints, int) or self.emergency_checkpoints < 0:
+            raise UserError(
+                f"emergency_checkpoints is {self.emergency_checkpoints!r}, but must be True, False or the "
+                "number of steps that a failure may repeat (at least 1)."
+            )
         self.loggers = find_loggers(self.loggers)
         try:
             self.hparams = plain_hparams(self.hparams or {})

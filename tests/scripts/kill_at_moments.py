@@ -113,6 +113,7 @@ if __name__ == "__main__":
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--max-repeated", type=int, default=True)
     parser.add_argument("--memory", type=Path, help="folder with the memory of each node")
     args = parser.parse_args()
     if args.memory is not None:
@@ -123,7 +124,7 @@ if __name__ == "__main__":
         max_epochs=NUM_EPOCHS,
         global_batch_size=BATCH_SIZE,
         checkpoint_every=13,
-        emergency_checkpoints=True,
+        emergency_checkpoints=args.max_repeated,
         seed=1,
         record_samples=True,
         strategy=args.strategy,

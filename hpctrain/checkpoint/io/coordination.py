@@ -92,6 +92,28 @@ class RankCoordinator:
         self._communicate(waiting_for, exchange)
         return values
 
+    def exchange(
+        self, content: memoryview, target: int, sources: list[int], waiting_for: str
+    ) -> list[memoryview]:
+        """Send `content` to `target`; return the contents that `sources` send to this rank."""
+        sizes = self.all_gather(len(content), waiting_for)
+        received = [torch.empty(sizes[source], dtype=torch.uint8) for source in sources]
+
+        def transfer(group: dist.ProcessGroup) -> None:
+            pending: list[Any] = [
+                dist.irecv(tensor, self._members[source], group)
+                for source, tensor in zip(sources, received, strict=True)
+                if len(tensor)
+            ]
+            if content:
+                own = torch.frombuffer(content, dtype=torch.uint8)
+                pending.append(dist.isend(own, self._members[target], group))
+            for each in pending:
+                each.wait()
+
+        self._communicate(waiting_for, transfer)
+        return [memoryview(tensor.numpy()) for tensor in received]
+
     def count_flags(self, *flags: bool, waiting_for: str) -> list[int]:
         """Return, for each flag, the number of ranks on which it is set."""
         numbers = torch.tensor(flags, dtype=torch.int32)

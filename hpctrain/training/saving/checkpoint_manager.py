@@ -18,9 +18,11 @@ from hpctrain.checkpoint.store import (
     TierCopyFailed,
 )
 from hpctrain.errors import CheckpointError, DiskFull, UserError
+from hpctrain.text import format_size
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
+from hpctrain.training.saving.copy_schedule import CopySchedule
 
 #: Time after which a save is considered stuck.
 MAX_SAVE_S = 3600.0
@@ -38,6 +40,7 @@ class _InFlight:
     step: int
     since: float
     stall_s: float
+    in_memory: bool
 
 
 class CheckpointManager:
@@ -53,9 +56,17 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, parts: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
+        self,
+        parts: Components,
+        store: CheckpointStore,
+        schedule: CheckpointSchedule,
+        folder: Path,
+        copies: CopySchedule | None = None,
     ) -> None:
-        """Save to `store`, which stores the checkpoints in `folder`."""
+        """Save to `store`, which stores the checkpoints in `folder`, and copies in its local tier."""
+        self._copies, self._has_announced = copies, False
+        if copies is not None and store.local_tier is None:
+            copies.has_stopped = True  # the next checkpoint reports the reason
         self._store, self._schedule, self.folder = store, schedule, folder
         self._state, self._settings = parts.state, parts.settings
         self._log, self._progress = parts.log, parts.progress
@@ -97,11 +108,14 @@ class CheckpointManager:
         """See `CheckpointStore.load_newest`."""
         return self._store.load_newest(self._state.template())
 
-    def can_begin(self) -> bool:
+    def can_begin(self, *, in_memory: bool = False) -> bool:
         """Wait for the save in flight, within a limit; return true if another save can begin. Rank 0 only.
 
         The limit keeps the training running if a disk hangs.
         """
+        if in_memory:
+            assert self._copies is not None
+            return not self._copies.has_stopped and self._store.wait(_MAX_WAIT_S)
         if self._schedule.in_backoff:
             return False
         if self._in_flight is None:
@@ -124,8 +138,8 @@ class CheckpointManager:
             )
         return False
 
-    def async_save(self) -> None:
-        """Copy the current state, and write it in the background.
+    def async_save(self, *, in_memory: bool = False) -> None:
+        """Copy the current state, and write it in the background; with `in_memory`, only to the local tier.
 
         Raises:
             UserError: the metric that selects the best checkpoints is missing.
@@ -138,12 +152,17 @@ class CheckpointManager:
             self._state.step,
             self._state.tree(),
             rng.capture_rng_state(),
-            score=self._score(),
+            score=None if in_memory else self._score(),
             verified_step=self._state.verified_step,
+            in_memory=in_memory,
         )
         stall_s = time.monotonic() - begun
-        self._in_flight = _InFlight(self._state.step, begun, stall_s)
-        self._schedule.on_save_started(stall_s)
+        self._in_flight = _InFlight(self._state.step, begun, stall_s, in_memory)
+        if in_memory:
+            assert self._copies is not None
+            self._copies.on_started()
+        else:
+            self._schedule.on_save_started(stall_s)
 
     def save_result(self) -> None:
         """Save the state of the last step, and wait until it is written.
@@ -241,6 +260,11 @@ class CheckpointManager:
         for note in saved.notes:
             self._progress.print_message(f"hpctrain: {note}")
         fields: dict[str, Any] = {}
+        in_flight = self._in_flight
+        if in_flight is not None and in_flight.step == saved.step and in_flight.in_memory:
+            self._in_flight = None
+            self._record_copied(saved)
+            return
         if self._in_flight is not None and self._in_flight.step == saved.step:
             fields["stall_s"] = self._in_flight.stall_s
             self._in_flight = None
@@ -268,9 +292,47 @@ class CheckpointManager:
             **fields,
         )
 
+    def _record_copied(self, saved: CommittedSave) -> None:
+        """Record a copy in memory; report only the first one, because there may be many."""
+        copies, tier = self._copies, self._store.local_tier
+        assert copies is not None
+        assert tier is not None
+        copies.on_copied(saved.seconds)
+        if self._has_announced:
+            return
+        self._has_announced = True
+        # The staged copy, the newest copy, and the next one; received files also need a buffer.
+        sent, memory = 0, 3 * self.state_bytes
+        if tier.sources:
+            sent, memory = self.state_bytes, 6 * self.state_bytes
+        every = f"{copies.interval_s:.1f} s" if copies.every is None else f"{copies.every} steps"
+        self._progress.print_message(
+            f"hpctrain: each rank copies its state to memory every {every}; rank 0 needs "
+            f"{format_size(memory)} for copies, and sends {format_size(sent)} each time"
+        )
+        self._log.write_checkpoint(
+            saved.step,
+            saved.path,
+            saved.total_bytes,
+            saved.seconds,
+            tier="local",
+            every_steps=copies.every,
+            every_s=None if copies.every else copies.interval_s,
+            memory_bytes=memory,
+            sent_bytes=sent,
+        )
+
     def _record_failure(self, error: CheckpointError, reassurance: str) -> None:
+        if (
+            self._in_flight is not None
+            and self._in_flight.in_memory
+            and not isinstance(error, TierCopyFailed)
+        ):
+            assert self._copies is not None
+            self._in_flight, self._copies.has_stopped = None, True
+            reassurance = " Training continues without further copies in memory."
         # A failed copy to the run folder may belong to a save before the save in flight.
-        if self._in_flight is None or not isinstance(error, TierCopyFailed):
+        elif self._in_flight is None or not isinstance(error, TierCopyFailed):
             self._in_flight = None
             self.found_disk_full = isinstance(error, DiskFull)
             self._schedule.on_save_failed()

@@ -49,6 +49,7 @@ from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.lightning_hooks import lightning_base
 from hpctrain.training.module import Module, is_manual
 from hpctrain.training.optim.optimizer_setup import parameters_of
+from hpctrain.training.saving.copy_schedule import CopySchedule
 from hpctrain.training.saving.record_exchange import RecordExchange
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
 
@@ -92,6 +93,7 @@ class EmergencyCheckpoints:
         read_step: last step whose result this rank has received from all ranks.
         folder: the folder in the memory of this node.
         recovery: the state from which this attempt resumed, if it was an emergency checkpoint.
+        copies: schedule of copies in memory, if the other ranks lack the state of a failed rank.
     """
 
     def __init__(self, parts: Components, environ: Mapping[str, str], checked: Callable[[str], bool]) -> None:
@@ -111,6 +113,7 @@ class EmergencyCheckpoints:
         self.problem = self._find_problem(environ)
         if parts.settings.emergency_checkpoints:
             emergency_save.problem = self.problem
+        self.copies = self._plan_copies(environ)
         self.read_step = self._first_step = 0
         self.recovery: Recovery | None = None
         self._record: RankRecord | None = None
@@ -132,11 +135,24 @@ class EmergencyCheckpoints:
         self._buffer_versions = self._recorded_versions = self._num_values = 0
         self._buffers_change = False
 
+    def _plan_copies(self, environ: Mapping[str, str]) -> CopySchedule | None:
+        wanted = self._parts.settings.emergency_checkpoints
+        if self.problem is None or not wanted or not self._can_recover(environ):
+            return None
+        if self._parts.settings.on_bad_loss == "rollback":
+            return None  # cannot load local checkpoints
+        emergency_save.problem = f"{self.problem}. The next attempt loads the newest copy in memory"
+        return CopySchedule(None if wanted is True else wanted)
+
+    def _can_recover(self, environ: Mapping[str, str]) -> bool:
+        is_rank = self._parts.log.run is not None and emergency_save.is_available
+        return is_rank and VERIFY_STEPS_VARIABLE not in environ
+
     def _find_problem(self, environ: Mapping[str, str]) -> str | None:
         """Return the reason why this training has no emergency checkpoints, or None."""
         parts, module = self._parts, self._parts.module
         strategy, state = parts.strategy, parts.state
-        if parts.log.run is None or not emergency_save.is_available or VERIFY_STEPS_VARIABLE in environ:
+        if not self._can_recover(environ):
             return "hpctrain did not start this process as a rank"
         if not parts.settings.emergency_checkpoints:
             return "emergency_checkpoints is False"
@@ -161,6 +177,10 @@ class EmergencyCheckpoints:
         if any(type(each).get_extra_state is not nn.Module.get_extra_state for each in module.modules()):
             return f"{type(module).__name__} defines get_extra_state"
         return None
+
+    def copy_folder(self, local_checkpoints: Path | None) -> Path | None:
+        """Return the folder for copies, by default in memory; `local_checkpoints` if there are no copies."""
+        return _SHARED_MEMORY if self.copies and local_checkpoints is None else local_checkpoints
 
     def arm(self) -> None:
         """Allow emergency checkpoints of the current state."""

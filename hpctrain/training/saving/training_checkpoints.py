@@ -67,6 +67,7 @@ class TrainingCheckpoints:
         )
         checked = is_trained({"module": parts.module, "optimizers": None})
         self.emergency = EmergencyCheckpoints(parts, environ, checked)
+        self._copies = self.emergency.copies
         self._manager: CheckpointManager | None = None
         self._prepared = False
         limit = environ.get(VERIFIED_STEP_VARIABLE)
@@ -76,11 +77,14 @@ class TrainingCheckpoints:
                 run.checkpoints,
                 parts.context.cpu_group,
                 retention=KEEP_ALL if self._verification else parts.settings.retention,
-                second_tier=None if self._verification else parts.settings.second_tier(environ),
+                second_tier=None
+                if self._verification
+                else self.emergency.copy_folder(parts.settings.second_tier(environ)),
+                neighbor_copies=self._copies is not None,
                 records=(run.metrics, run.events),
                 checked=checked,
             )
-            self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints)
+            self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints, self._copies)
 
     def __enter__(self) -> Self:
         return self
@@ -109,9 +113,18 @@ class TrainingCheckpoints:
             self._prepared = True
             self._manager.prepare()
         self._manager.collect_finished()
-        return self._context.ranks.is_main and self._schedule.is_due_by_time()
+        is_due = self._schedule.is_due_by_time() or (
+            self._copies is not None and self._copies.is_due_by_time()
+        )
+        return self._context.ranks.is_main and is_due
 
     def due(self) -> bool:
+        """Return true if a checkpoint or a copy is due after this step."""
+        return self._is_checkpoint_due() or (
+            self._copies is not None and self._copies.is_due_by_step(self._state.step)
+        )
+
+    def _is_checkpoint_due(self) -> bool:
         """Return true if a checkpoint is due after this step: by number, for its score, or at the end."""
         state = self._state
         if self._verification is not None:
@@ -138,13 +151,24 @@ class TrainingCheckpoints:
             self._manager.close()
             assert self._log.run is not None
             self._verification.end_run(self._log.run, self._context)
-        elif self._verification is not None and self._state.step not in self._verification.saved:
-            return
-        elif self._context.broadcast_from_main(self._context.ranks.is_main and self._manager.can_begin()):
-            self._manager.async_save()
-            if not self._settings.checkpoint_async:
-                self._manager.wait()
-                self._manager.collect_finished()
+        elif self._verification is None or self._state.step in self._verification.saved:
+            self._begin_save(self._manager)
+
+    def _begin_save(self, manager: CheckpointManager) -> None:
+        in_memory = self._is_copy_due()
+        begins = self._context.ranks.is_main and manager.can_begin(in_memory=in_memory)
+        begins, in_memory = self._context.broadcast_from_main((begins, in_memory))
+        if begins:
+            manager.async_save(in_memory=in_memory)
+            if not self._settings.checkpoint_async and not in_memory:
+                manager.wait()
+                manager.collect_finished()
+
+    def _is_copy_due(self) -> bool:
+        """Return true if a copy in memory is due, but no checkpoint. Rank 0 only."""
+        if self._copies is None or self._is_checkpoint_due() or self._schedule.is_due_by_time():
+            return False
+        return self._copies.is_due_by_step(self._state.step) or self._copies.is_due_by_time()
 
     def _save_result(self, manager: CheckpointManager) -> None:
         """Save the state of the last step; wait for space if the disk is full."""

@@ -1,0 +1,123 @@
+"""Copies of sharded states in memory, by ranks on separate nodes, whose memory is a folder of each rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import run_on_ranks
+from torch import nn
+
+import hpctrain
+from hpctrain.errors import UserError
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
+from hpctrain.runtime.program.emergency_save import emergency_save
+from hpctrain.training.saving import emergency_checkpoints
+from hpctrain.training.saving.copy_schedule import CopySchedule
+
+LAST_STEP, FAILED_STEP, MAX_REPEATED = 12, 9, 2
+
+
+class Net(hpctrain.Module):
+    def __init__(self, failed_step: int | None) -> None:
+        super().__init__()
+        self.failed_step, self.step = failed_step, 0
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        self.step += 1
+        if self.step == self.failed_step:
+            raise RuntimeError("Connection closed by peer")
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def train(folder: Path, strategy: str, attempt: int, failed_step: int | None = None) -> None:
+    """Train as a rank of its own node."""
+    rank = os.environ["RANK"]
+    memory = folder / f"memory-{rank}"
+    memory.mkdir(parents=True, exist_ok=True)
+    emergency_checkpoints._SHARED_MEMORY = memory
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": "2"}
+    os.environ |= {**node, ATTEMPT_VARIABLE: str(attempt)}
+    emergency_save.is_available = True
+    trainer = hpctrain.Trainer(
+        max_steps=LAST_STEP,
+        global_batch_size=8,
+        checkpoint_every=5,
+        seed=4,
+        strategy=strategy,
+        run_dir=folder / "run",
+        gradient_clip_norm=1.0,
+        emergency_checkpoints=MAX_REPEATED,
+    )
+    trainer.fit(Net(failed_step), torch.randn(96, 3, generator=torch.Generator().manual_seed(2)))
+
+
+def fail(folder: Path, strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        train(folder, strategy, 0, FAILED_STEP)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+def test_lost_nodes(tmp_path, strategy):
+    """One lost node costs few steps; without both replicas of a part, the checkpoint is loaded."""
+    undisturbed, run = tmp_path / "undisturbed", RunDir(tmp_path / "failed" / "run")
+    run_on_ranks(train, undisturbed, strategy, 0)
+    for lost in ([], [1], [0, 1]):
+        shutil.rmtree(tmp_path / "failed", ignore_errors=True)
+        run_on_ranks(fail, tmp_path / "failed", strategy)
+        for rank in lost:
+            shutil.rmtree(tmp_path / "failed" / f"memory-{rank}")
+        run_on_ranks(train, tmp_path / "failed", strategy, 1)
+        (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
+        if len(lost) < 2:
+            assert FAILED_STEP - 1 - resumed <= MAX_REPEATED, lost
+        else:
+            assert resumed == 5
+        assert losses(run) == losses(RunDir(undisturbed / "run")), lost
+        copied = next(event for event in run.read_events() if "memory_bytes" in event)
+        assert copied["memory_bytes"] == 6 * copied["sent_bytes"] > 0
+        assert not list((tmp_path / "failed").glob("memory-*/*"))
+
+
+def losses(run: RunDir) -> dict[int, tuple[float, float]]:
+    """Return the loss and the norm of each step, the later ones if it was trained twice."""
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics)}
+
+
+def test_interval_by_cost():
+    now = 0.0
+    schedule = CopySchedule(None, lambda: now)
+    assert schedule.is_due_by_time()
+    schedule.on_started()
+    now = 1000.0
+    assert not schedule.is_due_by_time()
+    schedule.on_copied(2.0)
+    now = 99.0
+    assert not schedule.is_due_by_time()
+    now = 100.0
+    assert schedule.is_due_by_time()
+    schedule.has_stopped = True
+    assert not schedule.is_due_by_time()
+
+
+@pytest.mark.parametrize(("most", "every"), [(1, 1), (2, 1), (3, 2), (10, 5)])
+def test_interval_by_number(most, every):
+    schedule = CopySchedule(most)
+    assert not schedule.is_due_by_time()
+    assert [step for step in range(1, 21) if schedule.is_due_by_step(step)] == [*range(every, 21, every)]
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "auto"])
+def test_invalid_number(value):
+    with pytest.raises(UserError, match="emergency_checkpoints"):
+        hpctrain.Trainer(max_steps=1, global_batch_size=1, emergency_checkpoints=value)
