@@ -112,7 +112,7 @@ class RankCoordinator:
                 each.wait()
 
         self._communicate(waiting_for, transfer)
-        return [memoryview(tensor.numpy()) for tensor in received]
+        return [tensor.numpy().data for tensor in received]
 
     def count_flags(self, *flags: bool, waiting_for: str) -> list[int]:
         """Return, for each flag, the number of ranks on which it is set."""

@@ -88,6 +88,11 @@ class History:
                     agreed = True
                 case "resumed":
                     limit = None
+                    # Copies of the state in memory are not recorded when they are saved.
+                    if (event.get("step") or 0) > newest:
+                        newest, progressed = event["step"], True
+                        for count in (failures, crashes, stops):
+                            count.clear()
                 case "emergency_checkpoint" if event["step"] is not None:
                     names = ("step", "read", "trained", "buffers_change", "files", "world_size")
                     emergency = {name: event.get(name) for name in names}
