@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
+from helpers.waiting import wait_for
 from torch import nn
 
 import hpctrain
@@ -23,15 +24,16 @@ LAST_STEP, FAILED_STEP, MAX_REPEATED = 12, 9, 2
 
 
 class Net(hpctrain.Module):
-    def __init__(self, failed_step: int | None) -> None:
+    def __init__(self, failed_step: int | None, checkpoint: Path) -> None:
         super().__init__()
-        self.failed_step, self.step = failed_step, 0
+        self.failed_step, self.step, self.checkpoint = failed_step, 0, checkpoint
         self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 
     def training_step(self, batch, batch_idx):
         loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
         self.step += 1
         if self.step == self.failed_step:
+            wait_for(self.checkpoint.exists, 30, "the checkpoint in the run folder")
             raise RuntimeError("Connection closed by peer")
         return loss
 
@@ -45,7 +47,8 @@ def train(folder: Path, strategy: str, attempt: int, failed_step: int | None = N
     memory = folder / f"memory-{rank}"
     memory.mkdir(parents=True, exist_ok=True)
     emergency_checkpoints._SHARED_MEMORY = memory
-    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": "2"}
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
+    node["GROUP_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     os.environ |= {**node, ATTEMPT_VARIABLE: str(attempt)}
     emergency_save.is_available = True
     trainer = hpctrain.Trainer(
@@ -58,7 +61,8 @@ def train(folder: Path, strategy: str, attempt: int, failed_step: int | None = N
         gradient_clip_norm=1.0,
         emergency_checkpoints=MAX_REPEATED,
     )
-    trainer.fit(Net(failed_step), torch.randn(96, 3, generator=torch.Generator().manual_seed(2)))
+    checkpoint = folder / "run" / "checkpoints" / "step-00000005"
+    trainer.fit(Net(failed_step, checkpoint), torch.randn(96, 3, generator=torch.Generator().manual_seed(2)))
 
 
 def fail(folder: Path, strategy: str) -> None:
@@ -87,6 +91,18 @@ def test_lost_nodes(tmp_path, strategy):
         copied = next(event for event in run.read_events() if "memory_bytes" in event)
         assert copied["memory_bytes"] == 6 * copied["sent_bytes"] > 0
         assert not list((tmp_path / "failed").glob("memory-*/*"))
+
+
+@pytest.mark.ranks
+def test_killed_only_rank(tmp_path):
+    """A run on one node has no survivors; its memory outlives the process."""
+    undisturbed, run = tmp_path / "undisturbed", RunDir(tmp_path / "failed" / "run")
+    run_on_ranks(train, undisturbed, "ddp", 0, world_size=1)
+    run_on_ranks(fail, tmp_path / "failed", "ddp", world_size=1)
+    run_on_ranks(train, tmp_path / "failed", "ddp", 1, world_size=1)
+    (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
+    assert FAILED_STEP - 1 - resumed <= MAX_REPEATED
+    assert losses(run) == losses(RunDir(undisturbed / "run"))
 
 
 def losses(run: RunDir) -> dict[int, tuple[float, float]]:
