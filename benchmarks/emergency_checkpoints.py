@@ -3,8 +3,10 @@
     python benchmarks/emergency_checkpoints.py [--rounds N] [--kills N] [--ranks N]
 
 For the cost of a step, two ranks train a small model alternately with and without emergency checkpoints, in
-the same processes. Each rank is a node, so the ranks also exchange their records. The CPU time includes all
-threads of a rank, and depends less on other work on the machine than the time of a step.
+the same processes. Each rank is a node, so the ranks also exchange their records, or with `zero1` the copies
+of their states. The CPU time includes all threads of a rank, and depends less on other work on the machine
+than the time of a step. The memory for copies is that of the files on the node of rank 0, and of two copies
+of the state in its process.
 
 For the time after a kill, the last rank of a run is killed repeatedly. Before each kill, the benchmark waits
 for some steps and, with hpctrain, for standby workers. torchrun restarts the script of `restart.py`, which
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import restart
 import torch
@@ -72,8 +75,8 @@ settings = {"max_steps": 1_000_000, "global_batch_size": 32, "checkpoint_every":
 hpctrain.Trainer(emergency_checkpoints=True, callbacks=[Steps()], **settings).fit(Net(), data)
 """
 WIDTH, BATCH, LAYERS = 512, 128, 4
-#: Steps of a round.
-STEPS = 60
+#: Steps of a round, and the limit of the ratio. Copies are rare, so their cost is an average over many steps.
+COSTS = {"ddp": (60, 1.01), "zero1": (300, 1.02)}
 
 
 def main() -> None:
@@ -81,25 +84,26 @@ def main() -> None:
     results.parser.add_argument("--rounds", type=int, default=10)
     results.parser.add_argument("--kills", type=int, default=20)
     results.parser.add_argument("--ranks", type=int, default=4)
-    results.parser.add_argument("--as-rank", action="store_true", help="internal: train as one of two ranks")
+    results.parser.add_argument("--as-rank", choices=COSTS, help="internal: train as one of two ranks")
     options = results.parse()
     if options.as_rank:
-        print(json.dumps(train_alternately(options.rounds)))
+        print(json.dumps(train_alternately(options.as_rank, options.rounds)))
         return
-    add_costs(results, options.rounds)
+    for strategy in COSTS:
+        add_costs(results, strategy, options.rounds)
     add_recoveries(results, options.ranks, options.kills)
     results.finish()
 
 
-def add_costs(results: Results, rounds: int) -> None:
+def add_costs(results: Results, strategy: str, rounds: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--as-rank", f"--rounds={rounds}"],
+                [sys.executable, __file__, "--as-rank", strategy, f"--rounds={rounds}"],
                 env={**environ, "RANK": str(rank), "GROUP_RANK": str(rank), "HPCTRAIN_RUN_DIR": folder},
                 stdout=subprocess.PIPE,
                 text=True,
@@ -109,55 +113,71 @@ def add_costs(results: Results, rounds: int) -> None:
         outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         sys.exit("a rank failed")
-    plain, armed = (json.loads(outputs[0].splitlines()[-1])[name] for name in ("plain", "armed"))
-    for what, i in (("step", 0), ("CPU time of a step", 1)):
-        ratios = [a[i] / p[i] for a, p in zip(armed, plain, strict=True)]
-        results.add(f"{what}, without emergency checkpoints", [p[i] * 1e3 for p in plain], "ms")
-        results.add(f"{what}, with ÷ without", ratios, limit=1.01 if i == 0 else None, headline=i == 0)
-    added = [(a[1] - p[1]) * 1e6 for a, p in zip(armed, plain, strict=True)]
-    results.add("additional CPU time of a step", added, "µs")
+    measured = json.loads(outputs[0].splitlines()[-1])
+    for i, name in enumerate(("step", "CPU time of a step")):
+        plain, armed = ([each[i] for each in measured[kind]] for kind in ("plain", "armed"))
+        results.add(
+            f"{strategy}: {name}, without emergency checkpoints", [1e3 * each for each in plain], "ms"
+        )
+        ratios = [with_ / without for with_, without in zip(armed, plain, strict=True)]
+        limit = COSTS[strategy][1] if i == 0 else None
+        results.add(f"{strategy}: {name}, with ÷ without", ratios, limit=limit, headline=i == 0)
+    if measured["memory"]:
+        results.add(f"{strategy}: seconds between copies", measured["every_s"], "s")
+        results.add(f"{strategy}: memory for copies, measured ÷ announced", measured["memory"], limit=1.0)
 
 
-def train_alternately(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the median time and the CPU time of a step in each round, as one of two ranks."""
+def train_alternately(strategy: str, rounds: int) -> dict[str, Any]:
+    """Return the time and the CPU time of a step in each round, and data on copies, as one of two ranks."""
     import hpctrain
     from hpctrain.runtime.program.emergency_save import emergency_save
+    from hpctrain.training.saving import emergency_checkpoints
 
     class Net(hpctrain.Module):
-        def __init__(self, clock: Clock) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.clock = clock
+            self.clock, self.cpu_times = Clock(), list[float]()
             self.net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
         def training_step(self, batch, _batch_idx):
             self.clock.tick()
-            cpu_times.append(time.process_time())
+            self.cpu_times.append(time.process_time())
+            if is_warm_up:
+                sizes.append(sum(path.stat().st_size for path in memory.rglob("*") if path.is_file()))
             return self.net(batch[0]).square().mean()
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
     emergency_save.is_available = True
-    cpu_times: list[float] = []
     data = torch.utils.data.TensorDataset(torch.randn(4096, WIDTH))
-    measured: dict[str, list[tuple[float, float]]] = {"plain": [], "armed": []}
-    folder = Path(os.environ.pop("HPCTRAIN_RUN_DIR"))
+    measured: dict[str, list[Any]] = {"plain": [], "armed": [], "every_s": [], "memory": []}
+    folder, steps = Path(os.environ.pop("HPCTRAIN_RUN_DIR")), COSTS[strategy][0]
+    memory = emergency_checkpoints._SHARED_MEMORY = folder / f"memory-{os.environ['RANK']}"
+    memory.mkdir()
     for number in range(-1, rounds):
-        for name, seconds in measured.items():
-            clock = Clock()
-            cpu_times.clear()
+        for name in ("plain", "armed"):
+            is_warm_up, sizes, module = number < 0, [0], Net()
+            run = RunDir(folder / f"{name}-{number}")
             trainer = hpctrain.Trainer(
-                max_steps=STEPS,
+                max_steps=steps,
                 global_batch_size=2 * BATCH,
                 checkpoint_every=None,
-                run_dir=folder / f"{name}-{number}",
+                strategy=strategy,
+                run_dir=run.path,
                 emergency_checkpoints=name == "armed",
             )
-            trainer.fit(Net(clock), data)
-            if number >= 0:
-                counted = cpu_times[WARM_UP:]
-                spent = (counted[-1] - counted[0]) / (len(counted) - 1)
-                seconds.append((statistics.median(clock.steps()), spent))
+            trainer.fit(module, data)
+            copied = next((e for e in run.read_events() if "memory_bytes" in e), None)
+            if is_warm_up and copied is not None:
+                in_process = 2 * copied["sent_bytes"]
+                measured["memory"].append((max(sizes) + in_process) / copied["memory_bytes"])
+            elif not is_warm_up:
+                mean = statistics.median if strategy == "ddp" else statistics.fmean
+                spent = module.cpu_times[-1] - module.cpu_times[WARM_UP]
+                time_s, cpu_s = mean(module.clock.steps()), spent / (steps - WARM_UP - 1)
+                measured[name].append((time_s, cpu_s))
+                measured["every_s"] += [] if copied is None else [copied["every_s"]]
     return measured
 
 

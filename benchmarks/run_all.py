@@ -46,7 +46,7 @@ class Section:
 SECTIONS = (
     Section("Restart", "restart", "--rounds 3"),
     Section("Emergency checkpoints", "emergency_checkpoints", "--rounds 5 --kills 5"),
-    Section("Preemption", "preemption", "--rounds 1"),
+    Section("Preemption", "preemption", "--rounds 1 --slurm installed 24.11 26.05"),
     Section("Start-up from local disks", "stage", "--rounds 1"),
     Section("Training step", "step_overhead", "--rounds 5"),
     Section("Elastic determinism", "elastic_determinism", "--rounds 5 --steps 8"),
