@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from helpers.commands import environment
+from hpctrain.errors import EXIT_CONTINUE
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -85,8 +86,11 @@ def start_process(target: Callable[..., None], arguments: Sequence[object]) -> B
 
 
 def _wait_for_all(processes: list, timeout: float) -> str | None:
-    """Wait until all have exited with 0; return the first problem otherwise."""
-    deadline = time.monotonic() + timeout
+    """Wait until all have exited with 0; return the first problem otherwise.
+
+    If a rank stops, the others do so, too, so they are not killed.
+    """
+    deadline, stop = time.monotonic() + timeout, None
     running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
     while running:
         ready = wait(list(running), max(0.0, deadline - time.monotonic()))
@@ -95,9 +99,11 @@ def _wait_for_all(processes: list, timeout: float) -> str | None:
         for sentinel in ready:
             rank, process = running.pop(sentinel)
             process.join()
-            if process.exitcode:
+            if process.exitcode == EXIT_CONTINUE:
+                stop = stop or f"exit code {process.exitcode} of rank {rank}"
+            elif process.exitcode:
                 return f"exit code {process.exitcode} of rank {rank}"
-    return None
+    return stop
 
 
 def free_port() -> int:

@@ -51,8 +51,12 @@ log.write_text(f"hello from attempt {{attempt}}\\n")
 match spec.args:
     case ("sleep",):
         time.sleep(60)
-    case ("nap",):
-        time.sleep(0.3)
+    case ("meet", count):
+        begin = spec.array_task - spec.array_task % int(count)
+        others = [RunDir(run.path.parent).task(task) for task in range(begin, begin + int(count))]
+        deadline = time.monotonic() + 20
+        while not all(other.attempts() for other in others) and time.monotonic() < deadline:
+            time.sleep(0.01)
     case ("vanish",):
         sys.exit(9)
     case ("vanish-1",):

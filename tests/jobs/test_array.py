@@ -45,7 +45,7 @@ def max_concurrent(run: Run) -> int:
 
 @pytest.mark.parametrize(("array", "at_once"), [("0-3", 1), ("0-5%3", 3)])
 def test_tasks_run_in_their_own_folders_within_the_throttle(prepared, array, at_once):
-    submission = prepared("nap", array=array, run_dir="r")
+    submission = prepared("meet", str(at_once), array=array, run_dir="r")
     run = submit_prepared(submission)
     assert run.wait(timeout=30).state is RunState.COMPLETED
     assert max_concurrent(run) == at_once

@@ -7,13 +7,14 @@ import math
 import pytest
 
 from hpctrain.supervisor.workers.hang_detection import HangDetector, PhaseLimits, RankSnapshot, blocking_ranks
+from hpctrain.supervisor.workers.rank_monitor import describe_hang
 
 
 def trained_detector(
     steps: int, seconds: float, ranks: int = 2, floor_s: float | None = 60.0
 ) -> HangDetector:
     """Return a detector after that many steps, each of that many seconds."""
-    detector = HangDetector(PhaseLimits(floor_s))
+    detector = HangDetector(PhaseLimits(floor_s), 0.0)
     for step in range(steps + 1):
         for rank in range(ranks):
             detector.on_heartbeat(rank, "step", step, step, step * seconds)
@@ -36,7 +37,7 @@ def test_limit_grows_with_the_longest_step():
 
 def test_learned_durations_survive_an_attempt():
     limits = trained_detector(5, 20.0).limits
-    restored = HangDetector(PhaseLimits(60.0, dict(limits.max_duration_s)))
+    restored = HangDetector(PhaseLimits(60.0, dict(limits.max_duration_s)), 0.0)
     restored.on_heartbeat(0, "step", 1, 1, 0.0)
     assert restored.find_hang(199.0) is None
     assert restored.find_hang(201.0) is not None
@@ -57,7 +58,7 @@ def test_phase_with_the_longest_limit_counts():
 
 def test_last_phase_of_a_silent_rank_does_not_count():
     """A rank that holds Python's lock in its fifth step sent its last heartbeat before the first."""
-    detector = HangDetector(PhaseLimits(60.0, {"load": 40.0}))
+    detector = HangDetector(PhaseLimits(60.0, {"load": 40.0}), 0.0)
     detector.on_heartbeat(1, "load", 0, 1, 0.0)
     for second in range(100):
         detector.on_heartbeat(0, "step", 5, 5, float(second))
@@ -84,13 +85,13 @@ def test_first_step_may_take_longer():
 
 
 def test_end_of_a_script_has_no_limit():
-    detector = HangDetector(PhaseLimits(60.0))
+    detector = HangDetector(PhaseLimits(60.0), 0.0)
     detector.on_heartbeat(0, "end", 0, 0, 0.0)
     assert detector.find_hang(1e9) is None
 
 
 def test_idle_start_has_a_longer_limit():
-    detector = HangDetector(PhaseLimits(60.0))
+    detector = HangDetector(PhaseLimits(60.0), 0.0)
     detector.on_heartbeat(0, "start", 0, 0, 0.0)
     assert detector.find_hang(360.0) is None
     assert detector.find_hang(361.0) is not None
@@ -99,7 +100,7 @@ def test_idle_start_has_a_longer_limit():
 
 
 def test_busy_script_without_steps_hangs_after_twelve_times_the_limit():
-    detector = HangDetector(PhaseLimits(60.0))
+    detector = HangDetector(PhaseLimits(60.0), 0.0)
     detector.on_heartbeat(0, "script", 5, 5, 0.0)
     for second in range(1, 800):
         detector.on_heartbeat(0, "script", 5, 5 + second, float(second))
@@ -108,7 +109,7 @@ def test_busy_script_without_steps_hangs_after_twelve_times_the_limit():
 
 
 def test_idle_script_hangs_after_the_limit_and_evaluations_extend_step_gaps():
-    detector = HangDetector(PhaseLimits(60.0))
+    detector = HangDetector(PhaseLimits(60.0), 0.0)
     detector.on_heartbeat(0, "script", 5, 5, 0.0)
     assert detector.find_hang(61.0).limit_s == 60.0
     for second in range(1, 200):
@@ -120,6 +121,22 @@ def test_idle_script_hangs_after_the_limit_and_evaluations_extend_step_gaps():
 def test_no_hang_is_detected_without_a_floor():
     assert trained_detector(5, 1.0, floor_s=None).find_hang(1e9) is None
     assert PhaseLimits(None).limit_s("step") == math.inf
+
+
+def test_ranks_that_never_connect_hang_if_earlier_ranks_connected():
+    first = HangDetector(PhaseLimits(60.0), 0.0)
+    assert first.find_hang(1e9) is None
+    first.on_heartbeat(0, "start", 0, 0, 50.0)
+    second = HangDetector(first.limits, 1000.0)
+    second.discount_pause(10.0)
+    assert second.find_hang(1510.0) is None
+    stuck = second.find_hang(1511.0)
+    assert stuck is not None
+    assert (stuck.seconds, stuck.limit_s) == (501.0, 500.0)
+    assert describe_hang(stuck, {}, [], [], str) == (
+        "hung: no rank made progress for 501 s (limit 500 s); no rank has connected to the supervisor in "
+        "this attempt"
+    )
 
 
 def test_disconnected_ranks_do_not_hang():

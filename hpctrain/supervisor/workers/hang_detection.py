@@ -90,14 +90,23 @@ class HangInfo:
 
 
 class HangDetector:
-    """Tracks the ranks of one attempt. The caller passes the time, in seconds."""
+    """Tracks the ranks of one attempt, which starts `now`. The caller passes the time, in seconds.
 
-    def __init__(self, limits: PhaseLimits) -> None:
+    Ranks that never connect count as stuck only if ranks of an earlier attempt have connected, because some
+    programs send no messages.
+    """
+
+    def __init__(self, limits: PhaseLimits, now: float) -> None:
         self.limits = limits
         self.ranks: dict[int, RankProgress] = {}
+        #: Start of the attempt, until the first rank connects.
+        self._waiting_since: float | None = now
 
     def on_heartbeat(self, rank: int, phase: str, step: int, progress_count: int, now: float) -> None:
         """Handle a heartbeat."""
+        if self._waiting_since is not None:
+            self.limits.record(RankPhase.START, now - self._waiting_since)
+            self._waiting_since = None
         state = self.ranks.get(rank)
         if state is None:
             self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, now)
@@ -125,12 +134,17 @@ class HangDetector:
             state.since += seconds
             state.last_message_at += seconds
             state.last_step_at += seconds
+        if self._waiting_since is not None:
+            self._waiting_since += seconds
 
     def find_hang(self, now: float) -> HangInfo | None:
         """Return a `HangInfo` if the attempt hangs, else None.
 
         The last phase of a silent rank does not extend the limit while other ranks report their phases.
         """
+        if self._waiting_since is not None and RankPhase.START in self.limits.max_duration_s:
+            seconds, limit_s = now - self._waiting_since, self.limits.limit_s(RankPhase.START)
+            return HangInfo(seconds, limit_s) if seconds > limit_s else None
         if not self.ranks:
             return None
         states = self.ranks.values()

@@ -90,7 +90,8 @@ class RankMonitor:
         self._send, self._emit, self._host_of, self._world_size = send, emit, host_of, world_size
         self._stop_agreement = StopAgreement(world_size, send)
         self._emergency = EmergencyRequest(send, emit)
-        self._hang_detector, self._straggler_detector = HangDetector(limits), StragglerDetector(world_size)
+        self._hang_detector = HangDetector(limits, system.monotonic())
+        self._straggler_detector = StragglerDetector(world_size)
         self._probe: _HangProbe | None = None
         self._stopped = False
         self._empty_since: float | None = None
@@ -292,8 +293,10 @@ def describe_hang(
 ) -> str:
     """Describe a hang in one sentence."""
     text = f"hung: no rank made progress for {hang.seconds:.0f} s (limit {hang.limit_s:.0f} s)"
+    if not snapshots and not silent:
+        return f"{text}; no rank has connected to the supervisor in this attempt"
     if not missing:
-        places = ", ".join(sorted({one.place for one in snapshots.values()})) or "not reported"
+        places = ", ".join(sorted({one.place for one in snapshots.values()}))
         return f"{text}; the rank that the others are waiting for is unknown; positions: {places}"
     first = missing[0]
     where = f"rank {first} on {host_of(first)}"
