@@ -16,9 +16,10 @@ from hpctrain.supervisor.main import main  # noqa: E402
 
 exit_code = main(sys.argv[1:], os.environ, deaths=deaths)
 kill_session(os.environ)
-if exit_code and "SLURM_JOB_ID" in os.environ:
-    prepare_job_end(os.environ)
-    # Python's cleanup delays the next start.
-    sys.stdout.flush()
-    system.exit_now(exit_code)
+if "SLURM_JOB_ID" in os.environ:
+    prepare_job_end(os.environ, exit_code)
+    if exit_code:
+        # Python's cleanup delays the next start.
+        sys.stdout.flush()
+        system.exit_now(exit_code)
 sys.exit(exit_code)

@@ -115,6 +115,8 @@ class SimConfig:
     submit_delay_s: float
     """Seconds after the submission at which `submit` records the job."""
     yield_probability: float
+    keeps_warnings: bool
+    """True if a job that was warned of a preemption is requeued when a later start completes."""
 
 
 def make_config(seed: int, run_dir: str) -> SimConfig:
@@ -164,6 +166,8 @@ def make_config(seed: int, run_dir: str) -> SimConfig:
         agrees_through_supervisor=rng.random() < 0.3,
         submit_delay_s=rng.choice((0.0, 0.1, 1.0)),
         yield_probability=rng.choice((0.0, 0.05, 0.3)),
+        # Drawn separately, so that the other properties of a seed do not change.
+        keeps_warnings=random.Random(f"warnings-{seed}").random() < 0.5,
     )
 
 

@@ -60,6 +60,8 @@ class Job:
     num_starts: int = 0
     explicit_start: float | None = None
     was_requeued_by_slurm: bool = False
+    was_warned: bool = False
+    can_be_requeued: bool = True
     is_by_hand: bool = False
     """True if the user submitted the script again, for this job or a predecessor."""
 
@@ -233,9 +235,13 @@ class SimSlurm:
         self.scheduler.trace("preempt", job.name)
         if self.site.grace_s:
             self.signal_steps(job, signal.SIGTERM)
-        requeues = self.site.preempt_mode == "REQUEUE" and self.site.requeues
+            job.was_warned = True
+        requeues = self.site.preempt_mode == "REQUEUE" and self._requeues(job)
         end = lambda: self.end_job(job, "PREEMPTED", requeue=requeues, reason="PREEMPTION")  # noqa: E731
         self._while_running(job, job.num_starts, self.site.grace_s, end)
+
+    def _requeues(self, job: Job) -> bool:
+        return self.site.requeues and job.can_be_requeued
 
     def end_job(self, job: Job, state: str, *, requeue: bool = False, reason: str = "") -> None:
         """End a running job: SIGTERM to all processes, SIGKILL after KillWait."""
@@ -268,7 +274,10 @@ class SimSlurm:
     def on_batch_exit(self, job: Job, code: int) -> None:
         self.scheduler.trace("batch exit", job.name, code)
         if job.state == "RUNNING":
-            self.end_job(job, "COMPLETED" if code == 0 else "FAILED")
+            requeue = job.was_warned and self.site.keeps_warnings
+            requeue = requeue and self.site.preempt_mode == "REQUEUE" and self._requeues(job)
+            self.world.on_batch_end(job, is_requeued=requeue)
+            self.end_job(job, "COMPLETED" if code == 0 else "FAILED", requeue=requeue)
         # Slurm kills everything else of the job soon after the end of its script.
         self.scheduler.call_later(min(2.0, self.site.kill_wait_s), lambda: self._kill_job(job))
 
@@ -318,7 +327,7 @@ class SimSlurm:
         self.unresponsive.discard(node)
         for job in self.jobs:
             if node in job.nodes and job.state == "RUNNING":
-                self.end_job(job, "NODE_FAIL", requeue=self.site.requeues, reason="NODE FAILURE")
+                self.end_job(job, "NODE_FAIL", requeue=self._requeues(job), reason="NODE FAILURE")
 
     def _node_returns(self, node: str) -> None:
         self.down.discard(node)
@@ -411,7 +420,7 @@ class SimSlurm:
 
     def _requeue(self, job_id: str, issued_at: float) -> str:
         job = self._known(job_id)
-        if not self.site.requeues or self.has("refuse"):
+        if not self._requeues(job) or self.has("refuse"):
             raise CommandFailed(_REFUSED)
         if job.state == "PENDING":
             raise CommandFailed("Job is pending execution")
@@ -437,6 +446,8 @@ class SimSlurm:
                 if job.state != "PENDING":
                     raise CommandFailed("Job is no longer pending execution")
                 job.excluded = frozenset(expand_hostlist(value))
+            elif name == "Requeue":
+                job.can_be_requeued = value != "0"
             elif name == "StartTime":
                 moment = self.scheduler.now + float(value.removeprefix("now+"))
                 if job.state == "PENDING":

@@ -104,6 +104,7 @@ FOUND_BUGS = {
         "preempt@39.7:72.6 crash@33.5:1",
     ),
     "a rank that hangs before its first message is not detected": (24013780, "kill@99.6:5 silence@101.2:1"),
+    "a completed run is requeued because of an earlier preemption": (750, "preempt@8.8:17.1"),
 }
 
 

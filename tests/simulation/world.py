@@ -85,8 +85,7 @@ class World:
         """The main thread of a supervisor process. See `hpctrain.supervisor.__main__`."""
         system.sleep(self.scheduler.random.uniform(0.2, 2.0))
         code = supervisor_main.main([str(self.run.array or self.run)], environ, deaths=deaths)
-        if code:
-            prepare_job_end(environ)
+        prepare_job_end(environ, code)
         return code
 
     def on_supervisor_exit(self, job: Job, code: int) -> None:
@@ -333,6 +332,14 @@ class World:
         is_late = any(fault in ("slow", "stale") for fault, _, _ in self.slurm.windows)
         if what == "submitted" and len(alike) > 1 and not is_late:
             self.fail(f"jobs {alike} have the same predecessor")
+
+    def on_batch_end(self, job: Job, *, is_requeued: bool) -> None:
+        """Check a requeue by Slurm after the end of a batch script."""
+        assert job.batch is not None
+        code = job.batch.supervisor.code
+        has_ended = code is not None and code >= 0 and code != EXIT_CONTINUE
+        if is_requeued and has_ended and job.restarts and not self.slurm.windows:
+            self.fail(f"Slurm requeues job {job.name}, although its supervisor ended with code {code}")
 
     def _finished_before(self, moment: float) -> str | None:
         for event in self.run.read_events():

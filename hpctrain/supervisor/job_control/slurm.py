@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from hpctrain import system
 from hpctrain.crash_output import file_size
-from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
 from hpctrain.files import open_regular
 from hpctrain.records.lease import Lease, LeaseHolder
 from hpctrain.records.successor import JobChanges, find_successor, submit_successor
@@ -135,28 +135,37 @@ class SlurmSuccessors:
             return None
 
 
-def prepare_job_end(environ: Mapping[str, str]) -> None:
-    """Give this job an early start time if Slurm has requeued it. Call this last before a failing exit.
+def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
+    """Give a requeued job an early start time, and prevent the requeue of an ended run. Call this last.
 
     Slurm delays a requeued job by two minutes after its last process and its epilog have ended. An explicit
     later start time of the job replaces that delay (`batch_requeue_fini`).
 
-    A job with `--requeue=expedite` is not delayed. But if its script fails, Slurm 26.05 requeues it and holds
-    it until a user releases it, so such a job is made one that cannot be requeued.
+    Slurm may requeue a job although its run has ended, so such a job is made one that cannot be requeued:
+
+    - A job with `--requeue=expedite` is not delayed. But if its script fails, Slurm 26.05 requeues it and
+      holds it until a user releases it.
+    - Before 26.05, a job that was warned of a preemption is also requeued when its next start completes.
+
+    Args:
+        environ: environment variables of the job.
+        exit_code: exit code of this process.
     """
     job_id, outer = own_job_id(environ), strip_job_env(environ)
+    earlier_restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+    if not exit_code and not earlier_restarts:
+        return
     try:
         job = query_job(job_id, outer)
-        is_requeued = job.restarts > int(environ.get("SLURM_RESTART_COUNT", "0"))
+        is_requeued = job.restarts > earlier_restarts
+        has_restarted_and_ended = earlier_restarts > 0 and exit_code != EXIT_CONTINUE
         if is_requeued and not job.expedited:
             delay_s = SOON_S if query_config(outer).has_epilog else _EXIT_TIMEOUT_S
             update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
-        elif job.expedited and not is_requeued:
+        elif not is_requeued and (job.expedited or has_restarted_and_ended):
             update_job([job_id], outer, until_killed=True, Requeue="0")
     except SchedulerError as error:
-        print(
-            f"hpctrain: cannot set the start time of the requeued job: {error}", file=sys.stderr, flush=True
-        )
+        print(f"hpctrain: cannot update this job before its end: {error}", file=sys.stderr, flush=True)
 
 
 def _leave(claimed_by: LeaseHolder) -> None:
