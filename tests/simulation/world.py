@@ -337,9 +337,11 @@ class World:
         """Check a requeue by Slurm after the end of a batch script."""
         assert job.batch is not None
         code = job.batch.supervisor.code
-        has_ended = code is not None and code >= 0 and code != EXIT_CONTINUE
-        if is_requeued and has_ended and job.restarts and not self.slurm.windows:
-            self.fail(f"Slurm requeues job {job.name}, although its supervisor ended with code {code}")
+        has_exited = code is not None and code >= 0 and code != EXIT_CONTINUE
+        if not (is_requeued and has_exited and job.restarts) or self.slurm.windows:
+            return
+        if (finished := self._finished_before(self.scheduler.now)) is not None:
+            self.fail(f"Slurm requeues job {job.name}, although the run is {finished}")
 
     def _finished_before(self, moment: float) -> str | None:
         for event in self.run.read_events():
