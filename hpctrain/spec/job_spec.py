@@ -106,7 +106,7 @@ class JobSpec:
     independent_ranks: bool = False
     """True if the ranks do not train together."""
     directives: dict[str, str] = field(default_factory=dict)
-    """All other `#SBATCH` options, by long name without dashes. A flag has an empty value."""
+    """All other `#SBATCH` options, by long name without the leading dashes. A flag has an empty value."""
     template: str | None = None
     """Name or path of the batch script template; None selects one."""
     shell: ShellSetup = field(default_factory=ShellSetup)

@@ -57,7 +57,7 @@ def drain_local_tier(
         log.info("emptied the fast folder %s on the nodes in %.1f s", base, system.monotonic() - begun)
     elif end is not None:
         log.warning(
-            "the fast folder %s may still contain files on the nodes: %s",
+            "cannot remove all files from the fast folder %s on the nodes: %s",
             base,
             end.stderr_tail or f"exit code {end.returncode}",
         )

@@ -42,7 +42,7 @@ class NotificationTarget:
             self._messages.put(message)
         else:
             log.warning(
-                "dropped a notification (event: %s), because the target is too slow", message["occasion"]
+                "dropped a notification (event: %s), because the target was too slow", message["occasion"]
             )
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class NotificationTarget:
         self._thread.join(max(0.05, deadline - system.monotonic()))
         if self._thread.is_alive():
             log.warning(
-                "a notification was not delivered before the supervisor exited, because the target is too "
+                "a notification was not delivered before the supervisor exited, because the target was too "
                 "slow"
             )
             if (process := self._running) is not None:

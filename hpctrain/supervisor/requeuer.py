@@ -180,8 +180,8 @@ class Requeuer:
                 self.job_control.nodes.change_job(changes)
             except SchedulerError as error:
                 log.warning(
-                    "cannot change the requeued job, so it may start on the previous nodes and with the "
-                    "previous memory request: %s",
+                    "cannot change the requeued job: %s. It may start on the previous nodes, with the "
+                    "previous memory request",
                     error,
                 )
 

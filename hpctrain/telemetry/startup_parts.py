@@ -32,7 +32,7 @@ PART_TEXT = {
     StartupPart.LAUNCH: "srun, until it starts the process of the rank",
     StartupPart.INTERPRETER: "starting Python",
     StartupPart.WORKER: "hpctrain, up to the first line of the script",
-    StartupPart.IMPORTS: "the script, up to the start of the training",
+    StartupPart.IMPORTS: "the script, up to the start of training",
     StartupPart.STORE: "connecting to the rendezvous store, and choosing a device",
     StartupPart.GROUP: "creating the process group",
     StartupPart.SETUP: "preparing the model, and loading a checkpoint",

@@ -208,7 +208,7 @@ EXPLAINED = {
     "save_safetensors": "is not a setting. Use `hpctrain checkpoints export RUN FILE.safetensors`",
     "save_strategy": "is called checkpoint_every in hpctrain. Set it to a number of steps or to 'auto'",
     "stochastic_weight_avg": "is not supported. Use torch.optim.swa_utils in the module",
-    "sync_batchnorm": "is not a setting. Call torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module",
+    "sync_batchnorm": "is not a setting. Call torch.nn.SyncBatchNorm.convert_sync_batchnorm on the module",
     "terminate_on_nan": "is not a setting. Use on_bad_loss='stop', which is the default",
     "tf32": "is not a setting. Call torch.set_float32_matmul_precision('high')",
     "torch_compile_backend": "is not a setting. Set an argument of torch.compile: compile={'backend': …}",

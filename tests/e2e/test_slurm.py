@@ -55,14 +55,22 @@ def test_two_ranks_preempted_by_an_urgent_job(preempted, tmp_path_factory):
     check_preempted(preempted, train_undisturbed(tmp_path_factory, 2))
 
 
-def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, preempted):
-    job_id = preempted.events("submitted")[0]["job_id"]
+def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0)
+    assert run.wait() == 0
+    job_id = run.events("submitted")[0]["job_id"]
     run_command(["scontrol", "requeue", job_id], slurm.env)
     run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2"], slurm.env)
     message = "nothing to do; this job exits"
-    wait_for(lambda: message in preempted.dir.supervisor_log.read_text(), 60, "the next start of the job")
-    assert preempted.dir.attempts() == [0, 1]
-    assert preempted.status()["state"] == "COMPLETED"
+    wait_for(lambda: message in run.dir.supervisor_log.read_text(), 60, "the next start of the job")
+    assert run.dir.attempts() == [0]
+    assert run.status()["state"] == "COMPLETED"
+
+
+def test_job_of_a_completed_run_is_not_requeued_because_of_an_earlier_preemption(slurm, preempted):
+    job_id = preempted.events("submitted")[0]["job_id"]
+    requeued = run_command(["scontrol", "requeue", job_id], slurm.env, check=False)
+    assert "disabled" in requeued.stderr
 
 
 @pytest.mark.long

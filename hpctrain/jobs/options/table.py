@@ -166,7 +166,7 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="NAME|PATH",
             default_words="ddp; cpu for runs on CPUs; torchrun with --launcher torchrun",
-            help="Template of the batch script. A value that contains / or ends in .j2 is a path.",
+            help="Name of the batch script's template, or its path if the value contains / or ends in .j2.",
             is_path=is_template_path,
         ),
     ]

@@ -29,8 +29,8 @@ def main(argv: list[str]) -> NoReturn:
     process = _debuggable(require_rank(*argv))
     if process is None:
         _exit(
-            f"Rank {rank} cannot be debugged yet. Either the rank is still starting, or it runs a command "
-            "that has not yet started a Python program that imports torch. Try again in a few seconds.",
+            f"Rank {rank} cannot be debugged yet. Either the rank is still starting, or it is running a "
+            "command whose Python program has not imported torch yet. Try again in a few seconds.",
             RunFailed.exit_code,
         )
     with socket.socket(socket.AF_UNIX) as listening:

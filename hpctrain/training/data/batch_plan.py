@@ -80,7 +80,7 @@ class BatchPlan:
     order: SampleOrder
     global_batch_size: int
     drop_last: bool = False
-    """True to omit a short last batch of each epoch."""
+    """True to omit the last batch of each epoch if it is incomplete."""
 
     @cached_property
     def steps_per_epoch(self) -> int:

@@ -29,7 +29,7 @@ class DataLoaderParts:
     shuffle: bool = True
     """True for an order that depends on seed and epoch. Only for training, and without `sampler`."""
     drop_last: bool = False
-    """True to omit a short last batch of each epoch."""
+    """True to omit the last batch of each epoch if it is incomplete."""
     sampler: Iterable[Any] | None = None
     """Sampler that determines the order, or None."""
     yields_batches: bool = False

@@ -46,7 +46,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
             global_batch_size: samples of all ranks per batch, at least one per rank.
             seed: seed of the order.
             shuffle: False to keep the order of the data set.
-            drop_last: True to omit a short last batch of each epoch.
+            drop_last: True to omit the last batch of each epoch if it is incomplete.
             rank: this rank; by default that of the process group, or of the environment.
             num_replicas: number of ranks; the same default.
 

@@ -292,8 +292,9 @@ class Session:
                 self._reset_gradients(hidden=False)
             if not self._has_backward:
                 raise UserError(
-                    "The loop body did not call session.backward(loss), which elastic_determinism requires "
-                    "to weight the loss of each grain. Replace loss.backward() with session.backward(loss)."
+                    "The loop body did not call session.backward(loss), which elastic_determinism needs "
+                    "in order to weight the loss of each grain. Replace loss.backward() with "
+                    "session.backward(loss)."
                 )
             groups = (group for each in self._prepared.optimizers for group in each.param_groups)
             before, rates = rates, [group["lr"] for group in groups]

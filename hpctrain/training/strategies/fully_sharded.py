@@ -47,7 +47,7 @@ class FullyShardedBase(Strategy):
     sums_exactly = True
     supports_toggling = False
     reshard_after_forward: ClassVar[bool | None]
-    """True if a block is resharded after its forward pass; None excludes parameters outside of blocks."""
+    """Argument of `fully_shard`. None reshards blocks after their forward pass, but not the root module."""
     averages_every_micro_batch: ClassVar[bool] = True
     """True if gradients are averaged and sharded in every micro-batch, not only in the last."""
 
