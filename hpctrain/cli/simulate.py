@@ -76,7 +76,7 @@ _POSITIVE, _NOT_NEGATIVE = click.FloatRange(min=0, min_open=True), click.FloatRa
     type=click.IntRange(min=1),
     default=JobSpec.max_failures,
     show_default=True,
-    help="Consecutive failures without a new checkpoint after which a run fails.",
+    help="Number of consecutive failures, with no new checkpoint in between, that end a run.",
 )
 @click.option("--seed", default=1, show_default=True, help="Random seed.")
 @json_option

@@ -67,7 +67,7 @@ class RunOutcome:
     steps: int | None
     """None if the script does not report its steps."""
     train_s: float
-    """Time of the steps that count, with validation and saves."""
+    """Time spent on steps that were not repeated, including validation and saves."""
     start_s: float
     """From the start of the first attempt to its first step."""
     close_s: float

@@ -208,7 +208,9 @@ class LightningRun:
             self._metrics.update((name, path) for path in paths[:1])
             value = value._forward_cache
             if not paths:
-                problem = "received a metric that is not an attribute of the module. Set it in __init__"
+                problem = (
+                    "received a metric that is not an attribute of the module. Assign it to one in __init__"
+                )
             elif not self.proxy.training:
                 return  # computed at the end
             elif value is None:

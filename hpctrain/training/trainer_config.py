@@ -137,7 +137,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     Names as in `named_modules`, such as `blocks.*`.
     """
     compile: bool | Mapping[str, Any] = False
-    """Compile the module's steps with `torch.compile`; a mapping contains arguments."""
+    """Compile the module's steps with `torch.compile`. Pass a mapping to set its arguments."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
     """Steps between checkpoints; a stop and the end of training always save.
 

@@ -27,7 +27,7 @@ class Corruption:
     suspects: Mapping[int, str]
     """Ranks that may be faulty, with the names of their devices."""
     verified_step: int
-    """Last step up to which the training was verified."""
+    """Step up to which the training was verified."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class RankSnapshot:
     place: str
     """The innermost line of user code, as `training_step (train.py:12)`."""
     waits: bool
-    """True if the rank waits for other ranks."""
+    """True if the rank is waiting for other ranks."""
 
 
 def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.accounting.timeline_events import is_finite
 
-#: Time of the steps that count and of validation.
+#: Time spent on validation, and on steps that were not repeated.
 _PRODUCTIVE = (TimeCategory.TRAINING, TimeCategory.COMMUNICATING, TimeCategory.DATA, TimeCategory.VALIDATING)
 #: Time of the steps themselves.
 _STEPS = (TimeCategory.TRAINING, TimeCategory.COMMUNICATING, TimeCategory.DATA)

@@ -27,7 +27,7 @@ _SLOW_CLOCK_RATIO = 1.1
 _BUSY, _ROOMY = 0.9, 0.5
 #: More workers per rank rarely help.
 _MAX_WORKERS = 16
-#: Time of the steps that count.
+#: Time spent on steps that were not repeated.
 STEP_CATEGORIES = (TimeCategory.TRAINING, TimeCategory.DATA, TimeCategory.COMMUNICATING)
 
 

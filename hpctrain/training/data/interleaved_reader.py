@@ -144,7 +144,7 @@ class InterleavedReader(IterableDataset[ShardChunk]):
     stream: ShardedStream
     shards: list[int]
     checkpoints: Mapping[int, ReaderCheckpoint | None]
-    """Start of each shard in the first epoch, by default the beginning; None if the shard has ended."""
+    """First position to read in each shard in the first epoch, by default 0; None after its end."""
     _: KW_ONLY
     first_epoch: int
     num_epochs: int | None

@@ -43,7 +43,7 @@ class StreamBatch:
     epoch: int
     batch_idx: int
     picks: torch.Tensor
-    """Shard of each sample, and number of the sample in the shard; int64 of shape [n, 2]."""
+    """Shard of each sample, and index of the sample in the shard; int64 of shape [n, 2]."""
     after: StreamCursor
 
 
