@@ -50,3 +50,5 @@ def _clean_up(cluster: Sandbox) -> None:
     cluster.start()
     for node in cluster.nodes:
         cluster.start_node(node)
+        # Slurm drains a node if processes on it did not end in time.
+        run_command(["scontrol", "update", f"NodeName={node}", "State=RESUME"], cluster.env, check=False)
