@@ -160,7 +160,9 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "restart",
         "use --spare-nodes, so that the run does not have to wait for another allocation",
     ),
-    EndKind.NODE_DRAIN: EndKindInfo("a node is drained, or its GPU driver reports a fault", "restart"),
+    EndKind.NODE_DRAIN: EndKindInfo(
+        "a node is drained, or the GPU driver of a node reports a fault", "restart"
+    ),
     EndKind.NODE_CHECK: EndKindInfo(
         "a node failed the node check", "restart", "report the node to an administrator"
     ),
