@@ -30,20 +30,20 @@ __all__ = ["AcceleratorCheckpointer"]
 
 
 class AcceleratorCheckpointer:
-    """Saves everything that an `Accelerator` has prepared into the run folder.
+    """Saves everything that an `Accelerator` has prepared to the run folder.
 
-    A step is one batch of the loader, also if gradients are accumulated. All ranks must call every method.
+    A step is one batch of the loader, even if gradients are accumulated. All ranks must call every method.
     Without a run folder, nothing is saved.
     """
 
     def __init__(
         self, accelerator: Accelerator, *, every_n_steps: int | None = None, keep_last: int = 3
     ) -> None:
-        """Start to record stop signals.
+        """Start recording stop signals.
 
         Args:
             accelerator: the accelerator, after `prepare`.
-            every_n_steps: steps between two checkpoints; ten minutes if None.
+            every_n_steps: steps between two checkpoints. None saves every ten minutes.
             keep_last: number of newest checkpoints to keep.
 
         Raises:
@@ -80,11 +80,11 @@ class AcceleratorCheckpointer:
         return self._loaded_step or 0
 
     def batches(self, loader: Any, step: int) -> Iterator[Any]:
-        """Yield the batches after `step`, to the end of their epoch.
+        """Yield the batches after `step`, up to the end of the current epoch.
 
         Args:
             loader: the prepared loader.
-            step: number of trained batches, over all epochs.
+            step: number of batches trained so far, over all epochs.
 
         Raises:
             UserError: the order of the loader cannot be restored.
@@ -112,7 +112,7 @@ class AcceleratorCheckpointer:
         Does nothing between two optimizer steps, because gradients are not saved.
 
         Raises:
-            SystemExit: with code 75, after a stop signal, when the state is saved.
+            SystemExit: with code 75 after a stop signal, once the state is saved.
         """
         if not self._accelerator.sync_gradients:
             return

@@ -27,9 +27,9 @@ _TRACEBACK = re.compile(
 _SLURM_LINES = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILINE)
 
 
-#: Failure kind of a rank that exited with code 0 during a training.
+#: Failure kind of a rank that exited with code 0 during training.
 UNFINISHED = "unfinished"
-#: Remedy for a script that exited during a training.
+#: Remedy for a script that exited during training.
 UNFINISHED_ADVICE = "To end training early, call end() on the trainer or session, and let training finish"
 
 

@@ -49,7 +49,7 @@ def make_private_folder(folder: Path, setting: str | None = None) -> None:
 
     Args:
         folder: the folder.
-        setting: what chooses the folder, for error messages.
+        setting: the setting that determines the folder, for error messages.
 
     Raises:
         PermissionError: other users can access or replace the folder.

@@ -1,4 +1,4 @@
-"""Lightning with the promise of hpctrain: `hpctrain.lightning.Trainer` in place of `lightning.Trainer`."""
+"""Exact resumption for Lightning: use `hpctrain.lightning.Trainer` instead of `lightning.Trainer`."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ class HpctrainEnvironment(ClusterEnvironment):
 
 
 class RunCheckpoint(lightning.Callback):
-    """Saves into the run folder, stops all ranks between the same two batches, and restores the position.
+    """Saves to the run folder, stops all ranks between the same two batches, and restores the position.
 
-    `Trainer` adds one. Pass your own to set its options.
+    `Trainer` adds this callback. To set its options, pass your own instance.
     """
 
     def __init__(self, *, every_n_train_steps: int | None = None, keep_last: int = 3) -> None:
         """Form the process group if the script has not done so. All ranks must call this.
 
         Args:
-            every_n_train_steps: optimizer steps between two checkpoints; ten minutes if None.
+            every_n_train_steps: optimizer steps between two checkpoints. None saves every ten minutes.
             keep_last: number of newest checkpoints to keep.
         """
         self.checkpoints = ForeignCheckpoints(
@@ -184,14 +184,14 @@ class RunCheckpoint(lightning.Callback):
 
 
 class LightningTrainer(lightning.Trainer):
-    """Lightning's Trainer with the ranks, the run folder and the checkpoints of the job.
+    """Lightning's Trainer, with the ranks, the run folder and the checkpoints of the job.
 
-    It resumes by itself, and exits with code 75 after a stop signal, when its state is saved. Without a run
-    and without a launcher it is Lightning's.
+    It resumes automatically. After a stop signal, it exits with code 75 once its state is saved. With neither
+    a run nor a launcher, it behaves like Lightning's Trainer.
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        """Take the arguments of `lightning.Trainer`; `num_nodes` and `devices` are those of the job."""
+        """Accept the arguments of `lightning.Trainer`; the job determines `num_nodes` and `devices`."""
         ranks = detect(os.environ)
         self._run_checkpoint: RunCheckpoint | None = None
         if ranks.world_size > 1 or RUN_DIR_VARIABLE in os.environ:
@@ -225,10 +225,10 @@ class LightningTrainer(lightning.Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Resume from the newest checkpoint of the run; without one, do as Lightning does.
+        """Resume from the newest checkpoint of the run; without one, behave like Lightning.
 
         Raises:
-            SystemExit: with code 75, after a stop signal, when the state is saved.
+            SystemExit: with code 75 after a stop signal, once the state is saved.
         """
         own = self._run_checkpoint
         if own is None:

@@ -80,8 +80,8 @@ def new_group(members: Sequence[int] | None = None, **options: Any) -> dist.Proc
 def prove(group: dist.ProcessGroup | None) -> _Session:
     """Authenticate the members with the secret, once. All members must call this.
 
-    Every member sends a nonce. The proof is a code over all nonces and the own rank, which cannot be replayed
-    or sent back.
+    Every member sends a nonce. The proof is a code over all nonces and the member's own rank, so it cannot be
+    replayed or sent back.
 
     Raises:
         RendezvousError: a member did not answer in time, or closed a connection.
@@ -141,7 +141,7 @@ def gather(
     """Return the values of all members, in order. All members must call this.
 
     Args:
-        group: has a CPU backend.
+        group: the process group, which must have a CPU backend.
         value: None, bool, int, float, str, bytes, list, tuple, dict, torch.dtype, tensor, NumPy array or
             number, nested to any depth. Tensors arrive on the CPU.
         to: group rank of the only member that receives the values; None for all members. Other members

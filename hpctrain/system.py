@@ -1,7 +1,7 @@
 """Time, threads, processes and the host: the supervisor takes them only from here.
 
 Callers write `system.sleep(1.0)`, so a test can replace all of them: `tests/simulation` runs the supervisor
-in virtual time. `scripts/check_conventions.py` refuses other ways.
+in virtual time. `scripts/check_conventions.py` rejects direct uses.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def suggest(word: str, known: Iterable[str], *, otherwise: str | None = None) ->
     Args:
         word: the unknown name, as entered by the user.
         known: the valid names.
-        otherwise: the sentence without a close match; by default, a list of `known`.
+        otherwise: the sentence to return if there is no close match; by default, a list of `known`.
     """
     from difflib import get_close_matches
 

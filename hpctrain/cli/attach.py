@@ -1,4 +1,4 @@
-"""`hpctrain attach`: a shell or another program beside a running rank."""
+"""`hpctrain attach`: run a shell or another program beside a running rank."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ rank_option = click.option(
 def command(run: str, runs_dir: Path, rank: int, words: tuple[str, ...]) -> None:
     """Open a shell on the node of a running rank of RUN, or run COMMAND there.
 
-    The shell has the container image, working directory and environment of the rank, and ends with the job.
-    Variables that connect a process to the run are not set.
+    The shell uses the rank's container image, working directory and environment, and ends when the job ends.
+    Variables that would connect a process to the run are not set.
     """
     start_beside_rank(run, runs_dir, rank, "attach", words)
 
 
 def start_beside_rank(run: str, runs_dir: Path, rank: int, module: str, words: Sequence[str]) -> NoReturn:
-    """Run a module of `hpctrain.runtime.program` on the node of a rank instead of this process.
+    """Replace this process with a module of `hpctrain.runtime.program` on the node of a rank.
 
     Args:
         run: the run.
         runs_dir: parent folder of the runs.
         rank: the rank.
-        module: the module; `attach` runs in the container of the rank.
-        words: the command of `attach`; empty for a shell.
+        module: the module; `attach` runs in the rank's container.
+        words: the command that `attach` runs; empty for a shell.
 
     Raises:
         SpecError: the run is not running, or has no such rank.

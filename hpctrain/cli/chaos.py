@@ -38,7 +38,7 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     metavar="SECONDS",
     help="Mean time between faults. Each interval varies by up to 50%.",
 )
-@click.option("--seed", type=int, help="Random seed. The same seed repeats the same faults.")
+@click.option("--seed", type=int, help="Random seed. The same seed produces the same faults.")
 @click.option("--dry-run", is_flag=True, help="Print the faults without injecting them.")
 @json_option
 def command(

@@ -142,7 +142,7 @@ def export(
 def import_(
     run: str, runs_dir: Path, file: Path, step: int | None, weights_only: bool, allow: tuple[str, ...]
 ) -> None:
-    """Import FILE as a checkpoint of RUN: a PyTorch or Lightning checkpoint, or a .safetensors file.
+    """Import FILE, a PyTorch or Lightning checkpoint or a .safetensors file, as a checkpoint of RUN.
 
     RUN is a run that has ended, or a new folder. `submit --run-dir RUN` then resumes from the checkpoint. The
     step is read from FILE if FILE contains it; weights alone are imported as step 0. No code in FILE is

@@ -69,7 +69,7 @@ def run_argument(function: _Function) -> _Function:
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    """Complete the id of a run, newest first, otherwise a folder."""
+    """Complete the ids of runs, newest first; if no id matches, complete folders."""
     from hpctrain.jobs.runs.run import list_runs
 
     runs = list_runs(ctx.params.get("runs_dir") or Path("runs"), os.environ)

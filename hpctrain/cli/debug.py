@@ -14,9 +14,9 @@ from hpctrain.cli.common import run_argument
 @run_argument
 @rank_option
 def command(run: str, runs_dir: Path, rank: int) -> None:
-    """Stop a running rank of RUN, and debug it with pdb. After quit, the rank continues.
+    """Stop a running rank of RUN, and debug it with pdb. The rank continues when you quit pdb.
 
-    Meanwhile, the other ranks wait at their next collective operation. Hangs are not detected until you
-    detach.
+    While the rank is stopped, the other ranks wait at their next collective operation, and hangs are not
+    detected.
     """
     start_beside_rank(run, runs_dir, rank, "debug_client", ())

@@ -74,7 +74,7 @@ def command(program: tuple[str, ...], timeout: float) -> None:
 
 
 def become(words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a program."""
+    """Replace this process with a program."""
     sys.stdout.flush()
     sys.stderr.flush()
     for name in _IGNORED_BY_PYTHON:

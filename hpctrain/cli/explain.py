@@ -38,9 +38,9 @@ class Explanation:
 def command(context: click.Context, word: str | None, as_json: bool) -> None:
     """Explain WORD, and what to do about it.
 
-    WORD is a state of Slurm (OUT_OF_MEMORY or OOM) or of a run, a pending reason (Priority), an exit code or
-    signal (137, 0:9, SIGKILL), a failure kind (node-lost), a restart action or an option (--time). Without
-    WORD, list the words.
+    WORD is a Slurm job state (OUT_OF_MEMORY or OOM), a run state, a pending reason (Priority), an exit code
+    or signal (137, 0:9, SIGKILL), a failure kind (node-lost), a restart action or an option (--time). Without
+    WORD, list all known words.
     """
     known = [*_tables(), *_options(context)]
     if word is None:
@@ -121,7 +121,7 @@ def _describe_end(end: EndKind) -> str:
         words += ["--max-failures limits the restarts without a new checkpoint."]
     elif rule and rule.retries:
         option = f"--restart-policy {end}.retries"
-        words += [f"At most {rule.retries} times in a row without a new checkpoint ({option})."]
+        words += [f"The limit is {rule.retries} times in a row without a new checkpoint ({option})."]
     if rule and rule.exclude:
         words += [f"After {pluralize(rule.exclude, 'failure')} on a node, hpctrain excludes the node."]
     return " ".join([*words, *([_sentence(info.advice)] if info.advice else [])])

@@ -21,7 +21,7 @@ from hpctrain.cli.common import short_path, walk_commands
 )
 @click.pass_context
 def command(context: click.Context, name: tuple[str, ...], output: Path | None) -> None:
-    """Print the manual page of COMMAND (default: hpctrain) in the format of man.
+    """Print the manual page of COMMAND (default: hpctrain), formatted for man.
 
     \b
         hpctrain man submit | man -l -

@@ -125,7 +125,7 @@ def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:
             found += [(name, each) for each in records]
         except (KeyError, TypeError, ValueError) as error:
             click.echo(
-                f"Error: cannot read the response of {name}: {error!r}. To install the same version of "
+                f"Error: cannot read the response from {name}: {error!r}. To install the same version of "
                 f"hpctrain there, run `hpctrain --on {name} setup`.",
                 err=True,
             )

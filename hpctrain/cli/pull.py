@@ -14,7 +14,7 @@ from hpctrain.cli.on_cluster import needed_cluster, run_json
 from hpctrain.remote.cluster import Cluster
 from hpctrain.remote.ssh_connection import ClusterUnreachable
 
-#: Consecutive lost connections without progress that end the copy.
+#: Number of consecutive lost connections without progress after which the copy fails.
 _MAX_STALLED = 8
 
 

@@ -30,7 +30,7 @@ _DEFAULTS = {
 
 
 def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
-    """Return shell lines that submit the same script in a new run folder; empty without script or folder.
+    """Return shell lines that submit the same script in a new run folder; empty without a script or folder.
 
     Args:
         spec: content of `spec.yaml`.

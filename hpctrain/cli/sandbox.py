@@ -20,8 +20,8 @@ def command() -> None:
     """Run a real Slurm cluster on this machine, to learn Slurm or test scripts.
 
     Requires Linux, root and the packages slurm-wlm and munge; --accounting also requires slurmdbd and
-    mariadb-server. The nodes are daemons on this machine and the GPUs are simulated by device files.
-    Scheduler, queue, preemption and job steps are Slurm's own.
+    mariadb-server. The nodes are daemons on this machine, and the GPUs are simulated by device files. The
+    scheduler, queue, preemption and job steps are Slurm's own.
     """
 
 

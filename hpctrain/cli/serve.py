@@ -48,7 +48,7 @@ _REQUEUE = "The script saves a checkpoint first, if it can. The run then continu
 def command(runs_dir: Path, port: int) -> None:
     """Show all runs in the browser, with live updates, until Ctrl-C.
 
-    The pages compare runs, show their logs, and can cancel and requeue them.
+    On the pages, you can compare, cancel and requeue runs, and read their logs.
 
     Listens on this machine only. Open the printed address. The token in the address keeps out other users
     and websites.

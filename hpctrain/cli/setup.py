@@ -13,7 +13,8 @@ from hpctrain.errors import UserError
 @click.option(
     "--folder",
     metavar="DIR",
-    help="Project folder on the cluster, such as '$SCRATCH/project'.  [default: ~/hpctrain/NAME]",
+    help="Project folder on the cluster, such as '$SCRATCH/project'.  [default: ~/hpctrain/NAME, where NAME "
+    "is the name of the local project folder]",
 )
 @click.option(
     "--python",

@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = frozenset(
         *("explain", "dry_run", "follow", "as_json", "as_module"),
     }
 )
-#: Options of sbatch that salloc does not have, and those that do not apply to a shell.
+#: Options of sbatch that salloc does not accept or that do not apply to a shell.
 _NOT_OF_SALLOC = frozenset(
     {
         *("array", "error", "export", "export-file", "ignore-pbs", "input", "no-requeue", "open-mode"),
@@ -90,7 +90,7 @@ def command(
         hpctrain shell --gpus-per-node 1 -- jupyter lab --no-browser
 
     Accepts the options of `hpctrain submit` for resources, queue, environment and container. The shell runs
-    on the first node, and the job ends with it. Without Slurm, it runs on this machine.
+    on the first node, and the job ends when the shell exits. Without Slurm, the shell runs on this machine.
     """  # noqa: D301
     cwd = ctx.obj or Path.cwd()
     program, *args = words or ("bash",)

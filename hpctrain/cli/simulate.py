@@ -62,14 +62,14 @@ _POSITIVE, _NOT_NEGATIVE = click.FloatRange(min=0, min_open=True), click.FloatRa
     type=_NOT_NEGATIVE,
     default=60.0,
     show_default=True,
-    help="Seconds from a failure to training.",
+    help="Seconds from a failure until training continues.",
 )
 @click.option(
     "--requeue-hold",
     type=_NOT_NEGATIVE,
     default=10.0,
     show_default=True,
-    help="Seconds that Slurm holds a requeue.",
+    help="Seconds for which Slurm holds a requeued job.",
 )
 @click.option(
     "--max-failures",

@@ -81,15 +81,16 @@ _optuna_option = click.option(
     "num_optuna",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Run N trials that Optuna chooses: each one, when it starts, from the results of finished trials.",
+    help="Run N trials chosen by Optuna. When a trial starts, Optuna chooses its values from the results of "
+    "finished trials.",
 )
 
 _concurrent_option = click.option(
     "--concurrent",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Maximum number of concurrent trials.  [default: the value of the sweep, or else Slurm's limits, "
-    "or 1 on this machine]",
+    help="Maximum number of concurrent trials.  [default: the sweep's value, otherwise Slurm's limits, or "
+    "1 on this machine]",
 )
 
 
@@ -177,9 +178,9 @@ def submit_(
         from hpctrain.sweeps.optuna_sampler import check_optuna_installed
 
         if number is not None:
-            raise click.UsageError("--random and --optuna exclude each other. Use one of them.")
+            raise click.UsageError("--random and --optuna are mutually exclusive. Use only one of them.")
         if metric is None:
-            raise click.UsageError("--optuna learns from the values of a metric. Add --metric NAME.")
+            raise click.UsageError("--optuna requires a metric to optimize. Add --metric NAME.")
         check_optuna_installed()
     stopping = StoppingRule.parse(rule, metric, mode or "min", min_steps or 100) if rule and metric else None
     record = SweepRecord(
@@ -439,7 +440,7 @@ def _resubmit(
     with submit.command.make_context("submit", arguments, parent=ctx.parent) as inner:
         if inner.params["follow"] or inner.params["explain"]:
             raise click.UsageError(
-                "Sweeps do not support --follow and --show-config. To follow the logs, use "
+                "Sweeps do not support --follow or --show-config. To follow the logs, use "
                 "`hpctrain logs -f RUN`."
             )
         _submit(inner, record, indices, inner.params)

@@ -58,8 +58,8 @@ def command(
 ) -> None:
     """Show a live view of RUN: state, step, remaining time, loss, speed, GPUs, events and log.
 
-    For several runs, a sweep, or without RUN for all runs, show a line per run, active and newer runs first
-    (at most 200). Their loss curves have the same logarithmic scale.
+    For several runs or a sweep, or for all runs if RUN is omitted, show one line per run (at most 200),
+    active and newer runs first. All loss curves have the same logarithmic scale.
 
     The view closes when all of these runs have ended. Ctrl-C closes the view and does not affect the runs.
     """

@@ -1,4 +1,4 @@
-"""`hpctrain verify`: train steps of a run again, and compare with its record."""
+"""`hpctrain verify`: train steps of a run again, and compare them with its record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
     "--scratch-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
     help="Parent of the folder for the repeated steps.  [default: the folder for temporary files, or the "
-    "parent of RUN with --backend slurm]",
+    "parent folder of RUN with --backend slurm]",
 )
 @click.option("--keep", is_flag=True, help="Keep the folder of the repeated steps.")
 @json_option
@@ -55,7 +55,7 @@ def command(
 ) -> None:
     """Train steps of RUN again, and compare losses, samples and state with its record.
 
-    The training starts from the checkpoint before the first step, or from the beginning. It uses the code
+    Training starts from the checkpoint before the first step, or from the beginning. It uses the code
     snapshot, arguments, environment and data of RUN. RUN is not changed. The exit code is 0 if everything is
     identical to the last bit, 1 if not, and 2 if there is nothing to compare.
     """

@@ -1,1 +1,1 @@
-"""The login node: from what a user asks for to a job, and what became of it."""
+"""Code for the login node: submits jobs on the user's request, and reports their progress and results."""

@@ -52,7 +52,7 @@ class Cluster:
     def remember(self) -> None:
         """Record the folder and Python for later commands.
 
-        Another project may have taken the default folder since it was chosen. Another is then chosen.
+        If another project has taken the default folder in the meantime, choose another folder.
 
         Raises:
             UserError: other processes hold the lock for too long.
@@ -74,7 +74,8 @@ class Cluster:
         while (lock := try_lock(path)) is None:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"Another process holds {str(path)!r}. Wait until that process ends, then try again."
+                    f"Another process holds the lock {str(path)!r}. Wait until that process ends, then try "
+                    "again."
                 )
         return lock
 
@@ -125,7 +126,7 @@ class Cluster:
 
 
 def shell_path(path: str) -> str:
-    """Quote a path of the cluster for its shell; `~` or a variable at the start is replaced there.
+    """Quote a path of the cluster for its shell; `~` or a variable at the start is expanded there.
 
     If the variable is not set, the script ends with an error that contains `UNSET`.
 

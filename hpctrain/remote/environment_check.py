@@ -34,7 +34,7 @@ echo "rsync=$(command -v rsync)"
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Findings of the check; an empty text means that something is missing."""
+    """Findings of the check; an empty string means that the item is missing."""
 
     folder: str = ""
     write_error: str = ""
@@ -60,8 +60,8 @@ def collect_facts(cluster: Cluster) -> ClusterFacts:
         reason = (result.stderr or result.stdout).strip() or f"exit code {result.returncode}"
         if match := re.search(rf"(\w+): {UNSET}$", reason):
             raise UserError(
-                f"The variable {match[1]} is not set on {cluster.name} (--folder, --python). "
-                "Use another path."
+                f"A path (--folder or --python) contains the variable {match[1]}, which is not set on "
+                f"{cluster.name}. Use another path."
             )
         raise ClusterUnreachable(f"{cluster.name} cannot run a script in a bash login shell: {reason}.")
     cluster.connection.rsync_path = lines["rsync"] or "rsync"

@@ -24,7 +24,7 @@ class LogStream:
     """
 
     def __init__(self, cluster: Cluster, show: Callable[[str, bool], None]) -> None:
-        """Prepare the stream. `show` receives each text, and if it is for stderr."""
+        """Prepare the stream. `show` receives each text and a flag that is true for stderr."""
         self._cluster, self._show = cluster, show
         self._follow: dict[str, Any] = {}
         self._positions: dict[str, LogPosition] = {}

@@ -46,8 +46,8 @@ class LocalCode:
             files = dict.fromkeys(_walk(root), True)
             if (size := _size(root, files)) > _MAX_BYTES:
                 raise UserError(
-                    f"{str(root)!r} contains {format_size(size)}, but at most {format_size(_MAX_BYTES)} are "
-                    f"sent if git cannot list the files ({reason}). Run `git init`, and add data files to "
+                    f"{str(root)!r} contains {format_size(size)}, but at most {format_size(_MAX_BYTES)} can "
+                    f"be sent if git cannot list the files ({reason}). Run `git init`, and add data files to "
                     ".gitignore."
                 ) from None
             return cls(files, size)

@@ -125,7 +125,7 @@ class SshConnection:
 
         Args:
             script: the script, for bash.
-            terminal: run it on a terminal, for programs that draw or ask.
+            terminal: run it on a terminal, for interactive programs.
         """
         login = f"bash -lc {shlex.quote(f'exec 1>&3 2>&4 3>&- 4>&-; {script}')}"
         quiet = f"exec sh -c {shlex.quote(f'exec 3>&1 4>&2 >/dev/null 2>&1; exec {login}')}"
@@ -189,7 +189,8 @@ class SshConnection:
             # Not replaced with --force, because the folder may contain runs or data.
             if folder := _FOLDER.search(result.stderr):
                 raise UserError(
-                    f"{folder[1]!r} is a file here, but a folder on {self.host}. Rename or delete the folder."
+                    f"{folder[1]!r} is a file here, but a folder on {self.host}. Rename or delete that "
+                    "folder."
                 )
             reasons = [reason for reason in _REASON.findall(result.stderr) if not _LOST.search(reason)]
             self.check(SSH_FAILED if not reasons and _LOST.search(result.stderr) else 0)

@@ -60,7 +60,7 @@ def jobs(plan: SandboxLayout) -> list[str]:
 
 
 def cancel_jobs(plan: SandboxLayout) -> None:
-    """Cancel all jobs, and wait some seconds for their end."""
+    """Cancel all jobs, and wait a few seconds for them to end."""
     waiting = jobs(plan)
     if waiting:
         run_command(plan, "scancel", "--quiet", *waiting)

@@ -1,6 +1,6 @@
 """Download of another Slurm version from the package mirror of this machine, without installing it.
 
-Its programs run in a private mount namespace, in which the unpacked packages lie over `/usr`. Their C library
+Its programs run in a private mount namespace, in which the unpacked packages overlay `/usr`. Their C library
 is newer than that of the machine, so the machine's own programs, such as Python, also run there.
 """
 
@@ -87,9 +87,9 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
         cache: parent of the folders of all versions.
 
     Raises:
-        SpecError: no such version, neither in the cache nor in the mirror.
-        UserError: this machine is not a Debian, its disk is full, the mirror does not respond, or a package
-            cannot be unpacked.
+        SpecError: the version is neither in the cache nor on the mirror.
+        UserError: this machine does not run Debian, its disk is full, the mirror does not respond, or a
+            package cannot be unpacked.
     """
     if not _VERSION.fullmatch(version):
         raise SpecError(f"{version!r} is not a valid Slurm version. Use the form 26.05 or 26.05.5.")

@@ -57,10 +57,10 @@ def up(
         cpus_per_node: CPUs per node, as configured in Slurm.
         preempt_grace_s: seconds from SIGTERM to SIGKILL at a preemption.
         accounting: run slurmdbd and a database, so that `sacct` works.
-        gpu_type: GPU type in Slurm.
+        gpu_type: GPU type in Slurm, such as `a100`; empty for none.
         settings: lines of `slurm.conf` that replace default lines with the same key or partition, or are
             added.
-        slurm: Slurm version, such as `26.05`, which is downloaded the first time. Default: the installed one.
+        slurm: Slurm version, such as `26.05`, which is downloaded the first time. Empty: the installed one.
         limit_s: seconds until the sandbox must be up.
 
     Raises:

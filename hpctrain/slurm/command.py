@@ -46,7 +46,7 @@ _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 class SlurmCall:
     """A Slurm command that starts immediately; its output is read later.
 
-    A call that is discarded before reading its answer is killed.
+    A call that is discarded before its answer is read is killed.
 
     Args:
         command: a Slurm command.
@@ -219,7 +219,7 @@ def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:
     """Return the job's step of that name, or None.
 
     Raises:
-        SchedulerError: the controller does not answer, or does not know the job.
+        SchedulerError: the controller does not respond, or has no record of the job.
     """
     return next((step for step, called in _named_steps([job_id], environ) if called == name), None)
 

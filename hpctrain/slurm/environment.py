@@ -150,8 +150,8 @@ def sbatch_env(environ: Mapping[str, str], directives: Collection[str]) -> dict[
     """Return the environment of sbatch, in which SBATCH_* variables override the script.
 
     The script must have precedence, so the variables of its directives are removed. Other defaults of the
-    user, such as SBATCH_ACCOUNT, are kept. CUDA_VISIBLE_DEVICES and the like are also kept, unless set
-    by a surrounding job.
+    user, such as SBATCH_ACCOUNT, are kept. CUDA_VISIBLE_DEVICES and similar variables are also
+    kept, unless set by a surrounding job.
     """
     written = {*directives, *(_MEMORY if _MEMORY.intersection(directives) else ())}
     removed = _OVERRULED | set(map(sbatch_variable, written))

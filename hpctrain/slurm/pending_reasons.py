@@ -109,7 +109,7 @@ def _explain_limit(name: str) -> str | None:
     elif found["budget"]:
         words = f"the budget of {owner} for {what} is used up"
     elif found["resource"] == "SubmitJob":
-        words = f"there are as many submitted jobs as {owner} allows, and each task of an array counts"
+        words = f"there are as many submitted jobs as {owner} allows (each array task counts as a job)"
     else:
         whose = {"PerUser": "your running jobs", "PerAccount": "the running jobs of the account"}
         running = whose.get(per, "the running jobs")

@@ -113,9 +113,9 @@ class SiteConventions:
     containers: tuple[str, ...] | None = None
     """Available container runtimes: pyxis, apptainer, singularity, enroot; None if not probed."""
     price_per_gpu_hour: float | None = None
-    """Never probed. Predictions of runs then include their price."""
+    """If set, predictions of runs include the price. Never probed."""
     currency: str = ""
-    """Unit of the price."""
+    """Currency of the price."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ class JobSpec:
     array: str | None = None
     """Tasks of a job array, in sbatch's notation. Each task is a separate run with its own folder."""
     array_task: int | None = None
-    """Index of the array task of this run."""
+    """Index of the array task of this run; None for any other run."""
     nodes: int = 1
     """Number of nodes; the maximum if `min_nodes` is smaller."""
     min_nodes: int = 0
@@ -65,7 +65,7 @@ class JobSpec:
     scale_up_after_s: int = 600
     """Seconds after which an elastic run on fewer nodes searches for more nodes; 0 means never."""
     gpus_per_node: int = 0
-    """0 runs the ranks on CPUs."""
+    """GPUs per node; 0 runs the ranks on CPUs."""
     gpu_type: str | None = None
     """Name of the GPU type in the scheduler; None accepts any type."""
     gpu_request_style: GpuRequestStyle = "gres"
@@ -78,7 +78,7 @@ class JobSpec:
     workdir: str
     """Absolute path of the script's working directory: the folder of the submission."""
     time_limit_s: float | None = None
-    """None uses the partition's limit."""
+    """Time limit of the job in seconds; None uses the partition's limit."""
     stop_before_limit_s: int = 0
     """Seconds between the stop signal and the time limit, for saving.
 

@@ -1,4 +1,4 @@
-"""Trials chosen by Optuna: each trial gets its values when it starts, from the results of finished trials."""
+"""Trials chosen by Optuna: when a trial starts, its values are chosen from the results of finished trials."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def grid(space: SearchSpace) -> list[TrialValues]:
 
 
 def draw_trials(space: SearchSpace, numbers: Iterable[int], seed: int) -> list[TrialValues]:
-    """Draw the values of trials. Those of a trial depend only on the seed and its number."""
+    """Draw the values of trials. A trial's values depend only on the seed and the trial's number."""
     trials = []
     for number in numbers:
         generator = random.Random(f"{seed}:{number}")

@@ -19,7 +19,7 @@ _MIN_OTHERS = 3
 
 @dataclass(frozen=True)
 class TrialReport:
-    """Values of a trial up to a step; lower is better, and infinite without a finite value."""
+    """Best and mean value of a trial up to a step. Lower is better; infinite if no value is finite."""
 
     step: int
     best: float
@@ -42,8 +42,8 @@ class StoppingRule:
     """A rule that decides if a trial is stopped.
 
     `median`: the best value of the trial is worse than the median of the other trials' running means
-    (Golovin et al., Google Vizier, 2017). `asha`: the trial is not among the best 1/`factor` trials that have
-    reached the step (Li et al., A System for Massively Parallel Hyperparameter Tuning, 2020).
+    (Golovin et al., Google Vizier, 2017). `asha`: the trial is not among the best 1/`factor` of the trials
+    that have reached the step (Li et al., A System for Massively Parallel Hyperparameter Tuning, 2020).
     """
 
     name: RuleName
@@ -52,7 +52,7 @@ class StoppingRule:
     min_steps: int
     """No trial is stopped before this step."""
     factor: int = 3
-    """Ratio between the steps of two decisions, and of the trials before and after it; for `asha`."""
+    """For `asha`: ratio between successive decision steps, and between the trials before and after each."""
 
     @classmethod
     def parse(cls, text: str, metric: str, mode: Literal["min", "max"], min_steps: int) -> StoppingRule:
@@ -78,9 +78,9 @@ class StoppingRule:
             )
 
     def last_decision(self, step: int) -> int | None:
-        """Return the last step of a decision up to `step`; None if there is none.
+        """Return the last decision step up to `step`; None if there is none.
 
-        Decisions are at multiples of `min_steps`, or at its products with powers of `factor`.
+        `median` decides at multiples of `min_steps`, and `asha` at `min_steps` times the powers of `factor`.
         """
         if step < self.min_steps:
             return None
@@ -123,14 +123,14 @@ class StoppingRule:
 
 
 class TrialCurve:
-    """Running best and mean of a trial's metric, with a report at each step of a decision."""
+    """Running best and mean of a trial's metric, with a report at each decision step."""
 
     def __init__(self, rule: StoppingRule) -> None:
         self._rule, self._reported = rule, 0
         self._best, self._sum, self._count = math.inf, 0.0, 0
 
     def add(self, record: Mapping[str, Any]) -> TrialReport | None:
-        """Add a line of `metrics.jsonl`. Return a report if it reached another step of a decision."""
+        """Add a line of `metrics.jsonl`. Return a report if the trial reached another decision step."""
         step, value = record.get("step"), record.get(self._rule.metric)
         if not isinstance(step, int) or not isinstance(value, int | float):
             return None

@@ -36,7 +36,7 @@ class SweepRecord:
     concurrent: int = 0
     """Maximum number of concurrent trials; 0 means no maximum."""
     metric: str | None = None
-    """The metric that ranks the trials; None selects that of `keep_best`, or a validation metric."""
+    """Metric that ranks the trials; None selects the metric of `keep_best`, otherwise a validation metric."""
     mode: Literal["min", "max"] | None = None
     stopping: StoppingRule | None = None
     """Rule that stops losing trials early."""

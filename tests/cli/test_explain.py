@@ -40,7 +40,7 @@ def explain(*args: str) -> str:
         ("QOSMaxCpuPerUserLimit", ["your running jobs", "for CPUs", "sacctmgr show qos"]),
         (
             "QOSMaxSubmitJobPerUserLimit",
-            ["as many submitted jobs as the QOS allows", "each task of an array"],
+            ["as many submitted jobs as the QOS allows", "each array task"],
         ),
         ("137", ["SIGKILL", "--mem"]),
         ("0:9", ["(ExitCode of Slurm)", "SIGKILL"]),

@@ -86,10 +86,10 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
         ),
         (["--over", "lr=1", "--min-steps", "5", "train.py"], "Add --stop-early"),
         (["--over", "lr=1", "--sweep-seed", "5", "train.py"], "Add --random N or --optuna N"),
-        (["--over", "lr=1", "--optuna", "5", "train.py"], "--optuna learns from the values of a metric"),
+        (["--over", "lr=1", "--optuna", "5", "train.py"], "--optuna requires a metric to optimize"),
         (
             ["--over", "lr=1", "--optuna=5", "--random=5", "train.py"],
-            "--random and --optuna exclude each other",
+            "--random and --optuna are mutually exclusive",
         ),
         (["best", "none"], "There is no run 'none'"),
     ],

@@ -102,7 +102,7 @@ def test_refused_submission_names_the_limit(run, site):
     for options in ([], ["--dry-run"]):
         refused = run.submit("--qos=small", "--array=0-3", *options, check=False)
         assert refused.returncode == 3
-        assert "as many submitted jobs as the QOS allows, and each task of an array counts" in refused.stderr
+        assert "as many submitted jobs as the QOS allows (each array task counts as a job)" in refused.stderr
     assert not run.path.exists()
 
 

@@ -453,7 +453,7 @@ def test_forecast_of_slurm_26_is_read(request_of):
 def test_limit_in_a_rejection_is_explained():
     words = "QOSMaxSubmitJobPerUserLimit; Batch job submission failed: Job violates accounting/QOS policy"
     assert suggest_remedy(f"sbatch failed: {words}") == (
-        "There are as many submitted jobs as the QOS allows, and each task of an array counts; `sacctmgr "
+        "There are as many submitted jobs as the QOS allows (each array task counts as a job); `sacctmgr "
         "show qos` lists the limits. Wait until other jobs have ended, or use another --qos or --account."
     )
     assert (

@@ -101,7 +101,7 @@ def test_removed_checkpoint_is_replaced_by_the_beginning_and_later_starts_are_na
     plan = run.start(1).train(1, 30).save(20, 25, 30).plan(10, 15)
     assert (plan.start, plan.start_checkpoint) == (0, None)
     assert plan.notes[0] == (
-        "No checkpoint before step 10 is left, so the training starts from the beginning. 2 checkpoints left "
+        "No checkpoint before step 10 is left, so training starts from the beginning. 2 checkpoints left "
         "to start from (keep_last): --steps 21:30, 26:30"
     )
 
@@ -244,7 +244,7 @@ def test_each_differing_fact_is_named():
         [{**one, **settings}], [{**other, "settings": {"seed": 2, "run_dir": "b"}}]
     ) == [
         "code: a.py has changed (checksum x in the record, z here)",
-        "code: b.py was imported, but not here",
+        "code: b.py was imported in the recorded run, but not here",
         "setting seed: 1 in the record, 2 here",
         "arguments of the script: --lr 1 in the record, --lr 2 here",
         "PyTorch: 1.0 in the record, 2.0 here",

@@ -48,7 +48,10 @@ def test_full_disk(laptop: Laptop):
 def test_variable_that_is_not_set(laptop: Laptop, cluster: SshCluster):
     for option in ("--folder", "--python"):
         (problem,) = problems(laptop, "--on", "alpha", "setup", option, "$NOPE/x")
-        assert problem == "The variable NOPE is not set on alpha (--folder, --python). Use another path."
+        assert problem == (
+            "A path (--folder or --python) contains the variable NOPE, which is not set on alpha. "
+            "Use another path."
+        )
 
 
 @pytest.mark.long
@@ -111,7 +114,7 @@ def test_a_file_that_is_a_folder_on_the_cluster(laptop: Laptop, cluster: SshClus
     kept = cluster.home / "hpctrain" / "project" / "train.py" / "data"
     kept.mkdir(parents=True)
     found = problems(laptop, *LOCAL)
-    assert found == ["'train.py' is a file here, but a folder on alpha. Rename or delete the folder."]
+    assert found == ["'train.py' is a file here, but a folder on alpha. Rename or delete that folder."]
     assert kept.is_dir()
 
 

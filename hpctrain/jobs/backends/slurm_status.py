@@ -1,10 +1,10 @@
 """Slurm's view of the jobs of runs, from several sources; each is queried once for all jobs.
 
-The order is squeue, sacct, scontrol. squeue is best: it reports the job as it is now, while accounting
-records are delayed and may describe the submission before a requeue. A job counts as ended only with
-evidence. The evidence is its state in one of the sources, or a controller without a record of the job. In the
-second case, the run must also have been silent for longer than the controller keeps job records. A query
-without an answer is not evidence.
+The sources, in order of preference, are squeue, sacct and scontrol. squeue is best: it reports the job as it
+is now, while accounting records are delayed and may describe the submission before a requeue. A job counts as
+ended only with evidence. The evidence is its state in one of the sources, or a controller without a record of
+the job. In the second case, the run must also have been silent for longer than the controller keeps job
+records. A query without an answer is not evidence.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         "KillWait",
         f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its time limit",
         "note" if little else "ok",
-        "A cancelled run may not have enough time to save. A run that approaches its time limit has "
-        "the time set with --stop-before-limit."
+        "A cancelled run may not have enough time to save. Before the time limit, runs use the time "
+        "set with --stop-before-limit."
         if little
         else "",
     )

@@ -21,12 +21,12 @@ from hpctrain.serialization import FunctionCall
 class Executor(submitit.Executor):
     """Executor for functions. Every rank calls the function after the process group is initialized.
 
-    It is also the plugin `hpctrain` of `submitit.AutoExecutor`.
+    This class is also the `hpctrain` plugin of `submitit.AutoExecutor`.
 
     Args:
         folder: parent of the jobs' run folders.
-        cluster: submitit's name of `backend`. "debug" calls the function in this process.
-        **options: see `SubmitOptions`; the names are those of the command line.
+        cluster: submitit's name for `backend`. "debug" calls the function in this process.
+        **options: see `SubmitOptions`; the names are those of the command-line options, with underscores.
 
     Raises:
         SpecError: there is no such option.

@@ -59,8 +59,8 @@ class _Size(TypedDict, total=False):
         NodeCheckMode,
         OptionInfo(
             default=JobSpec.node_check,
-            help="Check the health of the nodes before the ranks start, and skip bad nodes. With auto, only "
-            "after a GPU failure, a communication failure or a hang.",
+            help="Check the health of the nodes before the ranks start, and skip bad nodes. auto checks "
+            "only after a GPU failure, a communication failure or a hang.",
         ),
     ]
     scale_up_after: Annotated[
@@ -556,7 +556,7 @@ class _Notify(TypedDict, total=False):
         OptionInfo(
             metavar="URL|COMMAND",
             example="[https://hooks.example.org/T123, mail -s hpctrain me@example.org]",
-            help="Webhook URL or shell command to call when the run finishes, fails or stalls.",
+            help="Webhook URL to call or shell command to run when the run finishes, fails or stalls.",
         ),
     ]
     notify_on: Annotated[

@@ -87,8 +87,8 @@ class Run:
 
         Args:
             timeout: maximum wait in seconds; None waits without limit.
-            unknown_limit: maximum seconds without a definite answer of the scheduler or new output of the
-                run; None is an hour.
+            unknown_limit: maximum seconds without a definite answer from the scheduler or new output of
+                the run; None means an hour.
             report: called with a message at intervals while the state is unknown; None logs the message.
 
         Raises:

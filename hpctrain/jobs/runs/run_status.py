@@ -58,7 +58,7 @@ class RunStatus:
     reports_steps: bool | None = None
     #: Folder of the newest complete checkpoint, or the newest entry of `checkpoints` that the script wrote.
     checkpoint: str | None = None
-    #: Time and reason of the failure to save, if a running run cannot save.
+    #: Time and reason of the failed save, if a running run cannot save.
     not_saved: str | None = None
     #: True if Slurm reports that the job's dependency can never be satisfied.
     never_starts: bool = False

@@ -52,7 +52,7 @@ def render_setup(spec: JobSpec) -> str:
     """Return the batch script of the job, which runs its arguments instead of the supervisor.
 
     Raises:
-        SpecError: see `render`; or the template starts the supervisor outside of the block `launch`.
+        SpecError: see `render`; or the template starts the supervisor outside the `launch` block.
     """
     asked = spec.template or _default_template(spec)
     text = _render_template(spec, asked, launch='exec "$@"')

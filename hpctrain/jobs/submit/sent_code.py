@@ -16,7 +16,7 @@ SENT_CODE_FILE = ".hpctrain-code.json"
 
 @dataclass(frozen=True)
 class SentCode:
-    """Files that another machine sent; a replacement for the `GitRepository` that is only there."""
+    """Files sent by another machine; replaces the `GitRepository`, which exists only on that machine."""
 
     root: Path
     commit: str | None

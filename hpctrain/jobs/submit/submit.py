@@ -102,7 +102,7 @@ def submit(
         script: the Python script that every rank runs; the name of a module, or a command.
         args: its command-line arguments.
         program: the kind of `script`: `"script"`, `"module"` as for `python -m`, or `"command"`.
-        **options: see `SubmitOptions`; the names are those of the command line.
+        **options: see `SubmitOptions`; the names are those of the command-line options, with underscores.
 
     Raises:
         SpecError: the job cannot run as requested.

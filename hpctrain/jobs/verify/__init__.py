@@ -1,1 +1,1 @@
-"""Verification of a run: train a part of it again, and compare with its record."""
+"""Verification of a run: train a part of it again, and compare the result with its record."""

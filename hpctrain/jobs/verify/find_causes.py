@@ -45,7 +45,7 @@ def _compare(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[s
             if file in own and code[file] != own[file]:
                 yield f"code: {file} has changed (checksum {code[file]} in the record, {own[file]} here)"
             elif file not in own:
-                yield f"code: {file} was imported, but not here"
+                yield f"code: {file} was imported in the recorded run, but not here"
     settings, others = recorded.get("settings", {}), here.get("settings", {})
     if isinstance(settings, Mapping) and isinstance(others, Mapping):
         for name in settings:

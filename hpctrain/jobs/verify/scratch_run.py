@@ -49,7 +49,7 @@ class ScratchRun:
 
     Attributes:
         run: the folder of the copy.
-        notes: sentences about differences to the verified run.
+        notes: sentences about differences from the verified run.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ScratchRun:
             verified: the verified run.
             environ: environment variables of the copy.
             backend: the backend that runs the copy.
-            parent: folder for the copy; by default, the folder for temporary files, or the parent of the
-                verified run with Slurm, because all nodes need access.
+            parent: folder for the copy; by default, the folder for temporary files, or the parent folder of
+                the verified run with Slurm, because all nodes need access.
             keep: do not remove the folder on exit.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Record of a training in its run folder: metrics, samples, environments, and the shape of each part."""
+"""Record of training in a run folder: metrics, samples, environments, and the shape of each part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainedPart:
     world_size: int
     attempts: tuple[int, ...]
     micro_batch_size: int | None = None
-    """Maximum after a lack of GPU memory; None for the script's own."""
+    """Maximum micro-batch size after a GPU ran out of memory; None for the script's own size."""
 
     @property
     def shape(self) -> tuple[int, int, int | None]:

@@ -33,7 +33,7 @@ class VerificationPlan:
     start: int
     last: int
     start_checkpoint: Path | None
-    """None starts from the beginning."""
+    """Checkpoint to start from; None starts from the beginning."""
     checkpoint: tuple[int, Path] | None
     """Step and folder of the recorded state to compare."""
     parts: tuple[ReplayedPart, ...]
@@ -81,7 +81,7 @@ def plan_verification(
     notes = []
     if start is None and first > 1:
         notes.append(
-            f"No checkpoint before step {first} is left, so the training starts from the beginning. "
+            f"No checkpoint before step {first} is left, so training starts from the beginning. "
             f"{_describe_kept(kept, newest)}"
         )
     begin = start or 0

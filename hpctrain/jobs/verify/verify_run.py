@@ -241,8 +241,8 @@ def _set_aside_unseeded(state: StateComparison) -> list[str]:
     unseeded = [one for one in state.differences if _OTHER_GENERATOR.match(one.name)]
     state.differences = [one for one in state.differences if one not in unseeded]
     note = (
-        "The states of Python's or NumPy's random generators differ, as in a script that does not seed them. "
-        "This has no effect if the script does not use them."
+        "The states of Python's or NumPy's random generators differ, as usual if a script does not seed "
+        "them. This has no effect if the script does not use them."
     )
     return [note] if unseeded else []
 
@@ -261,7 +261,7 @@ def _find_causes(result: VerificationResult, record: TrainingRecord, facts: list
     )
     yield from facts
     if not result.plan.same_ranks and not record.is_elastic_deterministic:
-        yield "on a different number of ranks, results agree only up to rounding, without elastic_determinism"
+        yield "without elastic_determinism, results on a different number of ranks agree only up to rounding"
     if not facts and not settings:
         yield from _guess(result, record)
 
