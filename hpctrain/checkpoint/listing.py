@@ -28,7 +28,7 @@ class CheckpointInfo:
     problems: tuple[str, ...]
     """One message per damaged file."""
     newest: bool = False
-    """True if a run would resume from this checkpoint: the newest valid one, if possible finite."""
+    """True if a run would resume from this checkpoint: the newest valid one, preferably finite."""
     best: bool = False
     """True if this checkpoint has the best score."""
 

@@ -149,7 +149,7 @@ class CheckpointStore:
                 sharded tensors (DTensor, ShardedTensor).
             rank_state: tensors of this rank only.
             score: quality of the state, to select the best checkpoints.
-            verified_step: last step up to which the training was verified.
+            verified_step: last step up to which training was verified.
             in_memory: do not copy this checkpoint from the local tier to `folder`.
         """
         self._start_save(step, state, rank_state, score, verified_step, direct=False, in_memory=in_memory)
@@ -237,7 +237,7 @@ class CheckpointStore:
         return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
 
     def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """Load the newest valid checkpoint, if possible a finite one. All ranks must call this.
+        """Load the newest valid checkpoint, preferably a finite one. All ranks must call this.
 
         Newer checkpoints that are damaged or not finite are set aside, never deleted. Each rank checks a
         share of the files.
@@ -340,7 +340,7 @@ def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
 def find_latest_valid(
     target: CommitTarget, tier: LocalTier | None
 ) -> tuple[VerifiedCheckpoint | None, list[str]]:
-    """Find the newest valid checkpoint, if possible a finite one. All ranks must call this.
+    """Find the newest valid checkpoint, preferably a finite one. All ranks must call this.
 
     Newer checkpoints that are damaged or not finite are set aside.
 

@@ -53,10 +53,10 @@ _UNSUPPORTED_RANK_VARIABLES = (
 def detect(environ: Mapping[str, str]) -> Ranks:
     """Return the ranks of this process, based only on the variables in `environ`.
 
-    `HPCTRAIN_ENVIRONMENT` selects an environment without a search. Otherwise the innermost launcher is used:
-    it assigns its own ranks, but the variables of the outer launcher remain set. mpirun starts its daemons
-    with srun, and users start torchrun with srun; SLURM_PROCID is then the number of the daemon or agent.
-    The order, with the variables that identify each launcher:
+    `HPCTRAIN_ENVIRONMENT` selects an environment without detection. Otherwise, the innermost launcher is
+    used: it assigns its own ranks, but the variables of the outer launcher remain set. mpirun starts its
+    daemons with srun, and users start torchrun with srun; SLURM_PROCID is then the number of the daemon or
+    agent. The order, with the variables that identify each launcher:
 
     1. `torchrun`: TORCHELASTIC_RUN_ID, with RANK and WORLD_SIZE
     2. `horovod`: HOROVOD_RANK and HOROVOD_SIZE
@@ -166,8 +166,8 @@ def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) ->
         if not same or environ.get(torchrun.RUN_ID_VARIABLE):
             raise EnvironmentMismatch(
                 f"{found.environment} started rank {found.rank} of {found.world_size} "
-                f"({found.sources['rank']}, {found.sources['world_size']}), all on this host, but runs "
-                f"inside process {outer.rank} of {outer.world_size} started by {outer.environment} "
+                f"({found.sources['rank']}, {found.sources['world_size']}) with all ranks on this host, but "
+                f"runs inside process {outer.rank} of {outer.world_size} started by {outer.environment} "
                 f"({outer.sources['rank']}, {outer.sources['world_size']}). Start {found.environment} so "
-                f"that its ranks include all hosts. {override_hint(found.environment, outer.environment)}"
+                f"that its ranks cover all hosts. {override_hint(found.environment, outer.environment)}"
             )

@@ -25,7 +25,7 @@ def kill_orphans(run_dir: str, before: int = sys.maxsize) -> list[int]:
 
     Args:
         run_dir: the run folder, as passed to the ranks.
-        before: the first attempt that is kept; by default, none.
+        before: the first attempt whose processes are kept; by default, all attempts are killed.
     """
     found: list[int] = []
     deadline = time.monotonic() + _LIMIT_S

@@ -12,7 +12,7 @@ from hpctrain.rundir import RunDir, is_event
 
 
 def save_problem(run: RunDir) -> str | None:
-    """Return the reason and start time of a lack of new checkpoints; None without a known problem."""
+    """Return the reason why checkpoints are missing, and since when; None if no problem is known."""
     cause = _last_failure(run) or _disk_trouble(run)
     if cause is None:
         return None

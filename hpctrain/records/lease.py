@@ -6,8 +6,8 @@ process.
 - Leases are numbered, and the newest is valid. A lease is created atomically with its content by a hard
   link, which only one of several processes can create.
 - The holder renews the lease every few seconds. The holder counts as dead if Slurm reports that its job is
-  not running. Without an answer from Slurm, it counts as dead if the last renewal is a minute old. Both times
-  are from the file system's clock.
+  not running. If Slurm does not respond, the holder counts as dead when the last renewal is a minute old.
+  Both times are from the file system's clock.
 - A holder that finds a newer lease was considered dead, and exits.
 """
 
@@ -223,7 +223,7 @@ def is_lease_alive(
         run: the run.
         held: its newest lease.
         environ: environment of Slurm's commands.
-        expiry_s: the age of an expired lease, without an answer from Slurm.
+        expiry_s: age at which a lease expires if Slurm does not respond.
     """
     if held.holder.released:
         return False

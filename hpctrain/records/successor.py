@@ -44,7 +44,7 @@ class JobChanges:
     excluded_hosts: Collection[str] = ()
     """Nodes to exclude, in addition to the user's."""
     memory: str | None = None
-    """Option of sbatch with the memory to request, such as `mem=96000`, in MB."""
+    """sbatch option with the memory to request in MB, such as `mem=96000`."""
 
     def __bool__(self) -> bool:
         return bool(self.excluded_hosts or self.memory)
@@ -71,7 +71,7 @@ def submit_successor(
         job_id: this job.
         attempt: the attempt to continue.
         environ: environment of this job's batch script.
-        changes: changes of the job.
+        changes: changes to the job.
 
     Raises:
         SchedulerError: the scheduler rejected the job, or did not respond in time.
@@ -216,7 +216,11 @@ def _marked_script(run: RunDir, job_id: str) -> list[str]:
         if not link.is_symlink():
             link.symlink_to(os.path.join("..", run.job_script.name))
     except OSError as error:
-        log.warning("cannot create %s, so a lost answer of Slurm may lead to two successors: %s", link, error)
+        log.warning(
+            "cannot create %s, so two successors may be submitted if Slurm's response is lost: %s",
+            link,
+            error,
+        )
         return [str(run.job_script), link.name]
     return [str(link), link.name]
 
@@ -229,7 +233,7 @@ def _prevent_requeue(job_id: str, outer: Mapping[str, str]) -> None:
     try:
         update_job([job_id], outer, Requeue="0")
     except SchedulerError as error:
-        log.warning("Slurm may requeue job %s, which delays its successor: %s", job_id, error)
+        log.warning("cannot prevent a requeue of job %s, which would delay its successor: %s", job_id, error)
 
 
 def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) -> None:

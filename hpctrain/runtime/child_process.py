@@ -36,7 +36,8 @@ _LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
 def observe_process() -> None:
     """Observe this process from now on, unless an observed process started it as a helper.
 
-    Helpers, such as data workers, do not train. Nor do launchers, but the processes that they start.
+    Helpers, such as data workers, do not train. Launchers do not train either, but the processes that they
+    start do.
     """
     if CHILD_VARIABLE not in os.environ or os.path.basename(sys.argv[0]) in RANK_LAUNCHERS:
         return

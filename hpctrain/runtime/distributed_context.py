@@ -39,7 +39,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """The processes that train together, for a single process."""
+    """The processes that train together, as seen by one process."""
 
     ranks: Ranks
     device: torch.device
@@ -79,7 +79,7 @@ class DistributedContext:
     def all_gather(self, value: Any, what: str = "a message") -> list[Any]:
         """Return the values of all ranks, in order, on every rank. All ranks must call this.
 
-        See `hpctrain.messages.gather` for the types that can be sent; `what` names the value in errors.
+        See `hpctrain.messages.gather` for the types that can be sent. Errors name the value `what`.
         """
         if self.cpu_group is None:
             return [value]

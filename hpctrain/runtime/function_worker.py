@@ -97,8 +97,8 @@ def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: D
         elif _checkpoint_of(call) is not None:
             print(
                 f"hpctrain: the ranks stopped at different points, so {call.name}.checkpoint() is not "
-                "called, and the function will start over. To avoid this, call hpctrain.should_stop() in the "
-                "function, and sys.exit(75) if the result is True."
+                "called, and the function will start over. To stop all ranks at the same point, call "
+                "hpctrain.should_stop() in the function, and call sys.exit(75) if the result is True."
             )
         raise
     except SystemExit as leaving:

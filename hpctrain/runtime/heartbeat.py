@@ -1,6 +1,6 @@
 """Reports of a rank to its supervisor: with every heartbeat, and when the run hangs.
 
-A separate thread sends the reports, also while the training waits for other ranks.
+A separate thread sends the reports, even while training waits for other ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check of this rank's node before the training: `python -P -m hpctrain.runtime.node_check`.
+"""Check of this rank's node before training: `python -P -m hpctrain.runtime.node_check`.
 
 Each rank tests the required resources: a file in the run folder, an unused GPU without memory errors, a small
 matrix product, and a sum over all ranks. The supervisor reads the results.

@@ -20,8 +20,8 @@ class RankActivity:
         phase: the current phase.
         step: steps trained in this process, or calls of `should_stop`.
         progress_count: increases with any progress.
-        data_s: seconds spent waiting for data since the training began.
-        compute_s: seconds of computation, as far as they can be separated.
+        data_s: seconds spent waiting for data since training began.
+        compute_s: seconds of computation, as far as they can be separated from the rest.
         exchange_s: seconds of communication with other ranks, including waiting for them.
         is_managed: true if a `Trainer` or `session` sets these attributes.
         optimizer_steps: optimizer steps of this process, as counted by the step hook.

@@ -16,7 +16,7 @@ _BOOT = (
 
 
 class Sidecar:
-    """A process whose standard input closes to request its exit, at the latest with this process."""
+    """A process that exits when its standard input closes, at the latest when this process exits."""
 
     def __init__(self, module: str, *args: str) -> None:
         """Start the process.
@@ -40,7 +40,7 @@ class Sidecar:
             self._process.stdin.flush()
 
     def stop(self, limit_s: float, final_input: str = "") -> bool:
-        """Request the exit of the process; kill it after `limit_s` seconds. Return true if it exited itself.
+        """Request the exit of the process; kill it after `limit_s` seconds. Return true if it was not killed.
 
         A line is written to its standard input, which then closes. The line is required because a child of
         this process may keep the pipe open.

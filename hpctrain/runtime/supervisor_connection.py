@@ -147,7 +147,7 @@ def start_heartbeat(
     """Start a thread that sends heartbeats and receives messages.
 
     Args:
-        connect: opens the connection, which takes time without a response.
+        connect: opens the connection, which may take long if the supervisor does not respond.
         heartbeat_message: returns the content of a heartbeat.
         on_message: handles a message of the supervisor.
     """

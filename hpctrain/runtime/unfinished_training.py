@@ -1,6 +1,6 @@
-"""Trainings that have started but not returned. A script that exits during a training is not complete.
+"""Training calls that have not returned. A script that exits during such a call is not complete.
 
-Each training has a file in the run folder while it is in progress. A process that exits without running
+Each such call has a file in the run folder while it is in progress. A process that exits without running
 further Python code, such as with `os._exit`, does not remove the file, and the supervisor finds it.
 """
 
@@ -22,20 +22,20 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.runtime.rank_activity import activity
 
-#: Trainings of this process that have not returned, by folder, in order of start.
+#: Training calls of this process that have not returned, by folder, in order of start.
 _unfinished: dict[str | None, TrainingMarker] = {}
 _num_started = 0
 _has_stopped = False
 
 
 class TrainingMarker:
-    """Context manager around a training, from its start to its return.
+    """Context manager around a training call, from its start to its return.
 
-    A later training in the same folder replaces it: a script may catch an exception and try again.
+    A later call in the same folder replaces an earlier one: a script may catch an exception and try again.
 
     Attributes:
         step: number of completed steps, set at the end; None without steps.
-        last_step: last step of the training; None if unknown.
+        last_step: last step of training; None if unknown.
     """
 
     def __init__(self, what: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class TrainingMarker:
         """Start.
 
         Raises:
-            SystemExit: with code 75, if an earlier training of this process was stopped.
+            SystemExit: with code 75, if an earlier training call of this process was stopped.
         """
         global _num_started
         if _has_stopped and self._file is not None:
@@ -85,12 +85,12 @@ class TrainingMarker:
                 self._file.unlink(missing_ok=True)
 
     def set_last_step(self, last_step: int | None) -> None:
-        """Set the last step of the training."""
+        """Set the last step of training."""
         self.last_step = last_step
         self._write()
 
     def record_exception(self, error: BaseException) -> None:
-        """Record that an exception ended the training, without references to the exception's objects."""
+        """Record that an exception ended training, without references to the exception's objects."""
         global _has_stopped
         if isinstance(error, SystemExit) and error.code == EXIT_CONTINUE:
             _has_stopped = True
@@ -98,7 +98,7 @@ class TrainingMarker:
             self._failure = failure_record(error, self._environ)
 
     def failure(self) -> dict[str, Any]:
-        """Return the record of a script that exited before the end of the training."""
+        """Return the record of a script that exited before the end of training."""
         words = describe_unfinished(self._what, self.step, self.last_step)
         if self._failure is None:
             return {"kind": UNFINISHED, "error": words, "message": UNFINISHED_ADVICE, "traceback": ""}
@@ -118,15 +118,15 @@ class TrainingMarker:
 
 
 def has_started() -> bool:
-    """Return true if a training has started in this process."""
+    """Return true if training has started in this process."""
     return _num_started > 0
 
 
 def has_stopped() -> bool:
-    """Return true if a training of this process stopped to be continued, even with a caught exception."""
+    """Return true if training stopped in order to be continued, even if the script caught the exception."""
     return _has_stopped
 
 
 def find_unfinished_training() -> dict[str, Any] | None:
-    """Return the record of the newest training that has not returned, or None."""
+    """Return the record of the newest training call that has not returned, or None."""
     return next(reversed(_unfinished.values())).failure() if _unfinished else None

@@ -40,7 +40,7 @@ def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None
     """Check that the script of a Slurm job runs in a Slurm job.
 
     Raises:
-        NotInJob: it does not, or it is the script of a job array but does not run in a task.
+        NotInJob: the script does not run in a job, or belongs to a job array but does not run in a task.
     """
     if spec.backend != "slurm":
         return
@@ -70,12 +70,12 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
 
 
 def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
-    """Decide whether this job must train. If so, record it as the newest job of the run.
+    """Decide whether this job must train. If so, record this job as the newest job of the run.
 
     Args:
         run: the run.
         spec: its job specification.
-        job_control: control of this job. If this job must train, it holds the lease from now on.
+        job_control: control of this job. It holds the lease from now on if this job must train.
         deaths: number of earlier supervisors of this job that were killed.
 
     Returns:
@@ -197,7 +197,7 @@ def register_job(
     jobs: SuccessorJobs | None = None,
     lease_error: OSError | None = None,
 ) -> Continue | Exit:
-    """Record this job as the newest job of the run, so that later events belong to it.
+    """Record this job as the newest job of the run, so that later events belong to this job.
 
     The submission precedes other events in the record, although the job may start before `hpctrain submit`
     records the submission. A manual start of the job script is recorded by this function.
@@ -206,7 +206,7 @@ def register_job(
         run: the run.
         spec: its job specification.
         job_id: this job.
-        jobs: the other jobs of the run; None if its lock is sufficient.
+        jobs: the other jobs of the run; None if the run's lock is sufficient.
         lease_error: the error that prevented this job from acquiring the lease. Only the recorded job may
             train without a lease.
 
@@ -260,7 +260,7 @@ def events_since_submission(recorded: Iterable[dict[str, Any]], job_id: str) -> 
 
 
 def record_manual_submission(run: RunDir, spec: JobSpec, job_id: str) -> None:
-    """Record a manual submission, without `hpctrain submit`; any request to cancel the run is withdrawn."""
+    """Record a submission without `hpctrain submit`, and withdraw any request to cancel the run."""
     for part in (run, *map(run.task, run.tasks())):
         part.cancel_request.unlink(missing_ok=True)
     run.log_event(

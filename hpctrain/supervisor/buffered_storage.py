@@ -81,7 +81,7 @@ class BufferedStorage(RunStorage):
         """Yield the JSON lines of a file, including buffered lines.
 
         Raises:
-            OSError: the file cannot be read, also after a while.
+            OSError: the file cannot be read, even after retries.
         """
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
             return iter(retry_while_away(lambda: list(super(BufferedStorage, self).read(path, is_valid))))
@@ -106,7 +106,7 @@ class BufferedStorage(RunStorage):
         """Create a new folder, if possible.
 
         Raises:
-            FileExistsError: it exists.
+            FileExistsError: the folder already exists.
             HpctrainError: the run folder no longer exists.
         """
         self._wait_for_run()

@@ -65,7 +65,7 @@ class Requeuer:
             attempt: the attempt to continue.
             intent: the intent for the job.
             kind: kind of the end of the attempt.
-            changes: changes of the job.
+            changes: changes to the job.
             seconds: duration of the attempt.
         """
         methods = self._methods(intent)
@@ -191,4 +191,4 @@ class Requeuer:
         try:
             self.events.get(timeout=_REQUEUE_LIMIT_S)
         except queue.Empty:
-            log.warning("Slurm did not end this job within %.0f s of the requeue", _REQUEUE_LIMIT_S)
+            log.warning("Slurm did not end this job within %.0f s of the requeue; exiting", _REQUEUE_LIMIT_S)

@@ -30,7 +30,7 @@ def finish_run(
 ) -> Exit:
     """Record the end of a run, with its last attempt. The cause of a failure includes disk problems.
 
-    A cancelled run whose request came from early stopping ends as stopped early.
+    A run that early stopping cancelled is recorded as stopped early.
     """
     final: str = state
     if state == "CANCELLED" and (reason := run.early_stop_reason()):

@@ -42,7 +42,8 @@ def run_under_watchdog(environ: Mapping[str, str]) -> int:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code >= 0 or told.signals:
             break
-        print(f"hpctrain: the supervisor was killed by {signal.Signals(-code).name}.", flush=True)
+        then = "restarting it" if deaths < _MAX_DEATHS else "this job exits"
+        print(f"hpctrain: the supervisor was killed by {signal.Signals(-code).name}; {then}.", flush=True)
     sys.exit(code if code >= 0 else 128 - code)
 
 

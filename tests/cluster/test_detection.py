@@ -267,13 +267,13 @@ def test_local_rank_is_not_taken_for_node_rank():
 
 def test_separate_torchrun_in_each_task_is_refused():
     text = refusal(variables("torchrun-alone-in-each-task", 1))
-    assert "torchrun started rank 0 of 1 (RANK, WORLD_SIZE), all on this host" in text
+    assert "torchrun started rank 0 of 1 (RANK, WORLD_SIZE) with all ranks on this host" in text
     assert "of 2 started by slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)" in text
 
 
 def test_separate_torchrun_in_each_task_is_refused_with_full_host_name():
     environ = {**variables("torchrun-alone-in-each-task", 1), "MASTER_ADDR": "n2.cluster.example.org"}
-    assert "rank 0 of 1 (RANK, WORLD_SIZE), all on this host" in refusal(environ)
+    assert "rank 0 of 1 (RANK, WORLD_SIZE) with all ranks on this host" in refusal(environ)
     assert detect({**environ, ENVIRONMENT_VARIABLE: "torchrun"}).world_size == 1
 
 
@@ -464,7 +464,7 @@ def test_separate_torchrun_is_refused_even_if_its_ranks_match_the_tasks():
     for rank in ("0", "1"):
         rank_variables = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "RANK": rank, "LOCAL_RANK": rank}
         environ = {**STEP, **MARKED, **tasks, **agent, **rank_variables, "MASTER_ADDR": "localhost"}
-        assert "Start torchrun so that its ranks include all hosts" in refusal(environ)
+        assert "Start torchrun so that its ranks cover all hosts" in refusal(environ)
 
 
 def test_forced_environment_is_case_checked_and_lists_missing_variables():

@@ -185,9 +185,9 @@ def test_special_file_is_refused(source, disk):
 def test_full_disk_is_reported_and_left_empty(source, tmp_path):
     subprocess.run(["tar", "-czf", tmp_path / "data.tar.gz", "-C", source, "."], check=True)
     with mounted_disk(tmp_path / "small", "size=2m") as small:
-        with pytest.raises(StagingError, match=r"has 9\.44 MB, but '.*small' has 2\.1 MB left"):
+        with pytest.raises(StagingError, match=r"requires 9\.44 MB, but '.*small' has only 2\.1 MB of"):
             stage(source, small / "data")
-        with pytest.raises(StagingError, match=r"has .* left|No space left on device"):
+        with pytest.raises(StagingError, match=r"has only .* of free space|No space left on device"):
             stage(tmp_path / "data.tar.gz", small / "data")
         assert os.listdir(small) == []
 

@@ -165,6 +165,6 @@ def test_supervisor_does_not_wait_forever_for_slurm(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(slurm_nodes, "_STEPS_LISTED_S", 0.01)
     SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7"}).kill_steps()
     assert [record.message for record in caplog.records] == [
-        "waiting for Slurm to end the ranks of the killed supervisor: squeue failed: Socket timed out",
-        "cannot end all ranks of the killed supervisor, so some may still be running",
+        "cannot end the ranks of the killed supervisor yet (squeue failed: Socket timed out); will retry",
+        "could not end all ranks of the killed supervisor, so some may still be running",
     ]

@@ -71,7 +71,7 @@ class Manifest:
     finite: bool | None = None
     """True if all parameters and optimizer states are finite; None if not checked."""
     verified_step: int | None = None
-    """Step up to which the training was verified; None if it was not verified."""
+    """Step up to which training was verified; None if it was not verified."""
 
     @property
     def total_bytes(self) -> int:

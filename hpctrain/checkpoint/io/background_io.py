@@ -66,7 +66,7 @@ class IoTask(Generic[T]):
         return True
 
     def is_timed_out(self, timeout_s: float) -> bool:
-        """Return true if it is unfinished without disk progress for `timeout_s` seconds, and set `error`."""
+        """Return true and set `error` if no disk progress occurred for `timeout_s` seconds."""
         if self.ended.is_set() or time.monotonic() - self.last_progress < timeout_s:
             return False
         self.error = f"the disk has not accepted any data for {timeout_s:g} s"

@@ -25,7 +25,7 @@ _CLEANUP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class CommitTarget:
-    """A folder in which the ranks save together, for a single rank."""
+    """A folder in which the ranks save together, as seen by one rank."""
 
     coordinator: RankCoordinator
     directory: CheckpointDir

@@ -29,7 +29,7 @@ class PeerLost(CheckpointError):
 
 
 class RankCoordinator:
-    """The ranks that save together, for a single rank. Every method except `rank_of` is a collective.
+    """The ranks that save together, as seen by one rank. Every method except `rank_of` is a collective.
 
     See `hpctrain.messages.gather` for the types of values that can be exchanged.
     """

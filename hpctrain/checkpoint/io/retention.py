@@ -21,7 +21,7 @@ class Retention:
     last: int = 3
     """Number of newest checkpoints to keep, at least 1."""
     every: int | None = None
-    """Keep the steps that are a multiple of this number."""
+    """Keep the checkpoints whose step is a multiple of this number; None keeps none by this rule."""
     best: int = 0
     """Number of checkpoints with the best score to keep."""
     mode: Literal["min", "max"] = "min"
@@ -48,7 +48,7 @@ class Retention:
         Args:
             scores: step → score; None and NaN never count as best.
             not_finite: steps whose state contains an infinity or NaN.
-            verified_step: last step up to which the training was verified; None if it is not verified.
+            verified_step: last step up to which training was verified; None if it was not verified.
         """
         steps = sorted(scores)
         stay = {*steps[-self.last :], *sorted(scores.keys() - not_finite)[-1:]}

@@ -31,7 +31,7 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 
 class LocalTier:
-    """The local tier of a run, for a single rank.
+    """The local tier of a run, as seen by one rank.
 
     Attributes:
         target: the target of saves in the tier.
@@ -203,7 +203,8 @@ class LocalTier:
             )
         except OSError as error:
             reason = describe_exception(error)
-            return [f"{directory.folder} was kept, because its copies could not be checked: {reason}."]
+            why = f"its checkpoints could not be compared with those in {shared}: {reason}"
+            return [f"{directory.folder} was kept, because {why}."]
         if newest > in_shared:
             return [f"Step {newest} exists only in {directory.folder}; it could not be copied to {shared}."]
         if self.target.is_leader:

@@ -63,7 +63,7 @@ def rendezvous(
         ranks: the ranks of this process.
         environ: the variables from which `ranks` was created.
         timeout_s: maximum time to wait for the other ranks.
-        remind_after_s: time until a report on missing ranks on stderr.
+        remind_after_s: seconds until missing ranks are reported on stderr.
 
     Raises:
         RendezvousError: not all ranks arrived; the message lists the tried addresses.

@@ -46,8 +46,8 @@ class EmergencySave:
 
     Attributes:
         is_available: True if a supervisor can send requests to this process.
-        problem: reason why the training has no emergency checkpoints, if it is known.
-        has_lost_peer: True if the training failed because another rank is gone.
+        problem: reason why training saves no emergency checkpoints, if known.
+        has_lost_peer: True if training failed because another rank was lost.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class EmergencySave:
         """Mark the state as incomplete. Called by the main thread, which waits while the state is saved.
 
         Raises:
-            TimeoutError: the save did not end, such as without the supervisor.
+            TimeoutError: the save did not end in time, for example because the supervisor has exited.
         """
         if self._source is not None and not self._is_changing:
             if not self._lock.acquire(timeout=_SAVE_LIMIT_S):

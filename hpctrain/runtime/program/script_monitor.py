@@ -1,4 +1,4 @@
-"""Progress of a script without the Trainer, sampled from outside of its code.
+"""Progress of a script without the Trainer, sampled from outside its code.
 
 A rank makes progress if it completes optimizer steps, prints, or is busy: its main thread changes position or
 computes in native code. A rank that sleeps, or waits at one position for other ranks, makes no progress. On

@@ -67,7 +67,7 @@ def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
 
     Raises:
         OSError: a file cannot be accessed.
-        StagingError: a file is neither a regular file nor a folder or link.
+        StagingError: an entry is neither a regular file, nor a folder, nor a link.
     """
     root = str(path)
     names = [] if path.is_dir() else ["."]
@@ -142,8 +142,11 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
         pass  # There is no complete copy.
     remove(record_path, target, temporary)
     if before.size_bytes > (free := shutil.disk_usage(target.parent).free):
-        sizes = f"{format_size(before.size_bytes)}, but {str(target.parent)!r} has {format_size(free)} left"
-        raise StagingError(f"{str(source)!r} has {sizes}. Set TMPDIR to a larger disk (--setup)")
+        needed, there = format_size(before.size_bytes), str(target.parent)
+        raise StagingError(
+            f"{str(source)!r} requires {needed}, but {there!r} has only {format_size(free)} of free space. "
+            "Set TMPDIR to a larger disk (--setup)"
+        )
     try:
         copy_contents(before, temporary)
         if finish is not None:
@@ -185,7 +188,7 @@ def copy_contents(contents: Contents, target: Path) -> None:
         _check_end(source)
     if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
         raise StagingError(
-            f"{str(source)!r} changed while it was copied. Do not change it, and resume the run"
+            f"{str(source)!r} changed while it was copied. Keep it unchanged, and resume the run"
         )
 
 

@@ -1,4 +1,4 @@
-"""Message of a rank that exits on a signal outside of a training."""
+"""Message of a rank that exits on a signal while it is not training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _lost(run: RunDir | None) -> str:
     if has_started():
         return (
             "No training is in progress. The checkpoints of completed training runs are intact. Work outside "
-            "of training is not saved."
+            "training is not saved."
         )
     if "hpctrain.training" in sys.modules:
         return "Training has not started; checkpoints of earlier attempts are intact."

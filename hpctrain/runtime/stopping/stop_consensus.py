@@ -12,7 +12,7 @@ from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 
 
 def should_stop() -> bool:
-    """Return true if the job received a stop signal, equal on every rank. All ranks must call this.
+    """Return true if the job received a stop signal. All ranks must call this, and get the same result.
 
     Call this at points where the state can be saved, at least every few seconds. If the result is true, save
     and exit with `sys.exit(75)`, which requests a continuation. After the first call, a signal no longer ends

@@ -151,7 +151,7 @@ def _is_importing_torch() -> bool:
 
 
 def exit_after_step() -> None:
-    """Exit with a request to be continued if all ranks stop after the step that this rank has completed.
+    """Exit and request a continuation if all ranks stop after the step that this rank has completed.
 
     Raises:
         StoppedBeforeTraining: all ranks stop after this step.

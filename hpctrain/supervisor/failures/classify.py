@@ -77,7 +77,7 @@ def is_deterministic(failure: RankFailure) -> bool:
 
 
 def gpu_faults(run: RunDir, hosts: Iterable[str], since: float) -> dict[str, list[int]]:
-    """Return the Xids of the devices of each node since a time, in seconds since the epoch."""
+    """Return the Xids that the devices of each node reported since a time, in seconds since the epoch."""
     names = {_short(host): host for host in hosts}
     found: dict[str, list[int]] = {}
     for path in run.all_telemetry():

@@ -27,7 +27,7 @@ class Corruption:
     suspects: Mapping[int, str]
     """Ranks that may be faulty, with the names of their devices."""
     verified_step: int
-    """Step up to which the training was verified."""
+    """Step up to which training was verified."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RankFailure:
     out_of_memory: bool = False
     """True if the kernel killed the rank for exceeding the memory of the job."""
     micro_batch_size: int | None = None
-    """Size of micro-batches that may fit into GPU memory, from the rank that ran out of it."""
+    """Size of micro-batches that may fit into GPU memory, as suggested by the rank that ran out of memory."""
 
     corruption: Corruption | None = None
     """Suspected ranks, if the replicas differed."""

@@ -43,7 +43,7 @@ class JobTime(Protocol):
 
 
 def known_seconds_left(job: JobTime) -> float | None:
-    """Return the remaining seconds of the job; None if unlimited, unknown, or without an answer."""
+    """Return the remaining seconds of the job; None if unlimited or unknown, or without a response."""
     try:
         return job.seconds_left()
     except SchedulerError as error:
@@ -66,7 +66,7 @@ class AllocatedNodes(Protocol):
         """Return the nodes of the job that can no longer run processes, with the reason."""
 
     def draining(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Return the nodes that the scheduler will take away when this job releases them, with the reason."""
+        """Return the nodes that will be taken out of service when this job releases them, with the reason."""
 
     def shrink_to(self, hosts: Sequence[str]) -> None:
         """Release all other nodes of the job, so that their loss does not end the job."""
@@ -101,7 +101,7 @@ class SuccessorJobs(Protocol):
 
     #: The predecessor of this job; None if the user submitted this job.
     predecessor: str | None
-    #: Held by the job that trains in the run folder.
+    #: The lease on the run folder, which the job that trains there holds.
     lease: Lease
 
     def submit(self, attempt: int, changes: JobChanges) -> str:
@@ -138,7 +138,7 @@ class JobControl(JobTime, Protocol):
         """Return the scheduler's plan for the job."""
 
     def requeue(self) -> bool:
-        """Requeue the job. Return true if this process will be ended, false to continue in this process.
+        """Requeue the job. Return true if this process will be ended, false if the run continues in it.
 
         Raises:
             SchedulerError: the scheduler refused.

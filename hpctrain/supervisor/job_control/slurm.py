@@ -141,10 +141,10 @@ def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
     Slurm delays a requeued job by two minutes after its last process and its epilog have ended. An explicit
     later start time of the job replaces that delay (`batch_requeue_fini`).
 
-    Slurm may requeue a job although its run has ended, so such a job is made one that cannot be requeued:
+    Slurm may requeue a job although its run has ended. In these cases, this function disables the requeue:
 
-    - A job with `--requeue=expedite` is not delayed. But if its script fails, Slurm 26.05 requeues it and
-      holds it until a user releases it.
+    - A job with `--requeue=expedite` is not delayed. But if its script fails, Slurm 26.05 requeues the job
+      and holds it until a user releases it.
     - Before 26.05, a job that was warned of a preemption is also requeued when its next start completes.
 
     Args:
@@ -165,7 +165,9 @@ def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
         elif not is_requeued and (job.expedited or has_restarted_and_ended):
             update_job([job_id], outer, until_killed=True, Requeue="0")
     except SchedulerError as error:
-        print(f"hpctrain: cannot update this job before its end: {error}", file=sys.stderr, flush=True)
+        consequence = "Slurm may delay the requeued job, or requeue the job although the run has ended"
+        words = f"hpctrain: cannot update this job before its end, so {consequence}: {error}"
+        print(words, file=sys.stderr, flush=True)
 
 
 def _leave(claimed_by: LeaseHolder) -> None:

@@ -101,7 +101,7 @@ class SlurmNodes:
         try:
             least = min(node.memory_mib for node in query_nodes(hosts, self._environ))
         except (SchedulerError, ValueError) as error:
-            log.warning("cannot determine the memory of the nodes: %s", error)
+            log.warning("cannot determine the memory of the nodes, so no more memory is requested: %s", error)
             return None
         name, per_cpu, now = _MEMORY_OPTIONS[option][0], option == "SLURM_MEM_PER_CPU", int(environ[option])
         larger = min(now * 3 // 2, least // int(environ.get("SLURM_CPUS_ON_NODE", "1") if per_cpu else 1))
@@ -148,10 +148,10 @@ class SlurmNodes:
                 signal_steps(steps, signal.SIGKILL, self._environ)
             except SchedulerError as error:
                 if not is_warned:
-                    log.warning("waiting for Slurm to end the ranks of the killed supervisor: %s", error)
+                    log.warning("cannot end the ranks of the killed supervisor yet (%s); will retry", error)
                 is_warned = True
             system.sleep(_POLL_INTERVAL_S)
-        log.warning("cannot end all ranks of the killed supervisor, so some may still be running")
+        log.warning("could not end all ranks of the killed supervisor, so some may still be running")
 
 
 def node_trouble(node: NodeRecord) -> str | None:

@@ -1,4 +1,4 @@
-"""Auxiliary step outside of the training: one process per rank on the same nodes, which exits by itself."""
+"""Auxiliary step outside training: one process per rank on the same nodes, which exits by itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_auxiliary_step(
         limit_s: time limit in seconds, after which the step is killed.
         what: purpose of the step, for the log.
         variables: additional variables of each process.
-        uses_store: False if no process uses the store, which then does not have to start.
+        uses_store: False if the processes need no store; it then starts only if a process connects.
 
     Returns:
         Result of the step; None if the step was killed.

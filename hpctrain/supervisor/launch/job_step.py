@@ -97,7 +97,7 @@ class StragglerDetected:
     ratio: float
     """Ratio of its time to the typical time of the ranks."""
     part: str
-    """Part with the greatest loss: `data` or `compute`."""
+    """Part in which the rank loses the most time: `data` or `compute`."""
     lasting: bool
     """True if the rank has been slow for a while."""
 
@@ -114,7 +114,7 @@ class EmergencySaveEnded:
     record: Mapping[str, Any]
     """Step, location and duration of the emergency checkpoint; empty if there is none."""
     reason: str = ""
-    """Reason if there is none; empty if the ranks use no `Trainer`."""
+    """Reason why there is no emergency checkpoint; empty if the ranks use no `Trainer`."""
 
 
 StepEvent = (

@@ -112,7 +112,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def gpu_variables(gpus: Sequence[str]) -> dict[str, str]:
-    """Return variables that show a process only these of the visible GPUs."""
+    """Return variables that restrict a process to these of the visible GPUs."""
     names = HIP_VARIABLES if list_amd_gpus() else (VISIBLE_VARIABLE,)
     return dict.fromkeys(names, ",".join(gpus)) if gpus else {}
 

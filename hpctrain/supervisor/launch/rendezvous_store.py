@@ -42,7 +42,7 @@ class RendezvousStore:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables for `env://`: the address, and a flag that the store is already hosted."""
+        """Variables for `env://`: the address, and a flag which states that the store is already hosted."""
         return {
             "MASTER_ADDR": self._address,
             "MASTER_PORT": str(self._port),

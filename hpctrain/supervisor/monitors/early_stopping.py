@@ -29,8 +29,8 @@ _INTERVAL_PER_TRIAL_S = 0.02
 class EarlyStoppingMonitor:
     """Watches the metric of a trial while an attempt trains, and stops the ranks if the trial loses.
 
-    A trial reports its metric at the steps of decisions in its own folder, where the others read it. It is
-    judged by its newest report, again whenever another trial has reached that step.
+    At each decision step, a trial writes its metric to its own folder, where the other trials read it. A
+    trial is judged by its newest report, and judged again whenever another trial reaches the same step.
     """
 
     run: RunDir

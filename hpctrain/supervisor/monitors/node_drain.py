@@ -48,7 +48,7 @@ class NodeDrainMonitor(PeriodicCheck):
         self.first_s = self.interval_s if is_wanted else 0.0
 
     def check(self) -> bool:
-        """Stop the ranks if enough nodes remain without those that are drained or have a faulty GPU."""
+        """Stop the ranks if enough nodes remain besides those that are drained or have a faulty GPU."""
         control, hosts, spares = self.job_control.nodes, self.launcher.hosts, self.launcher.spares
         assert control is not None
         leaving = control.draining([*hosts, *spares])

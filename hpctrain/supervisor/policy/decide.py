@@ -29,7 +29,7 @@ class Allocation:
     spare: tuple[str, ...] = ()
     """Spare nodes."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that can no longer run processes, or are about to be taken away, with the reason."""
+    """Nodes that can no longer run processes, or are about to be taken out of service, with the reason."""
     min_nodes: int = 1
     """Minimum number of nodes of the run."""
     can_reallocate: bool = False
@@ -55,13 +55,13 @@ class RunSituation:
     intent: JobIntent = JobIntent.CONTINUE
     nodes: Allocation = field(default_factory=Allocation)
     ends_at: float | None = None
-    """Time limit of the job; None if unlimited or unknown."""
+    """Time at which the job reaches its time limit; None if unlimited or unknown."""
     lead_s: float = 0.0
     """Seconds before `ends_at` at which the ranks receive the stop signal."""
     seconds: float = 0.0
     """Duration of the attempt."""
     larger_memory: str | None = None
-    """Option of sbatch with which the job can get more memory, such as `mem=96000`; None if it cannot."""
+    """sbatch option with which the job can get more memory, such as `mem=96000`; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class AttemptEnd:
     kind: EndKind
     cause: str | None = None
     micro_batch_size: int | None = None
-    """Maximum size of micro-batches for the next attempts, after a lack of GPU memory; None if unknown."""
+    """Maximum size of micro-batches after a rank ran out of GPU memory; None if unknown."""
 
 
 class Action(Enum):
@@ -115,7 +115,7 @@ class Decision:
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Nodes to exclude from now on, with the reason."""
     memory: str | None = None
-    """Option of sbatch with the memory to request from now on, such as `mem=96000`."""
+    """sbatch option with the memory to request from now on, such as `mem=96000`."""
     reason: str | None = None
     """Reason to end the run, in addition to the cause of the attempt's end; or a risk of a restart."""
 
@@ -140,7 +140,7 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
     Args:
         situation: the state of the run.
         end: kind and cause of the end of the attempt.
-        now: current time, on the clock of `state.ends_at`.
+        now: current time, on the clock of `situation.ends_at`.
     """
     match end.kind, situation.intent:
         case EndKind.DONE, _:
@@ -224,7 +224,9 @@ def _repeated_corruption(situation: RunSituation) -> str | None:
 def _describe_risk(history: History, kind: EndKind, hosts: Sequence[str]) -> str | None:
     """Return a note if the run continues on a node that computed wrong results."""
     host = history.failures[-1].host if kind is EndKind.CORRUPTION and history.failures else None
-    return f"{host} may compute wrong results again, but there is no other node" if host in hosts else None
+    if host not in hosts:
+        return None
+    return f"{host} may compute wrong results again, but the run uses it because there is no other node"
 
 
 def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:

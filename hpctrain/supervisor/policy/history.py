@@ -48,13 +48,13 @@ class History:
     has_saved: bool = False
     """True if the newest attempt saved a new checkpoint, whose step is known."""
     memory: str | None = None
-    """Option of sbatch with the memory to request instead of the submitted one, such as `mem=96000`."""
+    """sbatch option that replaces the memory request of the submission, such as `mem=96000`."""
     micro_batch_size: int | None = None
     """Maximum size of micro-batches, because larger ones did not fit into GPU memory."""
     faulty_devices: tuple[str | None, ...] = ()
     """Devices that computed wrong results, once per detection; None if the device was not identified."""
     emergency: Mapping[str, Any] | None = None
-    """Newest emergency checkpoint in the memory of the current nodes; None if a checkpoint is as new."""
+    """Newest emergency checkpoint on the current nodes; None if a regular checkpoint is as new."""
     resume_limit: int | None = None
     """Last verified step, until the run has resumed after wrong results; None otherwise."""
 

@@ -58,7 +58,7 @@ class ContinuationMethod(Enum):
 def continuation_methods(
     resume_mode: ResumeMode, intent: JobIntent, *, can_requeue: bool
 ) -> tuple[ContinuationMethod, ...]:
-    """Return the methods in the order of trial; each is used if the scheduler rejects the previous method.
+    """Return the methods in the order in which to try them, until the scheduler accepts one.
 
     Args:
         resume_mode: the user's preference.
@@ -105,7 +105,7 @@ class OwnershipState:
     claimed_by: str | None = None
     """The job that has taken over from the predecessor: this job, unless another was faster."""
     successor: str | None = None
-    """The successor of this job, if Slurm requeued this job after submitting the successor."""
+    """The successor of this job, if Slurm requeued this job after it had submitted a successor."""
     is_automatic: bool = False
     """True if Slurm or the watchdog started this job. Except locally, users restart a run in another job."""
 

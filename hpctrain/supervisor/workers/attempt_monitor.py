@@ -70,7 +70,7 @@ class AttemptMonitor:
     stragglers: list[StragglerDetected] = field(default_factory=list)
     """Slow ranks, in order of detection."""
     draining: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that the ranks were stopped to leave, with the reason."""
+    """Nodes that caused the ranks to be stopped, with the reason."""
     emergency: EmergencySaveEnded | None = None
     """The end of the emergency save; None without one."""
     end: StepEnded | None = None

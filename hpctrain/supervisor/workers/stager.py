@@ -172,7 +172,8 @@ class Stager:
                 if copy["source"] != expected[name]["source"]:
                     raise StagingError(
                         f"{name} differs between {first} and {host}, because its source changed during the "
-                        "copy, or is not shared. Do not change it, and resume the run"
+                        "copy, or is not shared. Keep the source unchanged on a shared file system, then "
+                        "resume the run"
                     )
         copies = [copy for node in staged.values() for copy in node.values()]
         fresh = [copy for copy in copies if not copy["reused"]]

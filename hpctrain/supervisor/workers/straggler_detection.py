@@ -22,7 +22,7 @@ LASTING_WINDOWS = 3
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a rank since it began to train, in seconds, and number of steps."""
+    """Times of a rank since it began to train, in seconds, and its number of steps."""
 
     steps: int
     data_s: float
@@ -56,7 +56,7 @@ class Straggler:
     ratio: float
     """Ratio of its time to the typical time of the ranks."""
     part: str
-    """Part with the greatest loss: `data` or `compute`."""
+    """Part in which the rank loses the most time: `data` or `compute`."""
     own_times: StepTimes
     """Average step of this rank."""
     typical_times: StepTimes
