@@ -1,4 +1,4 @@
-"""Pause of the training for a save, and time until the state is on disk.
+"""Pause in training during a save, and time until the state is on disk.
 
     python benchmarks/checkpoint.py [--megabytes N ...] [--tensor-kilobytes N] [--rounds N] [--folder PATH]
                                     [--only compare|disk|links ...] [--ranks N ...]
@@ -36,7 +36,7 @@ from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 
 def state_of(megabytes: int, tensor_kilobytes: int) -> dict[str, torch.Tensor]:
-    """Create a state like an optimizer's: tensors of one size, and a smaller rest."""
+    """Create a state of the given total size, from tensors of equal size."""
     count = max(1, (megabytes << 10) // tensor_kilobytes)
     numbers = (megabytes << 20) // count // 4
     return {f"layer-{i}": torch.randn(numbers) for i in range(count)}

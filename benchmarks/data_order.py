@@ -3,8 +3,8 @@
     python benchmarks/data_order.py [--samples N] [--rounds N]
 
 DistributedSampler first creates a list of all samples. Its time and memory are measured at several smaller
-sizes and extrapolated linearly, which is favourable for DistributedSampler. Each measurement runs in a
-separate process, alternately. The figures are those of the best round.
+sizes and extrapolated linearly, which favors DistributedSampler. Both are measured alternately, each time in
+a separate process. The figures are those of the best round.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/emergency_checkpoints.py [--rounds N] [--kills N] [--ranks N]
 
 For the cost of a step, two ranks train a small model alternately with and without emergency checkpoints, in
-the same processes. Each rank is a node, so the ranks also exchange their records, or with `zero1` the copies
-of their states. The CPU time includes all threads of a rank, and depends less on other work on the machine
-than the time of a step. The memory for copies is that of the files on the node of rank 0, and of two copies
-of the state in its process.
+the same processes. Each rank simulates a node, so the ranks also exchange their records, or with `zero1` the
+copies of their states. The CPU time includes all threads of a rank, and depends less on other work on the
+machine than the time of a step. The memory for copies is that of the files on the node of rank 0, and of two
+copies of the state in its process.
 
 For the time after a kill, the last rank of a run is killed repeatedly. Before each kill, the benchmark waits
 for some steps and, with hpctrain, for standby workers. torchrun restarts the script of `restart.py`, which
@@ -222,7 +222,7 @@ def kill_repeatedly(name: str, num_ranks: int, kills: int) -> tuple[list[dict[st
 
 
 def kill_rank(side: Torchrun | Hpctrain, folder: Path, victim: int, attempt: int) -> dict[str, float]:
-    """Kill a rank of an attempt; return the seconds of each part until the next step, and repeated steps."""
+    """Kill a rank of an attempt; return the seconds of each part of the recovery, and the repeated steps."""
     steps = folder / "steps.jsonl"
     known = count(steps)
     if not wait_for(lambda: count(steps) > known + 15 and side.is_ready(attempt + 1)):

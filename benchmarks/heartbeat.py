@@ -1,11 +1,11 @@
-"""Cost of heartbeats and of straggler detection for the training.
+"""Cost of heartbeats and straggler detection for training.
 
     python benchmarks/heartbeat.py [--steps N] [--rounds N]
 
-Each round runs three loops alternately: an empty one, one that sets the attributes that the training sets in
+Each round runs three loops alternately: an empty one, one that sets the attributes that the Trainer sets in
 every step, and one that also times the step, as the Trainer does to find slow ranks. The costs are the
-differences of the fastest rounds, because noise can only increase times. The heartbeat thread works once per
-second, and holds Python's lock meanwhile.
+differences between the fastest rounds, because noise can only increase times. The heartbeat thread runs once
+per second, and holds Python's global interpreter lock while it runs.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/predictions.py [--runs N] [--parallel N] [--folder FOLDER]
 
-Submits trainings of 20 to 120 steps to the local backend, two at a time. At random steps, 200 steps apart on
-average, the rank is killed; 400 steps apart, the run is preempted; each at most once per run. The first runs
-have no prediction, because they have no earlier runs. With --folder, the runs are kept, and a later call adds
-more runs.
+Submits runs of 20 to 120 steps to the local backend, two at a time. At random steps, the rank is killed
+(every 200 steps on average) or the run is preempted (every 400 steps on average), each at most once per run.
+The first runs have no prediction, because there are no earlier runs. With --folder, the runs are kept, and a
+later call adds more runs.
 """
 
 from __future__ import annotations

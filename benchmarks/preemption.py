@@ -2,10 +2,10 @@
 
     python benchmarks/preemption.py [--rounds N] [--slurm VERSION ...]
 
-Requires root and the Slurm packages, as `hpctrain sandbox up`. Two ranks train and receive the SIGTERM of a
-preemption while their nodes remain free, so only Slurm's own delay matters. The two methods for a new
+Requires root and the Slurm packages, as does `hpctrain sandbox up`. Two ranks train and receive the SIGTERM
+of a preemption while their nodes remain free, so only Slurm's own delay matters. The two methods for a new
 allocation alternate: a requeue, whose delay of 120 s the supervisor shortens, and a successor job, which has
-no delay. No other hpctrain command runs meanwhile, which would shorten the delay, too.
+no delay. No other hpctrain command runs meanwhile, because it would also shorten the delay.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure_version(version: str, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Return the results of each way to a new allocation."""
+    """Return the results of each method for a new allocation."""
     found: dict[str, list[dict[str, float]]] = {"requeue": [], "successor": []}
     slurm = None if version == "installed" else version
     cluster = sandbox.up(f"bench-{os.getpid() % 100_000}", nodes=2, gpus_per_node=1, slurm=slurm)

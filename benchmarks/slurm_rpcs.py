@@ -2,8 +2,8 @@
 
     python benchmarks/slurm_rpcs.py [--seconds N]
 
-Starts a sandbox (requires Linux, root and Slurm's packages) and counts with sdiag. The count of an hour is
-that of N seconds, scaled. Messages between Slurm's own daemons do not count.
+Starts a sandbox (requires Linux, root and Slurm's packages) and counts the RPCs with sdiag. The count for an
+hour is extrapolated from N seconds. Messages between Slurm's own daemons do not count.
 """
 
 from __future__ import annotations
