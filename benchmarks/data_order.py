@@ -39,7 +39,7 @@ def theirs(num_samples: int) -> None:
 
 
 def measure(which: str, num_samples: int) -> tuple[float, float]:
-    """Return seconds, and the growth of the process in bytes."""
+    """Return the seconds, and the growth of the process's memory in bytes."""
     command = [sys.executable, __file__, "--measure", which, str(num_samples)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Time in which many simulated hosts connect to the supervisor and meet in its store.
+"""Time for many simulated hosts to connect to the supervisor and meet in its store.
 
     python benchmarks/rendezvous.py [--hosts N] [--rounds N]
 
@@ -50,11 +50,11 @@ class Handler:
         """Ignore the end of a connection."""
 
     def on_tick(self) -> None:
-        """Check nothing."""
+        """Do nothing."""
 
 
 def meet(first: int, last: int, num_hosts: int, environ: dict[str, str], times: Queue[float]) -> None:
-    """Connect a part of the hosts, and report when all hosts have met."""
+    """Connect some of the hosts, and report when all hosts have met."""
     raise_fd_limit(num_hosts)
     port, timeout = int(environ["MASTER_PORT"]), timedelta(seconds=LIMIT_S)
     connections = []

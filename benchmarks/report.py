@@ -34,7 +34,7 @@ for path in Path(sys.argv[1]).rglob("*.jsonl"):
 
 
 def make_run(folder: Path, num_steps: int, num_nodes: int) -> RunDir:
-    """A day of training with several preemptions."""
+    """Create the folder of a run: a day of training with several preemptions."""
     run, draw = RunDir(folder), random.Random(1)
     run.path.mkdir()
     hosts = [f"n{node:03d}" for node in range(num_nodes)]
@@ -92,7 +92,7 @@ def seconds(command: list[str]) -> float:
 
 
 def most_memory() -> int:
-    """The memory in bytes of the largest process so far, which is the report."""
+    """Return the peak memory in bytes of the largest process so far, which is that of the report."""
     return 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/sampler.py [--seconds S]
 
-Starts the process as in a run, and reads its CPU time from /proc, next to a process that only sleeps and
-wakes at the same interval.
+Starts the process as in a run, and reads its CPU time from /proc. For comparison, another process only sleeps
+and wakes at the same interval.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/stage.py [--rounds N] [--module NAME]
 
-A folder with a virtual environment, a script and the run stands for the shared file system. strace counts the
+A folder with a virtual environment, a script and the run represents the shared file system. strace counts the
 operations of a rank on paths in this folder until PyTorch is imported. The time is that from the start of the
 rank's process until PyTorch is imported.
 

@@ -3,7 +3,7 @@
     python benchmarks/step_hook.py [--rounds N] [--steps N]
 
 A small optimizer steps with and without the hooks, alternately in the same process. The cost is the
-difference of the medians over all rounds. A training loop with short steps is measured the same way.
+difference of the medians over all rounds. A training loop with short steps is measured in the same way.
 """
 
 from __future__ import annotations

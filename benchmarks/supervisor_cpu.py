@@ -90,7 +90,7 @@ class SimulatedStep:
 
 
 class SimulatedLauncher:
-    """Starts nothing."""
+    """Launcher that starts no processes."""
 
     address = "127.0.0.1"
 

@@ -47,7 +47,7 @@ SETTLING_S = 0.05
 
 
 class Net(hpctrain.Module):
-    """Module with steps of about `step_s`, by repeated passes."""
+    """Module whose steps take about `step_s`, because it repeats its passes."""
 
     def __init__(self, step_s: float, awaited: list[Path]) -> None:
         super().__init__()
