@@ -86,7 +86,7 @@ class Suspect(NamedTuple):
     rank: int
     host: str
     device: str
-    """Name of the device that stays the same in later attempts, such as the UUID of a GPU."""
+    """Device name that stays the same in later attempts, such as the UUID of a GPU."""
 
 
 class SilentCorruption(HpctrainError):

@@ -318,7 +318,7 @@ IsValid = Callable[[Mapping[str, Any]], bool]
 def read_json_lines(path: Path, is_valid: IsValid | None = None) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file. Damaged lines are skipped with a warning.
 
-    A missing file has no objects.
+    A missing file yields no objects.
 
     Args:
         path: the file.

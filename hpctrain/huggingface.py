@@ -30,7 +30,7 @@ _MARKER = "hpctrain-complete"
 def prepare(trainer: T) -> T:
     """Configure the trainer to save to the run folder, resume automatically, and stop on a stop signal.
 
-    `trainer.args.output_dir` becomes the run's `checkpoints`. After a stop signal, all ranks save after the
+    `trainer.args.output_dir` is set to the run's `checkpoints`. After a stop signal, all ranks save after the
     same step, and exit with code 75. Without a run folder, the trainer is unchanged.
 
     Args:

@@ -64,7 +64,7 @@ def prove_world(secret: bytes, describe_store: Callable[[], str] = str) -> None:
 
 
 def new_group(members: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
-    """Return a `torch.distributed.new_group` whose members authenticate each other.
+    """Return a group from `torch.distributed.new_group` whose members authenticate each other.
 
     Raises:
         RendezvousError: a member did not answer in time, or closed a connection.
@@ -149,7 +149,7 @@ def gather(
         what: name of the value in errors.
 
     Raises:
-        UserError: on all receiving members: a value has another type, or is too long.
+        UserError: on all receiving members: a value has an unsupported type or is too long.
         Unauthenticated: a message has a wrong code.
     """
     own = dist.get_rank(group)
@@ -167,7 +167,7 @@ def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, what: str = "a 
     """Return the value of the member with group rank `src`. All members must call this. See `gather`.
 
     Raises:
-        UserError: on all members: the value has another type, or is too long.
+        UserError: on all members: the value has an unsupported type or is too long.
         Unauthenticated: the message has a wrong code.
     """
     packed = _pack(value if dist.get_rank(group) == src else None, what)

@@ -335,11 +335,11 @@ class RunDir:
 
     @property
     def cancel_request(self) -> Path:
-        """Exists after a cancel request of the user: after a saved stop, the run ends without a requeue."""
+        """Exists after a cancel request: once the state is saved, the run ends without a requeue."""
         return self.path / "cancel-requested"
 
     def early_stop_reason(self) -> str | None:
-        """Return the reason if the cancel request is that of early stopping; None for a user's request."""
+        """Return the reason if the cancel request is from early stopping; None if it is from the user."""
         try:
             return read_regular(self.cancel_request).decode(errors="replace").strip() or None
         except OSError:
@@ -347,7 +347,7 @@ class RunDir:
 
     @property
     def early_stopping(self) -> Path:
-        """The values by which the trials of a sweep are compared to stop losing ones."""
+        """The values used to compare the trials of a sweep and stop losing trials."""
         return self.path / "early_stopping.jsonl"
 
     @property
@@ -382,7 +382,7 @@ class RunDir:
         return self.profile(number) / f"rank-{rank:05d}.json"
 
     def is_asked_to_requeue(self, attempt: int) -> bool:
-        """True if the user requested to requeue this attempt, so the end of the job is not imminent."""
+        """True if the user requested a requeue of this attempt, so the end of the job is not imminent."""
         try:
             return read_regular(self.requeue_request) == f"{attempt}\n".encode()
         except OSError:
@@ -474,7 +474,7 @@ class RunDir:
         return self.failure(attempt, rank).with_suffix(".pkl")
 
     def unfinished_marker(self, attempt: int, rank: int, key: str) -> Path:
-        """Return a file that exists during a training of a rank; `key` represents its output folder."""
+        """Return a file that exists while a rank is training; `key` represents its output folder."""
         return self.path / "unfinished" / f"attempt-{attempt:03d}-rank-{rank:05d}-{key}.json"
 
     def unfinished_files(self, attempt: int) -> list[Path]:
@@ -561,9 +561,9 @@ class RunDir:
 
 
 def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> str | None:
-    """Return the folder for the output of a training: the script's choice, otherwise the run folder.
+    """Return the folder for the output of training: the script's choice, otherwise the run folder.
 
-    A verification must not write to the folder that the script chose, because that is the verified run.
+    A verification must not write to the folder that the script chose: it belongs to the verified run.
     """
     own = environ.get(RUN_DIR_VARIABLE)
     return own if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)

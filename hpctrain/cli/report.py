@@ -57,7 +57,9 @@ def command(
     try:
         write_atomic(output, text.encode(errors="backslashreplace"), durable=False)
     except OSError as error:
-        raise UserError(f"Cannot write the report to {output} (--output): {error.strerror}.") from error
+        raise UserError(
+            f"Cannot write the report to {output} (--output): {error.strerror}. Choose another file."
+        ) from error
     click.echo(f"Report written to {short_path(output)}")
 
 

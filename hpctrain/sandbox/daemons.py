@@ -40,7 +40,7 @@ class Daemon:
     stays_in_front: bool = False
     #: Socket or port of the running daemon, if the next daemon depends on it.
     address: Path | int | None = None
-    #: Command that runs the program, and then has its command line.
+    #: Command that prepares the environment and then replaces itself with the program.
     launcher: tuple[str, ...] = ()
 
     def start(self) -> None:

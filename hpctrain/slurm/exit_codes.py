@@ -12,9 +12,9 @@ from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError, UserError
 EXIT_CODES = {
     0: "success",
     1: "an error; for a Python script, an exception that was not caught",
-    UserError.exit_code: f"of hpctrain: {UserError.__doc__} Of other programs: wrong arguments",
-    SchedulerError.exit_code: f"of hpctrain: {SchedulerError.__doc__}",
-    RunFailed.exit_code: f"of hpctrain: {RunFailed.__doc__}",
+    UserError.exit_code: f"in hpctrain: {UserError.__doc__} In other programs: wrong arguments",
+    SchedulerError.exit_code: f"in hpctrain: {SchedulerError.__doc__}",
+    RunFailed.exit_code: f"in hpctrain: {RunFailed.__doc__}",
     EXIT_CONTINUE: "the rank saved its state, and hpctrain continues the run",
     124: "`timeout` ended the program after its time limit",
     126: "the program was found, but cannot be executed; check its permissions",

@@ -108,7 +108,7 @@ class JobSpec:
     directives: dict[str, str] = field(default_factory=dict)
     """All other `#SBATCH` options, by long name without the leading dashes. A flag has an empty value."""
     template: str | None = None
-    """Name or path of the batch script template; None selects one."""
+    """Name or path of the batch script template; None selects a built-in template."""
     shell: ShellSetup = field(default_factory=ShellSetup)
     """Environment setup in the batch script, before the supervisor starts."""
     torchrun: TorchrunConfig | None = None

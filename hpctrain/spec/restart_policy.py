@@ -77,9 +77,9 @@ class EndKindInfo(NamedTuple):
 
     cause: str
     action: str
-    """Action of the policy; `–` if it only counts."""
+    """Action of the policy; `–` if ends of this kind are only counted."""
     advice: str = ""
-    """Advice to users if the run ended because of this kind."""
+    """Advice for users if the run ended because of this kind."""
 
 
 END_KINDS: Mapping[EndKind, EndKindInfo] = {
@@ -185,11 +185,11 @@ class RestartRule:
     """Limits for a kind of end. All limits count ends without a new checkpoint in between."""
 
     retries: int | None = None
-    """Maximum number of restarts; None shares `--max-failures` with all other such kinds."""
+    """Maximum number of restarts; None counts them toward `--max-failures`, which all such kinds share."""
     repeats: int | None = None
-    """Restarts after failures with an identical message; None means `retries`."""
+    """Maximum number of restarts after failures with an identical message; None means `retries`."""
     exclude: int = 0
-    """Failures on a node after which it is excluded; 0 means never."""
+    """Number of failures on a node after which the node is excluded; 0 means never."""
 
 
 DEFAULT_RULES: Mapping[EndKind, RestartRule] = {

@@ -88,7 +88,7 @@ def _read(trial: RunDir) -> tuple[int, TrialValues]:
         return int(record["number"]), {name: str(value) for name, value in record["values"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise UserError(
-            f"Cannot read the values of the trial in {str(trial.optuna_trial)!r}: {error}."
+            f"Cannot read the trial's values in {str(trial.optuna_trial)!r}: {error}. Restore this file."
         ) from error
 
 

@@ -107,4 +107,7 @@ def read_sweep(run: RunDir) -> SweepRecord | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"Cannot read the record of the sweep in {str(run.sweep)!r}: {error}.") from error
+        raise UserError(
+            f"Cannot read the sweep's record {str(run.sweep)!r}: {error}. Restore this file, or submit the "
+            "sweep again."
+        ) from error

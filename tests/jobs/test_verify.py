@@ -120,7 +120,7 @@ def test_steps_that_were_not_recorded_are_refused(run, steps):
     if steps == (0, 3):  # 0 is not a step; the first is used
         assert run.plan(*steps).start == 0
         return
-    with pytest.raises(SpecError, match=r"recorded the steps 1:30"):
+    with pytest.raises(SpecError, match=r"recorded only steps 1:30"):
         run.plan(*steps)
 
 

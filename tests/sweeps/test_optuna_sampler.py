@@ -79,7 +79,7 @@ def test_values_are_chosen_once(tmp_path):
     assert choose_values(trial, sweep(space={"lr": "1,2"})) == first
     assert len(study(trial.array).trials) == 1
     trial.optuna_trial.write_text('{"number": 0}')
-    with pytest.raises(UserError, match="Cannot read the values of the trial"):
+    with pytest.raises(UserError, match="Cannot read the trial's values"):
         choose_values(trial, sweep())
 
 

@@ -52,5 +52,5 @@ def test_record_is_restored_from_the_folder(tmp_path):
     assert read_sweep(run) == made
     for damage in ("{", "{}", '{"args": 1}'):
         run.sweep.write_text(damage)
-        with pytest.raises(UserError, match="Cannot read the record of the sweep"):
+        with pytest.raises(UserError, match="Cannot read the sweep's record"):
             read_sweep(run)

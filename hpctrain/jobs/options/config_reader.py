@@ -56,7 +56,9 @@ def read_config_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
             "permissions."
         ) from error
     except UnicodeDecodeError as error:
-        raise SpecError(f"{path} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+        raise SpecError(
+            f"{path} is not valid UTF-8: {error.reason} at byte {error.start}. Save the file as UTF-8."
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""

@@ -70,7 +70,8 @@ def plan_verification(
     first, last = first or origin + 1, last or newest
     if not origin < first <= last <= newest:
         raise SpecError(
-            f"--steps is {first}:{last}, but run {name} recorded the steps {origin + 1}:{newest}."
+            f"--steps is {first}:{last}, but run {name} recorded only steps "
+            f"{origin + 1}:{newest}. Choose steps in this range."
         )
     start = max((step for step in kept if step < first), default=None)
     if start is None and origin > 0:

@@ -187,7 +187,7 @@ def _describe(plan: VerificationPlan, record: TrainingRecord, scratch: ScratchRu
     ranks = ", then ".join(pluralize(part.world_size, "rank") for part in plan.parts)
     start = "from the beginning" if plan.start_checkpoint is None else f"from {plan.start_checkpoint}"
     return (
-        f"Training the steps {plan.start + 1}:{plan.last} again, {start}, on {ranks}, in {scratch.run}. "
+        f"Training steps {plan.start + 1}:{plan.last} again, {start}, on {ranks}, in {scratch.run}. "
         f"The run needed {format_duration(seconds)} for these steps."
     )
 
