@@ -33,7 +33,7 @@ FEATURES: dict[str, dict] = {
     "micro-batches": {"micro_batch_size": 2},
     '`micro_batch_size="auto"`': {"micro_batch_size": "auto"},
     "several optimizers": {"optimizers": 2},
-    "optimizers in turns": {"optimizers": 2, "turns": True},
+    "alternating optimizers": {"optimizers": 2, "turns": True},
     "batch norm": {"norm": True},
     "a stream": {"stream": True},
     "data workers": {"num_workers": 1},
@@ -52,7 +52,7 @@ REFUSED = {
     ("pipeline", "16-mixed"): "before the loss can be scaled",
     ("pipeline", "a stream"): "needs the complete batch on every rank",
     **{
-        (strategy, "optimizers in turns"): "updates all parameters together"
+        (strategy, "alternating optimizers"): "updates all parameters together"
         for strategy in ("zero2", "zero3", "horovod", "pipeline")
     },
 }
@@ -103,7 +103,7 @@ def test_combination_trains_or_is_refused_with_the_reason(strategy, feature):
         "batch norm",
     ):  # different order of samples; statistics of a rank's share
         for name, value in (
-            train_alternately(2) if feature == "optimizers in turns" else train_manually(2)
+            train_alternately(2) if feature == "alternating optimizers" else train_manually(2)
         ).items():
             actual = outcome["weights"][name].double()
             assert torch.allclose(
