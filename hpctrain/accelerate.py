@@ -1,4 +1,4 @@
-"""Checkpoints, position and agreed stop for loops with Hugging Face Accelerate."""
+"""Checkpoints, data position and coordinated stop for loops with Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class AcceleratorCheckpointer:
             yield batch
 
     def save_if_due(self, step: int) -> None:
-        """Save after `step` batches if a checkpoint is due, or if the job received a stop signal.
+        """Save the state after `step` batches if a checkpoint is due, or if the job received a stop signal.
 
         Does nothing between two optimizer steps, because gradients are not saved.
 
@@ -128,7 +128,7 @@ class AcceleratorCheckpointer:
         return (restored_steps(optimizers[0]) if optimizers else None) or step
 
     def save(self, step: int) -> None:
-        """Save after `step` batches."""
+        """Save the state after `step` batches."""
         self._checkpoints.save(step, lambda path: self._accelerator.save_state(str(path)))
 
 

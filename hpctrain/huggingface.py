@@ -66,7 +66,7 @@ def prepare(trainer: T) -> T:
 
 
 class RunCallback(transformers.TrainerCallback):
-    """Requests checkpoints, marks the complete ones, and stops all ranks after the same step."""
+    """Requests checkpoints, marks complete ones, and stops all ranks after the same step."""
 
     def __init__(self, trainer: transformers.Trainer, checkpoints: ForeignCheckpoints) -> None:
         self._trainer, self._checkpoints = trainer, checkpoints
@@ -78,7 +78,7 @@ class RunCallback(transformers.TrainerCallback):
         self._checkpoints.watch(*(part for part in parts if part is not None))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        # After the last step of an epoch, the evaluation is first, because a resumed run would omit it.
+        # After the last step of an epoch, the evaluation runs first, because a resumed run would omit it.
         if args.eval_strategy == "epoch" and float(state.epoch).is_integer():
             self._is_save_due, control.should_save = control.should_save, False
             return control

@@ -40,7 +40,7 @@ __all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]
 
 
 class HpctrainEnvironment(ClusterEnvironment):
-    """Ranks as hpctrain detects them, under any launcher. Lightning's requeueing stays off."""
+    """Ranks for Lightning, as hpctrain detects them under any launcher. Disables Lightning's requeue."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -83,7 +83,7 @@ class HpctrainEnvironment(ClusterEnvironment):
 class RunCheckpoint(lightning.Callback):
     """Saves to the run folder, stops all ranks between the same two batches, and restores the position.
 
-    `Trainer` adds this callback. To set its options, pass your own instance.
+    `Trainer` adds this callback. To set its options, pass an instance in `callbacks`.
     """
 
     def __init__(self, *, every_n_train_steps: int | None = None, keep_last: int = 3) -> None:
@@ -103,7 +103,7 @@ class RunCheckpoint(lightning.Callback):
         self._handlers: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Record stop signals from now on."""
+        """Start recording stop signals."""
         should_stop()
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
@@ -151,7 +151,7 @@ class RunCheckpoint(lightning.Callback):
             self._is_final = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position and random states; in an own checkpoint, as before the batch that comes next."""
+        """Return position and random states; in a checkpoint of hpctrain, those before the next batch."""
         loader = self._loader
         random, position = rng.capture_rng_state(), None if loader is None else loader.sampler.state_dict()
         if loader is not None and self._is_saving:

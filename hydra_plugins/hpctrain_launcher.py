@@ -1,4 +1,4 @@
-"""Hydra launcher `hpctrain`: that of hydra-submitit-launcher, with hpctrain's executor."""
+"""Hydra launcher `hpctrain`: the launcher of hydra-submitit-launcher, with hpctrain's executor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Hydra imports all plugins, also if hydra-submitit-launcher is not installed.
+# Hydra imports all plugins, even if hydra-submitit-launcher is not installed.
 with suppress(ImportError):
     from hydra.core.config_store import ConfigStore
     from hydra.core.singleton import Singleton
@@ -20,7 +20,7 @@ with suppress(ImportError):
     from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 
     class HpctrainLauncher(BaseSubmititLauncher):
-        """Submits the jobs of a sweep as a job array, and waits for them if `wait` is set."""
+        """Submits the jobs of a sweep as a job array, and waits for them if `wait` is true."""
 
         def __init__(self, *, wait: bool, submitit_folder: str, **params: Any) -> None:
             super().__init__(**params)

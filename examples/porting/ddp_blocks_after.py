@@ -1,4 +1,4 @@
-"""Fit a sine with plain DDP: the script with a sampler, a checkpointer and an agreed stop."""
+"""Fit a sine with plain DDP: the script with a sampler, a checkpointer and a coordinated stop."""
 
 import torch
 import torch.distributed as dist

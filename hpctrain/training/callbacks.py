@@ -1,4 +1,4 @@
-"""Callbacks at fixed points of a training, and early stopping."""
+"""Callbacks at fixed points of training, and early stopping."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TrainerHandle(Protocol):
 class Callback:
     """Base class of callbacks: override the methods you need.
 
-    Every rank calls every method, at the same step and with the same metrics. `trainer.end()` ends the
-    training: immediately after a validation, otherwise one or two steps later. Checkpoints contain the result
-    of `state_dict`.
+    Every rank calls every method, at the same step and with the same metrics. `trainer.end()` ends training:
+    immediately after a validation, otherwise one or two steps later. Checkpoints contain the result of
+    `state_dict`.
     """
 
     def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:
@@ -43,7 +43,7 @@ class Callback:
         """Called after the validation that follows step `trainer.step`."""
 
     def on_fit_end(self, trainer: TrainerHandle, module: Module) -> None:
-        """Called at the end of the training, but not at a stop that another job continues."""
+        """Called at the end of training, but not when the run stops to be continued by another job."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values and tensors, identical on all ranks."""
@@ -54,7 +54,7 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Callback that ends the training if a metric no longer improves.
+    """Callback that ends training when a metric no longer improves.
 
     Attributes:
         best: the best value so far; None before the first validation.
@@ -69,11 +69,11 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
     ) -> None:
-        """End after `patience` consecutive validations without a better value.
+        """End training after `patience` consecutive validations without a better value.
 
         Args:
-            metric: a name that `validation_step` returns.
-            patience: number of validations to wait, at least 1.
+            metric: name of a value that `validation_step` returns.
+            patience: number of consecutive validations without a better value, at least 1.
             mode: "min" if lower values are better, "max" if higher values are better.
             min_delta: minimum improvement that counts.
 
@@ -96,7 +96,7 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:  # noqa: ARG002
-        """End the resumed training immediately if it had already ended, unless the patience was increased."""
+        """End a resumed run immediately if training had already ended, unless the patience was increased."""
         self._end_if_due(trainer)
 
     def on_validation_end(
@@ -142,7 +142,7 @@ class EarlyStopping(Callback):
 
 
 class CallbackList:
-    """All callbacks of a training, in order."""
+    """All callbacks of a training run, in order."""
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Any, module: Module) -> None:
         # The trainer is a `Session` in a custom loop, without callbacks.
@@ -189,12 +189,12 @@ class CallbackList:
 
     @property
     def ending(self) -> str | None:
-        """Reason of this rank to end the training, or None."""
+        """This rank's reason to end training, or None."""
         ending: str | None = self._trainer.ending
         return ending
 
     def end(self, reason: str) -> None:
-        """Request the end of the training on this rank."""
+        """Request the end of training from this rank."""
         self._trainer.ending = reason
 
     def fit_start(self, step: int) -> None:

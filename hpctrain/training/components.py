@@ -21,7 +21,7 @@ from hpctrain.training.training_state import TrainingState
 
 @dataclass(frozen=True)
 class Components:
-    """Shared components of a training, created by `build_training_loop`."""
+    """Shared components of a training run, created by `build_training_loop`."""
 
     settings: TrainerConfig
     context: DistributedContext
@@ -39,7 +39,7 @@ class Components:
     replica_check: ReplicaCheck | None = None
 
     def end_if_requested(self) -> None:
-        """Finish the training if a callback of any rank requests the end. All ranks must call this."""
+        """Finish training if a callback of any rank requests the end. All ranks must call this."""
         if self.state.finished or not self.callbacks:
             return
         reason = next(filter(None, self.context.all_gather(self.callbacks.ending)), None)

@@ -105,9 +105,9 @@ class LightningRun:
     Attributes:
         proxy: the module's `trainer`.
         source: source of the training steps; None in an evaluation.
-        state: state of the training; None in an evaluation.
+        state: state of the training run; None in an evaluation.
         schedules: schedules that hpctrain advances.
-        validates: True if the training has validations.
+        validates: True if the run includes validations.
         num_samples: samples in the current batch; 0 for a spare batch, None if unknown.
         batch_idx: number of the current training batch in its epoch.
         last: output and batch of the last training step, for `on_train_batch_end`.
@@ -209,7 +209,8 @@ class LightningRun:
             value = value._forward_cache
             if not paths:
                 problem = (
-                    "received a metric that is not an attribute of the module. Assign it to one in __init__"
+                    "received a metric that is not an attribute of the module. Assign the metric to an "
+                    "attribute in __init__"
                 )
             elif not self.proxy.training:
                 return  # computed at the end

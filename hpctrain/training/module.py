@@ -73,7 +73,7 @@ class Module(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not define configure_optimizers(self).")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add values to the empty dict `checkpoint` that the module's `state_dict` lacks.
+        """Add values that the module's `state_dict` lacks to the empty dict `checkpoint`.
 
         Supported values are tensors, numbers, strings, None, and lists, tuples and dicts of these. Every rank
         calls this at the saved step; the values must be the same on all ranks.
@@ -82,7 +82,7 @@ class Module(nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the values that `on_save_checkpoint` put into `checkpoint`.
 
-        Called on every rank after the state of module and optimizers is loaded, unless there are no values.
+        Called on every rank after the states of module and optimizers are loaded, if there are any values.
         """
 
 

@@ -1,4 +1,4 @@
-"""Comparison of the replicas of a training: one slice of parameters and optimizer state per step.
+"""Comparison of the replicas of a training run: one slice of parameters and optimizer state per step.
 
 Each rank hashes the same slice. The hash travels in the message that the ranks exchange after each step, so
 the check needs no communication of its own. The sum over all ranks of an integer x and of its square shows if

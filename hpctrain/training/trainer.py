@@ -1,4 +1,4 @@
-"""Trainer whose result is the same if a training is stopped and resumed at any step."""
+"""Trainer whose result is the same even if training is stopped and resumed at any step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hpctrain.training.strategies import Strategy, find_strategy, register_strat
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
-#: Run folders from the environment that this process has already used for a training.
+#: Run folders from the environment that this process has already used for training.
 _TRAINED: set[str] = set()
 
 
@@ -40,10 +40,10 @@ class Trainer(TrainerConfig):
     Create the trainer before the module: it seeds the random generators that initialize the weights.
 
     Attributes:
-        ranks: this process's ranks.
-        step: completed optimizer steps.
-        metrics: latest results of validation.
-        ending: reason to end the training before its last step, or None.
+        ranks: rank, world size and node of this process.
+        step: number of completed optimizer steps.
+        metrics: results of the latest validation.
+        ending: reason to end training before its last step; None if `end` has not been called.
     """
 
     def __post_init__(self) -> None:
@@ -74,17 +74,17 @@ class Trainer(TrainerConfig):
         Args:
             module: the model, a `Module` or a LightningModule; contains the trained weights afterwards, on
                 every rank.
-            train_dataset: a map-style data set: `len()` and `[index]`, or `__getitems__([indices])`; tensors
-                or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; or a stream,
-                an `IterableDataset`. Or a DataLoader with such a data set, whose batches are divided among
-                the ranks; its sampler determines the order.
-            val_dataset: data of the same kinds, or None for no validation.
+            train_dataset: a map-style data set, with `len()` and `[index]` or `__getitems__([indices])`;
+                tensors or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; a
+                stream, which is an `IterableDataset`; or a DataLoader with one of these. The ranks divide
+                each batch of a DataLoader, and its sampler determines the order.
+            val_dataset: data of one of these kinds, or None for no validation.
             datamodule: a LightningDataModule, for a LightningModule.
             **lightning: arguments of Lightning's `fit`: `model`, `train_dataloaders`, `val_dataloaders`,
                 `ckpt_path`.
 
         Raises:
-            SystemExit: with code 75, after a stop signal, when the state is saved.
+            SystemExit: with code 75, after a stop signal, once the state is saved.
             UserError: a data set is empty, or neither map-style nor a stream; or the process has already
                 trained in the run folder.
         """
@@ -143,7 +143,7 @@ class Trainer(TrainerConfig):
                 training.step = self.step
 
     def end(self, reason: str = "a callback called end()") -> None:
-        """End the training before its last step. Called by a `Callback`; a call on one rank is sufficient."""
+        """End training before its last step. For use in a `Callback`; a call on one rank is sufficient."""
         self.ending = reason
 
     def validate(

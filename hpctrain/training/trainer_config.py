@@ -1,4 +1,4 @@
-"""Settings of a training, with validation."""
+"""Settings of the `Trainer`, and their validation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _AcceptsAliases(type):
 
 @dataclass(kw_only=True)
 class TrainerConfig(metaclass=_AcceptsAliases):
-    """The settings of a `Trainer`. `resolve_strategy` checks the settings of strategy and algorithm.
+    """The settings of a `Trainer`. `resolve_strategy` checks those that depend on strategy and algorithm.
 
     Raises:
         UserError: a setting is out of range or unknown, or neither or both of `max_steps` and `max_epochs`
@@ -66,9 +66,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     given: ClassVar[frozenset[str]] = frozenset()
     """Names of the settings that the user passed, without those that are None."""
     max_steps: int | None = None
-    """Optimizer steps after which training ends."""
+    """Number of optimizer steps after which training ends. Set either this or `max_epochs`."""
     max_epochs: int | None = None
-    """Epochs after which training ends; instead of `max_steps`."""
+    """Number of epochs after which training ends. Set either this or `max_steps`."""
     global_batch_size: int = 32
     """Samples per optimizer step, summed over all ranks; the same for any number of ranks.
 
@@ -81,12 +81,12 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     largest size that fits into GPU memory; None uses the complete share.
     """
     strategy: str = "auto"
-    """Parallel strategy, from docs/strategies.md. `auto` uses the strategy of the job, otherwise `ddp`."""
+    """Strategy, from docs/strategies.md. `auto` uses `HPCTRAIN_STRATEGY` if it is set, otherwise `ddp`."""
     algorithm: str | Any = "allreduce"
-    """Gradient synchronization of `ddp`.
+    """Algorithm with which the ranks of `ddp` exchange gradients or weights: a name, or an `Algorithm`.
 
-    `allreduce`, `fp16`, `bf16`, `powersgd`, `bytegrad`, `qadam`, `decentralized`,
-    `low_precision_decentralized`, `async`, `local_sgd`; a name with arguments; or an `Algorithm`.
+    The names are `allreduce`, `fp16`, `bf16`, `powersgd`, `bytegrad`, `qadam`, `decentralized`,
+    `low_precision_decentralized`, `async` and `local_sgd`. To set arguments, pass an `Algorithm`.
     """
     bucket_cap_mb: float | None = None
     """Size of gradient buckets in megabytes, with `ddp`, `ddp_spawn`, `ddp2` and `zero1`.
@@ -109,8 +109,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     """Devices for training without a launcher; ignored if Slurm or another launcher assigned them.
 
     A number, -1 for all, indices such as `[1, 3]` or `"1,3"`, or `auto` for all free devices. With several
-    devices, each device has a process, except with `dp`. None means one device, or `auto` with `ddp_spawn`
-    and `dp`.
+    devices, one process is started per device, except with `dp`. None means one device, or `auto` with
+    `ddp_spawn` and `dp`.
     """
     precision: str = "32"
     """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
@@ -128,7 +128,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     lr_reference_batch_size: int | None = None
     """Batch size that the learning rate was tuned for; the rate is scaled to `global_batch_size`."""
     lr_scaling: Literal["linear", "sqrt"] = "linear"
-    """Scale the rate by the ratio of the batch sizes, as for SGD, or by its square root, as for Adam."""
+    """`linear` scales the rate by the ratio of the batch sizes (for SGD), `sqrt` by its root (for Adam)."""
     warmup_steps: int = 0
     """Steps of the learning-rate warm-up: from the configured rate if it is scaled up, otherwise from 0."""
     recompute: Sequence[str] = ()
@@ -139,53 +139,58 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     compile: bool | Mapping[str, Any] = False
     """Compile the module's steps with `torch.compile`. Pass a mapping to set its arguments."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
-    """Steps between checkpoints; a stop and the end of training always save.
+    """Steps between checkpoints. In addition, a stop and the end of training always save.
 
-    `auto` balances the cost of saving against the work that an interruption loses.
+    `auto` balances the cost of saving against the work that an interruption loses. None saves only at a stop
+    and at the end.
     """
     checkpoint_async: bool = True
-    """Continue training while a checkpoint is written; only the copy of the state blocks training."""
+    """Continue training while a checkpoint is written. Training pauses only while the state is copied."""
     keep_last: int = 3
     """Number of newest checkpoints to keep."""
     keep_every: int | None = None
-    """Also keep checkpoints whose step is a multiple of this."""
+    """Also keep checkpoints whose step is a multiple of this number. None keeps no additional ones."""
     keep_best: int = 0
-    """Number of best checkpoints by `monitor` to keep in addition; each validated state is then saved."""
+    """Number of best checkpoints to keep in addition. Unless it is 0, each validated state is saved."""
     monitor: str = "val_loss"
     """Metric for `keep_best`: a name that `validation_step` or `training_step` returns."""
     mode: Literal["min", "max"] = "min"
     """`min` if lower values of `monitor` are better, `max` if higher values are better."""
     local_checkpoints: str | os.PathLike[str] | None = None
-    """Local tier: a fast folder on each node for checkpoints; `auto` uses /dev/shm, otherwise TMPDIR.
+    """Fast folder on each node to which checkpoints are saved first; `auto` uses /dev/shm, otherwise TMPDIR.
 
-    Checkpoints are copied to the run folder in the background.
+    Checkpoints are then copied to the run folder in the background. None saves directly to the run folder.
     """
     on_bad_loss: Literal["stop", "skip", "rollback"] | None = "stop"
     """Reaction to a loss that is not finite, or is far above previous losses.
 
     `stop` ends the run as failed. `skip` skips the update of the step. `rollback` returns to the last
-    good checkpoint and excludes the batch. None continues.
+    good checkpoint and excludes the batch. None ignores the loss.
     """
     loss_spike_threshold: float | Literal["auto"] | None = "auto"
     """Distance from the median of the last losses above which a loss is bad, in robust standard deviations.
 
-    None checks only if losses are finite. `auto` is 20 for `skip` and `rollback`, and None for `stop`.
+    None checks only whether losses are finite. `auto` is 20 for `skip` and `rollback`, and None for `stop`.
     """
     replica_check_every: int | None = 100
-    """Steps in which the replicas of `ddp`, `ddp_spawn`, `ddp2` and `zero1` are compared, a slice per step.
+    """Number of steps in which the complete replicas of the ranks are compared once, one slice per step.
 
-    Each checkpoint is compared completely before it is saved. If a rank differs, the run restarts without its
-    node. None disables the comparison.
+    Applies to `ddp`, `ddp_spawn`, `ddp2` and `zero1`. The complete state is also compared before each save.
+    If a rank differs, the run restarts without the node of this rank. None disables the comparison.
     """
     emergency_checkpoints: bool | int = False
-    """True to keep the state in memory of the nodes, so that a failure repeats few steps.
+    """True to keep the state in the nodes' memory, so that few steps are repeated after a failure.
 
-    With `ddp` on CPUs, another rank saves the state after a failure. Otherwise, the ranks copy the state as
-    often as 2% of the time allows, also to another node. A number is the most steps that a failure repeats.
-    The random numbers of a step then depend only on seed, rank and step.
+    With `ddp` on CPUs, a surviving rank saves the state after a failure. Otherwise, each rank regularly
+    copies its state to the memory of its own node and of another node. The copies take at most 2% of the
+    time. A number instead of True limits the steps that are repeated. With either value, the random numbers
+    of a step depend only on seed, rank and step. See docs/restart.md.
     """
     validate_every: int | Literal["epoch"] | None = "epoch"
-    """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation."""
+    """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation.
+
+    None never validates.
+    """
     sanity_val_batches: int = 1
     """Batches per rank to validate before the first step, to detect errors in the validation immediately."""
     callbacks: Sequence[Callback] = ()
@@ -202,25 +207,25 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     grain_size: int | None = None
     """Samples of a batch that are computed together with `elastic_determinism`.
 
-    The result depends on it. None uses `micro_batch_size` if that is set, otherwise 1/24 of
+    The result depends on this number. None uses `micro_batch_size` if that is set, otherwise 1/24 of
     `global_batch_size`, but at least 4.
     """
     witness_every: int | None = None
-    """Steps between comparisons of a gradient with that computed by another rank, to detect faulty devices.
+    """Steps between comparisons of the same gradient from two ranks, to detect faulty devices.
 
-    Requires `elastic_determinism`; see docs/exactness.md.
+    Requires `elastic_determinism`; see docs/exactness.md. None disables the comparison.
     """
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
     hparams: Any = None
     """Hyper-parameters to record, in addition to the arguments of the script.
 
-    A mapping, an argparse Namespace, a dataclass or a config of Hydra.
+    A mapping, an argparse Namespace, a dataclass or a Hydra config.
     """
     record_samples: bool = False
     """Write the indices of all trained samples to `samples/`."""
     run_dir: str | os.PathLike[str] | None = None
-    """Output folder; the run folder by default. Without a folder, nothing is written."""
+    """Output folder; None uses the run folder of the job. Without either folder, nothing is written."""
     num_workers: int = 0
     """Data workers per rank; 0 loads batches in the rank itself."""
     prefetch_factor: int = 2
@@ -230,10 +235,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     seed_samples: bool = True
     """Seed the global random generators for each fetched sample.
 
-    Random transforms then depend only on the sample. Takes some microseconds per sample.
+    Random transforms then depend only on the seed, the epoch and the sample. Seeding takes a few microseconds
+    per sample.
     """
     collate_fn: Callable[[list[Any]], Any] | None = None
-    """Function that combines samples into a batch; torch's default if None."""
+    """Function that combines samples into a batch. None uses torch's default."""
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):

@@ -1,4 +1,4 @@
-"""State of a training between two steps: the content of a checkpoint, except for the random state."""
+"""State of a training run between two steps: the content of a checkpoint, except for the random state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainingState:
     Attributes:
         step: completed optimizer steps.
         epoch: epoch of the last completed step, counted from 0.
-        finished: True if that step was the last step of the training.
+        finished: True if that step was the last step of training.
         micro_batches: world size, and the micro-batch size found for this world size; None without a search.
         remarks: parts of a loaded checkpoint that could not be restored, as sentences.
         scaler: float16 loss scaler; None for other precisions.

@@ -69,8 +69,8 @@ def test_a_rank_without_a_usable_state_is_not_awaited():
     ranks.request.begin()
     ranks.request.check()
     assert ranks.events == []
-    ranks.request.on_message(0, {"frozen_state": {"why": "emergency checkpoints are not supported on GPUs"}})
-    assert ranks.events == [EmergencySaveEnded({}, "emergency checkpoints are not supported on GPUs")]
+    ranks.request.on_message(0, {"frozen_state": {"why": "surviving ranks cannot save their states on GPUs"}})
+    assert ranks.events == [EmergencySaveEnded({}, "surviving ranks cannot save their states on GPUs")]
 
 
 def test_without_a_complete_state_the_ranks_are_released():
@@ -103,7 +103,7 @@ def test_without_ranks_nothing_is_requested():
     assert ranks.sent == []
 
 
-@pytest.mark.parametrize("why", ["emergency checkpoints are not supported on GPUs", None])
+@pytest.mark.parametrize("why", ["surviving ranks cannot save their states on GPUs", None])
 def test_a_training_without_emergency_checkpoints_reports_the_reason(why):
     """A script without the Trainer has no reason."""
     ranks = Ranks(0)
@@ -133,5 +133,5 @@ def test_history_keeps_the_newest_emergency_checkpoint_until_a_checkpoint_is_as_
     wrong = {**failure, "class": EndKind.CORRUPTION.value, "verified_step": 5}
     assert History.from_events([saved, wrong, {"kind": "resumed", "step": 5}]).emergency is None
     assert History.from_events([saved, {**failure, "class": EndKind.OOM.value}]).emergency is None
-    none = {**saved, "step": None, "reason": "emergency checkpoints are not supported on GPUs"}
+    none = {**saved, "step": None, "reason": "surviving ranks cannot save their states on GPUs"}
     assert History.from_events([none]).emergency is None

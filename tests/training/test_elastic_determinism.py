@@ -686,7 +686,7 @@ REFUSALS = [
     ({"net": Changing}, "Return or log the same metrics for every grain"),
     ({"net": Fused, "strategy": "zero1"}, "has fused=True"),
     ({"net": Sparse}, "gradient of embedding.weight is sparse"),
-    ({"net": Thawing}, "embedding.weight was frozen when the training began"),
+    ({"net": Thawing}, "embedding.weight was frozen when training began"),
     ({"net": Renormalized}, "changed the parameter embedding.weight"),
     ({"net": Foreign}, "updates a parameter that no module contains"),
     ({"seed_samples": False}, "seed_samples is False"),

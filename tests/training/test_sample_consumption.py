@@ -163,7 +163,7 @@ def test_stream_without_state_reports_repeated_samples():
     first = train_steps(make, 2, 7)
     second = train_steps(make, 3, 100, after=7, state=first.state)
     (message,) = second.remarks
-    assert message.startswith("train_dataset had no state_dict() and load_state_dict()")
+    assert message.startswith("train_dataset had no state_dict() or load_state_dict()")
     assert message.endswith("Epoch 1 starts over and repeats 16 samples.")
     assert [(step["step"], step["epoch"], step["batch_idx"]) for step in second.steps] == [
         (8, 1, 0), (9, 1, 1), (10, 1, 2), (11, 1, 3), (12, 1, 4),

@@ -32,7 +32,7 @@ class Algorithm:
     Attributes:
         sent_bytes: bytes that this rank has sent since the start.
         shares_gradients: True if every step ends with equal gradients; if not, weights may differ.
-        keeps_gradients: True if a gradient has effects on later steps, even if its own update is skipped.
+        keeps_gradients: True if a gradient affects later steps even if its own update is skipped.
     """
 
     shares_gradients: ClassVar[bool] = True
@@ -146,7 +146,7 @@ class FlatParameters:
         return torch.cat([p.detach().reshape(-1).float() for p in self.parameters])
 
     def load(self, flat: torch.Tensor) -> None:
-        """Set the parameters from such a vector."""
+        """Set the parameters to the values of a vector, as returned by `flat`."""
         self.put(flat, self.parameters)
 
     @staticmethod

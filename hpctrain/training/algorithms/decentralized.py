@@ -36,9 +36,9 @@ class Decentralized(Algorithm):
 
 
 class LowPrecisionDecentralized(Algorithm):
-    """Averaging with both neighbours in a ring of ranks, which exchange changes of weights in 8 bits.
+    """Averaging with both neighbors in a ring of ranks, which exchange changes of weights in 8 bits.
 
-    Each rank has exact copies of its neighbours' weights: sender and receivers apply the same rounded change.
+    Each rank has exact copies of its neighbors' weights: sender and receivers apply the same rounded change.
     """
 
     shares_gradients = False

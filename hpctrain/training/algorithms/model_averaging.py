@@ -24,7 +24,7 @@ class LocalSGD(Algorithm):
     shares_gradients = False
 
     def __init__(self, every: int = 4) -> None:
-        """Average after each `every` steps."""
+        """Average after every `every` steps."""
         super().__init__()
         self.every = every
 

@@ -18,9 +18,9 @@ class PowerSGD(Algorithm):
     """Transfer of gradients of shape [n, m] as [n, rank] and [m, rank], by one step of a power iteration.
 
     The residual is added to the next gradient (error feedback). Vectors, and matrices that compression does
-    not make smaller, are averaged uncompressed. Before a checkpoint the ranks average their residuals, which
+    not make smaller, are averaged uncompressed. Before a checkpoint, the ranks average their residuals, which
     preserves the sum over the ranks, and thus the next mean. Residuals are stored by parameter. torch's hook
-    stores them by bucket: a checkpoint would depend on the bucket size.
+    stores them by bucket, so a checkpoint would depend on the bucket size.
     """
 
     keeps_gradients = True

@@ -66,9 +66,10 @@ class QAdam(Algorithm):
             plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             if not plain or any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
                 raise UserError(
-                    "algorithm='qadam' supports only Adam and AdamW, without amsgrad and maximize, but "
+                    "algorithm='qadam' supports only Adam and AdamW, without amsgrad or maximize, but "
                     "configure_optimizers() returned "
-                    f"{type(optimizer).__name__}{' with one of these options enabled' * plain}."
+                    f"{type(optimizer).__name__}{' with one of these options enabled' * plain}. Change the "
+                    "optimizer, or choose another algorithm."
                 )
             for group in optimizer.param_groups:
                 self._group |= dict.fromkeys(group["params"], (optimizer, group))

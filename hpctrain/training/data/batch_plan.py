@@ -109,7 +109,7 @@ class BatchPlan:
         """Do nothing."""
 
     def last_step(self, epochs: int) -> int | None:
-        """Return the last step of a training."""
+        """Return the last step of training."""
         return self.steps_per_epoch * epochs
 
     def epochs_completed(self, step: int) -> int:

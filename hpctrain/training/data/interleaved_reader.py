@@ -95,7 +95,7 @@ class _ShardReader:
         if self._holder is None:
             raise UserError(
                 f"{self._name} was at sample {checkpoint.number} of shard {shard} when the checkpoint was "
-                "written, but the data set no longer has state_dict() and load_state_dict(). Restore "
+                "written, but the data set no longer defines state_dict() and load_state_dict(). Restore "
                 "these methods, or start a new run in a new folder."
             )
         self._holder.load_state_dict(copy.deepcopy(checkpoint.state))

@@ -18,7 +18,7 @@ _BLOCK = 64
 
 
 class Mixture(ConcatDataset[Any]):
-    """Several map-style data sets, from which each step trains given proportions.
+    """Several map-style data sets, of which each step trains on given proportions.
 
     Each data set has its own random order. When all its samples are used, it starts over in another order.
     An epoch has as many samples as all data sets together. Validation uses each sample once.
@@ -31,8 +31,8 @@ class Mixture(ConcatDataset[Any]):
 
         Args:
             datasets: map-style data sets.
-            weights: proportion of each data set, of any sum; or a function that returns the proportions for
-                a step, counted from 1. The function must always return the same values for a step.
+            weights: the proportion of each data set, which need not sum to 1; or a function that returns the
+                proportions for a step, counted from 1. For a step, it must always return the same values.
 
         Raises:
             UserError: a data set is empty; a proportion is missing or negative, or all are 0.
@@ -45,7 +45,7 @@ class Mixture(ConcatDataset[Any]):
         self.shares(1)
 
     def shares(self, step: int) -> list[float]:
-        """Return the proportions in a step, of sum 1.
+        """Return the proportions in a step, scaled to sum to 1.
 
         Raises:
             UserError: a proportion is missing or negative, or all are 0.
@@ -79,7 +79,7 @@ class MixtureOrder(SampleOrder):
         Args:
             mixture: the mixture.
             batch_size: samples per step.
-            seed: seed of the training.
+            seed: the training seed.
         """
         super().__init__(-(-len(mixture) // batch_size) * batch_size, seed)
         self._mixture, self._batch_size = mixture, batch_size

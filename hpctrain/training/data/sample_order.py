@@ -22,7 +22,7 @@ class SampleOrder:
     """Pseudo-random permutation of [0, num_samples) for each epoch, with O(1) access to any position.
 
     A Feistel network over a grid of `a × b ≥ num_samples` cells with modular addition in place of XOR (the
-    generalised construction of Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): a
+    generalized construction of Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): a
     composition of invertible rounds is a bijection. Because a and b are close to the square root, fewer than
     2·√n cells are out of range; these cells are permuted again (cycle walking).
     """
@@ -113,7 +113,7 @@ class SequentialOrder(SampleOrder):
 
 
 def mix_bits(values: torch.Tensor, key: int) -> torch.Tensor:
-    """Hash to [0, 2^62) with a key: the 64-bit finaliser of MurmurHash3, in wrapping int64 arithmetic."""
+    """Hash to [0, 2^62) with a key: the 64-bit finalizer of MurmurHash3, in wrapping int64 arithmetic."""
     x = (values * _signed(0x9E3779B97F4A7C15)).add_(key)
     x.bitwise_xor_(_shift_right(x, 33)).mul_(_signed(0xFF51AFD7ED558CCD))
     x.bitwise_xor_(_shift_right(x, 33)).mul_(_signed(0xC4CEB9FE1A85EC53))

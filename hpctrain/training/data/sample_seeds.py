@@ -36,7 +36,7 @@ class SampleSeeds:
         """Set up the seeds of a data set.
 
         Args:
-            seed: seed of the training.
+            seed: the training seed.
             purpose: name that separates data sets, such as training and validation.
             seed_globals: also seed the global generators; takes some microseconds per sample.
         """
@@ -126,12 +126,13 @@ def sample_generator(kind: GeneratorKind = "torch", *, index: int | None = None)
 
     Call this in the `__getitem__` of a data set, or in a transform called from `__getitem__`. The random
     numbers are the same in any data worker, on any rank, for any number of ranks, and after a resume. Two
-    calls for the same sample return generators in the same state. Outside of training, the seed is drawn from
+    calls for the same sample return generators in the same state. Outside training, the seed is drawn from
     the generator of this process.
 
     Args:
         kind: `torch` (on the CPU), `numpy`, or `python` for a `random.Random`.
-        index: the sample, in a data set's `__getitems__`, which fetches several at once.
+        index: index of the sample; required in a data set's `__getitems__`, which fetches several samples at
+            once.
 
     Raises:
         UserError: `kind` is unknown, or several samples are being fetched and `index` is not among them.

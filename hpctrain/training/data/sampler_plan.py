@@ -66,7 +66,7 @@ class SamplerPlan:
             parts: the sampler.
             batch_size: samples per global batch, unless the sampler is a batch sampler.
             num_samples: size of the data set.
-            seed: seed of the training.
+            seed: the training seed.
             name: name of the data set in messages.
 
         Raises:
@@ -115,7 +115,7 @@ class SamplerPlan:
             )
 
     def last_step(self, epochs: int) -> int | None:
-        """Return the last step of a training; None if epochs may have different lengths."""
+        """Return the last step of training; None if epochs may have different lengths."""
         is_constant = type(self._parts.sampler) in _CONSTANT_SAMPLERS
         return len(self.draw(0).ends) * epochs if is_constant else None
 

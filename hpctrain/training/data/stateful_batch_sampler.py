@@ -22,7 +22,8 @@ class StatefulBatchSampler(Sampler[list[int]]):
     """This rank's share of each global batch, in an order that is the same on any number of ranks.
 
     Every sample is yielded exactly once per epoch. Pass the sampler as `batch_sampler` to a `DataLoader` or
-    to torchdata's `StatefulDataLoader`. Each iteration continues at the position and ends with the epoch.
+    to torchdata's `StatefulDataLoader`. Each iteration starts at the current position and ends at the end of
+    the epoch.
 
     If the last batch of an epoch has fewer samples than there are ranks, the other ranks receive a spare
     sample, with `weight` 0.
@@ -47,8 +48,8 @@ class StatefulBatchSampler(Sampler[list[int]]):
             seed: seed of the order.
             shuffle: False to keep the order of the data set.
             drop_last: True to omit the last batch of each epoch if it is incomplete.
-            rank: this rank; by default that of the process group, or of the environment.
-            num_replicas: number of ranks; the same default.
+            rank: index of this rank; None takes it from the process group or, without one, the environment.
+            num_replicas: number of ranks; None takes it from the same source.
 
         Raises:
             UserError: the data set has no batch, or a batch has fewer samples than there are ranks.
@@ -57,7 +58,7 @@ class StatefulBatchSampler(Sampler[list[int]]):
         if len(dataset) < (global_batch_size if drop_last else 1):
             raise UserError(
                 f"The data set has {len(dataset)} samples, but global_batch_size is {global_batch_size} and "
-                f"drop_last is {drop_last}, so there is no batch. Set a smaller global_batch_size."
+                f"drop_last is {drop_last}, so there is no complete batch. Set a smaller global_batch_size."
             )
         if global_batch_size < self._data_rank.world_size:
             raise UserError(
@@ -84,8 +85,8 @@ class StatefulBatchSampler(Sampler[list[int]]):
     def weight(self) -> float:
         """Factor for the loss over this rank's part of the last yielded batch.
 
-        With it, the mean of the gradients over the ranks is that of the global batch. It is 1 if the ranks
-        share the batch evenly.
+        With this factor, the mean of the ranks' gradients is the gradient of the global batch. It is 1 if the
+        ranks share the batch evenly.
         """
         batch = self._plan.rank_batch(max(self.step, 1), self._data_rank)
         return len(batch.indices) / batch.batch_size * self._data_rank.world_size

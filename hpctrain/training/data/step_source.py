@@ -22,7 +22,7 @@ from hpctrain.training.data.sampler_plan import SamplerPlan
 
 @dataclass(frozen=True)
 class StopCondition:
-    """End of a training: after `steps` steps or, if None, after `epochs` epochs."""
+    """End of training: after `steps` steps or, if `steps` is None, after `epochs` epochs."""
 
     steps: int | None
     epochs: int | None = None
@@ -52,7 +52,7 @@ class StepSource(Protocol):
     micro_batch_size: int | None
     """Maximum number of samples per forward pass of a rank; None for all samples. Set this before `steps`."""
     last_step: int | None
-    """Last step of the training; None if it depends on the length of the data."""
+    """Last step of training; None if this step depends on the length of the data."""
     exchanges_ends: bool
     """True if the ranks must exchange `local_ends` after every step."""
     has_position: bool
@@ -75,7 +75,7 @@ class StepSource(Protocol):
         """Prepare the steps after `after`, the last trained step."""
 
     def steps(self) -> Iterator[StepData]:
-        """Yield the steps in order, until the end of the training."""
+        """Yield the steps in order, until the end of training."""
 
     def close(self) -> None:
         """Stop the data workers."""
@@ -95,7 +95,7 @@ class StepSource(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Return true if the last yielded step is the last of the training; valid after `receive_ends`."""
+        """Return true if the last yielded step is the last of training; valid after `receive_ends`."""
 
 
 class MapStepSource:
@@ -222,7 +222,7 @@ class MapStepSource:
         return self._plan.rank_batch(step, first).indices[: first.grain_size or 1]
 
     def _is_last(self, step: int) -> bool:
-        """Return true if `step`, which was planned before, is not before the end of the training."""
+        """Return true if `step`, which was planned before, is not before the end of training."""
         if self.last_step is not None:
             return step >= self.last_step
         return self._plan.epochs_completed(step) >= (self._until.epochs or 0)
@@ -253,8 +253,8 @@ def _make_plan(
         return SamplerPlan(parts, batch_size, num_samples, seed, name)
     if parts.drop_last and num_samples < batch_size:
         raise UserError(
-            f"{name} has {num_samples} samples, but the batch size is {batch_size} and drop_last is True. "
-            "Set a smaller batch size, or remove drop_last."
+            f"{name} has {num_samples} samples, but the batch size is {batch_size} and drop_last is True, so "
+            "there is no complete batch. Set a smaller batch size, or remove drop_last."
         )
     order = (SampleOrder if parts.shuffle else SequentialOrder)(num_samples, seed)
     return BatchPlan(order, batch_size, parts.drop_last)

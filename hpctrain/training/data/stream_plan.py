@@ -70,7 +70,7 @@ class StreamPlan:
         self.upcoming.clear()
 
     def _compose(self, cursor: StreamCursor) -> StreamBatch | None:
-        """Return the batch from `cursor`, based on available lengths; None if the training has ended."""
+        """Return the batch from `cursor`, based on available lengths; None if training has ended."""
         while self._until.epochs is None or cursor.epoch < self._until.epochs:
             batch = next_batch(self.lengths_in(cursor.epoch), cursor, self._global_batch_size)
             if batch is not None:

@@ -128,7 +128,7 @@ class StreamStepSource:
             self._plan.reset(StreamCursor(cursor.epoch))
             self._checkpoints = {}
             remark = (
-                "train_dataset had no state_dict() and load_state_dict() when the checkpoint was saved, "
+                "train_dataset had no state_dict() or load_state_dict() when the checkpoint was saved, "
                 f"so its position is not restored. Epoch {cursor.epoch} starts over and repeats "
                 f"{pluralize(int(taken.sum()), 'sample')}."
             )

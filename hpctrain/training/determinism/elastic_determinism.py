@@ -1,4 +1,4 @@
-"""Conditions and state of a training whose result does not depend on the number of ranks."""
+"""Conditions and state of training whose result does not depend on the number of ranks."""
 
 from __future__ import annotations
 

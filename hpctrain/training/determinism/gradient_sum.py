@@ -46,7 +46,7 @@ class GradientSum:
 
     The shared exponent of a tensor is based on its largest element in the previous step. If an element is
     too large for it, `finish` returns False, and the step must be repeated, with an exponent based on the
-    step itself. So exponents depend on the training only, and not on the ranks.
+    step itself. Exponents thus depend only on the training steps, and not on the ranks.
 
     If no rank has more than one grain, a few ranks send float32 gradients instead, which is half the size of
     integers. Each rank sums one slice of a bucket as integers, and sends the result. A step of at most two
@@ -175,14 +175,15 @@ class GradientSum:
             if parameter._version != version:
                 raise UserError(
                     f"The training step changed the parameter {name}. With elastic_determinism, each rank "
-                    "calls it for its own grains only, so the value would depend on the number of ranks. "
-                    "Change parameters in Optimizer.register_step_post_hook, or use a buffer."
+                    "runs this step only for its own grains, so the value of the parameter would depend on "
+                    "the number of ranks. Change parameters in Optimizer.register_step_post_hook, or use a "
+                    "buffer."
                 )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise UserError(
-                    f"The parameter {name} was frozen when the training began, so elastic_determinism would "
-                    "not sum its gradient. Set requires_grad=True before the training begins. To train the "
+                    f"The parameter {name} was frozen when training began, so elastic_determinism would "
+                    "not sum its gradient. Set requires_grad=True before training begins. To train the "
                     "parameter only later, set its learning rate to 0 until then."
                 )
 

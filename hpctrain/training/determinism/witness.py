@@ -86,7 +86,7 @@ class Witness:
         pair = " and ".join(map(str, of_pair))
         majority = (
             f"All {len(votes)} ranks then computed this grain again. {num_votes} of the "
-            f"{len(votes) + len(of_pair)} gradients agree, all except those of"
+            f"{len(votes) + len(of_pair)} gradients agree. The others were computed by"
         )
         text = (
             f"In step {step}, ranks {pair} computed different gradients of the same grain. "

@@ -236,8 +236,9 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
         p for each in optimization.optimizers for p in parameters_of(each) if p.requires_grad
     ):
         reason = (
-            "an optimizer updates a parameter that no module contains, so its gradient would not be summed. "
-            "Assign the parameter to the module. In a session, pass the module to prepare()"
+            "an optimizer updates a parameter that no module contains, so the gradient of this parameter "
+            "would not be summed. Assign the parameter to the module. In a session, pass the module to "
+            "prepare()"
         )
     elif (
         strategy.gathers_samples
@@ -246,8 +247,8 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
     ):
         reason = (
             f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end combines "
-            "samples, but their number is unknown. Set grain_size to this number. It replaces the number of "
-            "samples on a node"
+            "samples, but their number is unknown. Set grain_size to this number: grain_size replaces the "
+            "number of samples on a node"
         )
     if reason:
         raise UserError(f"elastic_determinism is True, but {reason}.")

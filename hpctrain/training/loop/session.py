@@ -1,4 +1,4 @@
-"""Session for a custom training loop: ranks, data order, checkpoints and the agreed stop."""
+"""Session for a custom training loop: ranks, data order, checkpoints and the coordinated stop."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ class Session:
     """Handle of a custom training loop, created by `session`.
 
     Attributes:
-        ranks: this process's ranks.
-        device: this rank's device.
-        weight: factor for the loss of this rank's batch, which makes the mean of the ranks' gradients equal
-            to the gradient of the global batch; 1 for batches of equal size.
-        ending: reason to end the loop before its last step, or None.
+        ranks: rank, world size and node of this process.
+        device: device that this rank uses.
+        weight: factor for the loss of this rank's batch. With this factor, the mean of the ranks' gradients
+            is the gradient of the global batch. 1 if all ranks have batches of equal size.
+        ending: reason to end the loop before its last step; None if `end` has not been called.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Completed optimizer steps."""
+        """Number of completed optimizer steps."""
         return 0 if self._loop is None else self._loop.state.step
 
     def prepare(self, *things: Any) -> Any:
@@ -142,11 +142,11 @@ class Session:
             things: modules, optimizers and learning-rate schedules.
 
         Returns:
-            The things in the same order, or the thing itself if single; trainable modules are wrapped if
-            distributed.
+            A tuple of the things in the same order; a single thing is returned without a tuple. With several
+            ranks, trainable modules are wrapped.
 
         Raises:
-            UserError: a thing has an unsupported type, or `batches` was called before.
+            UserError: a thing has an unsupported type, or `batches` has already been called.
         """
         if self._loop is not None:
             raise UserError(
@@ -183,7 +183,7 @@ class Session:
             yield from self._batches(training, self._loop)
 
     def end(self, reason: str = "end() was called") -> None:
-        """End the training one or two steps later, and save. A call on a single rank is sufficient.
+        """End training one or two steps later, and save. A call on a single rank is sufficient.
 
         Steps shorter than 5 ms share messages between ranks, so up to 17 more steps are trained. A `break` in
         the loop saves nothing, because the state of its step is unknown.
@@ -200,8 +200,8 @@ class Session:
     def log(self, **scalars: torch.Tensor | float) -> None:
         """Average `scalars` over the global batch; show and log them with the step.
 
-        The values are means over the yielded batch. Every rank must call this for every batch, with the same
-        names. If a name is logged twice, the last value is used.
+        Each value must be a mean over the yielded batch. Every rank must call this for every batch, with the
+        same names. If a name is logged twice, the last value is used.
         """
         if self._loop is None:
             raise UserError("log() was called before the loop over batches(). Call log() inside this loop.")
@@ -301,7 +301,8 @@ class Session:
             if before and rates != before:
                 raise UserError(
                     "The loop body changed a learning rate between two grains of a step. Pass the scheduler "
-                    "to prepare(), and call step() of the result, which takes effect at the end of the step."
+                    "to prepare(), and call step() on the scheduler that prepare() returns. This call takes "
+                    "effect at the end of the step."
                 )
         self._scalars = None
         for call in self._deferred:
@@ -379,9 +380,9 @@ class _HiddenGradient(torch.Tensor):
     def __torch_function__(cls, *_: object, **__: object) -> NoReturn:
         raise UserError(
             "The loop body used a gradient before the last grain of a step, for example in clip_grad_norm_, "
-            "clip_grad_value_ or GradScaler. With elastic_determinism, the gradients do not exist before "
-            "that. To clip them by norm, call session.clip_gradients(max_norm). Instead of GradScaler, use "
-            "bfloat16. The Trainer also supports gradient_clip_value, and precision='16-mixed'."
+            "clip_grad_value_ or GradScaler. With elastic_determinism, gradients are not available until "
+            "then. To clip them by norm, call session.clip_gradients(max_norm). Instead of GradScaler, use "
+            "bfloat16. The Trainer also supports gradient_clip_value and precision='16-mixed'."
         )
 
 

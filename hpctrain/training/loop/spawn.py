@@ -39,7 +39,7 @@ _POLL_INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class SpawnResult:
-    """Result of a training, returned to the calling process."""
+    """Result of a training run, returned to the calling process."""
 
     weights: dict[str, Any]
     step: int

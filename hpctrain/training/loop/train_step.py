@@ -50,7 +50,7 @@ class TrainStep:
         """Inspect the arguments of the module's training step.
 
         Args:
-            strategy: the strategy of the training.
+            strategy: the strategy of the run.
             optimization: the optimizers and schedulers.
             settings: the training's settings.
             scaler: loss scaler, or None.

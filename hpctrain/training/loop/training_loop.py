@@ -33,13 +33,13 @@ from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 
 
 class TrainingLoop:
-    """Loop of a training, created by `build_training_loop`.
+    """Loop of a training run, created by `build_training_loop`.
 
     Attributes:
         train_step: the optimizer steps.
-        state: the state of the training.
+        state: the state of the run.
         metrics: this rank's part of the metrics of the current step.
-        last_step: last step of the training; None if unknown.
+        last_step: last step of training; None if unknown.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Validations of a training: schedule, and use of the results."""
+"""Validations of a training run: schedule, and use of the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.training.optim.micro_batch_size import preserve_state, snapshot_bu
 
 
 class Validator:
-    """Validations of the module during its training."""
+    """Validations of the module during training."""
 
     def __init__(self, parts: Components, data: ValidationSet | None) -> None:
         """Prepare validations on `data`; None for no validation."""

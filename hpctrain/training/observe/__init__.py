@@ -1,1 +1,1 @@
-"""Output of a training: progress, metrics, timings, environment."""
+"""Output of a training run: progress, metrics, timings, environment."""

@@ -1,4 +1,4 @@
-"""Record of a training's environment and settings."""
+"""Record of the environment and settings of a training run."""
 
 from __future__ import annotations
 

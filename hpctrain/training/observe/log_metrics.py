@@ -24,14 +24,14 @@ def log_metrics(
 ) -> None:
     """Write the metrics of a step to the run's `metrics.jsonl`.
 
-    Only rank 0 writes, and only its own values. Does nothing on other ranks and without a run folder.
-    Reading a tensor waits for its GPU, so log every few steps.
+    Only rank 0 writes, and only its own values. Does nothing on other ranks or without a run folder.
+    Reading a tensor waits for its GPU, so log only every few steps.
 
     Args:
         metrics: scalars by name, such as `loss`.
         step: number of completed optimizer steps.
         epoch: epoch of the step.
-        last_step: the step at which the training ends, for the remaining time.
+        last_step: the step at which training ends, from which the remaining time is estimated.
 
     Raises:
         UserError: a name is reserved.

@@ -1,4 +1,4 @@
-"""Loggers of a training, in a separate process of rank 0."""
+"""Loggers of a training run, in a separate process of rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIMITS_S: dict[TrainingEnd, float] = {"completed": 30.0, "stopped": 8.0, "faile
 
 
 class LoggerProcess:
-    """Process that passes a run's metrics to its loggers. Use as a context manager, around the training."""
+    """Process that passes a run's metrics to its loggers. Use as a context manager around training."""
 
     def __init__(
         self,
@@ -80,6 +80,6 @@ class LoggerProcess:
         )
         if not self._process.stop(_LIMITS_S[ending], ending):
             self._print_message(
-                f"hpctrain: The loggers did not finish within {_LIMITS_S[ending]:g} s, so the last "
-                "steps may be missing there. metrics.jsonl contains all steps."
+                f"hpctrain: The loggers did not finish within {_LIMITS_S[ending]:g} s, so their output "
+                "may lack the last steps. metrics.jsonl contains all steps."
             )

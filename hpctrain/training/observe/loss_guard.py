@@ -73,7 +73,7 @@ class LossGuard:
         """Set up the guard.
 
         Args:
-            settings: settings of the training.
+            settings: settings of the `Trainer`.
             has_scaler: the loss scaler of float16 skips steps that are not finite. They are bad only if it
                 does so many times in a row.
         """
@@ -138,7 +138,7 @@ def bad_loss(cause: str, reason: str, newest: str | None, policy: str | None, *,
 
     Args:
         cause: description of the loss.
-        reason: why the training does not continue.
+        reason: reason why training does not continue.
         newest: the last good checkpoint.
         policy: `on_bad_loss` of the settings.
         can_skip: True if the settings allow the policy "skip".

@@ -1,4 +1,4 @@
-"""Output of a training to its run folder, except checkpoints: events, metrics, trained samples."""
+"""Output of a training run to its run folder, except checkpoints: events, metrics, trained samples."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def ignored_hyperparameters(
 
     Args:
         optimizers: as created by the script, before their states are loaded.
-        states: their states in the checkpoint; None without states.
+        states: their states in the checkpoint; None if the checkpoint contains none.
     """
     found: dict[str, None] = {}
     for number, (optimizer, state) in enumerate(zip(optimizers, states or (), strict=False)):

@@ -1,1 +1,1 @@
-"""Saving, resuming and stopping of a training."""
+"""Saving, resuming and stopping of a training run."""

@@ -1,4 +1,4 @@
-"""Checkpoint saves of a training: start, wait, abort, and record the outcome."""
+"""Checkpoint saves of a training run: start, wait, abort, and record the outcome."""
 
 from __future__ import annotations
 

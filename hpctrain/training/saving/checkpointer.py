@@ -34,7 +34,7 @@ from hpctrain.training.training_state import Stateful, optimizer_parameters
 
 
 class Checkpointer:
-    """Checkpoints of your own loop: all passed objects, and the random state of each rank.
+    """Checkpoints for your own loop, with all passed objects and the random state of each rank.
 
     A checkpoint is written by all ranks and committed by a rename, so that a kill never leaves an incomplete
     checkpoint. All ranks must call every method. Without a run folder, nothing is saved or loaded.
@@ -51,9 +51,9 @@ class Checkpointer:
         """Open the checkpoints of the run. Forms the process group if the script has not done so.
 
         Args:
-            run_dir: output folder; the run folder by default.
+            run_dir: output folder; None uses the run folder of the job.
             keep_last: number of newest checkpoints to keep.
-            keep_every: also keep the steps that are a multiple of this.
+            keep_every: also keep checkpoints whose step is a multiple of this number; None keeps no others.
             objects: everything with `state_dict` and `load_state_dict`: models, optimizers, schedules,
                 samplers, scalers. The wrapper `DistributedDataParallel` is not saved.
 
@@ -132,7 +132,7 @@ class Checkpointer:
         """Save the state after `step` steps, and wait for the commit.
 
         Raises:
-            CheckpointError: on all ranks: it could not be saved. Earlier checkpoints are intact.
+            CheckpointError: on all ranks: the state could not be saved. Earlier checkpoints are intact.
         """
         if self._store is not None and self._is_compared(step):
             with activity.in_phase(RankPhase.SAVE):
@@ -142,7 +142,7 @@ class Checkpointer:
     def async_save(self, step: int) -> None:
         """Copy the state after `step` steps, and write it in the background.
 
-        A save that fails is reported, and training continues. Waits for an earlier save.
+        Waits for an earlier save first. A save that fails is reported, and training continues.
 
         Raises:
             CheckpointError: on all ranks: an object has a state that differs between ranks.
@@ -153,7 +153,7 @@ class Checkpointer:
             self._end_verification(step)
 
     def save_and_exit(self, step: int) -> NoReturn:
-        """Save the state after `step` steps, and exit with a request to be continued.
+        """Save the state after `step` steps, and exit with the code that requests a continuation.
 
         Call this if `hpctrain.should_stop()` is true. If the save fails, earlier checkpoints are intact.
 

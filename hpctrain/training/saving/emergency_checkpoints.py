@@ -1,7 +1,7 @@
-"""Emergency checkpoints: after the failure of a rank, another rank saves the state in memory of its node.
+"""Emergency checkpoints: after the failure of a rank, another rank saves its state in the memory of its node.
 
-With equal replicas, every rank has the complete state. The exception are the results of the last steps, which
-each rank records in memory that survives its process. A rank on another node keeps a copy of the record. The
+With equal replicas, every rank has the complete state, except for the results of the last steps. Each rank
+records these in memory that survives its process, and a rank on another node keeps a copy of the record. The
 next attempt loads the state, exchanges the recorded results again, and continues with the next step.
 """
 
@@ -87,7 +87,7 @@ class Recovery:
 
 
 class EmergencyCheckpoints:
-    """Emergency checkpoints of a training, for a single rank. See `StateSource`.
+    """Emergency checkpoints of a training run, for a single rank. See `StateSource`.
 
     Attributes:
         read_step: last step whose result this rank has received from all ranks.
@@ -97,10 +97,10 @@ class EmergencyCheckpoints:
     """
 
     def __init__(self, parts: Components, environ: Mapping[str, str], checked: Callable[[str], bool]) -> None:
-        """Check if the training supports emergency checkpoints.
+        """Check whether this training run supports emergency checkpoints.
 
         Args:
-            parts: the training.
+            parts: the components of the run.
             environ: environment variables.
             checked: returns True for the keys of tensors that must be finite.
         """
@@ -165,7 +165,7 @@ class EmergencyCheckpoints:
         if is_manual(module):
             return f"{type(module).__name__} uses manual optimization"
         if self._context.device.type != "cpu":
-            return "emergency checkpoints are not supported on GPUs"
+            return "surviving ranks cannot save their states on GPUs"
         if state.determinism is not None or state.loss_guard.policy == "skip":
             return "elastic_determinism and on_bad_loss='skip' are not supported"
         if parts.source.has_position:
@@ -310,7 +310,7 @@ class EmergencyCheckpoints:
         needed, free = _count_bytes(tree), shutil.disk_usage(self.folder).free
         if needed > free // 2:  # other programs also need this memory
             raise CheckpointError(
-                f"the state has {needed} bytes, but only {free // 2} of the {free} free bytes in "
+                f"the state needs {needed} bytes, but only {free // 2} of the {free} free bytes in "
                 f"{self.folder} may be used"
             )
         if state.step == self._first_step:

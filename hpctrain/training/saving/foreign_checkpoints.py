@@ -55,7 +55,7 @@ class ForeignCheckpoints:
         Args:
             prefix: start of the names.
             keep_last: number of newest checkpoints to keep.
-            every_n_steps: steps between two checkpoints; ten minutes if None.
+            every_n_steps: steps between two checkpoints. None saves every ten minutes.
             marker: name of a file that makes a checkpoint valid, for a library that writes folders in place.
             to_optimizer_step: returns the optimizer step of a step that was just trained or loaded.
         """

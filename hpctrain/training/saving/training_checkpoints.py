@@ -1,4 +1,4 @@
-"""Saving during a training, resuming from a checkpoint, and exiting after a stop signal."""
+"""Saving during training, resuming from a checkpoint, and exiting after a stop signal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hpctrain.training.saving.verification_steps import KEEP_ALL, VerificationSt
 
 
 class TrainingCheckpoints:
-    """Checkpoints of a training. Without a run folder, nothing is saved or loaded.
+    """Checkpoints of a training run. Without a run folder, nothing is saved or loaded.
 
     Use as a context manager. The save in flight is completed on exit. After an error it is aborted, because
     the other ranks may have exited.
@@ -192,7 +192,7 @@ class TrainingCheckpoints:
 
         Raises:
             UserError: the checkpoint belongs to another model, data set or batch size.
-            CheckpointError: the state of this training contains unsupported values.
+            CheckpointError: the state of this run contains unsupported values.
             UserError: there are checkpoints, but no complete one.
         """
         if self._manager is None:

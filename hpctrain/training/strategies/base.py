@@ -114,7 +114,7 @@ class Strategy:
         return [SummedParameter(name, p, p) for name, p in named if p.requires_grad]
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        """Run the module's training step, with gradient synchronisation.
+        """Run the module's training step, with gradient synchronization.
 
         Args:
             batch: this rank's samples, or spare ones if it has none.
@@ -128,7 +128,7 @@ class Strategy:
         return self.module.training_step_end(output), num_samples
 
     def trial_step(self, batch: Any) -> Any:
-        """Run the module's training step on this rank only, to test if it fits into memory."""
+        """Run the module's training step on this rank only, to test whether it fits into memory."""
         return self.module.training_step_end(self.module.training_step(batch, 0, *self.optimizer_idx))
 
     def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -213,7 +213,7 @@ class Strategy:
         """Make the module's buffers equal on all ranks, before a validation or a checkpoint."""
 
     def finish(self) -> str | None:
-        """Restore the complete module at the end of the training. All ranks must call this.
+        """Restore the complete module at the end of training. All ranks must call this.
 
         Returns:
             A message for the user if this is impossible, otherwise None.

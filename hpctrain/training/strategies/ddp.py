@@ -222,7 +222,8 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     names = [trained[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
     raise UserError(
-        f"{type(module).__name__}.training_step did not use {', '.join(names)}, so the ranks would wait for "
-        "their gradients forever. Remove or freeze these parameters (requires_grad_(False)). If different "
-        "steps use different parameters, set find_unused_parameters=True."
+        f"{type(module).__name__}.training_step did not use {', '.join(names)}, so the ranks would wait "
+        "forever for the gradients of these parameters. Remove or freeze the parameters "
+        "(requires_grad_(False)). If different steps use different parameters, set "
+        "find_unused_parameters=True."
     ) from error

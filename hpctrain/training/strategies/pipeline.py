@@ -108,7 +108,7 @@ class Pipeline(Strategy):
         return optimization
 
     def before_update(self) -> None:
-        """Sum the gradients of parameters outside of all stages, or in several stages."""
+        """Sum the gradients of parameters that belong to no stage or to several stages."""
         if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False

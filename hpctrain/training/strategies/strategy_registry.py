@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from hpctrain.class_registry import Registry
 from hpctrain.training.strategies.base import Strategy
 
-#: Environment variable with the strategy of the job; the template ddp2 sets this variable.
+#: Environment variable that names the job's strategy; the template ddp2 sets this variable.
 STRATEGY_VARIABLE = "HPCTRAIN_STRATEGY"
 
 STRATEGIES: Registry[Strategy] = Registry(

@@ -21,7 +21,7 @@ class ZeRO1(DataParallelBase):
     """Variant of ddp with optimizer state sharded over the ranks.
 
     Gradients are averaged as with ddp. Each rank updates its rows of every parameter, then the ranks exchange
-    the rows. With an element-wise optimizer the result is bitwise equal to that of ddp.
+    the rows. With an element-wise optimizer, the result is bitwise equal to that of ddp.
     """
 
     has_complete_state = False
