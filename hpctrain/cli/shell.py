@@ -144,7 +144,7 @@ def _become_shell(spec: JobSpec, words: Sequence[str], script: str) -> None:
     }
     environ |= {**own, "SLURM_EXIT_ERROR": str(SchedulerError.exit_code)}
     if contained.srun_options:
-        # The setup runs outside of the container, as in a run.
+        # The setup runs outside the container, as in a run.
         nested = ["srun", "--overlap", "--relative=0", "--nodes=1", "--ntasks=1", *terminal]
         inner[4:] = [*nested, *contained.srun_options, *contained.command]
     # A step that leaves all resources of the job to later steps.

@@ -75,7 +75,7 @@ def quote_directive(value: str) -> str:
     r"""Quote a value so that sbatch reads it back unchanged from an `#SBATCH` line.
 
     The rules, from `_get_argument` in Slurm's src/sbatch/opt.c: quotes group; a backslash escapes the next
-    character, also inside quotes, but not a space outside of quotes; an unquoted # starts a comment; newlines
+    character, also inside quotes, but not a space outside quotes; an unquoted # starts a comment; newlines
     are not supported. Nothing is expanded.
     """
     if _PLAIN.fullmatch(value) and not _HET_BORDER.search(value):

@@ -87,7 +87,7 @@ def test_unreachable_run_is_abandoned_but_pending_one_is_not(tmp_path, monkeypat
     )
     assert ChaosRunner(run, (Fault.KILL_RANK,), 1, print).inject_faults(2, 1.0) == 0
     run = FakeRun(RunDir(tmp_path), {"looks": statuses(*["UNKNOWN"] * 9)})
-    with pytest.raises(SchedulerError, match="is UNKNOWN, but no fault could be injected for 120 s"):
+    with pytest.raises(SchedulerError, match="is UNKNOWN, but no fault could be injected within 120 s"):
         ChaosRunner(run, (Fault.KILL_RANK,), 1, print).inject_faults(2, 1.0)
 
 

@@ -101,8 +101,8 @@ def test_removed_checkpoint_is_replaced_by_the_beginning_and_later_starts_are_na
     plan = run.start(1).train(1, 30).save(20, 25, 30).plan(10, 15)
     assert (plan.start, plan.start_checkpoint) == (0, None)
     assert plan.notes[0] == (
-        "No checkpoint before step 10 is left, so training starts from the beginning. 2 checkpoints left "
-        "to start from (keep_last): --steps 21:30, 26:30"
+        "No checkpoint before step 10 is left, so training starts from the beginning. To start from a "
+        "checkpoint that was kept (keep_last), use --steps 21:30 or 26:30."
     )
 
 

@@ -181,7 +181,7 @@ class ChaosRunner:
                 missed = now
             elif now - missed > _REACH_LIMIT_S:
                 raise SchedulerError(
-                    f"Run {self.run.run_id} is {status.state}, but no fault could be injected for "
+                    f"Run {self.run.run_id} is {status.state}, but no fault could be injected within "
                     f"{_REACH_LIMIT_S:.0f} s ({injection or 'no ranks have been started'})."
                 )
         return done

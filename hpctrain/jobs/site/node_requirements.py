@@ -131,7 +131,7 @@ def _demands(request: JobRequest) -> Iterator[tuple[int, Callable[[NodeGroup], i
         request.memory_per_node_mib,
         lambda group: group.memory_mib,
         f"The job requests {request.memory_per_node_mib} MiB of memory per node ({origin})",
-        "Request less.",
+        "Request less memory.",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.errors import SpecError
 from hpctrain.jobs.verify.training_record import TrainedPart, TrainingRecord
-from hpctrain.text import pluralize
+from hpctrain.text import join_or
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,6 @@ def _describe_kept(kept: Mapping[int, Path], newest: int) -> str:
     """Return the steps that can be verified without training from the beginning."""
     starts = [step for step in sorted(kept) if step < newest]
     if not starts:
-        return "The run has no earlier checkpoint (keep_last)."
-    count = pluralize(len(starts), "checkpoint")
-    return f"{count} left to start from (keep_last): --steps " + ", ".join(
-        f"{step + 1}:{newest}" for step in starts
-    )
+        return "No earlier checkpoint was kept (keep_last)."
+    steps = join_or(f"{step + 1}:{newest}" for step in starts)
+    return f"To start from a checkpoint that was kept (keep_last), use --steps {steps}."

@@ -207,7 +207,7 @@ def _compare(
     result.samples = list(compare_samples(record, here, result.sample_steps))
     for step, names in extra_validations(record, here).items():
         result.notes.append(
-            f"The run was complete after step {step}, and was then extended. {', '.join(names)} of this step "
+            f"The run was complete after step {step}, and was then extended. This step's {', '.join(names)} "
             "could not be compared, because the extended run does not end there."
         )
     if plan.checkpoint is not None:
