@@ -23,7 +23,7 @@ def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
     of J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        save_s: time for which a save stalls the training.
+        save_s: time for which a save stalls training.
         mtbf_s: mean time between two interruptions of the whole run.
     """
     if save_s >= 2 * mtbf_s:
@@ -41,7 +41,7 @@ def checkpoint_interval_s(stall_s: float, write_s: float, mtbf_s: float) -> floa
     """Return the seconds from the start of one save to the start of the next.
 
     Args:
-        stall_s: time for which a save stalls the training.
+        stall_s: time for which a save stalls training.
         write_s: total time until the commit; the next save cannot start earlier.
         mtbf_s: mean time between two interruptions of the whole run.
     """

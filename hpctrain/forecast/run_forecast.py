@@ -215,7 +215,7 @@ class TimeDistribution:
         return source.gauss(0.0, 1.0) / math.sqrt(source.gammavariate(self._freedom / 2, 2.0) / self._freedom)
 
     def time_s(self, deviation: float) -> float:
-        """Return the time with that deviation. A factor of 20 belongs to another kind of run."""
+        """Return the time with that deviation, which is limited to a factor of 20."""
         return math.exp(self._mean + max(-3.0, min(3.0, self._scale * deviation)))
 
 

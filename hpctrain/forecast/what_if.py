@@ -138,7 +138,9 @@ def _smaller_request(run_data: RunData, outcomes: Sequence[RunOutcome]) -> Itera
         and one.time_limit_s <= limit_s
     ]
     if len(waits) >= _MIN_WAITS:
-        change = f"--time={later[0].next} instead of {later[0].requested} (wait of {len(waits)} such runs)"
+        change = (
+            f"--time={later[0].next} instead of {later[0].requested} (median wait of {len(waits)} such runs)"
+        )
         yield WhatIf(change, round(1e6 * (own.wait_s - statistics.median(waits))))
 
 

@@ -161,7 +161,9 @@ def _lock_run_folder(run: RunDir, jobs: SuccessorJobs, deaths: int) -> OSError |
             f"{it.pid} on {it.host}) holds the lease on the folder. Wait for the run to end, or cancel it."
         ) from None
     except OSError as error:
-        log.warning("cannot acquire the lease on the run folder: %s", error)
+        log.warning(
+            "cannot acquire the lease on the run folder, so a second job could train in it: %s", error
+        )
         return error
     return None
 
@@ -177,7 +179,7 @@ def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str |
         successor = job_control.successors.find()
     except SchedulerError as error:
         # An existing successor waits for the end of this job, and then finds a completed run.
-        log.warning("cannot determine whether job %s has a successor: %s", job_id, error)
+        log.warning("cannot determine whether job %s has a successor (%s); assuming none", job_id, error)
         return None
     if successor is not None:
         record_successor(run, successor, job_id)

@@ -47,6 +47,6 @@ def _slurm_term_s(environ: Mapping[str, str]) -> float | None:
         partition = environ.get("SLURM_JOB_PARTITION", "")
         answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], outer)
     except SchedulerError as error:
-        log.warning("cannot determine the grace time of the ranks: %s", error)
+        log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
         return None
     return parse_partition(answer).grace_time_s or config.kill_wait_s

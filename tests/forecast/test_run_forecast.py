@@ -213,7 +213,9 @@ def test_report_compares_the_run_with_its_forecast(tmp_path):
     )
     assert json_report(run_data)["forecast"]["in_range"] == 0.0
     for text in (markdown_report(run_data), render_run_page(run_data)):
-        assert "Of 1 completed run with a prediction in this folder, 0.0% ended in its range." in text
+        assert (
+            "Of 1 completed run with a prediction in this folder, 0.0% ended in the predicted range." in text
+        )
     assert 'id="calibration"' in render_run_page(run_data)
 
 

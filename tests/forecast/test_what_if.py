@@ -62,7 +62,7 @@ def test_shorter_time_limit_shows_the_wait_of_earlier_runs(tmp_path):
     earlier = [replace(own, started=own.submitted + wait_s, time_limit_s=900.0) for wait_s in (60, 100, 9000)]
     assert not [one for one in what_if(data, earlier[:2]) if "--time" in one.change]
     (found,) = [one for one in what_if(data, earlier) if "--time" in one.change]
-    assert found.change == "--time=00:15:00 instead of 1-00:00:00 (wait of 3 such runs)"
+    assert found.change == "--time=00:15:00 instead of 1-00:00:00 (median wait of 3 such runs)"
     assert found.saved_us == 3500e6
 
 

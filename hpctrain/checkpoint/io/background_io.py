@@ -1,7 +1,7 @@
 """Disk operations that may hang: they run in threads, and all ranks wait with a time limit.
 
 A call that creates, renames or syncs a file can hang in the kernel indefinitely, regardless of signals.
-Therefore, no rank makes such a call in a thread that blocks other ranks or the training.
+Therefore, no rank makes such a call in a thread that blocks other ranks or training.
 """
 
 from __future__ import annotations

@@ -131,9 +131,8 @@ class ChildRelay:
             try:
                 accepted, _ = self._socket.accept()
             except OSError as error:  # too many open files
-                print(
-                    f"hpctrain: cannot monitor a process that the command started: {error}", file=sys.stderr
-                )
+                words = f"hpctrain: cannot monitor a process that the command started ({error}); will retry"
+                print(words, file=sys.stderr)
                 time.sleep(1)
                 continue
             if not is_own_process(accepted):

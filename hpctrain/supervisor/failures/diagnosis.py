@@ -236,7 +236,7 @@ class FailureAnalyzer:
         try:
             return self.job_control.nodes.lost(hosts)
         except SchedulerError as error:
-            log.warning("cannot determine whether a node was lost: %s", error)
+            log.warning("cannot determine whether a node was lost (%s); assuming that none was", error)
             return {}
 
     def _record_loss(self, attempt: int, lost: Mapping[str, str], hosts: list[str], count: int) -> AttemptEnd:

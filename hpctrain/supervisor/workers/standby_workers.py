@@ -77,7 +77,7 @@ class StandbyWorkers:
         return fits and not self._is_broken and self._server.num_connected(self.attempt) == self._world_size
 
     def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
-        """Start the training in the workers, with these additional variables. `emit` receives later events.
+        """Start training in the workers, with these additional variables. `emit` receives later events.
 
         Returns None if a worker could not be reached; in that case, the step is closed.
         """

@@ -26,7 +26,7 @@ class Goodput:
 
     The definition is that of A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning
     Research Clusters", HPCA 2025, arXiv 2410.21680, section II. Steps that count and validation are
-    productive; saving, loading, starting and lost work are not. Queue time is part of the denominator, idle
+    productive; saving, loading, starting and lost work are not. Queue time is part of the denominator; idle
     time after the last step or between submissions is not.
     """
     training: float | None

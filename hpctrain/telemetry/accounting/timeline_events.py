@@ -37,7 +37,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True)
 class SaveEvent:
-    """A span in which a save blocked the training, in microseconds since the epoch."""
+    """A span in which a save blocked training, in microseconds since the epoch."""
 
     start_us: int
     end_us: int
@@ -47,7 +47,7 @@ class SaveEvent:
 def read_timeline_events(
     events: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]]
 ) -> tuple[list[TimelineEvent], list[SaveEvent]]:
-    """Return timeline events in order, and the spans in which saves blocked the training.
+    """Return timeline events in order, and the spans in which saves blocked training.
 
     Records without a usable time are skipped. The lines of each file are in the order of writing. A time
     before the previous line, such as from unsynchronized host clocks, is replaced with the previous time.

@@ -34,7 +34,7 @@ class LoggerDispatcher:
         self._gpus = GpuMetrics(RunDir(run.folder))
 
     def run(self, ended: threading.Event, ending: Callable[[], TrainingEnd]) -> None:
-        """Deliver new lines repeatedly until the training has ended and all lines are delivered."""
+        """Deliver new lines repeatedly until training has ended and all lines are delivered."""
         begun, pause_s = time.monotonic(), 0.0
         while not ended.wait(pause_s):
             every_s = _FIRST_S if time.monotonic() - begun < _FIRST_FOR_S else _LATER_S

@@ -19,11 +19,11 @@ class LoggedRun:
     folder: Path
     """The run folder."""
     known: str | None = None
-    """Value returned by `start` in an earlier attempt: the name of the run in the tracker."""
+    """Value that `start` returned in an earlier attempt, such as the name of the run in the tracker."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings and hyper-parameters of the training, as plain values."""
+    """Training settings and hyper-parameters, as plain values."""
     hparams: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters alone."""
+    """The hyper-parameters alone, without the training settings."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class MetricRecord:
 
 @runtime_checkable
 class Logger(Protocol):
-    """Receiver of a run's metrics, in a separate process, which cannot block the training.
+    """Receiver of a run's metrics, in a separate process that cannot block training.
 
     Methods are called one at a time. An exception is reported in the log of rank 0, and the call is repeated
     later. The logger is pickled for transfer to its process.
     """
 
     name: str
-    """Name of the logger's state in the run folder, unique among the loggers of a training."""
+    """Name of the logger's state in the run folder, unique among the loggers of a run."""
 
     def start(self, run: LoggedRun) -> str | None:
         """Start or resume logging. The return value is saved, and passed as `known` in the next attempt."""
 
     def log(self, lines: Sequence[MetricRecord]) -> None:
-        """Log lines. No value of a step is sent twice, unless `rewind` returned True."""
+        """Log the metrics of some steps. No value of a step is sent twice, unless `rewind` returned True."""
 
     def rewind(self, step: int) -> bool:
         """Discard everything after `step`, which is trained again; return False if that is impossible."""

@@ -1,4 +1,4 @@
-"""Lookup and validation of the loggers of a training."""
+"""Lookup and validation of the loggers of a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _checked(logger: object) -> Logger:
         )
     if not _NAME.fullmatch(logger.name):
         raise UserError(
-            f"{logger.name!r} is not a valid logger name. Start with a letter or digit, and use only "
-            "letters, digits, '.', '_' and '-'."
+            f"{logger.name!r} is not a valid logger name. A name must start with a letter or digit, and may "
+            "contain only letters, digits, '.', '_' and '-'."
         )
     return logger

@@ -19,7 +19,7 @@ class Neptune:
     Neptune's hosted service was discontinued, and its data was deleted after 2026-03-05. `mode="offline"`
     still writes files.
 
-    NEPTUNE_PROJECT, NEPTUNE_API_TOKEN and NEPTUNE_MODE are respected. In offline mode the files are in the
+    NEPTUNE_PROJECT, NEPTUNE_API_TOKEN and NEPTUNE_MODE are respected. In offline mode, the files are in the
     run folder.
     """
 

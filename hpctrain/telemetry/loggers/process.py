@@ -1,7 +1,7 @@
-"""The process of the loggers, separate from rank 0 so that a slow tracker cannot block the training.
+"""The process of the loggers, separate from rank 0 so that a slow tracker cannot block training.
 
-The process reads its configuration from standard input, which remains open during the training. A final line
-reports the end of the training.
+The process reads its configuration from standard input, which remains open during training. A final line
+reports the end of training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher
 from hpctrain.telemetry.loggers.logger import LoggedRun, TrainingEnd
 from hpctrain.telemetry.loggers.logger_state import LoggerState
 
-#: Seconds allowed for the last lines after the training has ended.
+#: Seconds allowed for the last lines after training has ended.
 _LIMIT_S = 30.0
 _HEAD = 8
 
@@ -33,7 +33,7 @@ class LoggerConfig:
     folder: str
     config: dict[str, Any]
     sys_path: list[str]
-    """The module search path of the training, because a logger may be defined in one of its modules."""
+    """The module search path of the training process, whose modules may define a logger."""
     loggers: bytes
     """Pickled separately, because unpickling requires those modules."""
     hparams: dict[str, Any] = field(default_factory=dict)
@@ -48,13 +48,13 @@ class LoggerConfig:
         """Read the configuration from a file descriptor.
 
         Raises:
-            EOFError: the training ended before the configuration was written.
+            EOFError: training ended before the configuration was written.
         """
         return cls(*pickle.loads(_exactly(fd, int.from_bytes(_exactly(fd, _HEAD), "big"))))
 
 
 def main() -> int:
-    """Deliver metrics to the loggers until the training ends."""
+    """Deliver metrics to the loggers until training ends."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:

@@ -15,7 +15,7 @@ class Wandb:
     """Logger that writes one Weights & Biases run for all attempts. Needs `pip install 'hpctrain[wandb]'`.
 
     Environment variables of Weights & Biases are respected, such as WANDB_MODE, WANDB_PROJECT and
-    WANDB_API_KEY. Without a mode, the files are in the run folder.
+    WANDB_API_KEY. Local files are in the run folder.
     """
 
     project: str | None = None

@@ -115,7 +115,7 @@ class RunData:
     """Environment of the newest attempt, and the settings of its training."""
     hparams: dict[str, HparamValue]
     best: BestValue | None
-    """Best value of the metric that the user steers by."""
+    """Best value of the metric that the user optimizes."""
     resubmit_command: list[str]
     reports_steps: bool | None
     """True if the script reports its steps; None if unknown."""
@@ -158,7 +158,7 @@ class RunData:
 
 @gc_disabled()
 def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
-    """Read the folder of a run, or of a training started without a submission.
+    """Read the folder of a run, which may have been started without a submission.
 
     Args:
         run: the folder; missing or damaged files are skipped.

@@ -19,7 +19,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class BestValue:
-    """Best value of the metric that the user steers by."""
+    """Best value of the metric that the user optimizes."""
 
     metric: str
     mode: Mode
@@ -48,8 +48,8 @@ def read_results(
 
     Args:
         run: the run.
-        metric: the metric to steer by; None selects the metric of `keep_best`, or a validation metric.
-        mode: direction of the metric; None is that of `keep_best`, otherwise `min`.
+        metric: the metric to optimize; None selects the metric of `keep_best`, or a validation metric.
+        mode: direction of the metric; None selects that of `keep_best`, or else `min`.
         with_metrics: read the metrics, which takes seconds for millions of steps.
     """
     curves = MetricCurves.from_records(read_jsonl(run.metrics) if with_metrics else ())

@@ -178,11 +178,12 @@ def calibration_words(check: ForecastCheck) -> list[str]:
     if check.in_range is None:
         return []
     runs = pluralize(check.num_checked, "completed run")
-    return [f"Of {runs} with a prediction in this folder, {format_share(check.in_range)} ended in its range."]
+    in_range = format_share(check.in_range)
+    return [f"Of {runs} with a prediction in this folder, {in_range} ended in the predicted range."]
 
 
 def _best(run_data: RunData) -> list[tuple[str, str, str]]:
-    """Return the best value of the metric that the user steers by, unless it is the training loss."""
+    """Return the best value of the metric that the user optimizes, unless it is the training loss."""
     if (best := run_data.best) is None or best.metric == "loss":
         return []
     saved = ""
