@@ -60,14 +60,14 @@ class Digits(hpctrain.Module):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
 
         def factor(step: int) -> float:
-            """Warm-up in 30 steps, then decay to 0. Without state: a run may be continued with more steps."""
+            """Warm up over 30 steps, then decay to 0. Stateless, so a run may be continued with more steps."""
             return min((step + 1) / 30, 1 - step / self.max_steps)
 
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Return training and validation set, with the same split in every process and every run."""
+    """Return the training set and the validation set, with the same split in every process and every run."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -82,7 +82,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     parser.add_argument("--max-steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=64, help="total over all ranks")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per step, over all ranks")
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")

@@ -89,7 +89,7 @@ class GPT(hpctrain.Module):
 
     @torch.no_grad()
     def write(self, prompt: str, num_bytes: int, temperature: float = 0.7) -> str:
-        """Continue `prompt` by `num_bytes` bytes, sampled one at a time."""
+        """Continue `prompt` with `num_bytes` bytes, sampled one at a time."""
         tokens = torch.tensor([list(prompt.encode())], device=self.position.device)
         for _ in range(num_bytes):
             logits = self(tokens[:, -self.context :])[:, -1] / temperature
@@ -121,8 +121,8 @@ def standard_library(max_bytes: int) -> bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's standard library.")
     parser.add_argument("--max-steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=32, help="windows, total over all ranks")
-    parser.add_argument("--context", type=int, default=64, help="bytes")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows per step, over all ranks")
+    parser.add_argument("--context", type=int, default=64, help="bytes per window")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)

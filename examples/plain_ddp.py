@@ -58,7 +58,7 @@ def main() -> None:
     folder = os.path.join(os.environ.get("HPCTRAIN_RUN_DIR", "."), "checkpoints")
     parser = argparse.ArgumentParser(description="Fit a sine with plain PyTorch.")
     parser.add_argument("--max-steps", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=64, help="per rank")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per step and rank")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--checkpoint", default=os.path.join(folder, "plain_ddp.pt"))
     args = parser.parse_args()

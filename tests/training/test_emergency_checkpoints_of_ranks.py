@@ -287,7 +287,7 @@ def fail_after_request_to_end(folder: Path) -> str:
 
 def test_a_request_to_end_makes_the_state_unusable(tmp_path):
     """The state does not contain it, so the next attempt would not end."""
-    why = "a callback requested the end of the training"
+    why = "a callback requested the end of training"
     assert run_on_ranks(fail_after_request_to_end, tmp_path) == [why] * 2
 
 

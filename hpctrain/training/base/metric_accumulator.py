@@ -16,7 +16,7 @@ SKIPPED_FIELD = "update_skipped"
 
 
 class MetricAccumulator:
-    """Sums over the micro-batches of a rank, as contribution to the means over the global batch."""
+    """Sums over the micro-batches of a rank: its contribution to the means over the global batch."""
 
     def __init__(self) -> None:
         # Plain numbers on the CPU, because reading them is cheaper than adding tensors. With grains, tensors

@@ -70,7 +70,7 @@ class SamplerPlan:
             name: name of the data set in messages.
 
         Raises:
-            UserError: the sampler is not usable, or its order does not depend on seed and epoch only.
+            UserError: the sampler is not usable, or its order depends on more than seed and epoch.
         """
         self._parts, self._batch_size, self._num_samples = parts, batch_size, num_samples
         self._seed = seed

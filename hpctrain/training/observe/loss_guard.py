@@ -74,8 +74,8 @@ class LossGuard:
 
         Args:
             settings: settings of the `Trainer`.
-            has_scaler: the loss scaler of float16 skips steps that are not finite. They are bad only if it
-                does so many times in a row.
+            has_scaler: True if the float16 loss scaler skips steps that are not finite. Such steps are bad
+                only if many occur in a row.
         """
         self._has_scaler, self._num_not_finite = has_scaler, 0
         self.policy = settings.on_bad_loss

@@ -18,8 +18,8 @@ from hpctrain.training.base import rng
 def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
     """Return the largest micro-batch size that can train a share of this size.
 
-    Only useful sizes are tried: `share` in 1, 2, 3 … equal parts. If a number of parts fits, larger numbers
-    are assumed to fit.
+    Only useful sizes are tried: `share` divided into 1, 2, 3 … equal parts. If parts of one size fit, smaller
+    parts are assumed to fit.
 
     Raises:
         UserError: not even one sample fits.

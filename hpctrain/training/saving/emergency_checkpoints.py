@@ -279,9 +279,9 @@ class EmergencyCheckpoints:
         """See `StateSource`."""
         state = self._state
         if self.problem is not None or state.step == 0:
-            return {"why": self.problem or "the training has not completed a step"}
+            return {"why": self.problem or "training has not completed a step"}
         if self._parts.callbacks.ending is not None:
-            return {"why": "a callback requested the end of the training"}  # not part of the state
+            return {"why": "a callback requested the end of training"}  # not part of the state
         if change := self._find_change():
             return {"why": change}
         trained = state.step > self._first_step

@@ -174,7 +174,7 @@ class ForeignCheckpoints:
         self._saved_at = time.monotonic()
 
     def restore_rng_state(self, states: Sequence[dict[str, torch.Tensor]], step: int) -> None:
-        """Restore the random state of this rank; on another number of ranks, seed each differently."""
+        """Restore the random state of this rank; with another number of ranks, seed each rank differently."""
         ranks = self.context.ranks
         own = states[ranks.rank] if len(states) == ranks.world_size else None
         rng.resume_rng_state(own, "rank", ranks.rank, "step", step)

@@ -44,7 +44,7 @@ class RecordExchange:
             self._copy = None
 
     def begin(self, slot: torch.Tensor | None) -> None:
-        """Begin to exchange the result of a step, or None without a record, unless this has begun."""
+        """Begin exchanging a step's result, or None if there is none, unless the exchange has begun."""
         if self._pending:
             return
         content = torch.zeros(SLOT_BYTES, dtype=torch.uint8) if slot is None else slot
