@@ -71,7 +71,10 @@ def fail(folder: Path, strategy: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero1", *(pytest.param(each, marks=pytest.mark.long) for each in ("zero2", "zero3")), "fsdp"],
+)
 def test_lost_nodes(tmp_path, strategy):
     """One lost node costs few steps; without both replicas of a part, the checkpoint is loaded."""
     undisturbed, run = tmp_path / "undisturbed", RunDir(tmp_path / "failed" / "run")
@@ -100,6 +103,29 @@ def test_killed_only_rank(tmp_path):
     run_on_ranks(train, undisturbed, "ddp", 0, world_size=1)
     run_on_ranks(fail, tmp_path / "failed", "ddp", world_size=1)
     run_on_ranks(train, tmp_path / "failed", "ddp", 1, world_size=1)
+    (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
+    assert FAILED_STEP - 1 - resumed <= MAX_REPEATED
+    assert losses(run) == losses(RunDir(undisturbed / "run"))
+
+
+def train_on_fake_gpus(folder: Path, attempt: int, failed_step: int | None = None) -> None:
+    emergency_checkpoints.EmergencyCheckpoints._find_problem = lambda *_: "GPUs are not supported"
+    train(folder, "ddp", attempt, failed_step)
+
+
+def fail_on_fake_gpus(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        train_on_fake_gpus(folder, 0, FAILED_STEP)
+
+
+@pytest.mark.ranks
+@pytest.mark.long
+def test_ranks_of_ddp_on_fake_gpus_copy_their_state(tmp_path):
+    undisturbed, run = tmp_path / "undisturbed", RunDir(tmp_path / "failed" / "run")
+    run_on_ranks(train_on_fake_gpus, undisturbed, 0)
+    run_on_ranks(fail_on_fake_gpus, tmp_path / "failed")
+    shutil.rmtree(tmp_path / "failed" / "memory-1")
+    run_on_ranks(train_on_fake_gpus, tmp_path / "failed", 1)
     (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
     assert FAILED_STEP - 1 - resumed <= MAX_REPEATED
     assert losses(run) == losses(RunDir(undisturbed / "run"))
