@@ -107,7 +107,7 @@ def check_attach(run: Run, rank: int) -> None:
     assert "is COMPLETED. Only a run that is RUNNING can be attached to" in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attach_to_a_local_rank(tmp_path):
     check_attach(submit(tmp_path, LOCAL, "--env=A=a b"), 1)
 
@@ -189,7 +189,7 @@ def test_debug_of_a_shell_script(tmp_path):
     check_debug(recorded_weights.submit(tmp_path, "--hang-timeout=2", "--", "./train.sh"), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_debugged_rank_stops_with_its_run(tmp_path):
     run = submit(tmp_path, LOCAL)
     with debug(run, 0) as terminal:

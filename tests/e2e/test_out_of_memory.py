@@ -99,7 +99,8 @@ def test_run_without_slurm_ends_if_the_host_is_out_of_memory(tmp_path):
     assert "larger --mem" in run.events("finished")[0]["note"]
 
 
-@pytest.mark.parametrize("mode", ["requeue", pytest.param("successor", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["requeue", "successor"])
 def test_next_job_has_more_memory(slurm, tmp_path, mode):
     options = ["--mem", "200M", "--resume-mode", mode, "--env", "NEEDED=400", "--time", "10"]
     run = submit(tmp_path, HOST, options=[*options, "--independent-ranks"], env=slurm.env)

@@ -52,6 +52,7 @@ def attempts(run: Run) -> list[int]:
     return [len(task.dir.attempts()) for task in run.tasks()]
 
 
+@pytest.mark.long
 def test_twenty_tasks_with_a_throttle_have_their_folders_and_logs(prepared, environ, tmp_path):
     """In a folder named like a file name pattern, with fake supervisors."""
     folder = tmp_path / "a%j %a"
@@ -113,6 +114,7 @@ def test_preemption_affects_one_task_only(submit, environ):
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
 
 
+@pytest.mark.long
 def test_dependent_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_path):
     array = submit_prepared(
         prepared(array="0-1", run_dir="a", backend="slurm", sbatch={"hold": ""}, environ=environ)

@@ -75,6 +75,7 @@ def train_recorded(max_steps: int, own_sampler: bool) -> list[list[int]]:
     return steps
 
 
+@pytest.mark.long
 def test_resized_run_has_the_same_samples_with_a_stateful_batch_sampler(tmp_path):
     def train_on(world_size: int, run: str, max_steps: int) -> list[list[int]]:
         env = {RUN_DIR_VARIABLE: str(tmp_path / run)}

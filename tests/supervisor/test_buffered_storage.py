@@ -135,7 +135,7 @@ def test_disk_errors_are_distinguished_from_others(number):
     assert describe_disk_error(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_supervisor_with_all_output_on_a_full_disk_ends_without_a_traceback(disk, tmp_path):
     """The job's own log is also on the disk, which was full before the start."""
     run = RunDir(disk)

@@ -49,7 +49,7 @@ def _long(*values: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "low", "high"),
     [
-        ("fp16", 2, 0.5, 0.5),
+        pytest.param("fp16", 2, 0.5, 0.5, marks=pytest.mark.long),
         pytest.param("bf16", 2, 0.5, 0.5, marks=pytest.mark.long),
         ("powersgd", 2, 0.07, 0.1),
         pytest.param("bytegrad", 2, 0.375, 0.38, marks=pytest.mark.long),
@@ -59,7 +59,7 @@ def _long(*values: str) -> list[Any]:
         pytest.param("decentralized", 4, 1.0, 1.05, marks=pytest.mark.long),
         # To two neighbours.
         pytest.param("low_precision_decentralized", 3, 0.5, 0.55, marks=pytest.mark.long),
-        ("async", 2, 0.005, 1.1),
+        pytest.param("async", 2, 0.005, 1.1, marks=pytest.mark.long),
         pytest.param("local_sgd", 2, 0.25, 0.3, marks=pytest.mark.long),
         pytest.param("local_sgd, every 8", 2, 0.125, 0.17, marks=pytest.mark.long),
     ],
@@ -175,8 +175,9 @@ def test_eight_bit_quantization_error_is_at_most_half_a_step():
     assert quantized.nbytes == 3 * 1000 + 3 * 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "algorithm", ["bytegrad", *_long("powersgd", "qadam", "low_precision_decentralized", "local_sgd")]
+    "algorithm", ["bytegrad", "powersgd", "qadam", "low_precision_decentralized", "local_sgd"]
 )
 def test_stop_at_a_checkpoint_changes_nothing(tmp_path, algorithm):
     """The state of an algorithm is in the checkpoint; qadam is stopped in its warm-up and after it."""

@@ -312,7 +312,9 @@ def test_many_bad_steps_in_a_row_end_the_run(tmp_path, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize(
+    "policy", ["rollback", *(pytest.param(each, marks=pytest.mark.long) for each in ("stop", "skip"))]
+)
 def test_a_spike_is_a_bad_loss_if_there_are_enough_losses_before(tmp_path, policy):
     settings = {"max_steps": 50, "on_bad_loss": policy, "loss_spike_threshold": 20, "checkpoint_every": 10}
 

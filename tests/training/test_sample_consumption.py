@@ -106,7 +106,7 @@ def test_every_sample_of_a_dataset_is_trained_once_per_epoch_through_stops(size,
     SEGMENTS,
     st.integers(0, 2),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_sample_of_a_stream_is_trained_once_per_epoch_through_stops(
     lengths, batch, segments, per_epoch
 ):

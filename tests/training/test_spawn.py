@@ -81,12 +81,9 @@ def test_module_of_the_caller_has_the_weights(tmp_path):
         assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"strategy": "ddp_spawn", "devices": 2}, marks=pytest.mark.long),
-        {"strategy": "dp", "devices": 3},
-    ],
+    "settings", [{"strategy": "ddp_spawn", "devices": 2}, {"strategy": "dp", "devices": 3}]
 )
 def test_fifty_steps_are_those_of_one_process(tmp_path, settings):
     training = {**settings, "max_steps": 50}
