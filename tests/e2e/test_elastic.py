@@ -163,7 +163,8 @@ def test_death_of_the_supervisors_node_does_no_harm(slurm, reference, free_nodes
     victim = run.events("started")[0]["hosts"][0]
     slurm.kill_node(victim)
     try:
-        assert run.wait() == 0
+        # Slurm delays the requeued job by two minutes.
+        assert run.wait(RUN_LIMIT_S + 120) == 0
     finally:
         slurm.start_node(victim)
     assert [number for number, _ in sizes(run)] == [4, 3]

@@ -63,10 +63,10 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         wait_for(lambda: max(self.losses(), default=0) >= step, RUN_LIMIT_S, f"step {step} of {self.path}")
 
-    def wait(self) -> int:
+    def wait(self, limit_s: float = RUN_LIMIT_S) -> int:
         """Wait for the end of the run; return the exit code."""
         try:
-            result = self.hpctrain("wait", str(self.path), timeout=RUN_LIMIT_S, check=False)
+            result = self.hpctrain("wait", str(self.path), timeout=limit_s, check=False)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.describe()}") from None
         return result.returncode
