@@ -60,7 +60,7 @@ class Digits(hpctrain.Module):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
 
         def factor(step: int) -> float:
-            """Warm up over 30 steps, then decay to 0. Stateless, so a run may be continued with more steps."""
+            """Warm up over 30 steps, then decay to 0. Stateless, so a run may continue with more steps."""
             return min((step + 1) / 30, 1 - step / self.max_steps)
 
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
