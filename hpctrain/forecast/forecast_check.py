@@ -39,7 +39,7 @@ def check_forecast(run_data: RunData, outcomes: Sequence[RunOutcome]) -> Forecas
 
 
 def calibrate(outcomes: Sequence[RunOutcome]) -> tuple[list[tuple[float, float]], list[bool]]:
-    """Return the fraction of completed runs that ended before each quantile, and if each was in its range."""
+    """Fraction of completed runs that ended before each quantile, and whether each was in its range."""
     found = [
         (one.ended, forecast.end)
         for one in outcomes

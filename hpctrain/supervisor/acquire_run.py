@@ -82,7 +82,7 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
         `Exit` if this job has nothing to do: the run is over, or another job continues it.
 
     Raises:
-        NotInJob: the script was started manually while the run is active, or before it was cancelled.
+        NotInJob: the script was started manually, and the run is active or was cancelled afterwards.
     """
     state = _ownership_state(run, job_control, deaths)
     decision = decide_ownership(state)
@@ -217,7 +217,7 @@ def register_job(
         submitted manually may start after the run has completed.
 
     Raises:
-        NotInJob: the script was started manually while the run is active, or before it was cancelled.
+        NotInJob: the script was started manually, and the run is active or was cancelled afterwards.
     """
     deadline, pause_s = system.monotonic() + _RECORD_LIMIT_S, 0.02
     while (

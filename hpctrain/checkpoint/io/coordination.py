@@ -1,7 +1,7 @@
 """Communication between the ranks that save together.
 
 A separate process group is used: saves run in the background, and their messages must not mix with those of
-the training. Every wait has a limit. After the loss of a rank, all communication fails immediately.
+training. Every wait has a limit. After the loss of a rank, all communication fails immediately.
 """
 
 from __future__ import annotations

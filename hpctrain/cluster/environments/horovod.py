@@ -23,7 +23,7 @@ _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this process of a `horovodrun`, or None outside of one.
+    """Return the ranks that `horovodrun` assigned to this process, or None without such a launcher.
 
     Raises:
         EnvironmentMismatch: variables contradict each other, or there are several nodes and MASTER_ADDR or

@@ -23,7 +23,7 @@ _STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this process of an `mpiexec`, or None outside of one.
+    """Return the ranks that `mpiexec` assigned to this process, or None without such a launcher.
 
     Raises:
         EnvironmentMismatch: variables contradict each other, or there are several nodes in unknown order.

@@ -37,7 +37,7 @@ _ADDRESS = re.compile(r"tcp://(\d+\.\d+\.\d+\.\d+)")
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this process of an `mpirun`, or None outside of one.
+    """Return the ranks that `mpirun` assigned to this process, or None without such a launcher.
 
     Raises:
         EnvironmentMismatch: variables contradict each other, or there are several nodes in unknown order.

@@ -25,7 +25,7 @@ _SHELLS = {"bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash"}
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this task of a job step, or None outside of one.
+    """Return the ranks of this task of a job step, or None outside a job step.
 
     Raises:
         EnvironmentMismatch: Slurm's variables contradict each other, are incomplete, or do not determine the

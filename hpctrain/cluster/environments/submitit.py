@@ -18,7 +18,7 @@ _JOB = "SUBMITIT_LOCAL_JOB_ID"
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this task of a local submitit job, or None outside of one.
+    """Return the ranks of this task of a local submitit job, or None outside such a job.
 
     Raises:
         EnvironmentMismatch: variables contradict each other or are missing.
