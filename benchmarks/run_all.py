@@ -111,6 +111,7 @@ def run(section: Section) -> dict[str, Any] | None:
             print(error, file=sys.stderr)
             return None
         return {
+            "options": section.options,
             "results": json.loads(results.read_text()),
             "date": time.strftime("%Y-%m-%d"),
             "seconds": round(time.monotonic() - begun),
@@ -163,7 +164,7 @@ def write_section(section: Section, found: dict[str, Any], results: list[Result]
         figure, limit = f"{format_figure(result.value)} {result.unit}", result.format_limit()
         lines.append(f"| {name} | {figure} | {result.format_range()} | {limit} | {before} |")
     lines += ["", *method, ""] if method else [""]
-    script = f"`benchmarks/{section.name}.py {section.options}`".replace(" `", "`")
+    script = f"`benchmarks/{section.name}.py {found.get('options', section.options)}`".replace(" `", "`")
     lines.append(
         f"{script} took {found['seconds']} s on {found['date']}. The load was {found['load']} at its start."
     )

@@ -169,7 +169,7 @@ def one_line(text: str) -> str:
 
 
 def echo_log(text: str, *, nl: bool = True, err: bool = False) -> None:
-    """Print text from the logs of a run. On a terminal, escape sequences other than colours are removed."""
+    """Print text from the logs of a run. On a terminal, escape sequences other than colors are removed."""
     stream = sys.stderr if err else sys.stdout
     if stream is not None and stream.isatty():
         text = without_escapes(text)

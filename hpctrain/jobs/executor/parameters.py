@@ -35,7 +35,7 @@ _RENAMED = {
 }
 #: submitit's parameters that `to_options` converts, because they are a part of an option.
 _CONVERTED = {"additional_parameters", "array_parallelism", "gpus_per_task", "max_num_timeout", "wckey"}
-#: submitit's parameters that request the default behaviour.
+#: submitit's parameters that request the default behavior.
 _WITHOUT_EFFECT = {"stderr_to_stdout", "use_srun"}
 
 

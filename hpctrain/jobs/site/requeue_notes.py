@@ -1,4 +1,4 @@
-"""Notes on the behaviour of a job at a preemption or near the time limit."""
+"""Notes on the behavior of a job at a preemption or near the time limit."""
 
 from __future__ import annotations
 

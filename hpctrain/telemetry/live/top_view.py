@@ -189,7 +189,7 @@ class TopView:
 
 
 def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[str, str]]:
-    """Return the view: lines of at most `width` columns, each with a kind that selects its colour.
+    """Return the view: lines of at most `width` columns, each with a kind that selects its color.
 
     Args:
         snapshot: the current state.
