@@ -36,7 +36,7 @@ test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: under
 	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins \
 	    --ignore=tests/training/test_lightning_module.py # because the import of Lightning takes seconds
 
-test: .venv/installed  ## one test of each feature and failure, on a real Slurm that they start: eleven minutes
+test: .venv/installed  ## one test of each feature and failure, on a real Slurm that they start: 15 to 20 minutes
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --durations=15
 	@scripts/say_not_tested.sh $(BIN)/python
@@ -60,7 +60,7 @@ test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half 
 	    $(BIN)/pytest -q --long -m slurm --slurm-version $$version $(SLURM_TESTS) || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "Tests failed with Slurm$$failed" >&2; exit 1; }
 
-bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 30 minutes on two idle cores
+bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: half an hour on two idle cores
 	@scripts/install_for_tests.sh
 	$(BIN)/python benchmarks/run_all.py
 

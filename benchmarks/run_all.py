@@ -3,7 +3,7 @@
     python benchmarks/run_all.py [NAME ...] [--page]
 
 NAME selects benchmarks, whose results replace their earlier ones. --page only writes the page. All benchmarks
-take less than 30 minutes on two idle cores.
+take about half an hour on two idle cores.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def write_section(section: Section, found: dict[str, Any], results: list[Result]
         figure, limit = f"{format_figure(result.value)} {result.unit}", result.format_limit()
         lines.append(f"| {name} | {figure} | {result.format_range()} | {limit} | {before} |")
     lines += ["", *method, ""] if method else [""]
-    script = f"`benchmarks/{section.name}.py {found.get('options', section.options)}`".replace(" `", "`")
+    script = f"`benchmarks/{section.name}.py {found['options']}`".replace(" `", "`")
     lines.append(
         f"{script} took {found['seconds']} s on {found['date']}. The load was {found['load']} at its start."
     )

@@ -151,10 +151,10 @@ def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
         environ: environment variables of the job.
         exit_code: exit code of this process.
     """
-    job_id, outer = own_job_id(environ), strip_job_env(environ)
     earlier_restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     if not exit_code and not earlier_restarts:
         return
+    job_id, outer = own_job_id(environ), strip_job_env(environ)
     try:
         job = query_job(job_id, outer)
         is_requeued = job.restarts > earlier_restarts

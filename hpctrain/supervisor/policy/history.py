@@ -77,6 +77,12 @@ class History:
         limit: int | None = None
         emergency: dict[str, Any] | None = None
         for event in events:
+            # Copies of the state in memory are recorded only when a run resumes from one.
+            if event.get("kind") in ("resumed", "emergency_checkpoint") and (event.get("step") or 0) > newest:
+                newest, progressed = event["step"], True
+                failures.clear()
+                crashes.clear()
+                stops.clear()
             match event.get("kind"):
                 case "submitted" if "after" not in event:
                     for count in (failures, crashes, stops, slow, excluded, faulty):
@@ -88,18 +94,9 @@ class History:
                     agreed = True
                 case "resumed":
                     limit = None
-                    # Copies of the state in memory are not recorded when they are saved.
-                    if (event.get("step") or 0) > newest:
-                        newest, progressed = event["step"], True
-                        for count in (failures, crashes, stops):
-                            count.clear()
                 case "emergency_checkpoint" if event["step"] is not None:
                     names = ("step", "read", "trained", "buffers_change", "files", "world_size")
                     emergency = {name: event.get(name) for name in names}
-                    if event["step"] > newest:
-                        newest, progressed = event["step"], True
-                        for count in (failures, crashes, stops):
-                            count.clear()
                 case "checkpoint":
                     limit = None
                     if emergency is not None and (event.get("step") or 0) >= emergency["step"]:
