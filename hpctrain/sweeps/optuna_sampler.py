@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ def _ask(trial: RunDir, sweep: SweepRecord) -> None:
     values = {n: f"{v:.6g}" if isinstance(v, float) else str(v) for n, v in asked.params.items()}
     content = json.dumps({"number": asked.number, "values": values}).encode()
     # If another job of this trial was faster, its values count.
-    create_atomic(trial.optuna_trial, content, f"{os.uname().nodename}-{os.getpid()}")
+    create_atomic(trial.optuna_trial, content, f"{os.uname().nodename}-{threading.get_native_id()}")
 
 
 def _add_results(study: Study, array: RunDir, sweep: SweepRecord) -> None:
