@@ -74,9 +74,9 @@ data = torch.utils.data.TensorDataset(torch.randn(4096, 64))
 settings = {"max_steps": 1_000_000, "global_batch_size": 32, "checkpoint_every": None}
 hpctrain.Trainer(emergency_checkpoints=True, callbacks=[Steps()], **settings).fit(Net(), data)
 """
-WIDTH, BATCH, LAYERS = 512, 128, 4
+WIDTH, BATCH, LAYERS = 512, 640, 4
 #: Steps of a round, and the limit of the ratio. Copies are rare, so their cost is an average over many steps.
-COSTS = {"ddp": (60, 1.01), "zero1": (200, 1.02)}
+COSTS = {"ddp": (40, 1.01), "zero1": (100, 1.02)}
 
 
 def main() -> None:
@@ -230,8 +230,8 @@ def kill_rank(side: Torchrun | Hpctrain, folder: Path, victim: int, attempt: int
     pid = last_pid(steps)
     killed = time.time()
     os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
-    if not wait_for(lambda: last_pid(steps) != pid):
-        raise TimeoutError(f"no step within {restart.LIMIT_S:.0f} s of a kill")
+    if not wait_for(lambda: last_pid(steps) != pid, restart.RESTART_LIMIT_S):
+        raise TimeoutError(f"no step within {restart.RESTART_LIMIT_S:.0f} s of a kill")
     records = list(read_json_lines(steps))
     last = max(i for i, record in enumerate(records) if record["pid"] == pid)
     repeated = records[last]["step"] - records[last + 1]["step"] + 1

@@ -4,8 +4,8 @@
 
 Three variants alternate: `torchrun --standalone --max-restarts`, hpctrain without standby workers, and
 hpctrain with standby workers. In each round, each variant is started, trains, loses its last rank to SIGKILL,
-and resumes from the script's own checkpoint. Rounds in which torchrun's ranks do not find each other within a
-minute are excluded and counted.
+and resumes from the script's own checkpoint. Rounds in which torchrun's ranks do not find each other within half
+a minute are excluded and counted.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ for step in range(first + 1, 1_000_000):
 """
 #: Time limit of a start, even on a busy machine.
 LIMIT_S = 60.0
+#: Time limit of a restart.
+RESTART_LIMIT_S = 30.0
 
 
 def main() -> None:
@@ -188,7 +190,7 @@ def measure(side: Side, folder: Path, victim: int) -> dict[str, float]:
     pid = json.loads(steps.read_text().splitlines()[0])["pid"]
     killed = time.time()
     os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
-    if not wait_for(lambda: last_pid(steps) != pid):
+    if not wait_for(lambda: last_pid(steps) != pid, RESTART_LIMIT_S):
         return {"first step": inf}
     first = next(record for record in read_json_lines(steps) if record["pid"] != pid)
     names = {"begun": "script begins", "imported": "torch imported", "met": "ranks met", "time": "first step"}
@@ -204,9 +206,9 @@ def last_pid(path: Path) -> int:
     return [record["pid"] for record in read_json_lines(path)][-1]
 
 
-def wait_for(done: Callable[[], bool]) -> bool:
+def wait_for(done: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
     """Return true if the condition became true within the limit."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while not done():
         if time.monotonic() > deadline:
             return False

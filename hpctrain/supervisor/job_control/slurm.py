@@ -24,14 +24,12 @@ from hpctrain.slurm.job_requests import requeue_job, update_job
 from hpctrain.slurm.parsing import SOON_S, parse_timestamp
 from hpctrain.slurm.states import RunState, parse_job_state
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.restart_policy import REQUEUE_HOLD_S
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
 _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) [^*\n]* DUE TO (?:PREEMPTION|NODE FAILURE)")
-
-#: Seconds within which the job of an exiting supervisor ends if there is no epilog.
-_EXIT_TIMEOUT_S = 10
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +158,7 @@ def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
         is_requeued = job.restarts > earlier_restarts
         has_restarted_and_ended = earlier_restarts > 0 and exit_code != EXIT_CONTINUE
         if is_requeued and not job.expedited:
-            delay_s = SOON_S if query_config(outer).has_epilog else _EXIT_TIMEOUT_S
+            delay_s = SOON_S if query_config(outer).has_epilog else int(REQUEUE_HOLD_S)
             update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
         elif not is_requeued and (job.expedited or has_restarted_and_ended):
             update_job([job_id], outer, until_killed=True, Requeue="0")
