@@ -4,8 +4,8 @@
 
 Three variants alternate: `torchrun --standalone --max-restarts`, hpctrain without standby workers, and
 hpctrain with standby workers. In each round, each variant is started, trains, loses its last rank to SIGKILL,
-and resumes from the script's own checkpoint. Rounds in which torchrun's ranks do not find each other within half
-a minute are excluded and counted.
+and resumes from the script's own checkpoint. Rounds in which torchrun's ranks do not find each other within
+half a minute are excluded and counted.
 """
 
 from __future__ import annotations
