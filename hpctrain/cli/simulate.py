@@ -9,6 +9,7 @@ import click
 
 from hpctrain.cli.common import echo_json, json_option
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.restart_policy import REQUEUE_HOLD_S
 from hpctrain.text import pluralize
 
 _POSITIVE, _NOT_NEGATIVE = click.FloatRange(min=0, min_open=True), click.FloatRange(min=0)
@@ -41,6 +42,14 @@ _POSITIVE, _NOT_NEGATIVE = click.FloatRange(min=0, min_open=True), click.FloatRa
     "--emergency-checkpoints", is_flag=True, help="Assume that all runs can use emergency checkpoints."
 )
 @click.option(
+    "--copy-every",
+    type=_NOT_NEGATIVE,
+    default=0.0,
+    show_default=True,
+    help="Seconds between copies of the state in memory (with --emergency-checkpoints). With 0, a surviving "
+    "rank saves its state instead.",
+)
+@click.option(
     "--run-gpus", type=int, help="Simulate a single run on this number of GPUs, and show its effective time."
 )
 @click.option(
@@ -67,7 +76,7 @@ _POSITIVE, _NOT_NEGATIVE = click.FloatRange(min=0, min_open=True), click.FloatRa
 @click.option(
     "--requeue-hold",
     type=_NOT_NEGATIVE,
-    default=10.0,
+    default=REQUEUE_HOLD_S,
     show_default=True,
     help="Seconds for which Slurm holds a requeued job.",
 )
@@ -88,6 +97,7 @@ def command(
     bad_nodes: float,
     preemptions: float,
     emergency_checkpoints: bool,
+    copy_every: float,
     run_gpus: int | None,
     spare_nodes: int,
     checkpoint_every: float,
@@ -107,6 +117,8 @@ def command(
         raise click.UsageError(
             f"--gpus is {gpus}, but a single node has {gpus_per_node} (--gpus-per-node). Increase --gpus."
         )
+    if copy_every and not emergency_checkpoints:
+        raise click.UsageError("--copy-every requires --emergency-checkpoints.")
     if spare_nodes and run_gpus is None:
         raise click.UsageError("--spare-nodes requires --run-gpus.")
     most = gpus - spare_nodes * gpus_per_node
@@ -124,6 +136,7 @@ def command(
         preemptions_per_day=preemptions,
         save_every_s=checkpoint_every,
         emergency_checkpoints=emergency_checkpoints,
+        copy_every_s=copy_every,
         run_gpus=run_gpus,
         spare_nodes=spare_nodes,
         max_failures=max_failures,

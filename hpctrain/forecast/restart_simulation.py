@@ -71,6 +71,8 @@ class SimulationConfig:
     save_every_s: float = 1800.0
     emergency_checkpoints: bool = False
     """Keep the state after failures that leave other ranks alive."""
+    copy_every_s: float = 0.0
+    """Seconds between copies of the state in memory; 0 if surviving ranks save their states instead."""
     run_gpus: int | None = None
     """GPUs of a single run that lasts the whole period; None to simulate many runs."""
     run_needs_s: float | None = None
@@ -297,7 +299,7 @@ class Simulation:
             run: the run.
             seconds: duration of the attempt.
             whole: True if the ranks have saved at the end.
-            in_memory: True if an emergency checkpoint contains the rest.
+            in_memory: True if memory contains the rest, or a copy of an earlier state.
         """
         trained = run.memory_s + max(0.0, seconds) * run.speed
         saves = self._config.save_every_s
@@ -308,6 +310,8 @@ class Simulation:
             run.starts_since_save = 0
             run.events.append({"kind": "checkpoint", "step": int(run.trained_s * 1000)})
         run.memory_s = trained - kept if in_memory else 0.0
+        if copies := self._config.copy_every_s:
+            run.memory_s = run.memory_s // copies * copies
         if run.memory_s > 0:
             run.starts_since_save = 0
             step = int((run.trained_s + run.memory_s) * 1000)

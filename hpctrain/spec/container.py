@@ -77,7 +77,7 @@ class Container:
         for what, path in folders.items():
             if path in _SYSTEM:
                 raise SpecError(
-                    f"The {what} is {path}. In a container, this folder would hide {path} of the image. "
+                    f"The {what} is {path}. In a container, this folder would hide {path} in the image. "
                     "Use another folder."
                 )
             if match := re.search("[:,]", path):

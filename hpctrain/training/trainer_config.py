@@ -301,7 +301,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if not isinstance(self.emergency_checkpoints, int) or self.emergency_checkpoints < 0:
             raise UserError(
                 f"emergency_checkpoints is {self.emergency_checkpoints!r}, but must be True, False or the "
-                "number of steps that a failure may repeat (at least 1)."
+                "maximum number of steps to repeat after a failure (at least 1)."
             )
         self.loggers = find_loggers(self.loggers)
         try:

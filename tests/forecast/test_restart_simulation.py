@@ -63,6 +63,8 @@ def test_emergency_checkpoints_reduce_lost_time():
     conditions = SimulationConfig(gpus=2000, days=5)
     without, with_them = check(conditions), check(replace(conditions, emergency_checkpoints=True))
     assert with_them.lost_s < 0.85 * without.lost_s
+    copies = check(replace(conditions, emergency_checkpoints=True, copy_every_s=600.0))
+    assert with_them.lost_s < copies.lost_s < without.lost_s
 
 
 @pytest.mark.slow
@@ -203,6 +205,7 @@ def test_run_without_failures_loses_only_its_starts():
     [
         ("--run-gpus=128 --gpus=128 --spare-nodes=1", "--run-gpus is 128, but must be between 8"),
         ("--spare-nodes=1", "--spare-nodes requires --run-gpus"),
+        ("--copy-every=60", "--copy-every requires --emergency-checkpoints"),
         ("--preemptions=-1", "'--preemptions': -1.0 is not in the range x>=0"),
         ("--days=0", "'--days': 0.0 is not in the range x>0"),
         ("--bad-nodes=2", "'--bad-nodes': 2.0 is not in the range 0<=x<=1"),

@@ -136,7 +136,7 @@ def test_states_that_are_no_longer_finite_are_not_saved(part, tmp_path, monkeypa
     spoiled.data[1] = torch.inf
     checkpoints.save(4, lambda path: path.touch())
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
-    assert "after step 4, the parameters or the optimizer state contain NaN" in capfd.readouterr().out
+    assert "after step 4, the optimizer state or the parameters contain NaN" in capfd.readouterr().out
     # Values that are infinite at the start do not prevent a save.
     checkpoints.watch(net, optimizer)
     checkpoints.save(6, lambda path: path.touch())

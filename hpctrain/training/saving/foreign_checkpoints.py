@@ -86,7 +86,7 @@ class ForeignCheckpoints:
             return True
         if self.context.ranks.is_main:
             print(
-                f"hpctrain: after step {step}, the parameters or the optimizer state contain NaN or infinite "
+                f"hpctrain: after step {step}, the optimizer state or the parameters contain NaN or infinite "
                 "values. They are not saved, so that the newest checkpoint remains the last finite one.",
                 flush=True,
             )
