@@ -76,8 +76,8 @@ class _LazyGroup(click.Group):
             places = [place for place, word in enumerate(args[:end]) if word.partition("=")[0] == "--on"]
             if places and places[0] > 1 and not ctx.resilient_parsing:
                 click.echo(
-                    f"Note: `--on` selects a cluster only directly after `hpctrain` or `hpctrain {args[0]}`. "
-                    "Here, it belongs to the program.",
+                    "Note: `--on` only selects a cluster if it directly follows `hpctrain` or "
+                    f"`hpctrain {args[0]}`. Here, it belongs to the program.",
                     err=True,
                 )
             end = min(end, 2)

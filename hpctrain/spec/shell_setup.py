@@ -82,7 +82,7 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
     if conda is None:
         raise SpecError(
             f"The environment {name!r} (--conda) requires conda, which was not found through PATH or "
-            "CONDA_EXE. Load the conda module (--module), or use the path of the environment."
+            "CONDA_EXE. Load the conda module (--module), or set --conda to the path of the environment."
         )
     try:
         listed = subprocess.run(

@@ -63,7 +63,7 @@ def test_misplaced_option_is_noted(
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli, line.split())
     assert result.exit_code == 2
-    note = "Note: `--on` selects a cluster only directly after `hpctrain` or `hpctrain submit`."
+    note = "Note: `--on` only selects a cluster if it directly follows `hpctrain` or `hpctrain submit`."
     assert (note in result.stderr) is is_noted
 
 

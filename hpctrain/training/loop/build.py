@@ -192,7 +192,7 @@ def _check_grain_size(settings: TrainerConfig) -> None:
     if not settings.given & {"grain_size", "micro_batch_size", "global_batch_size"}:
         raise UserError(
             "elastic_determinism is True, and train_dataset is a DataLoader, so the size of the grains is "
-            "unknown. Set grain_size, for example to the DataLoader's batch_size divided by 24."
+            "unknown. Set grain_size, for example to a divisor of the DataLoader's batch_size."
         )
 
 

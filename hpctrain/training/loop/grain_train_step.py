@@ -247,8 +247,7 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
     ):
         reason = (
             f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end combines "
-            "samples, but their number is unknown. Set grain_size to this number: grain_size replaces the "
-            "number of samples on a node"
+            "samples, but their number is unknown. Set grain_size to the number of samples to combine"
         )
     if reason:
         raise UserError(f"elastic_determinism is True, but {reason}.")
