@@ -43,7 +43,7 @@ test: .venv/installed  ## one test of each feature and failure, on a real Slurm 
 
 test-long: .venv/installed  ## the tests that take minutes, and further variants of those in `make test`
 	@scripts/install_for_tests.sh
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m long --durations=15
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "long or extended" --durations=15
 	@$(MAKE) --no-print-directory test-slurm-versions SLURM_VERSIONS="24.11 26.05"
 
 # The versions are downloaded, not installed. The tests share one cluster, so they run one after another.
@@ -60,7 +60,7 @@ test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half 
 	    $(BIN)/pytest -q --long -m slurm --slurm-version $$version $(SLURM_TESTS) || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "Tests failed with Slurm$$failed" >&2; exit 1; }
 
-bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: half an hour on two idle cores
+bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 25 minutes on two idle cores
 	@scripts/install_for_tests.sh
 	$(BIN)/python benchmarks/run_all.py
 

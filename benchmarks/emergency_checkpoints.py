@@ -197,10 +197,10 @@ def add_recoveries(results: Results, num_ranks: int, kills: int) -> None:
 
 
 def kill_repeatedly(name: str, num_ranks: int, kills: int) -> tuple[list[dict[str, float]], int]:
-    """Return the result of each kill, and the number of kills without a restart, which are repeated."""
+    """Return the result of each kill, and 1 if the last kill was followed by no restart, otherwise 0."""
     parts: list[dict[str, float]] = []
     failures = 0
-    while len(parts) < kills and failures < 2:
+    while len(parts) < kills and not failures:
         with tempfile.TemporaryDirectory() as scratch:
             folder, script = Path(scratch), Path(scratch, "train.py")
             side: Torchrun | Hpctrain
@@ -215,7 +215,7 @@ def kill_repeatedly(name: str, num_ranks: int, kills: int) -> tuple[list[dict[st
                     parts += [kill_rank(side, folder, num_ranks - 1, attempt)]
             except TimeoutError as error:
                 print(f"{name}: {error}", file=sys.stderr)
-                failures += 1
+                failures = 1
             finally:
                 side.stop()
     return parts, failures

@@ -21,6 +21,7 @@ EventKind = Literal[
     "resumed",
     "checkpoint",
     "emergency_checkpoint",
+    "memory_copy",
     "bad_loss",
     "signal",
     "failure",

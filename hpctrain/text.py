@@ -1,16 +1,21 @@
-"""Uniform formats of numbers, sizes, durations, plurals and suggestions for users."""
+"""Uniform formats of numbers, sizes, durations, plurals and suggestions for users, and checks of values."""
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from typing import TypeGuard
 
 #: Placeholder for a missing value.
 NOTHING = "–"
 #: A narrow no-break space between groups of three digits.
 _GROUP = "\u202f"
+
+#: JSON allows integers too large for a float, and Python's JSON also allows infinity and NaN.
+_LARGEST = sys.float_info.max
 
 _DURATIONS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
@@ -114,6 +119,12 @@ def _local(seconds: float) -> datetime:
 def is_count(text: str) -> bool:
     """True if `text` consists of 1 to 18 ASCII digits; `int` rejects numbers with thousands of digits."""
     return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return true if a JSON value is a finite number that fits a float."""
+    kind = type(value)
+    return (kind is float or kind is int) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
 
 
 def printable(text: str) -> str:

@@ -63,10 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("ranks")
     if config.getoption("--long") or "long" in config.getoption("-m"):
         return
-    long = [item for item in items if item.get_closest_marker("long")]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+    excluded = {"long"} if os.environ.get("CI") else {"long", "extended"}
+    deselected = [item for item in items if excluded.intersection(mark.name for mark in item.iter_markers())]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -35,7 +35,7 @@ from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
-from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.errors import CheckpointError, CorruptCheckpoint, DiskFull
 from hpctrain.rundir import checkpoint_folder_name
 
 __all__ = ["CheckpointStore", "CommittedSave", "LoadedCheckpoint", "Retention", "TierCopyFailed"]
@@ -136,6 +136,7 @@ class CheckpointStore:
         *,
         score: float | None = None,
         verified_step: int | None = None,
+        direct: bool = False,
         in_memory: bool = False,
     ) -> None:
         """Copy the state, then write and commit it in the background. All ranks must call this.
@@ -150,9 +151,10 @@ class CheckpointStore:
             rank_state: tensors of this rank only.
             score: quality of the state, to select the best checkpoints.
             verified_step: last step up to which training was verified.
+            direct: write to `folder`, not to the local tier.
             in_memory: do not copy this checkpoint from the local tier to `folder`.
         """
-        self._start_save(step, state, rank_state, score, verified_step, direct=False, in_memory=in_memory)
+        self._start_save(step, state, rank_state, score, verified_step, direct=direct, in_memory=in_memory)
 
     def save(
         self,
@@ -258,7 +260,8 @@ class CheckpointStore:
         """
         if self._in_flight is not None:
             self._join(self._in_flight)
-        found, broken = find_latest_valid(self._target, self._tier)
+        skips_full = self._tier is not None and self._tier.has_neighbor_copies
+        found, broken = find_latest_valid(self._target, self._tier, skips_full=skips_full)
         return load(self._coordinator, found, like) if found else None, broken
 
     def set_aside_after(self, step: int) -> list[str]:
@@ -338,11 +341,17 @@ def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
 
 
 def find_latest_valid(
-    target: CommitTarget, tier: LocalTier | None
+    target: CommitTarget, tier: LocalTier | None, *, skips_full: bool = False
 ) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Find the newest valid checkpoint, preferably a finite one. All ranks must call this.
 
     Newer checkpoints that are damaged or not finite are set aside.
+
+    Args:
+        target: the permanent target of checkpoints.
+        tier: the local tier, if any.
+        skips_full: skip a checkpoint in the tier that must be copied to a full disk, if there is an earlier
+            checkpoint.
 
     Returns:
         The checkpoint or None, and a message for each checkpoint set aside, with its name, the problem and
@@ -354,6 +363,7 @@ def find_latest_valid(
     shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
     broken: list[str] = []
     found: VerifiedCheckpoint | None = None
+    full: DiskFull | None = None
     not_finite: list[VerifiedCheckpoint] = []
     for step in sorted(shared | held.keys(), reverse=True):
         if step in shared:
@@ -366,6 +376,11 @@ def find_latest_valid(
                 found = tier.find(step, held[step])
             except CorruptCheckpoint as error:
                 broken.append(_set_aside(tier.target, tier.target.directory, step, str(error)))
+            except DiskFull as error:
+                if not skips_full:
+                    raise
+                full = error
+                broken.append(f"{error}. An earlier checkpoint is used instead.")
         if found is None:
             continue
         if found.manifest.finite is not False:
@@ -384,6 +399,8 @@ def find_latest_valid(
             if each.folder.parent == target.directory.folder:
                 moved = _set_aside(target, target.directory, each.manifest.step, problem)
             broken.append(moved)
+    if found is None and full is not None:
+        raise full
     if tier is not None:
         tier.reset_to(found)
     return found, broken

@@ -47,7 +47,9 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         )
     if len(names) > 1:
         if args[0] != "list" or set(args[1:]) - {"--json"}:
-            raise UserError("Only `list`, with no option but --json, accepts several clusters (--on). Use one cluster.")
+            raise UserError(
+                "Only `list`, with no option but --json, accepts several clusters (--on). Use one cluster."
+            )
         return _list_clusters(names, args)
     options = _parse_options(args)
     cluster = open_cluster(names[0])

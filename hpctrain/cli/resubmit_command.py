@@ -11,7 +11,7 @@ from hpctrain.jobs.options.table import all_options
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
-from hpctrain.telemetry.accounting.timeline_events import is_finite
+from hpctrain.text import is_finite
 
 #: Fields that every specification has; they are omitted if they have their default value.
 _DEFAULTS = {

@@ -47,7 +47,8 @@ def command() -> None:
     "--slurm",
     default="",
     metavar="VERSION",
-    help="Slurm version, such as 26.05, from this machine's Debian mirror. Its packages are only unpacked, not installed.",
+    help="Slurm version, such as 26.05, from this machine's Debian mirror. Its packages are only unpacked, "
+    "not installed.",
 )
 @_name_option
 @json_option

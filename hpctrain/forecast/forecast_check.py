@@ -8,7 +8,8 @@ from typing import Any
 
 from hpctrain.forecast.run_forecast import LEVELS, RunForecast, format_range, three_digits
 from hpctrain.telemetry.report.run_data import ForecastCheck, PredictedValue, RunData
-from hpctrain.telemetry.run_outcome import RunOutcome, kind_of, summarize_run
+from hpctrain.telemetry.run_outcome import RunOutcome, kind_of
+from hpctrain.telemetry.summarize_run import summarize_run
 from hpctrain.text import format_clock, format_share, pluralize
 
 #: Percentiles of fewer runs are not shown.

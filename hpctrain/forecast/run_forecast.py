@@ -18,10 +18,9 @@ from hpctrain.checkpoint.interval import NODE_MTBF_S
 from hpctrain.forecast.restart_simulation import DAY_S, Simulation, SimulationConfig
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import REQUEUE_HOLD_S
-from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
 from hpctrain.telemetry.run_outcome import RunOutcome
-from hpctrain.text import format_clock, format_number, format_share, pluralize
+from hpctrain.text import format_clock, format_number, format_share, is_finite, pluralize
 
 #: Quantiles that a forecast contains. The range is between the first and the last.
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)

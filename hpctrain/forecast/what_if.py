@@ -11,13 +11,13 @@ from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, check
 from hpctrain.forecast.run_forecast import RestartConditions
 from hpctrain.slurm.parsing import parse_time_limit
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.telemetry.report.advice import STEP_CATEGORIES, more_workers, steps_us
 from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData, WhatIf
 from hpctrain.telemetry.report.straggler_text import describe_rank
-from hpctrain.telemetry.run_outcome import RunOutcome, summarize_run
-from hpctrain.text import format_duration
+from hpctrain.telemetry.run_outcome import RunOutcome
+from hpctrain.telemetry.summarize_run import summarize_run
+from hpctrain.text import format_duration, is_finite
 
 #: Changes that save a smaller fraction of the time are omitted.
 _MIN_SAVING = 0.01

@@ -112,6 +112,6 @@ def local_tier_folder(run: RunDir) -> Path | None:
     """Return the local tier's folder on each node; None if the run has none."""
     base = None
     for event in run.read_events():
-        if event.get("kind") == "checkpoint" and event.get("tier") == "local":
+        if event.get("kind") in ("checkpoint", "memory_copy") and event.get("tier") == "local":
             base = Path(str(event.get("path"))).parent.parent
     return base

@@ -38,7 +38,6 @@ from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
 from hpctrain.supervisor.workers.stager import StagePlan
 from hpctrain.sweeps.sweep_record import read_sweep
-from hpctrain.telemetry.run_outcome import write_outcome
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +77,9 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
             code = _supervise(run, spec, environ, deaths)
         with suppress(OSError):
             if read_run_record(run).finished is not None:
+                # Imported only at the end, because this import is slow.
+                from hpctrain.telemetry.summarize_run import write_outcome
+
                 write_outcome(run)
         return code
     finally:

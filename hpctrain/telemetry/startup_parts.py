@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-from hpctrain.telemetry.accounting.timeline_events import is_finite
-from hpctrain.text import format_duration, format_size
+from hpctrain.text import format_duration, format_size, is_finite
 
 
 class StartupPart(StrEnum):

@@ -102,12 +102,12 @@ def test_tier_lost_between_saves_is_replaced_by_shared_folder(tmp_path):
 
 def fail_to_copy_on_rank_1(folder: Path) -> None:
     store = open_on_own_node(folder)
-    own_large_files = TierCopier._own_large_files
+    large_files = TierCopier._large_files
     if dist.get_rank() == 1:
-        TierCopier._own_large_files = fail_to_read
+        TierCopier._large_files = fail_to_read
     save_in_background(store, 1)
     wait_for_copies(store)
-    TierCopier._own_large_files = own_large_files
+    TierCopier._large_files = large_files
     dist.barrier()
     outcomes = save_in_background(store, 2)
     assert store.close() == []

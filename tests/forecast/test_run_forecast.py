@@ -26,7 +26,8 @@ from hpctrain.telemetry.report.json_report import json_report
 from hpctrain.telemetry.report.markdown_report import markdown_report
 from hpctrain.telemetry.report.run_data import RunContext, read_run_data
 from hpctrain.telemetry.report.run_page import render_run_page
-from hpctrain.telemetry.run_outcome import RunOutcome, kind_of, read_outcomes, summarize_run
+from hpctrain.telemetry.run_outcome import RunOutcome, kind_of, read_outcomes
+from hpctrain.telemetry.summarize_run import summarize_run
 
 OUTCOME = RunOutcome(
     run_id="r",

@@ -12,7 +12,7 @@ from helpers.run_histories import RunHistory, started_run, write_run
 from hpctrain.cli.main import cli
 from hpctrain.forecast.what_if import what_if
 from hpctrain.telemetry.report.run_data import RunContext, read_run_data
-from hpctrain.telemetry.run_outcome import summarize_run
+from hpctrain.telemetry.summarize_run import summarize_run
 
 SLOW = {"rank": 3, "host": "n7", "ratio": 2.0, "part": "compute", "lasting": True}
 #: A step of 0.4 s; typical ranks compute for 0.1 s less.

@@ -689,9 +689,10 @@ def test_xid_of_the_device_classifies_the_failure_as_gpu(run):
     assert failure_of(run)["class"] == "gpu"
 
 
-def test_local_tiers_are_drained_before_the_nodes_are_released(run):
+@pytest.mark.parametrize("kind", ["checkpoint", "memory_copy"])
+def test_local_tiers_are_drained_before_the_nodes_are_released(run, kind):
     def save(_variables, _emit):
-        run.log_event("checkpoint", 0, step=2, tier="local", path="/fast/hpctrain-x-1/step-00000002")
+        run.log_event(kind, 0, step=2, tier="local", path="/fast/hpctrain-x-1/step-00000002")
 
     commands, launcher = [], FakeLauncher([[save, *KILLED], DONE])
     start = launcher.start

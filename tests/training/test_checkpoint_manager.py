@@ -85,7 +85,7 @@ def test_failed_copy_is_not_confused_with_the_save_in_flight(tmp_path, monkeypat
             writing.last_progress = 0.0
         return write(writing, part)
 
-    monkeypatch.setattr(TierCopier, "_copy_own", no_copy)
+    monkeypatch.setattr(TierCopier, "_copy_shares", no_copy)
     monkeypatch.setattr(file_writer.FileWriter, "_write", write_late)
     from hpctrain.training.saving.checkpoint_manager import CheckpointManager
 

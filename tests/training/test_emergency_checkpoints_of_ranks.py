@@ -235,7 +235,7 @@ def test_files_of_a_killed_run_are_removed_by_the_next_run_on_the_node(tmp_path)
     lock = try_lock(RunDir(tmp_path / "run-hpctrain-local-emergency").lock)
     assert lock is not None
     os.utime(RunDir(tmp_path / "run-hpctrain-killed-emergency").lease(0), (0, 0))
-    emergency_checkpoints._remove_abandoned(folders[0])
+    emergency_checkpoints._remove_abandoned(tmp_path, RunDir(tmp_path / "run-hpctrain-own-emergency"))
     assert [folder.exists() for folder in folders] == [True, True, True, False, False, False]
     os.close(lock)
 

@@ -13,7 +13,8 @@ from helpers.waiting import wait_for
 from torch import nn
 
 import hpctrain
-from hpctrain.errors import UserError
+from hpctrain.checkpoint.tier.local_tier import LocalTier
+from hpctrain.errors import DiskFull, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
 from hpctrain.runtime.program.emergency_save import emergency_save
@@ -41,7 +42,13 @@ class Net(hpctrain.Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def train(folder: Path, strategy: str, attempt: int, failed_step: int | None = None) -> None:
+def train(
+    folder: Path,
+    strategy: str,
+    attempt: int,
+    failed_step: int | None = None,
+    algorithm: str = "allreduce",
+) -> None:
     """Train as a rank of its own node."""
     rank = os.environ["RANK"]
     memory = folder / f"memory-{rank}"
@@ -57,6 +64,7 @@ def train(folder: Path, strategy: str, attempt: int, failed_step: int | None = N
         checkpoint_every=5,
         seed=4,
         strategy=strategy,
+        algorithm=algorithm,
         run_dir=folder / "run",
         gradient_clip_norm=1.0,
         emergency_checkpoints=MAX_REPEATED,
@@ -94,6 +102,45 @@ def test_lost_nodes(tmp_path, strategy):
         copied = next(event for event in run.read_events() if "memory_bytes" in event)
         assert copied["memory_bytes"] == 6 * copied["sent_bytes"] > 0
         assert not list((tmp_path / "failed").glob("memory-*/*"))
+
+
+@pytest.mark.ranks
+def test_remaining_node_copies_all_parts_to_the_run_folder(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run_on_ranks(fail, tmp_path, "zero1")
+    shutil.rmtree(tmp_path / "memory-1")
+    run_on_ranks(train, tmp_path, "zero1", 1, world_size=1)
+    (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
+    assert FAILED_STEP - 1 - resumed <= MAX_REPEATED
+    checkpoints = [event for event in run.read_events() if event["kind"] == "checkpoint"]
+    assert (resumed, "shared") in [(event["step"], event["tier"]) for event in checkpoints]
+
+
+def resume_on_full_disk(folder: Path) -> None:
+    def find(*_):
+        raise DiskFull("the copy was not written: No space left on device")
+
+    LocalTier.find = find
+    train(folder, "zero1", 1)
+
+
+@pytest.mark.ranks
+def test_run_resumes_from_a_checkpoint_if_the_copy_does_not_fit_on_the_disk(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run_on_ranks(fail, tmp_path, "zero1")
+    run_on_ranks(resume_on_full_disk, tmp_path)
+    (resumed,) = (event for event in run.read_events() if event["kind"] == "resumed")
+    assert resumed["step"] == 5
+    assert "No space left on device. An earlier checkpoint is used instead." in resumed["broken"][0]
+
+
+@pytest.mark.ranks
+def test_replicas_that_differ_are_not_copied(tmp_path):
+    """A copy would synchronize the replicas, and thus change the result."""
+    run_on_ranks(train, tmp_path, "ddp", 0, None, "local_sgd")
+    kinds = [event["kind"] for event in RunDir(tmp_path / "run").read_events()]
+    assert "checkpoint" in kinds
+    assert "memory_copy" not in kinds
 
 
 @pytest.mark.ranks
@@ -152,10 +199,12 @@ def test_interval_by_cost():
     assert not schedule.is_due_by_time()
 
 
-@pytest.mark.parametrize(("most", "every"), [(1, 1), (2, 1), (3, 2), (10, 5)])
+@pytest.mark.parametrize(("most", "every"), [(1, 1), (2, 1), (3, 1), (10, 5)])
 def test_interval_by_number(most, every):
     schedule = CopySchedule(most)
     assert not schedule.is_due_by_time()
+    # A copy begins when the one before has ended.
+    assert every <= most if schedule.waits else 2 * every <= most
     assert [step for step in range(1, 21) if schedule.is_due_by_step(step)] == [*range(every, 21, every)]
 
 

@@ -35,6 +35,7 @@ class LocalTier:
 
     Attributes:
         target: the target of saves in the tier.
+        has_neighbor_copies: True if ranks also store the files of ranks on other nodes.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LocalTier:
         self._shared = shared.directory
         self._limit_bytes, self._num_members = limit_bytes, len(members)
         leads = coordinator.rank == min(members)
+        self.has_neighbor_copies = leaders is not None
         targets = {} if leaders is None else _find_targets(leaders)
         self._target_rank = targets.get(coordinator.rank)
         #: The ranks on other nodes whose files this rank stores.
@@ -206,7 +208,7 @@ class LocalTier:
             why = f"its checkpoints could not be compared with those in {shared}: {reason}"
             return [f"{directory.folder} was kept, because {why}."]
         if newest > in_shared:
-            return [f"Step {newest} exists only in {directory.folder}; it could not be copied to {shared}."]
+            return [f"Step {newest} exists only in {directory.folder}; it was not copied to {shared}."]
         if self.target.is_leader:
             for step in directory.steps():
                 directory.discard(step)  # a kill during the removal must not leave an incomplete checkpoint

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from hpctrain.checkpoint.format.dcp_format import rank_file_name
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator
@@ -126,7 +127,7 @@ class TierCopier:
         while step is not None:
             begun = time.monotonic()
             try:
-                manifest = self._copy_own(step)
+                manifest = self._copy_shares(step)
             except CheckpointError as error:
                 self._on_failure(TierCopyFailed(str(error)))
             else:
@@ -136,16 +137,23 @@ class TierCopier:
             except PeerLost:
                 return  # The next save reports the error.
 
-    def _copy_own(self, step: int) -> Manifest:
-        """Copy the files written by the ranks themselves. All ranks must call this."""
+    def _copy_shares(self, step: int) -> Manifest:
+        """Copy a step, and divide its large files among the ranks that see them. All ranks must call this."""
         failure = f"step {step} was not copied from {self._nodes.directory.folder}"
-        own = self._coordinator.run_on_all(lambda: self._own_large_files(step), failure)
-        return self.copy(step, own, None)
+        own = self._coordinator.run_on_all(lambda: self._large_files(step), failure)
+        seen = self._coordinator.all_gather(own, failure)
+        shares: dict[str, int] = {}
+        for name in {name for names in seen for name in names}:
+            holders = [rank for rank, names in enumerate(seen) if name in names]
+            # The rank that wrote the file, if it exists in this attempt.
+            shares[name] = min(holders, key=lambda rank: (rank_file_name(rank) != name, rank))
+        large = sorted(name for name, rank in shares.items() if rank == self._coordinator.rank)
+        return self.copy(step, large, None)
 
-    def _own_large_files(self, step: int) -> list[str]:
-        """Return the names of the large files written by this rank."""
-        name = f"__{self._coordinator.rank}_0{LARGE_SUFFIX}"
-        return [name] if (self._nodes.directory.folder / checkpoint_folder_name(step) / name).exists() else []
+    def _large_files(self, step: int) -> list[str]:
+        """Return the names of the large files on the node of this rank."""
+        path = self._nodes.directory.folder / checkpoint_folder_name(step)
+        return [each.name for each in path.glob(f"*{LARGE_SUFFIX}")]
 
     def _next_step(self) -> int | None:
         if not self._coordinator.is_main:

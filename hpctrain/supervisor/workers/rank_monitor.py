@@ -296,7 +296,7 @@ def describe_hang(
     if not snapshots and not silent:
         return f"{text}; no rank has connected to the supervisor in this attempt"
     if not missing:
-        places = ", ".join(sorted({one.place for one in snapshots.values()}))
+        places = ", ".join(sorted({one.place for one in snapshots.values()})) or "not reported"
         return f"{text}; the rank that the others are waiting for is unknown; positions: {places}"
     first = missing[0]
     where = f"rank {first} on {host_of(first)}"

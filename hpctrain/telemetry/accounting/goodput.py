@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.accounting.timeline_events import is_finite
+from hpctrain.text import is_finite
 
 #: Time spent on validation, and on steps that were not repeated.
 _PRODUCTIVE = (TimeCategory.TRAINING, TimeCategory.COMMUNICATING, TimeCategory.DATA, TimeCategory.VALIDATING)

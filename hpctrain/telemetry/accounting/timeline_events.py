@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
+
+from hpctrain.text import is_finite
 
 #: Events after which the state of an attempt's ranks changes.
 STATE_CHANGES = frozenset(
@@ -14,9 +15,6 @@ STATE_CHANGES = frozenset(
         *("restart", "shrink", "replace", "requeue", "finished"),
     }
 )
-
-#: JSON allows integers too large for a float, and Python's JSON also allows infinity and NaN.
-_LARGEST = sys.float_info.max
 
 
 @dataclass(slots=True)
@@ -120,12 +118,6 @@ def _spent(spent: object) -> dict[str, int]:
     if not isinstance(spent, Mapping):
         return {}
     return {str(name): us for name, value in spent.items() if (us := microseconds(value)) is not None}
-
-
-def is_finite(value: object) -> TypeGuard[float]:
-    """Return true if a JSON value is a finite number that fits a float."""
-    kind = type(value)
-    return (kind is float or kind is int) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -10,7 +10,6 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from hpctrain.telemetry.accounting.metric_fields import describe_step
-from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.telemetry.report.metric_curves import downsample, record_attempt
 from hpctrain.telemetry.report.straggler_text import describe_rank, describe_slowness
 from hpctrain.text import (
@@ -21,6 +20,7 @@ from hpctrain.text import (
     format_number,
     format_ranks,
     format_share,
+    is_finite,
     pluralize,
     printable,
 )

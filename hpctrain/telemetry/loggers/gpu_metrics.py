@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.crash_output import file_size
 from hpctrain.files import parse_json_line, read_new_lines
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.accounting.timeline_events import is_finite
+from hpctrain.text import is_finite
 
 #: Measurements that are sent, by their field in a telemetry file.
 _FIELDS = {

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.telemetry.report.device_metrics import NodeSeries
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.straggler_text import describe_rank, describe_slowness
-from hpctrain.text import format_duration, format_share, format_size, pluralize
+from hpctrain.text import format_duration, format_share, format_size, is_finite, pluralize
 
 #: Minimum fractions of the time for a recommendation.
 _MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2

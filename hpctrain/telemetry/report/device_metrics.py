@@ -9,8 +9,8 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.telemetry.report.jsonl import read_jsonl
+from hpctrain.text import is_finite
 
 COLUMNS = 240
 #: Byte for an interval without measurements; other bytes are values from 0 to 1, times 254.

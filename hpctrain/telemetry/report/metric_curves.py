@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.telemetry.accounting.metric_fields import NOT_CURVES
-from hpctrain.telemetry.accounting.timeline_events import is_finite
-from hpctrain.text import format_number
+from hpctrain.text import format_number, is_finite
 
 #: Minimum number of lines over which a rate is averaged, and number of rates in a long run.
 _MIN_STRETCH, _STRETCHES = 4, 2000

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.parsing import parse_size_mib
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.accounting.timeline_events import is_finite
 from hpctrain.telemetry.report.device_metrics import COLUMNS, NO_VALUE, DeviceMetrics
 from hpctrain.telemetry.report.run_data import RunData
-from hpctrain.text import format_duration, format_memory, format_number
+from hpctrain.text import format_duration, format_memory, format_number, is_finite
 
 #: Margin for a run that needs more than this one.
 _MARGIN = 1.25

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.telemetry.accounting.timeline_events import is_finite
-from hpctrain.text import format_duration
+from hpctrain.text import format_duration, is_finite
 
 _PARTS = {"data": "waiting for data", "compute": "computing"}
 

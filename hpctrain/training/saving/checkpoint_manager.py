@@ -65,8 +65,6 @@ class CheckpointManager:
     ) -> None:
         """Save to `store`, which stores the checkpoints in `folder`, and copies in its local tier."""
         self._copies, self._has_announced = copies, False
-        if copies is not None and store.local_tier is None:
-            copies.has_stopped = True  # the next checkpoint reports the reason
         self._store, self._schedule, self.folder = store, schedule, folder
         self._state, self._settings = parts.state, parts.settings
         self._log, self._progress = parts.log, parts.progress
@@ -115,14 +113,17 @@ class CheckpointManager:
         """
         if in_memory:
             assert self._copies is not None
-            return not self._copies.has_stopped and self._store.wait(_MAX_WAIT_S)
-        if self._schedule.in_backoff:
+            if self._copies.has_stopped:
+                return False
+        elif self._schedule.in_backoff:
             return False
         if self._in_flight is None:
             return True
         write_s = self._schedule.write_s
         limit_s = IO_TIMEOUT_S if write_s is None else max(_MAX_WAIT_S, _LATEST_FACTOR * write_s)
-        if self._schedule.last_failed:
+        if self._in_flight.in_memory:
+            limit_s = MAX_SAVE_S  # a copy that makes no progress fails earlier
+        elif self._schedule.last_failed:
             limit_s = _WAIT_IN_TROUBLE_S
         if self._store.wait(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
             return True
@@ -138,8 +139,12 @@ class CheckpointManager:
             )
         return False
 
-    def async_save(self, *, in_memory: bool = False) -> None:
-        """Copy the current state, and write it in the background; with `in_memory`, only to the local tier.
+    def async_save(self, *, direct: bool = False, in_memory: bool = False) -> None:
+        """Copy the current state, and write it in the background. All ranks must call this.
+
+        Args:
+            direct: write to the run folder, not to the local tier.
+            in_memory: write only to the local tier.
 
         Raises:
             UserError: the metric that selects the best checkpoints is missing.
@@ -147,13 +152,15 @@ class CheckpointManager:
         begun = time.monotonic()
         self._store.wait(MAX_SAVE_S)
         self.collect_finished()
-        self._report_missing_folder()
+        if not in_memory:
+            self._report_missing_folder()
         self._store.async_save(
             self._state.step,
             self._state.tree(),
             rng.capture_rng_state(),
             score=None if in_memory else self._score(),
             verified_step=self._state.verified_step,
+            direct=direct,
             in_memory=in_memory,
         )
         stall_s = time.monotonic() - begun
@@ -310,12 +317,13 @@ class CheckpointManager:
             f"hpctrain: each rank copies its state to memory every {every}; rank 0 needs "
             f"{format_size(memory)} for copies, and sends {format_size(sent)} each time"
         )
-        self._log.write_checkpoint(
-            saved.step,
-            saved.path,
-            saved.total_bytes,
-            saved.seconds,
+        self._log.write_event(
+            "memory_copy",
+            step=saved.step,
+            path=str(saved.path),
             tier="local",
+            bytes=saved.total_bytes,
+            seconds=saved.seconds,
             every_steps=copies.every,
             every_s=None if copies.every else copies.interval_s,
             memory_bytes=memory,
@@ -323,17 +331,15 @@ class CheckpointManager:
         )
 
     def _record_failure(self, error: CheckpointError, reassurance: str) -> None:
-        if (
-            self._in_flight is not None
-            and self._in_flight.in_memory
-            and not isinstance(error, TierCopyFailed)
-        ):
+        copies_memory = self._in_flight is not None and self._in_flight.in_memory
+        is_of_earlier_save = isinstance(error, TierCopyFailed)
+        if copies_memory and not is_of_earlier_save:
             assert self._copies is not None
             self._in_flight, self._copies.has_stopped = None, True
             reassurance = " Training continues without further copies in memory."
-        # A failed copy to the run folder may belong to a save before the save in flight.
-        elif self._in_flight is None or not isinstance(error, TierCopyFailed):
-            self._in_flight = None
+        elif copies_memory or self._in_flight is None or not is_of_earlier_save:
+            if not copies_memory:
+                self._in_flight = None
             self.found_disk_full = isinstance(error, DiskFull)
             self._schedule.on_save_failed()
         self._log.write_event("failure", cause=str(error))

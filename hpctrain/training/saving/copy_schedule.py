@@ -17,6 +17,7 @@ class CopySchedule:
 
     Attributes:
         every: steps between two copies; None with a measured interval.
+        waits: True if training waits for the end of each copy and save.
         interval_s: seconds between the starts of two copies, if measured; infinite during a copy.
         has_stopped: True after a failed copy.
     """
@@ -29,7 +30,8 @@ class CopySchedule:
             clock: monotonic clock in seconds.
         """
         # A failure may interrupt a copy, so that the run resumes from the copy before.
-        self.every = None if max_repeated is None else (max_repeated + 1) // 2
+        self.every = None if max_repeated is None else max(1, max_repeated // 2)
+        self.waits = max_repeated == 1
         self._clock, self._begun_at = clock, clock()
         self.interval_s = 0.0
         self.has_stopped = False

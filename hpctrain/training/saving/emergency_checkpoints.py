@@ -140,7 +140,13 @@ class EmergencyCheckpoints:
         if self.problem is None or not wanted or not self._can_recover(environ):
             return None
         if self._parts.settings.on_bad_loss == "rollback":
-            return None  # cannot load local checkpoints
+            emergency_save.problem = f"{self.problem}, and on_bad_loss='rollback' allows no copies in memory"
+            return None  # a rollback cannot load local checkpoints
+        algorithm = self._parts.strategy.algorithm
+        if algorithm is not None and not algorithm.shares_gradients:
+            name = type(algorithm).__name__  # a copy would synchronize the ranks
+            emergency_save.problem = f"{self.problem}, and algorithm {name} allows no copies in memory"
+            return None
         emergency_save.problem = f"{self.problem}. The next attempt loads the newest copy in memory"
         return CopySchedule(None if wanted is True else wanted)
 
@@ -180,7 +186,14 @@ class EmergencyCheckpoints:
 
     def copy_folder(self, local_checkpoints: Path | None) -> Path | None:
         """Return the folder for copies, by default in memory; `local_checkpoints` if there are no copies."""
-        return _SHARED_MEMORY if self.copies and local_checkpoints is None else local_checkpoints
+        if self.copies is None:
+            return local_checkpoints
+        assert self._parts.log.run is not None
+        base = local_checkpoints or _SHARED_MEMORY
+        with suppress(OSError):  # the local tier reports the reason
+            if base.is_dir():
+                self._make_folder(tier_folder(base, self._parts.log.run.checkpoints))
+        return base
 
     def arm(self) -> None:
         """Allow emergency checkpoints of the current state."""
@@ -190,7 +203,7 @@ class EmergencyCheckpoints:
             self._exchange = RecordExchange(self._context)
         if self._record is None:
             try:
-                self._make_folder()
+                self._make_folder(self.folder)
                 tensors = self._buffers if self._context.ranks.is_main else []
                 self._record = RankRecord(self._record_path(self._context.ranks.rank, self._files), tensors)
                 if self._exchange is not None:
@@ -340,8 +353,8 @@ class EmergencyCheckpoints:
         """
         run, self.recovery = self._parts.log.run, None
         request, self._is_loaded = None if self._is_loaded else self._request, True
-        if self.problem is None and self._context.ranks.local_rank == 0:
-            _remove_abandoned(self.folder)
+        if run is not None and (self.problem is None or self.copies) and self._context.ranks.local_rank == 0:
+            _remove_abandoned(self.folder.parent, run)
         if request is None or run is None:
             if self.problem is None:
                 self._remove_old_files()  # they use memory
@@ -373,16 +386,16 @@ class EmergencyCheckpoints:
     def _has_private_folder(self) -> bool:
         """Return true if no other user could write the folder of this node."""
         try:
-            self._make_folder()
+            self._make_folder(self.folder)
         except OSError:
             return False
         return True
 
-    def _make_folder(self) -> None:
-        make_private_folder(self.folder)
+    def _make_folder(self, folder: Path) -> None:
+        make_private_folder(folder)
         assert self._parts.log.run is not None
         with suppress(FileExistsError):
-            (self.folder / _RUN_LINK).symlink_to(self._parts.log.run.path.resolve())
+            (folder / _RUN_LINK).symlink_to(self._parts.log.run.path.resolve())
 
     def restore_buffers(self, step: int) -> None:
         """Restore rank 0's buffers after the step, if they change. All ranks must call this."""
@@ -496,16 +509,18 @@ def _join(step: int, shares: list[dict[str, Any]], every: list[dict[str, Any]]) 
     return RecordedStep(step, every[0]["epoch"], sums)
 
 
-def _remove_abandoned(own: Path) -> None:
+def _remove_abandoned(memory: Path, own: RunDir) -> None:
     """Remove this user's folders of runs that were killed and have not used this node since."""
-    for folder in own.parent.glob(f"hpctrain-*{_SUFFIX}"):
+    for folder in memory.glob("hpctrain-*"):
         with suppress(OSError):
-            if folder == own or folder.lstat().st_uid != os.geteuid():
-                continue
             run = RunDir((folder / _RUN_LINK).readlink())
+            if run.path == own.path.resolve() or folder.lstat().st_uid != os.geteuid():
+                continue
             held = newest_lease(run)
+            # A container may not have the folder of the runs.
+            is_deleted = run.path.parent.exists() and not run.path.exists()
             # Local runs have a lock, and no lease. A job on a full disk has neither.
-            has_ended = not run.path.exists() or (run.lock.exists() and not is_locked(run.lock))
+            has_ended = is_deleted or (run.lock.exists() and not is_locked(run.lock))
             if has_ended if held is None else not counts_as_alive(held, RunState.UNKNOWN):
                 shutil.rmtree(folder)
 

@@ -84,6 +84,8 @@ class TrainingCheckpoints:
                 records=(run.metrics, run.events),
                 checked=checked,
             )
+            if store.local_tier is None:
+                self._copies = None  # the next checkpoint reports the reason
             self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints, self._copies)
 
     def __enter__(self) -> Self:
@@ -113,9 +115,9 @@ class TrainingCheckpoints:
             self._prepared = True
             self._manager.prepare()
         self._manager.collect_finished()
-        is_due = self._schedule.is_due_by_time() or (
-            self._copies is not None and self._copies.is_due_by_time()
-        )
+        is_copy_due = self._copies is not None and self._copies.is_due_by_time()
+        # A copy takes longer while a save is in flight.
+        is_due = self._schedule.is_due_by_time() or (is_copy_due and self._manager.in_flight_s is None)
         return self._context.ranks.is_main and is_due
 
     def due(self) -> bool:
@@ -155,20 +157,26 @@ class TrainingCheckpoints:
             self._begin_save(self._manager)
 
     def _begin_save(self, manager: CheckpointManager) -> None:
-        in_memory = self._is_copy_due()
-        begins = self._context.ranks.is_main and manager.can_begin(in_memory=in_memory)
+        begins = in_memory = False
+        if self._context.ranks.is_main:
+            is_copy_due = self._is_copy_due()
+            if not is_copy_due or self._is_checkpoint_due() or self._schedule.is_due_by_time():
+                begins = manager.can_begin()
+            if is_copy_due and not begins:
+                begins = in_memory = manager.can_begin(in_memory=True)
         begins, in_memory = self._context.broadcast_from_main((begins, in_memory))
-        if begins:
-            manager.async_save(in_memory=in_memory)
-            if not self._settings.checkpoint_async and not in_memory:
-                manager.wait()
-                manager.collect_finished()
+        if not begins:
+            return
+        manager.async_save(in_memory=in_memory)
+        waits_for_copy = self._copies is not None and self._copies.waits
+        if waits_for_copy or not (self._settings.checkpoint_async or in_memory):
+            manager.wait()
+            manager.collect_finished()
 
     def _is_copy_due(self) -> bool:
-        """Return true if a copy in memory is due, but no checkpoint. Rank 0 only."""
-        if self._copies is None or self._is_checkpoint_due() or self._schedule.is_due_by_time():
-            return False
-        return self._copies.is_due_by_step(self._state.step) or self._copies.is_due_by_time()
+        """Return true if a copy in memory is due. Rank 0 only."""
+        copies = self._copies
+        return copies is not None and (copies.is_due_by_step(self._state.step) or copies.is_due_by_time())
 
     def _save_result(self, manager: CheckpointManager) -> None:
         """Save the state of the last step; wait for space if the disk is full."""
@@ -212,7 +220,9 @@ class TrainingCheckpoints:
         for sentence in (*aside, *broken):
             self._progress.print_message(f"hpctrain: {sentence}")
         if loaded is None:
-            refuse_restart_from_zero(self._context, self._manager.folder, broken)
+            # The run may have no checkpoint yet, and have lost its copies in memory.
+            damaged = broken if self._copies is None else []
+            refuse_restart_from_zero(self._context, self._manager.folder, damaged)
             return
         self._restore(loaded, begun, [*aside, *broken])
 
@@ -281,7 +291,7 @@ class TrainingCheckpoints:
         if plan in (FinalSavePlan.REPLACE_PENDING_SAVE, FinalSavePlan.NONE):
             manager.abandon()
         if plan in (FinalSavePlan.REPLACE_PENDING_SAVE, FinalSavePlan.AFTER_PENDING_SAVE):
-            manager.async_save()
+            manager.async_save(direct=self._copies is not None)
         elif write_s is not None:
             self._progress.print_message(
                 f"hpctrain: After {signal_name}, only {max(0.0, left_s):.0f} s remain before the process "
@@ -294,7 +304,7 @@ class TrainingCheckpoints:
             disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
             if not disk_wait.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
-            manager.async_save()
+            manager.async_save(direct=self._copies is not None)
             finished = manager.wait(ends_at - time.monotonic())
             saved += manager.collect_finished()
         if not finished:
