@@ -166,7 +166,7 @@ def test_documentation_lists_all_parameters_of_submitit(tmp_path):
     internal = {"command", "folder", "map_count"}
     assert effects.keys() == SUBMITITS - internal | {"max_num_timeout", "max_pickle_size_gb", "python"}
     for name, effect in effects.items():
-        if effect.startswith("refused:"):
+        if effect.startswith("rejected:"):
             with pytest.raises(SpecError):
                 Executor(tmp_path).update_parameters(**{name: None})
         else:
