@@ -36,12 +36,12 @@ test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: under
 	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins \
 	    --ignore=tests/training/test_lightning_module.py # because the import of Lightning takes seconds
 
-test: .venv/installed  ## one test of each feature and failure, on a real Slurm that they start: 15 to 20 minutes
+test: .venv/installed  ## the tests that take seconds, on a real Slurm that they start: nine minutes on two cores
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --durations=15
 	@scripts/say_not_tested.sh $(BIN)/python
 
-test-long: .venv/installed  ## the tests that take minutes, and further variants of those in `make test`
+test-long: .venv/installed  ## the extended tests, those that take minutes, and further variants
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "long or extended" --durations=15
 	@$(MAKE) --no-print-directory test-slurm-versions SLURM_VERSIONS="24.11 26.05"

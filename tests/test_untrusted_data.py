@@ -56,6 +56,7 @@ def test_every_use_of_pickle_is_listed():
     assert uses == {path: count for path, (count, _) in LISTED.items()}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_nothing_is_unpickled_from_peers():
     for path in PACKAGE.rglob("*.py"):

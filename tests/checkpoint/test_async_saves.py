@@ -182,6 +182,7 @@ def test_unsupported_value_is_reported_as_failed_save(tmp_path):
     assert "state/x has type builtins.object" in str(store.collect_outcomes()[0])
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_process_exit_without_close_abandons_save_and_keeps_exit_code(tmp_path):
     """For example, an error of the script while a save is in flight."""

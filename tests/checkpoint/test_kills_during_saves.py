@@ -97,6 +97,7 @@ def check_restart(folder: Path, mode: str) -> None:
     assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def train_from_newest(folder: Path, last_step: int) -> list[float]:
     return sums
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_sizes", [(2, 1, 2), (1, 2, 2), (2, 3, 1)])
 def test_sharded_training_resumes_on_other_numbers_of_ranks(tmp_path, world_sizes):
     (whole,) = run_on_ranks(train_from_newest, tmp_path / "whole", 9, world_size=1)

@@ -192,6 +192,7 @@ def damaged_content(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 # Failing examples are not shrunk: each takes seconds, and the exception shows the cause.
+@pytest.mark.extended
 @pytest.mark.slow
 @settings(
     max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]

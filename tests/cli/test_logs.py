@@ -40,6 +40,7 @@ def crashed_once(hpctrain, tmp_path):
     return result
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_logs_of_all_ranks_are_merged_by_time(hpctrain, crashed_once):
     # --follow prints the output of rank 0 only.
@@ -69,6 +70,7 @@ def test_logs_of_all_ranks_are_merged_by_time(hpctrain, crashed_once):
     assert "Run r has no recorded failures." in empty.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_crash_before_the_log_is_opened_is_reported_from_slurm_log(hpctrain, tmp_path):
     shadow = tmp_path / "shadow"
@@ -116,6 +118,7 @@ def test_empty_logs_are_distinguished_from_missing_ones(hpctrain, tmp_path):
     assert_no_process_left(tmp_path / "r")
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_following_an_array_shows_all_tasks_and_reports_a_failed_one(hpctrain, tmp_path):
     (tmp_path / "task.py").write_text(
@@ -179,6 +182,7 @@ def test_interrupting_follow_of_an_array_keeps_all_tasks_alive(hpctrain, tmp_pat
     assert_no_process_left(tmp_path / "r")
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_interrupting_logs_keeps_the_run_alive(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
@@ -251,6 +255,7 @@ hpctrain.Trainer(max_steps=20, global_batch_size=8, seed=1).fit(Line(), data)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_failure_shows_cause_with_user_frames_and_one_line_per_victim(hpctrain, tmp_path):
     (tmp_path / "cause.py").write_text(CAUSE)

@@ -17,6 +17,7 @@ if x < 3 and not (run / "failed").exists():
 """
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_optuna_chooses_the_trials(hpctrain, tmp_path):
     def document(*args: str):

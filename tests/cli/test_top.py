@@ -51,6 +51,7 @@ def test_top_without_a_terminal_prints_once(hpctrain, tmp_path):
     assert document["events"][0]["kind"] == "finished"
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_top_shows_several_runs_and_filters_them(hpctrain, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -144,6 +144,7 @@ def check_commands(run: RunDir, state: str) -> None:
         assert result.exit_code in (0, 1 if name == "checkpoints" else 0), f"{state}: {argv}: {result.output}"
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_states_of_two_ranks(train):

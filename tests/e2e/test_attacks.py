@@ -60,6 +60,7 @@ def rank_variable(run: Run, variable: str, attempt: int = 0) -> str:
     return wait_for(find, 60, f"a rank with {variable}", 0.01)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "attack", ["store", *(pytest.param(attack, marks=pytest.mark.long) for attack in ("addresses", "group"))]
 )

@@ -148,6 +148,7 @@ def test_spare_node_replaces_a_dead_one(slurm, reference, free_nodes, tmp_path):
     assert run.events("failure")[0]["class"] == "node-lost"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("has_spare", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_run_leaves_a_draining_node_without_repeating_a_step(
     slurm, reference, free_nodes, tmp_path, has_spare

@@ -56,6 +56,7 @@ def mask(value: int, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(value, marks=marks, id=f"{value:03o}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "umask", [mask(0o002), mask(0o022, pytest.mark.long), mask(0o077, pytest.mark.long)], indirect=True
 )

@@ -112,6 +112,7 @@ def test_attach_to_a_local_rank(tmp_path):
     check_attach(submit(tmp_path, LOCAL, "--env=A=a b"), 1)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_attach_to_a_rank_on_a_slurm_node(slurm, tmp_path):
     check_attach(submit(tmp_path, "--nodes=2", "--env=A=a b", env=slurm.env), 3)
@@ -159,6 +160,7 @@ def check_debug(run: Run, rank: int) -> None:
     assert len(run.events("started")) == 1
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_debugged_rank_continues_with_the_same_result(tmp_path):
     check_debug(recorded_weights.submit(tmp_path, "--hang-timeout=2", "train.py"), 1)

@@ -113,6 +113,7 @@ def test_cancelled_run_saves_and_resumes_on_three_ranks(tmp_path):
     assert_every_sample_once(run)
 
 
+@pytest.mark.extended
 def test_arguments_arrive_unchanged_and_are_not_executed(tmp_path):
     check_arguments(["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"], {}, tmp_path)
 

@@ -86,6 +86,7 @@ def test_run_ends_if_smaller_micro_batches_cannot_help(tmp_path, args):
     assert "a smaller micro_batch_size" in run.events("finished")[0]["note"]
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_run_without_slurm_ends_if_the_host_is_out_of_memory(tmp_path):
     run = submit(

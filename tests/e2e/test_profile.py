@@ -23,6 +23,7 @@ def trace_names(path: Path) -> list[str]:
         return [event.get("name") for event in json.load(file)["traceEvents"]]
 
 
+@pytest.mark.extended
 def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
     run = submit(tmp_path, "train.py", "profile")
     printed, messages = profile(run, "--ranks=0,1", "--steps=3", code=1)

@@ -69,6 +69,7 @@ def submit(workdir: Path, *args: str, **variables: str) -> tuple[RunDir, int, st
     return RunDir(workdir / "run"), result.returncode, result.stdout + result.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "program",
     [
@@ -109,6 +110,7 @@ def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir, program):
     assert run.tasks() == [0, 1]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "program",
     [["-m", "package.main"], pytest.param(["--", "./run.sh", "-m", "package.main"], marks=pytest.mark.long)],
@@ -119,6 +121,7 @@ def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
     assert "exit code 3" in printed or "sys.exit(3)" in printed
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("program", "step", "location"),
     [
@@ -193,6 +196,7 @@ def recorded_steps(run: RunDir, attempt: int, rank: int) -> list[int]:
     return []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "program",
     [["train.py"], pytest.param(["--", "sh", "train.sh"], marks=pytest.mark.long)],
@@ -236,6 +240,7 @@ def test_steps_of_processes_that_a_launcher_starts_are_recorded(workdir, launche
     assert json.loads(run.metrics.read_text().splitlines()[-1])["step"] == 30
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("program", "arguments", "code"),
     [

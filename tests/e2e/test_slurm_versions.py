@@ -26,6 +26,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[sandbox.Sandbox]:
         sandbox.down(name)
 
 
+@pytest.mark.extended
 def test_preempted_run_continues(cluster: sandbox.Sandbox, tmp_path) -> None:
     version = run_command(["sbatch", "--version"], cluster.env).stdout.split()[1]
     assert version.startswith(f"{cluster.shape.slurm}.")

@@ -88,6 +88,7 @@ def assert_like_fresh(folder: Path, run: Run) -> None:
         assert f"err of rank {rank}" in log
 
 
+@pytest.mark.extended
 def test_standby_worker_behaves_like_a_fresh_one(tmp_path):
     assert_like_fresh(tmp_path, replace_rank(tmp_path, {}, LOCAL))
 

@@ -92,6 +92,7 @@ def test_crash_is_reported_and_all_ranks_restart(tmp_path):
     assert_summed(run, 2)
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(240)  # above RUN_LIMIT_S, so that a wait reports what it waited for
 def test_stop_requests_reach_the_ranks_and_no_rank_outlives_its_agent(tmp_path):
     run = submit(tmp_path, {}, ["--backend", "local", "--ntasks-per-node", "2"], ["wait", "wait", "wait"])

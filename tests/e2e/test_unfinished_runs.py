@@ -37,6 +37,7 @@ def test_script_that_swallows_the_stop_is_continued(tmp_path):
     assert sorted(run.losses()) == list(range(1, 11))
 
 
+@pytest.mark.extended
 def test_script_that_calls_os_exit_has_failed(tmp_path):
     run = run_to_end(tmp_path, "os._exit")
     state, cause = state_and_cause(run)

@@ -141,6 +141,7 @@ def own_code(tmp_path_factory) -> Run:
     return run
 
 
+@pytest.mark.extended
 def test_killed_run_is_identical(killed):
     result = assert_identical(killed)
     assert (result["ranks"], result["recorded_ranks"]) == ([2], [2])

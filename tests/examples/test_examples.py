@@ -70,6 +70,7 @@ def test_demo_reaches_97_percent(tmp_path: Path) -> None:
         assert f"run/{name}" in output
 
 
+@pytest.mark.extended
 def test_gpt_alone_generates_text(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "gpt.py", *TINY_GPT, cwd=tmp_path)
     assert "nats per byte\nthe model writes:\n\ndef main(" in output
@@ -95,6 +96,7 @@ def test_gpt_loss_falls(tmp_path: Path) -> None:
     assert loss[12] < loss[1] - 0.5
 
 
+@pytest.mark.extended
 def test_plain_ddp_alone_trains_and_saves(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "plain_ddp.py", "--max-steps", "100", cwd=tmp_path)
     assert "step 100: loss" in output

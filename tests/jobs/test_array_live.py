@@ -67,6 +67,7 @@ def test_twenty_tasks_with_a_throttle_have_their_folders_and_logs(prepared, envi
         assert task.dir.slurm_log.exists()
 
 
+@pytest.mark.extended
 def test_requeue_and_cancel_affect_one_task_only(submit):
     """The last task of an array has the number of the whole array as its SLURM_JOB_ID."""
     run = submit(array="0-2")
@@ -138,6 +139,7 @@ def test_dependent_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_pa
     assert after.wait(timeout=30).state is RunState.COMPLETED
 
 
+@pytest.mark.extended
 def test_sweep_is_extended_while_it_is_pending(prepared, environ):
     """With fake supervisors."""
     small = SweepRecord(args=(), space={"n": "0:2"}, folder="/").with_trials()

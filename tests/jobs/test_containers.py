@@ -157,6 +157,7 @@ def test_requeue_in_fake_apptainer(project):
     project.check(run, 1, 1)
 
 
+@pytest.mark.extended
 def test_ranks_run_and_are_requeued_in_fake_pyxis(project, slurm):
     run = project.submit(slurm.env, "0", backend="slurm", nodes=2, gpus_per_node=2)
     wait_for(

@@ -176,6 +176,7 @@ def test_unresponsive_accounting_is_noted_with_fake_sacct(tmp_path):
     assert check_accounting(SlurmConfig(), environ).value == "disabled, so sacct is not available"
 
 
+@pytest.mark.extended
 @pytest.mark.slurm
 def test_responsive_accounting_is_ok(accounting):
     environ = environment(accounting.env)

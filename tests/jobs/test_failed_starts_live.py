@@ -23,6 +23,7 @@ def hpctrain(slurm, tmp_path):
     return call
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("setup", "message", "tail"),
     [

@@ -52,6 +52,7 @@ def silence(run: Run, seconds: float) -> None:
         os.utime(path, (past, past))
 
 
+@pytest.mark.extended
 def test_unresponsive_controller_leaves_runs_unknown(own_cluster, tmp_path):
     """Accounting still reports ends."""
     running = own_cluster.submit(tmp_path / "running", "sleep 60")
@@ -78,6 +79,7 @@ def test_unresponsive_controller_leaves_runs_unknown(own_cluster, tmp_path):
     running.cancel()
 
 
+@pytest.mark.extended
 def test_lost_job_is_neither_ended_at_once_nor_confused_with_another(own_cluster, tmp_path):
     """The state must never be that of the job that now has its number."""
     run = own_cluster.submit(tmp_path / "first", "echo here; sleep 60")

@@ -89,6 +89,7 @@ def environs(slurm, tmp_path_factory) -> dict[str, dict[str, str]]:
     return environs
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("origin", ["from a step of an array", "from a rank"])
 def test_ranks_see_the_same_variables_as_from_a_login_node(environs, origin):
     inside, outside = environs[origin], environs["from outside"]

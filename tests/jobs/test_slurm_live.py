@@ -66,6 +66,7 @@ def test_sbatch_reads_back_every_quoted_value(environ, tmp_path):
             run_command(["scancel", job], environ)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("text", ["run $(touch pwned) ' \" \\ ; #SBATCH %j packjob é", " %j", "a\\"])
 def test_texts_arrive_unchanged(prepared, environ, tmp_path, text):
     script = tmp_path / f"{text}.py"
@@ -147,6 +148,7 @@ def test_unreachable_controller_gives_unknown_state_and_a_note(prepared, environ
     wait_for(lambda: run.status().state.ended, 45, "the run to be gone")
 
 
+@pytest.mark.extended
 def test_requeued_job_starts_soon_and_can_be_followed(environ, tmp_path):
     """With the real supervisor: the first attempt exits at SIGTERM, the second one ends."""
     script = tmp_path / "train.py"

@@ -136,6 +136,7 @@ def test_three_jobs(ids):
     assert check_all_states(ids) > 50_000
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_planted_expiry_of_a_young_lease(few_faults, monkeypatch):
     monkeypatch.setattr(model, "counts_as_alive", lambda held, state, *_: state is RunState.RUNNING)

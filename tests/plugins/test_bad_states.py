@@ -101,6 +101,7 @@ def train_accelerate(_: str) -> None:
         checkpointer.save_if_due(step)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "name"),

@@ -36,6 +36,7 @@ def test_logs_of_two_ranks_continue_after_each_cut(laptop: Laptop, proxy: Cuttin
         assert numbers(result.stdout, f"[{rank}] ") == list(range(500))
 
 
+@pytest.mark.extended
 def test_followed_submission_continues_after_each_cut(laptop: Laptop, proxy: CuttingProxy):
     result = laptop.hpctrain(*SUBMIT, "--ntasks-per-node", "1", "--follow", "train.py", "500", timeout=100)
     assert "was lost. Reconnecting" in result.stderr

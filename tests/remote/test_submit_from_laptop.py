@@ -80,6 +80,7 @@ def test_exit_codes_and_errors_pass_through(laptop: Laptop, cluster: SshCluster)
     assert "There is no run 'other'" in result.stderr
 
 
+@pytest.mark.extended
 def test_pulls_results_and_newest_checkpoint_over_a_bad_line(laptop: Laptop, cluster: SshCluster):
     (laptop.project / "train.py").write_text(SAVING)
     laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "--run-dir", "runs/a", "--follow", "train.py")
@@ -107,6 +108,7 @@ def test_pulls_results_and_newest_checkpoint_over_a_bad_line(laptop: Laptop, clu
     assert "Warning: cannot write report.html on alpha: " in result.stderr
 
 
+@pytest.mark.extended
 def test_lists_several_clusters_and_reports_an_unreachable_one(laptop: Laptop, cluster: SshCluster):
     with started(SshCluster(laptop, "beta")):
         for name, run in (("alpha", "first"), ("beta", "second")):

@@ -17,6 +17,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "leave",

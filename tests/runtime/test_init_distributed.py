@@ -58,6 +58,7 @@ def join_on(hosts: SeparateHosts) -> list[dict[str, object]]:
     return [json.loads(out) for out, _ in outputs]
 
 
+@pytest.mark.extended
 def test_gloo_connects_hosts_whose_names_are_loopback_addresses(hosts):
     for host in hosts.names:
         hosts.set_hosts(host, {**{name: hosts.address(name) for name in hosts.names}, host: "127.0.1.1"})

@@ -114,6 +114,7 @@ RANK_0 = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 UNUSED = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state. "
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("number", "source", "message"),
     [

@@ -266,6 +266,7 @@ def _recorded_states(box: sandbox.Sandbox, job: str) -> list[str]:
     return run_command(["sacct", "-nXP", "-o", "State", "-j", job], box.env).stdout.split()
 
 
+@pytest.mark.extended
 def test_accounting_is_separate_and_survives_its_daemons(
     accounting: sandbox.Sandbox, name: str, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_store_on_demand_answers_the_first_connection():
         wait_for(rendezvous.was_used, 10, "the key in the store")
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_supervisor_of_a_single_rank_does_not_import_torch(tmp_path: Path):
     """Unless the rank forms a process group, which takes a store."""
@@ -54,6 +55,7 @@ def test_supervisor_of_a_single_rank_does_not_import_torch(tmp_path: Path):
     run_command(submit, cwd=tmp_path)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_low_limit_of_open_files_is_raised(tmp_path: Path):
     script = tmp_path / "limit.py"

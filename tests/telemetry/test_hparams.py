@@ -130,6 +130,7 @@ with hpctrain.session(run_dir="looped", **settings) as session:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_training_records_hparams_and_passes_them_to_loggers(tmp_path):

@@ -63,6 +63,7 @@ def check_lines(run: RunDir, hosts: list[str]) -> None:
         assert lines[-1]["memory"] > 0
 
 
+@pytest.mark.extended
 def test_each_emulated_node_is_sampled_until_its_ranks_end(script):
     run = submit(script, "--backend=local")
     wait_for(lambda: len(run.all_telemetry()) == 2, 20, "a file for each node")
@@ -84,6 +85,7 @@ def test_nodes_of_a_job_are_sampled_until_it_is_cancelled(slurm, script):
     assert_no_process_left(run.path)
 
 
+@pytest.mark.extended
 def test_sampler_dies_with_its_rank(script):
     run = submit(script, "--backend=local")
     wait_for(lambda: len(samplers(run)) == 2, 20, "what measures the nodes")

@@ -46,6 +46,7 @@ def _long(*values: str) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "low", "high"),
     [
@@ -140,6 +141,7 @@ def test_local_sgd_averages_replicas_periodically(tmp_path):
     assert train(tmp_path, "local_sgd", 10, ranks=3)["weights"] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+@pytest.mark.extended
 def test_decentralized_averages_replicas_in_pairs(tmp_path):
     def average_pairs(step: int, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         peers = [tournament_peer(rank, 3, step) for rank in range(3)]
@@ -189,6 +191,7 @@ def test_stop_at_a_checkpoint_changes_nothing(tmp_path, algorithm):
     assert parts["weights"] == whole["weights"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("algorithm", ["powersgd", *_long("qadam", "decentralized", "async")])
 def test_algorithm_resumes_on_any_number_of_ranks(tmp_path, plain, algorithm):
     for last_step, ranks in ((45, 2), (80, 3), (STEPS, 1)):

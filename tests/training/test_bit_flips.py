@@ -82,6 +82,7 @@ def flips_are_found(folder: Path, seeds: range) -> int:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_run_with_a_flipped_bit_has_the_undisturbed_result_after_a_restart(tmp_path):

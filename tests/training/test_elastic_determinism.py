@@ -154,6 +154,7 @@ def assert_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
         assert ours[1][step] | values == ours[1][step], step
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_number_of_ranks_does_not_change_a_bit(undisturbed, tmp_path, world_size):
     assert_same(results(tmp_path / "run", [(world_size, 12)]), undisturbed)
@@ -330,6 +331,7 @@ def test_features_with_another_strategy_do_not_change_a_bit(tmp_path, feature, s
     assert_same(results(tmp_path / "three", [(3, 6)], strategy=strategy, **settings), reference)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "settings",
     [
@@ -409,6 +411,7 @@ class AveragedInBuffer(Net):
         return optimizer, schedule
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("net", "strategy"),
     [

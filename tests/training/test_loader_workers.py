@@ -152,6 +152,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_failed_rank_does_not_wait_for_its_workers(tmp_path):
     script = tmp_path / "rank.py"

@@ -232,6 +232,7 @@ def test_a_rolled_back_run_leaves_the_batch_out(tmp_path, step, num_workers):
     assert steps(tmp_path) == [8, 10, 12]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("stop_in", [6, 8, 10])
@@ -514,6 +515,7 @@ def test_a_bad_loss_of_one_rank_stops_both(tmp_path):
     assert steps(tmp_path) == [2, 4]
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("policy", "strategy"),

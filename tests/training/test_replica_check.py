@@ -113,6 +113,7 @@ def flips_are_found(first: int, last: int) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_flipped_bits_are_found_within_the_interval_on_the_right_rank(monkeypatch):
@@ -268,6 +269,7 @@ def fits(run_dir, *settings: dict) -> None:
         trainer.fit(Net(), list(torch.randn(512, 3, generator=torch.Generator().manual_seed(5))))
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(

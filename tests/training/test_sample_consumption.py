@@ -99,6 +99,7 @@ def test_every_sample_of_a_dataset_is_trained_once_per_epoch_through_stops(size,
     assert_every_epoch_is_complete(steps, dict.fromkeys(range(3), size), batch)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=9).filter(any),

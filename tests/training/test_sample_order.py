@@ -39,6 +39,7 @@ def test_order_is_the_same_on_every_machine_and_version():
     assert SampleOrder(10, 1).indices(0, 0, 10).tolist() == [6, 8, 0, 3, 4, 7, 2, 9, 1, 5]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [3, 5, pytest.param(7, marks=pytest.mark.long)])
 def test_positions_and_neighbours_are_uniform(num_samples):

@@ -340,6 +340,7 @@ def fit_each(tmp_path: Path) -> tuple[list[list[float]], list[list[float]]]:
     return [fit(kind) for kind in TRAINED], [fit(kind, tmp_path / kind) for kind in TRAINED]
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_result_does_not_depend_on_ranks_or_stops(tmp_path):
     (undisturbed, stopped), of_other_rank = run_on_ranks(fit_each, tmp_path)

@@ -65,6 +65,7 @@ def assert_same(actual: dict, expected: dict, **tolerance: float) -> None:
         assert torch.allclose(actual[name], value, **(tolerance or {"rtol": 1e-9, "atol": 1e-12})), name
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
@@ -104,6 +105,7 @@ def test_one_and_fifty_steps_are_those_of_one_process(tmp_path, strategy, ranks)
     assert torch.allclose(single["predictions"], predictions, rtol=1e-12)
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "others",
@@ -318,6 +320,7 @@ def test_running_means_are_those_of_rank_0(tmp_path):
         assert_same(other["weights"], expected["weights"])
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_run_resumes_under_other_strategies_and_numbers_of_ranks(tmp_path):
     """A checkpoint is complete, whoever held which part; no sample is lost or repeated."""
@@ -342,6 +345,7 @@ def test_run_resumes_under_other_strategies_and_numbers_of_ranks(tmp_path):
     assert trained_samples(run) == trained_samples(undisturbed)
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "strategy",

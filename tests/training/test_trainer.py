@@ -49,6 +49,7 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_json_lines(RunDir(run).metrics)}
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_four_ranks_resumed_in_mid_epoch_equal_the_undisturbed_run(tmp_path):
     # A batch of 32 is shared evenly; the epoch's last one of 13 is not.
@@ -91,6 +92,7 @@ def test_logged_means_are_those_of_the_global_batch_and_validation_set(tmp_path)
     assert result["metrics"]["val_mean_x"] == pytest.approx(float(dataset(2).tensors[0].mean()), abs=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_sigterm_without_a_supervisor_saves_and_the_run_resumes_bitwise(tmp_path):
     train(tmp_path / "whole", "12")
@@ -129,6 +131,7 @@ def test_log_every_limits_the_logged_steps(tmp_path):
     assert list(losses(tmp_path)) == [3, 4, 6, 7]  # 4 and 7 have a checkpoint
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 def test_progress_is_a_bar_on_a_terminal_and_plain_lines_in_a_log(tmp_path):
     plain = run_command([sys.executable, SMALL, "6"]).stdout
