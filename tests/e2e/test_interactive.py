@@ -46,9 +46,13 @@ def end(run: Run) -> None:
 
 def check_terminal(terminal: Terminal) -> None:
     """Check that size, interrupt and exit code pass through a shell."""
+
+    def size() -> str:
+        terminal.send("stty size; echo si''ze\r")
+        return terminal.expect("size\r\n")
+
     terminal.resize(33, 77)
-    terminal.send("stty size; echo si''ze\r")
-    assert "33 77" in terminal.expect("size\r\n")
+    wait_for(lambda: "33 77" in size(), 20, "the new size, which srun sends late")
     # The shell itself may miss an interrupt between two commands.
     terminal.send("sh -c \"echo sl''eeps; exec sleep 99\"\r")
     terminal.expect("sleeps\r\n")

@@ -24,7 +24,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest, checksum
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.extended]
 
 TWO_RANKS = ["--backend", "local", "--ntasks-per-node", "2", "--standby-workers", "never"]
 
@@ -141,7 +141,6 @@ def own_code(tmp_path_factory) -> Run:
     return run
 
 
-@pytest.mark.extended
 def test_killed_run_is_identical(killed):
     result = assert_identical(killed)
     assert (result["ranks"], result["recorded_ranks"]) == ([2], [2])

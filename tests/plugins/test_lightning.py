@@ -13,6 +13,7 @@ from hpctrain.rundir import RUN_DIR_VARIABLE
 
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.extended,  # each run imports Lightning
     pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
 ]
@@ -24,7 +25,6 @@ def undisturbed(tmp_path_factory):
     return train(tmp_path_factory.mktemp("undisturbed"), "train_with_lightning.py")
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("disturb", [pytest.param("requeue:6", marks=pytest.mark.long), "kill:5"])
 def test_disturbed_run_is_bitwise_identical(disturb, undisturbed, tmp_path):
     """Step 6 is the last of an epoch, so that validation and the end of the epoch come before the stop."""
