@@ -34,9 +34,6 @@ _WITH_CLUSTER = ("setup", "pull")
 _WITH_SCRIPT = ("submit", "sweep", "exec", "shell")
 
 
-#: Words of a submission that queries nothing from Slurm.
-_WITHOUT_SLURM = frozenset({"-h", "--help", "--show-config", "--explain", "local", "--backend=local"})
-
 #: Names of the same commands in other tools.
 _ALIASES = {
     "ckpt": "checkpoints",
@@ -106,12 +103,6 @@ class _LazyGroup(click.Group):
 
             if not asks_for_help(args):
                 ctx.exit(run_on_clusters(clusters.split(","), args))
-        if args[0] == "submit" and not ctx.resilient_parsing and not _WITHOUT_SLURM.intersection(args):
-            from hpctrain.slurm.environment import strip_job_env
-            from hpctrain.slurm.site_queries import begin_query
-
-            # The queries take as long as the imports of the command.
-            ctx.call_on_close(begin_query(strip_job_env(os.environ)))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm.command import SlurmCall
@@ -17,27 +17,9 @@ _NODES = ("sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%T|%N
 _PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 
 
-#: The queries of `begin_query`, and their environment.
-_begun: list[tuple[Mapping[str, str], list[SlurmCall]]] = []
-
-
-def begin_query(environ: Mapping[str, str]) -> Callable[[], None]:
-    """Start the queries of the next `query_site`, so that they run during slow imports.
-
-    Returns:
-        A function that ends them if they were not used.
-    """
-    _begun[:] = [(dict(environ), query_site(environ))]
-    return _begun.clear
-
-
 def query_site(environ: Mapping[str, str]) -> list[SlurmCall]:
-    """Start the queries for nodes, configuration and partitions, unless `begin_query` has started them.
+    """Start the queries for nodes, configuration and partitions.
 
     The three commands run concurrently.
     """
-    if _begun:
-        begun_environ, calls = _begun.pop()
-        if begun_environ == environ:
-            return calls
     return [SlurmCall(command, environ) for command in (_NODES, CONFIG_COMMAND, _PARTITIONS)]

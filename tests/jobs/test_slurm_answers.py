@@ -15,7 +15,6 @@ from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import job_requests
 from hpctrain.slurm.command import SlurmCall, run_all, run_slurm
-from hpctrain.slurm.site_queries import begin_query, query_site
 
 
 def test_rejection_has_slurms_message_and_leaves_no_folder(fake_slurm, prepared, tmp_path):
@@ -130,22 +129,6 @@ def test_answer_within_the_timeout_can_be_read_later():
     call = SlurmCall(["echo", "a"], dict(os.environ), timeout_s=0.2)
     time.sleep(0.3)
     assert call.answer() == ("a\n", "")
-
-
-def test_queries_begin_before_they_are_used(tmp_path):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name in ("sinfo", "scontrol"):
-        (folder / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/calls; echo $WHO\n")
-        (folder / name).chmod(0o755)
-    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "WHO": "me"}
-    begin_query(environ)
-    assert run_all(query_site(environ)) == ["me\n"] * 3
-    assert run_all(query_site(environ)) == ["me\n"] * 3
-    assert len((tmp_path / "calls").read_text().split()) == 6
-    end = begin_query(environ)
-    assert run_all(query_site(environ | {"WHO": "other"})) == ["other\n"] * 3
-    end()
 
 
 def test_unrunnable_command_is_reported():
