@@ -267,7 +267,7 @@ def main() -> int:
     args = parser.parse_args()
     first, _, last = args.seeds.partition(":")
     if not first.isdecimal() or (last and not (last.isdecimal() and int(last) > int(first))):
-        parser.error(f"SEEDS (--seeds) is {args.seeds!r}, but must be FIRST:LAST, such as 0:10000, or one seed.")
+        parser.error(f"SEEDS (--seeds) is {args.seeds!r}, but must be FIRST:LAST (0:10000) or one seed.")
     if not last:
         return _repeat(int(first), args.fault)
     cores = sorted(os.sched_getaffinity(0))
