@@ -9,4 +9,7 @@ fi
 if ! has "$1" 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     words="$words; GPUs (make test on a machine with one)"
 fi
+if [ -z "${CI:-}" ]; then
+    words="$words; the extended tests (CI=true make test)"
+fi
 echo "Not tested: $words"

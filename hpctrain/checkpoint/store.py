@@ -91,6 +91,7 @@ class CheckpointStore:
         )
         self._saver = Saver(self._target, retention or Retention(), checked)
         self._tier: LocalTier | None = None
+        self._has_neighbor_copies = neighbor_copies
         if second_tier is not None:
             self._tier, problem = LocalTier.open(
                 second_tier,
@@ -260,8 +261,7 @@ class CheckpointStore:
         """
         if self._in_flight is not None:
             self._join(self._in_flight)
-        skips_full = self._tier is not None and self._tier.has_neighbor_copies
-        found, broken = find_latest_valid(self._target, self._tier, skips_full=skips_full)
+        found, broken = find_latest_valid(self._target, self._tier, skips_full=self._has_neighbor_copies)
         return load(self._coordinator, found, like) if found else None, broken
 
     def set_aside_after(self, step: int) -> list[str]:
@@ -354,8 +354,8 @@ def find_latest_valid(
             checkpoint.
 
     Returns:
-        The checkpoint or None, and a message for each checkpoint set aside, with its name, the problem and
-        its new location.
+        The checkpoint or None, and a message for each checkpoint that was skipped: set aside, with its name,
+        the problem and its new location; or not copied.
 
     Raises:
         CheckpointError: on all ranks: a checkpoint cannot be checked at the moment. It is left unchanged.

@@ -35,7 +35,6 @@ class LocalTier:
 
     Attributes:
         target: the target of saves in the tier.
-        has_neighbor_copies: True if ranks also store the files of ranks on other nodes.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class LocalTier:
         self._shared = shared.directory
         self._limit_bytes, self._num_members = limit_bytes, len(members)
         leads = coordinator.rank == min(members)
-        self.has_neighbor_copies = leaders is not None
         targets = {} if leaders is None else _find_targets(leaders)
         self._target_rank = targets.get(coordinator.rank)
         #: The ranks on other nodes whose files this rank stores.

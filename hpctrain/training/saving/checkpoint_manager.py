@@ -332,14 +332,14 @@ class CheckpointManager:
 
     def _record_failure(self, error: CheckpointError, reassurance: str) -> None:
         copies_memory = self._in_flight is not None and self._in_flight.in_memory
-        is_of_earlier_save = isinstance(error, TierCopyFailed)
-        if copies_memory and not is_of_earlier_save:
+        if not isinstance(error, TierCopyFailed):
+            self._in_flight = None
+        if copies_memory and self._in_flight is None:
             assert self._copies is not None
-            self._in_flight, self._copies.has_stopped = None, True
+            self._copies.has_stopped = True
             reassurance = " Training continues without further copies in memory."
-        elif copies_memory or self._in_flight is None or not is_of_earlier_save:
-            if not copies_memory:
-                self._in_flight = None
+        # A failed copy to the run folder may belong to a save before the regular save in flight.
+        elif copies_memory or self._in_flight is None:
             self.found_disk_full = isinstance(error, DiskFull)
             self._schedule.on_save_failed()
         self._log.write_event("failure", cause=str(error))
