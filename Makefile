@@ -31,7 +31,7 @@ demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four r
 	$(BIN)/hpctrain submit $(if $(shell sbatch --version 2>/dev/null),--backend local) \
 	    --nodes 2 --gpus-per-node 2 --follow examples/digits.py
 
-test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: under a minute
+test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: one to two minutes
 	$(BIN)/pytest -q -n $(FAST_PROCESSES) --dist worksteal -m "not (slurm or ranks or slow or gpu or long)" \
 	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins \
 	    --ignore=tests/training/test_lightning_module.py # because the import of Lightning takes seconds
