@@ -1,15 +1,17 @@
 """Fraction of runs that end within the range that `hpctrain submit` predicted.
 
-    python benchmarks/predictions.py [--runs N] [--parallel N] [--folder FOLDER]
+    python benchmarks/predictions.py [--runs N] [--parallel N] [--folder FOLDER] [--slurm]
 
 Submits runs of 20 to 120 steps to the local backend, two at a time. At random steps, the rank is killed
 (every 200 steps on average) or the run is preempted (every 400 steps on average), each at most once per run.
 The first runs have no prediction, because there are no earlier runs. With --folder, the runs are kept, and a
-later call adds more runs.
+later call adds more runs. With --slurm, every second run is submitted to a sandbox (requires root and Slurm's
+packages).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import statistics
@@ -22,6 +24,7 @@ from pathlib import Path
 
 from results import Results
 
+from hpctrain import sandbox
 from hpctrain.files import read_json_lines
 from hpctrain.forecast.forecast_check import calibrate
 from hpctrain.forecast.run_forecast import RunForecast
@@ -62,25 +65,29 @@ KILL_STEPS, PREEMPT_STEPS = 200, 400
 LIMIT_S = 600.0
 
 
-def train(folder: Path, number: int) -> None:
-    """Run one training, with the disturbances that its number determines."""
+def train(folder: Path, number: int, box: sandbox.Sandbox | None) -> None:
+    """Run one training, with the disturbances that its number determines; odd numbers run in the sandbox."""
+    environ = {**os.environ, **(box.env if box else {})}
+    backend = "slurm" if box and number % 2 else "local"
     draw = random.Random(number)
     length = draw.choice(LENGTHS)
     killed_at, preempted_at = (round(draw.expovariate(1 / steps)) for steps in (KILL_STEPS, PREEMPT_STEPS))
     run = RunDir(folder / "runs" / f"{number:03d}")
-    submit = [sys.executable, "-m", "hpctrain", "submit", "--backend", "local", "--ntasks-per-node", "1"]
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--backend", backend, "--ntasks-per-node", "1"]
     submit += ["--no-code-snapshot", "--standby-workers", "never", "--env", f"KILLED_AT={killed_at}"]
     submit += ["--run-dir", str(run.path), str(folder / "train.py"), "--max-steps", str(length)]
-    subprocess.run(submit, cwd=folder, check=True, capture_output=True)
+    if backend == "slurm":
+        submit[4:4] = ["--time", "10"]
+    subprocess.run(submit, cwd=folder, env=environ, check=True, capture_output=True)
     deadline = time.monotonic() + LIMIT_S
     if preempted_at < length - 5 and preempted_at < killed_at:
         while not any(record.get("step", 0) >= preempted_at for record in read_json_lines(run.metrics)):
             if time.monotonic() > deadline:
                 sys.exit(f"run {number} did not reach step {preempted_at} within {LIMIT_S:g} s")
             time.sleep(0.1)
-        control.preempt([run], dict(os.environ))
+        control.preempt([run], environ)
     wait = [sys.executable, "-m", "hpctrain", "wait", str(run.path)]
-    subprocess.run(wait, check=True, capture_output=True, timeout=LIMIT_S)
+    subprocess.run(wait, env=environ, check=True, capture_output=True, timeout=LIMIT_S)
 
 
 def main() -> None:
@@ -88,15 +95,20 @@ def main() -> None:
     results.parser.add_argument("--runs", type=int, default=60)
     results.parser.add_argument("--parallel", type=int, default=2)
     results.parser.add_argument("--folder", type=Path)
+    results.parser.add_argument("--slurm", action="store_true")
     options = results.parse()
-    with tempfile.TemporaryDirectory() as name:
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory())
+        box = sandbox.up(f"bench-{os.getpid()}", nodes=1, gpus_per_node=0) if options.slurm else None
+        if box:
+            stack.callback(box.down)
         folder = (options.folder or Path(name)).absolute()
         runs_dir = folder / "runs"
         runs_dir.mkdir(parents=True, exist_ok=True)
         (folder / "train.py").write_text(SCRIPT)
         first = len(list(runs_dir.iterdir()))
         with ThreadPoolExecutor(options.parallel) as pool:
-            list(pool.map(lambda number: train(folder, number), range(first, first + options.runs)))
+            list(pool.map(lambda number: train(folder, number, box), range(first, first + options.runs)))
         outcomes = read_outcomes(runs_dir)
     calibration, in_range = calibrate(outcomes)
     forecasts = [found for one in outcomes if (found := RunForecast.from_record(one.forecast))]

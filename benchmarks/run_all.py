@@ -75,9 +75,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *(each.name for each in SECTIONS)])
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args()
+    known = [section.name for section in SECTIONS]
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"There is no benchmark {unknown[0]!r}. Choose from: {', '.join(known)}.")
     path, page = DOCS / "benchmarks.json", DOCS / "benchmarks.md"
     record = json.loads(path.read_text()) if path.exists() else {}
     failed = []
@@ -94,6 +97,7 @@ def main() -> None:
         record[section.name] = {**found, "before": before}
         path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     page.write_text(write_page(record))
+    print(f"\nWrote {page}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -115,9 +115,9 @@ def make_environment(folder: Path, packages: Iterable[str]) -> None:
                     os.link(source, target)
                 except OSError:
                     shutil.copy2(source, target)
-    for name in ("hpctrain", "slurm_templates"):
-        shutil.copytree(FOLDER / name, site_packages / name, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([folder / "bin/python", "-m", "compileall", "-q", site_packages / "hpctrain"], check=True)
+    package = site_packages / "hpctrain"
+    shutil.copytree(FOLDER / "hpctrain", package, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([folder / "bin/python", "-m", "compileall", "-q", package], check=True)
 
 
 def build_delay(folder: Path) -> Path:

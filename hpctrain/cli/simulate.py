@@ -155,6 +155,7 @@ def command(
                 "runs": report.states(),
                 "ends": report.ends,
                 "actions": report.actions,
+                "emergency_checkpoints": report.emergency_checkpoints,
                 "failed": reasons,
                 "most_starts_without_progress": report.most_starts_without_progress,
                 "trained_node_days": report.trained_s / 86_400,
@@ -169,6 +170,10 @@ def command(
     click.echo("runs     " + _counted(Counter({words.get(name, name): n for name, n in states.items()})))
     click.echo("ends     " + _counted(report.ends))
     click.echo("actions  " + _counted(report.actions))
+    if emergency_checkpoints:
+        source = f"copies every {copy_every:g} s" if copy_every else "surviving ranks"
+        count = pluralize(report.emergency_checkpoints, "emergency checkpoint")
+        click.echo(f"memory   {count} from {source}")
     total = report.trained_s + report.lost_s
     click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f}% of node time due to restarts")
     if report.effective is not None:

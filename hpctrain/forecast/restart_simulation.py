@@ -135,6 +135,8 @@ class SimulationResult:
     """Number of attempts that ended, by kind."""
     actions: Counter[str] = field(default_factory=Counter)
     most_starts_without_progress: int = 0
+    emergency_checkpoints: int = 0
+    """Number of attempts that ended with an emergency checkpoint."""
     trained_s: float = 0.0
     """Node-seconds of training that was kept."""
     lost_s: float = 0.0
@@ -316,6 +318,7 @@ class Simulation:
             run.starts_since_save = 0
             step = int((run.trained_s + run.memory_s) * 1000)
             run.events.append({"kind": "emergency_checkpoint", "step": step})
+            self.report.emergency_checkpoints += 1
         self.report.trained_s += kept * run.nodes
         restart_s = self._config.restart_s * len(run.hosts)
         self.report.lost_s += (trained - kept - run.memory_s) * run.nodes + restart_s

@@ -105,8 +105,7 @@ def workplace(tmp_path: Path) -> Iterator[Path]:
     """A folder that looks like the repository's root; processes that a failed page left there are killed."""
     folder = tmp_path / "repo"
     folder.mkdir()
-    for name in ("examples", "slurm_templates"):
-        (folder / name).symlink_to(REPO / name)
+    (folder / "examples").symlink_to(REPO / "examples")
     yield folder
     for run_dir in folder.glob("runs/*"):
         for process in run_processes(run_dir):

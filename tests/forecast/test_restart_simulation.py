@@ -65,6 +65,15 @@ def test_emergency_checkpoints_reduce_lost_time():
     assert with_them.lost_s < 0.85 * without.lost_s
     copies = check(replace(conditions, emergency_checkpoints=True, copy_every_s=600.0))
     assert with_them.lost_s < copies.lost_s < without.lost_s
+    assert without.emergency_checkpoints == 0 < copies.emergency_checkpoints
+
+
+def test_output_names_the_source_of_emergency_checkpoints():
+    options = ["--gpus=500", "--days=3", "--emergency-checkpoints"]
+    saved = CliRunner().invoke(command, options).output
+    assert re.search(r"^memory   \d+ emergency checkpoints? from surviving ranks$", saved, re.MULTILINE)
+    copied = CliRunner().invoke(command, [*options, "--copy-every=60"]).output
+    assert re.search(r"^memory   \d+ emergency checkpoints? from copies every 60 s$", copied, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 
 import pytest
 from helpers import REPOSITORY
@@ -13,7 +14,7 @@ from helpers.golden_scripts import FOLDER, JOBS, golden_file, golden_text
 
 import hpctrain
 from hpctrain.errors import RunFailed, SpecError
-from hpctrain.jobs.submit.render import TEMPLATE_SUFFIX, render, shipped_templates
+from hpctrain.jobs.submit.render import BUILT_IN_TEMPLATES, render
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.shell_setup import ShellSetup
@@ -86,7 +87,7 @@ def test_names_are_never_executed(make_spec, tmp_path, word):
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_user_template_extends_a_shipped_one(make_spec, tmp_path):
+def test_custom_template_extends_a_built_in_one(make_spec, tmp_path):
     own_template = tmp_path / "mine.j2"
     own_template.write_text(
         '{% extends "ddp.sbatch.j2" %}\n{% block setup %}\n{{ super() -}}\n'
@@ -239,7 +240,7 @@ def test_invalid_template_is_reported(make_spec, tmp_path, source, message):
     "source",
     [
         "{{ cycler.__init__.__globals__.os.popen('touch ran').read() }}",
-        "{% set f = need.func.__globals__ %}{{ f.os.system('touch ran') }}",
+        "{% set f = range.__globals__ %}{{ f.os.system('touch ran') }}",
         "{{ spec.__class__.__mro__ }}",
         "{{ '{0.__class__}'.format(spec) }}",
         "{{ (spec.entry | attr('__class__')).__name__ }}",
@@ -267,11 +268,18 @@ def test_template_with_a_failing_expression_is_reported(make_spec, tmp_path, sou
         render(make_spec(template=str(tmp_path / "mine.j2")))
 
 
-def test_shipped_templates_have_the_suffix():
-    assert {path.name.removesuffix(TEMPLATE_SUFFIX) for path in shipped_templates().iterdir()} == {
-        "base",
-        "cpu",
-        "ddp",
-        "ddp2",
-        "torchrun",
-    }
+@pytest.mark.parametrize("template", BUILT_IN_TEMPLATES)
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_template_that_only_extends_a_built_in_one_gives_the_same_script(make_spec, tmp_path, template, gpus):
+    own_template = tmp_path / "mine.j2"
+    own_template.write_text(f'{{% extends "{template}.sbatch.j2" %}}\n')
+    shell = ShellSetup(
+        modules=("cuda",),
+        conda="é 😀",
+        setup=("echo '{{ x }} {% raw %} \\n \\\\'", 'if :; then\n  echo "\'"\nfi'),
+    )
+    spec = make_spec(gpus_per_node=gpus, torchrun=TorchrunConfig(), shell=shell)
+    built_in = render(replace(spec, template=template))
+    assert render(replace(spec, template=str(own_template))) == built_in.replace(
+        f"from the template {template};", f"from the template {own_template};"
+    )

@@ -36,6 +36,8 @@ from simulation.world import World
 
 #: Seconds between searches for requests of the user, which the simulation does not make.
 _REQUESTS_INTERVAL_S = 60.0
+#: Seconds between messages about the progress.
+_REPORT_INTERVAL_S = 10.0
 _ROOT = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path("/tmp")
 
 
@@ -273,6 +275,7 @@ def main() -> int:
     cores = sorted(os.sched_getaffinity(0))
     chunks = (range(i, min(i + 100, int(last))) for i in range(int(first), int(last), 100))
     begun, done, events, failures, outcomes = time.perf_counter(), 0, 0, 0, Counter[str]()
+    next_report = begun + _REPORT_INTERVAL_S
     with contextlib.ExitStack() as stack:
         pools = [
             stack.enter_context(ProcessPoolExecutor(1, initializer=_enter, initargs=(cores[i % len(cores)],)))
@@ -290,7 +293,11 @@ def main() -> int:
                 failures += len(some_failures)
                 for words in some_failures:
                     print(words, flush=True)
-                is_over = args.time is not None and time.perf_counter() - begun > args.time
+                now = time.perf_counter()
+                if now > next_report:
+                    next_report = now + _REPORT_INTERVAL_S
+                    print(f"{done} seeds in {now - begun:.0f} s, {failures} failures", flush=True)
+                is_over = args.time is not None and now - begun > args.time
                 if not is_over and (chunk := next(chunks, None)) is not None:
                     running[pool.submit(_run_chunk, chunk)] = pool
     seconds = time.perf_counter() - begun

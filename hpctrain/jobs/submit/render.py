@@ -1,51 +1,34 @@
-"""Batch script of a job, from a Jinja template. Templates contain shell; Python computes the values."""
+"""Batch script of a job. The built-in templates consist of blocks, which a custom template can replace."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from functools import partial
-from pathlib import Path
-
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
-from hpctrain.jobs.submit.template_checks import check_blocks, check_rendered_script
 from hpctrain.spec.directives import all_directives, directive_lines
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.text import suggest
 
-TEMPLATE_SUFFIX = ".sbatch.j2"
-#: Exceptions that an invalid expression in a template may raise.
-_EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+#: Custom templates can extend each of them. `base` contains the blocks that all have in common.
+BUILT_IN_TEMPLATES = ("base", "cpu", "ddp", "ddp2", "torchrun")
 
-
-def shipped_templates() -> Path:
-    """Return the folder of the templates shipped with hpctrain."""
-    package = Path(__file__).resolve().parents[2]
-    inside = package / "slurm_templates"
-    # A wheel contains the templates in the package, a checkout contains them next to the package.
-    return inside if inside.is_dir() else package.parent / "slurm_templates"
+_LOAD_MODULES = """\
+# `module` is a shell function that is not defined in the shell of every job.
+for init in /etc/profile.d/{modules,lmod,z00_lmod}.sh "${LMOD_PKG:-/usr/share/lmod/lmod}/init/bash" \
+/usr/share/Modules/init/bash; do
+    type module >/dev/null 2>&1 || { [ ! -r "$init" ] || source "$init"; } || true
+done"""
 
 
 def render(spec: JobSpec) -> str:
     """Return the batch script of the job.
 
-    A template has access to `spec`, the list `directives` of `#SBATCH` lines, the `version` of hpctrain and
-    the filter `quote`, and may extend a shipped template by its file name.
-
     Raises:
         SpecError: there is no such template, it cannot be rendered, or it omits a requested setting.
     """
-    asked = spec.template or _default_template(spec)
-    text = _render_template(spec, asked)
-    _check_preparations(spec.shell, text, asked)
-    if spec.template is not None:
-        check_rendered_script(text, directive_lines(all_directives(spec)), asked)
-    return text
+    return _render(spec, None)
 
 
 def render_setup(spec: JobSpec) -> str:
@@ -54,115 +37,115 @@ def render_setup(spec: JobSpec) -> str:
     Raises:
         SpecError: see `render`; or the template starts the supervisor outside the `launch` block.
     """
-    asked = spec.template or _default_template(spec)
-    text = _render_template(spec, asked, launch='exec "$@"')
-    if "hpctrain.supervisor" in text:
-        raise SpecError(
-            f"The template {asked!r} (--template) starts the supervisor outside its block 'launch', so it "
-            "cannot start a shell instead. Extend a built-in template."
-        )
-    return text
+    return _render(spec, 'exec "$@"')
 
 
-def _render_template(spec: JobSpec, asked: str, launch: str | None = None) -> str:
-    """Return the script rendered from the template `asked`, a name or a path, without checking the result.
+def _render(spec: JobSpec, launch: str | None) -> str:
+    """Return the batch script; `launch` replaces the block that starts the supervisor."""
+    template = template_of(spec)
+    if os.sep in template:
+        from hpctrain.jobs.submit.custom_template import render_custom_template
 
-    `launch` replaces the block that starts the supervisor.
-    """
-    folder, file_name = _locate(asked)
-    environment = _jinja_environment(folder)
-    environment.globals["need"] = partial(_need, asked)
-    try:
-        if spec.template is not None:
-            check_blocks(environment, file_name)
-        template = environment.get_template(file_name)
-        if launch is not None:
-            template = environment.from_string(
-                f"{{% extends parent %}}{{% block launch %}}{launch}{{% endblock %}}", {"parent": template}
-            )
-        return template.render(
-            spec=spec,
-            directives=directive_lines(all_directives(spec)),
-            template=asked,
-            version=__version__,
-        )
-    except jinja2.TemplateSyntaxError as error:
-        words = str(error.message).rstrip(".")
-        raise SpecError(
-            f"Syntax error on line {error.lineno} of the template {error.filename}: {words}."
-        ) from error
-    except jinja2.exceptions.SecurityError as error:
-        words = str(error).rstrip(".")
-        raise SpecError(
-            f"The template {asked!r} (--template) uses a blocked expression: {words}. Templates are rendered "
-            "in a sandbox. Put Python code into the script, and add shell lines with --setup."
-        ) from error
-    except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
-        words = str(error).rstrip(".")
-        raise SpecError(f"Cannot render the template {asked!r} (--template): {words}.") from error
+        return render_custom_template(spec, template, launch)
+    blocks = built_in_blocks(spec, template)
+    return "".join(launch if launch and name == "launch" else text for name, text in blocks)
 
 
-def _jinja_environment(folder: Path) -> jinja2.Environment:
-    """Return a Jinja environment for shipped templates and those in `folder`.
-
-    Neither kind can run Python or change the request: a template may come from a cloned repository.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        loader=jinja2.FileSystemLoader([folder, shipped_templates()]),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["quote"] = _shell_quote
-    return environment
-
-
-def _default_template(spec: JobSpec) -> str:
-    """Return the shipped template for a job without `--template`."""
+def template_of(spec: JobSpec) -> str:
+    """Return the name or path of the job's template."""
+    if spec.template is not None:
+        return spec.template
     if spec.torchrun is not None:
         return "torchrun"
     return "ddp" if spec.gpus_per_node else "cpu"
 
 
-def _shell_quote(value: object) -> str:
+def built_in_blocks(spec: JobSpec, template: str) -> list[tuple[str, str]]:
+    """Return names and texts of the blocks of a built-in template; a block without a name cannot be replaced.
+
+    Raises:
+        SpecError: there is no such template, or it requires another option.
+    """
+    if template not in BUILT_IN_TEMPLATES:
+        hint = suggest(template, BUILT_IN_TEMPLATES)
+        raise SpecError(
+            f"Unknown template {template!r} (--template). {hint} A path contains / or ends in .j2."
+        )
+    if template == "torchrun" and spec.torchrun is None:
+        raise SpecError(
+            f"The template {template_of(spec)!r} (--template) requires --launcher torchrun. Add this option."
+        )
+    agent = "one torchrun agent per node" if spec.torchrun else "one process per rank"
+    launch = [
+        f"# The supervisor starts {agent}, and decides what to do when one exits.",
+        f"exec {shell_quote(spec.python)} -m hpctrain.supervisor {shell_quote(spec.run_dir)}",
+    ]
+    blocks = [
+        ("", _header(spec)),
+        ("directives", []),
+        ("", ["", "set -eo pipefail", ""]),
+        ("modules", _modules(spec)),
+        ("environment", _environment(spec)),
+        ("setup", _setup(spec, template)),
+        ("container", _container(spec)),
+        ("", [""]),
+        ("launch", launch),
+    ]
+    return [(name, "".join(f"{line}\n" for line in lines)) for name, lines in blocks]
+
+
+def shell_quote(value: object) -> str:
     """Return the value as one quoted shell word."""
     return shlex.quote(str(value))
 
 
-def _need(template: str, value: object, option: str) -> None:
-    """Raise an error if a required option is missing; called by templates."""
-    if not value:
-        raise SpecError(f"The template {template!r} (--template) requires {option}. Add this option.")
+def _header(spec: JobSpec) -> list[str]:
+    command = "sbatch" if spec.backend == "slurm" else "bash"
+    origin = f"`hpctrain submit` {__version__} from the template {shell_quote(template_of(spec))}"
+    return [
+        "#!/bin/bash",
+        f"# Written by {origin}; resubmitting the run overwrites this file.",
+        f"# To submit manually:  {command} job.sbatch   (script and arguments: spec.yaml)",
+        *directive_lines(all_directives(spec)),
+    ]
 
 
-def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
-    """Check that a custom template does not omit requested setup."""
-    asked = {
-        "--module": [_shell_quote(module) for module in shell.modules],
-        "--conda": [_shell_quote(shell.conda)] if shell.conda else [],
-        "--venv": [_shell_quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
-        "--setup": shell.setup,
-    }
-    for option, words in asked.items():
-        if missing := [word for word in words if word not in text]:
-            raise SpecError(
-                f"The template {template!r} (--template) omits {missing[0]} ({option}). Call super() in the "
-                "block that the template replaces, or remove the option."
-            )
+def _modules(spec: JobSpec) -> list[str]:
+    modules = [f"module load {shell_quote(module)}" for module in spec.shell.modules]
+    return [_LOAD_MODULES, *modules] if modules else []
 
 
-def _locate(asked: str) -> tuple[Path, str]:
-    """Return folder and file name for the name or path of a template."""
-    if os.sep in asked:
-        path = Path(asked)
-        if not path.is_file():
-            raise SpecError(f"Template {asked!r} (--template) not found. Check its path.")
-        return path.parent, path.name
-    shipped = shipped_templates()
-    names = sorted(path.name.removesuffix(TEMPLATE_SUFFIX) for path in shipped.glob(f"*{TEMPLATE_SUFFIX}"))
-    if asked not in names:
-        hint = suggest(asked, names)
-        raise SpecError(f"Unknown template {asked!r} (--template). {hint} A path contains / or ends in .j2.")
-    return shipped, asked + TEMPLATE_SUFFIX
+def _environment(spec: JobSpec) -> list[str]:
+    if spec.shell.conda:
+        hook = 'eval "$("${CONDA_EXE:-conda}" shell.bash hook)"'
+        return [hook, f"conda activate {shell_quote(spec.shell.conda)}"]
+    return [f"source {shell_quote(f'{spec.shell.venv}/bin/activate')}"] if spec.shell.venv else []
+
+
+def _setup(spec: JobSpec, template: str) -> list[str]:
+    """Return shell that runs once, before the supervisor: variables, limits."""
+    lines = []
+    if template == "ddp2":
+        lines += [
+            "# Default strategy of the Trainer: the ranks of a node share one batch.",
+            "export HPCTRAIN_STRATEGY=ddp2",
+        ]
+    if template == "ddp" or (template in ("ddp2", "torchrun") and spec.gpus_per_node):
+        lines += [
+            "# NCCL prints warnings and errors only.",
+            'export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"',
+        ]
+    elif template != "base":
+        lines += [
+            "# No GPU was requested: hide all GPUs, in case the node does not restrict access to them.",
+            'export CUDA_VISIBLE_DEVICES=""',
+        ]
+    return [*lines, *spec.shell.setup]
+
+
+def _container(spec: JobSpec) -> list[str]:
+    if spec.container is None:
+        return []
+    return [
+        f"# The ranks run in a container ({spec.container.runtime}); this script and the supervisor do not."
+    ]
