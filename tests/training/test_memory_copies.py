@@ -195,8 +195,19 @@ def test_interval_by_cost():
     assert not schedule.is_due_by_time()
     now = 100.0
     assert schedule.is_due_by_time()
-    schedule.has_stopped = True
+    schedule.on_started()
+    schedule.on_failed()
+    now = 104.0
     assert not schedule.is_due_by_time()
+    now = 105.0  # the pause
+    assert schedule.is_due_by_time()
+    schedule.on_started()
+    schedule.on_failed()
+    now = 114.0  # the second pause is longer
+    assert not schedule.is_due_by_time()
+    schedule.on_copied(1.0)
+    now = 155.0
+    assert schedule.is_due_by_time()
 
 
 @pytest.mark.parametrize(("most", "every"), [(1, 1), (2, 1), (3, 1), (10, 5)])

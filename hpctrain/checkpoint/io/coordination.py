@@ -10,6 +10,7 @@ import errno
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,9 @@ from hpctrain import messages
 from hpctrain.errors import CheckpointError, DiskFull, Unauthenticated
 
 T = TypeVar("T")
+
+#: Maximum size of a message between two ranks.
+_PART_BYTES = 64 * 2**20
 
 #: Start of the message of an OSError caused by a full disk or a quota.
 _FULL = re.compile(rf"\[Errno (?:{errno.ENOSPC}|{errno.EDQUOT})\]")
@@ -95,23 +99,32 @@ class RankCoordinator:
     def exchange(
         self, content: memoryview, target: int, sources: list[int], waiting_for: str
     ) -> list[memoryview]:
-        """Send `content` to `target`; return the contents that `sources` send to this rank."""
-        sizes = self.all_gather(len(content), waiting_for)
-        received = [torch.empty(sizes[source], dtype=torch.uint8) for source in sources]
+        """Send `content` to `target`; return the contents that `sources` send to this rank.
 
-        def transfer(group: dist.ProcessGroup) -> None:
+        Raises:
+            CheckpointError: on all ranks: a rank has no memory for the contents.
+        """
+        sizes = self.all_gather(len(content), waiting_for)
+        received = self.run_on_all(
+            lambda: [torch.empty(sizes[source], dtype=torch.uint8) for source in sources],
+            f"no memory for {waiting_for}",
+        )
+        own = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+        def transfer(group: dist.ProcessGroup, part: slice) -> None:
             pending: list[Any] = [
-                dist.irecv(tensor, self._members[source], group)
+                dist.irecv(tensor[part], self._members[source], group)
                 for source, tensor in zip(sources, received, strict=True)
-                if len(tensor)
+                if len(tensor[part])
             ]
-            if content:
-                own = torch.frombuffer(content, dtype=torch.uint8)
-                pending.append(dist.isend(own, self._members[target], group))
+            if len(own[part]):
+                pending.append(dist.isend(own[part], self._members[target], group))
             for each in pending:
                 each.wait()
 
-        self._communicate(waiting_for, transfer)
+        # The time limit applies to each part.
+        for start in range(0, max(sizes), _PART_BYTES):
+            self._communicate(waiting_for, partial(transfer, part=slice(start, start + _PART_BYTES)))
         return [tensor.numpy().data for tensor in received]
 
     def count_flags(self, *flags: bool, waiting_for: str) -> list[int]:

@@ -165,9 +165,9 @@ class LocalTier:
         """Exchange files with other nodes; return those received, by rank. All ranks must call this."""
         if self._target_rank is None:
             return {}
-        staged.ready.synchronize()
         content, waiting_for = staged.staged_file.content, "copies of the state on other nodes"
         coordinator = self.target.coordinator
+        coordinator.run_on_all(staged.ready.synchronize, f"cannot read the state for {waiting_for}")
         received = coordinator.exchange(content, self._target_rank, self.sources, waiting_for)
         return dict(zip(self.sources, received, strict=True))
 

@@ -113,7 +113,7 @@ class CheckpointManager:
         """
         if in_memory:
             assert self._copies is not None
-            if self._copies.has_stopped:
+            if self._copies.backoff.is_active:
                 return False
         elif self._schedule.in_backoff:
             return False
@@ -336,8 +336,8 @@ class CheckpointManager:
             self._in_flight = None
         if copies_memory and self._in_flight is None:
             assert self._copies is not None
-            self._copies.has_stopped = True
-            reassurance = " Training continues without further copies in memory."
+            self._copies.on_failed()
+            reassurance = " Training continues; hpctrain tries again later to copy the state to memory."
         # A failed copy to the run folder may belong to a save before the regular save in flight.
         elif copies_memory or self._in_flight is None:
             self.found_disk_full = isinstance(error, DiskFull)

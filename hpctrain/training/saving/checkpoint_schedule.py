@@ -15,6 +15,32 @@ _FIRST_SAVE_S = 2.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 600.0
 
 
+class Backoff:
+    """Pause after a failure, which doubles with each further failure.
+
+    Attributes:
+        num_failures: number of failures since the last success.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._until = clock, -math.inf
+        self.num_failures = 0
+
+    @property
+    def is_active(self) -> bool:
+        """True during the pause."""
+        return self._clock() < self._until
+
+    def begin(self) -> None:
+        """Record a failure, and begin the pause."""
+        self._until = self._clock() + min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2**self.num_failures)
+        self.num_failures += 1
+
+    def reset(self) -> None:
+        """Record a success."""
+        self.num_failures, self._until = 0, -math.inf
+
+
 class CheckpointSchedule:
     """Schedule of saves: at a fixed number of steps, or at the optimal interval (`auto`).
 
@@ -49,7 +75,7 @@ class CheckpointSchedule:
         self._stall_s = _FIRST_SAVE_S
         self.write_s: float | None = None
         self._in_flight = False
-        self._failures, self._backoff_until = 0, -math.inf
+        self._backoff = Backoff(clock)
 
     @property
     def mtbf_s(self) -> float:
@@ -71,19 +97,19 @@ class CheckpointSchedule:
         """Return true if this rank's clock requires a checkpoint soon."""
         if self._in_flight:
             return False
-        if self._failures:
+        if self.last_failed:
             return not self.in_backoff
         return self._every == "auto" and self._clock() >= self._save_started_at + self.interval_s
 
     @property
     def in_backoff(self) -> bool:
         """True during the pause after a failed save."""
-        return self._clock() < self._backoff_until
+        return self._backoff.is_active
 
     @property
     def last_failed(self) -> bool:
         """True if the latest completed save failed."""
-        return self._failures > 0
+        return self._backoff.num_failures > 0
 
     def on_save_started(self, stall_s: float) -> None:
         """Record the start of a save that blocked the training for `stall_s`."""
@@ -91,10 +117,10 @@ class CheckpointSchedule:
 
     def on_save_committed(self, write_s: float) -> None:
         """Record a commit, `write_s` seconds after the start of the save."""
-        self.write_s, self._in_flight, self._failures = write_s, False, 0
+        self.write_s, self._in_flight = write_s, False
+        self._backoff.reset()
 
     def on_save_failed(self) -> None:
         """Record a failed save."""
-        rest_s = min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2**self._failures)
-        self._in_flight, self._backoff_until = False, self._clock() + rest_s
-        self._failures += 1
+        self._in_flight = False
+        self._backoff.begin()

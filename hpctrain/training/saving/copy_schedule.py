@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
+from hpctrain.training.saving.checkpoint_schedule import Backoff
+
 #: Maximum share of the time that copies take.
 _MAX_SHARE = 0.02
 
@@ -19,7 +21,7 @@ class CopySchedule:
         every: steps between two copies; None with a measured interval.
         waits: True if training waits for the end of each copy and save.
         interval_s: seconds between the starts of two copies, if measured; infinite during a copy.
-        has_stopped: True after a failed copy.
+        backoff: pause after a failed copy.
     """
 
     def __init__(self, max_repeated: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +36,7 @@ class CopySchedule:
         self.waits = max_repeated == 1
         self._clock, self._begun_at = clock, clock()
         self.interval_s = 0.0
-        self.has_stopped = False
+        self.backoff = Backoff(clock)
 
     def is_due_by_step(self, step: int) -> bool:
         """Return true if `step` is a multiple of the interval; the same on all ranks."""
@@ -43,7 +45,7 @@ class CopySchedule:
     def is_due_by_time(self) -> bool:
         """Return true if this rank's clock requires a copy soon."""
         is_due = self.every is None and self._clock() >= self._begun_at + self.interval_s
-        return is_due and not self.has_stopped
+        return is_due and not self.backoff.is_active
 
     def on_started(self) -> None:
         """Record the start of a copy."""
@@ -52,3 +54,9 @@ class CopySchedule:
     def on_copied(self, seconds: float) -> None:
         """Record the end of a copy, `seconds` after its start."""
         self.interval_s = seconds / _MAX_SHARE
+        self.backoff.reset()
+
+    def on_failed(self) -> None:
+        """Record a failed copy."""
+        self.interval_s = 0.0
+        self.backoff.begin()
