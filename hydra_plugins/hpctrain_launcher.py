@@ -26,6 +26,12 @@ with suppress(ImportError):
             super().__init__(**params)
             self._wait, self._folder = wait, submitit_folder
 
+        def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
+            """Run one job; raise its exception, so that its run fails."""
+            result = super().__call__(*args, **kwargs)
+            _ = result.return_value
+            return result
+
         def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
             # Hydra imports its plugins at each start of the program.
             from hpctrain.jobs.executor import Executor

@@ -11,7 +11,7 @@ from hpctrain.cli.common import echo_table, one_line
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import varying_hparams
-from hpctrain.telemetry.report.run_results import Mode, RunResults, read_results
+from hpctrain.telemetry.report.run_results import Mode, RunResults, common_ranking, read_results
 from hpctrain.text import NOTHING, format_count, format_number, suggest
 
 if TYPE_CHECKING:
@@ -24,8 +24,14 @@ ResultRow = tuple["RunStatus", RunResults]
 def read_rows(
     statuses: Sequence[RunStatus], metric: str | None = None, mode: Mode | None = None
 ) -> list[ResultRow]:
-    """Read the results of each run. See `read_results`."""
-    return [(status, read_results(RunDir(Path(status.run_dir)), metric, mode)) for status in statuses]
+    """Read the results of each run. All best values are those of the same metric. See `read_results`."""
+    folders = [RunDir(Path(status.run_dir)) for status in statuses]
+    found = [read_results(folder, metric, mode) for folder in folders]
+    ranking = common_ranking(results.best for results in found)
+    for place, (folder, results) in enumerate(zip(folders, found, strict=True)):
+        if results.best and (results.best.metric, results.best.mode) != ranking:
+            found[place] = read_results(folder, *ranking)
+    return list(zip(statuses, found, strict=True))
 
 
 def sort_rows(rows: Sequence[ResultRow], name: str, *, reverse: bool = False) -> list[ResultRow]:

@@ -172,8 +172,8 @@ def command(
     click.echo("actions  " + _counted(report.actions))
     if emergency_checkpoints:
         source = f"copies every {copy_every:g} s" if copy_every else "surviving ranks"
-        count = pluralize(report.emergency_checkpoints, "emergency checkpoint")
-        click.echo(f"memory   {count} from {source}")
+        saved = pluralize(report.emergency_checkpoints, "emergency checkpoint")
+        click.echo(f"memory   {saved} from {source}")
     total = report.trained_s + report.lost_s
     click.echo(f"lost     {100 * report.lost_s / total if total else 0:.2f}% of node time due to restarts")
     if report.effective is not None:

@@ -26,15 +26,16 @@ from hpctrain.cli.common import (
     run_reference,
     short_path,
 )
-from hpctrain.errors import SpecError, UserError
+from hpctrain.errors import SchedulerError, SpecError, UserError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.rundir import RunDir
 from hpctrain.spec.program import ProgramKind
+from hpctrain.sweeps.search_space import inline_files
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, Sampler, SweepRecord, read_sweep
-from hpctrain.telemetry.report.run_results import Mode, describe_results
+from hpctrain.telemetry.report.run_results import Mode, describe_results, rank_key
 from hpctrain.text import pluralize
 
 if TYPE_CHECKING:
@@ -60,11 +61,18 @@ def command() -> None:
     """  # noqa: D301
 
 
+def _parse_over(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    names = [text.partition("=")[0] for text in values]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise click.BadParameter(f"{repeated!r} is given twice. List its values: --over {repeated}=1,2.")
+    return parse_pairs(ctx, param, values)
+
+
 _over_option = click.option(
     "--over",
     "over",
     multiple=True,
-    callback=parse_pairs,
+    callback=_parse_over,
     metavar="NAME=VALUES",
     help="Hyper-parameter and its values: a list (1e-4,3e-4), integers (0:5 is 0 to 4), a range for --random "
     "or --optuna (1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",
@@ -169,6 +177,8 @@ def submit_(
         )
     if rule is not None and metric is None:
         raise click.UsageError("--stop-early compares trials by a metric. Add --metric NAME.")
+    if metric is None and mode is not None:
+        raise click.UsageError("--mode is the direction of a metric. Add --metric NAME.")
     if rule is None and min_steps is not None:
         raise click.UsageError("--min-steps has no effect without --stop-early. Add --stop-early asha.")
     if number is None and num_optuna is None and sweep_seed is not None:
@@ -182,11 +192,15 @@ def submit_(
         if metric is None:
             raise click.UsageError("--optuna requires a metric to optimize. Add --metric NAME.")
         check_optuna_installed()
+    if rule or num_optuna:
+        mode = mode or "min"
     stopping = StoppingRule.parse(rule, metric, mode or "min", min_steps or 100) if rule and metric else None
+    if asked["dry_run"] and asked["as_json"]:
+        raise click.UsageError("--dry-run prints the arguments of the trials as text. Remove --json.")
     record = SweepRecord(
         args=args,
         format=form,
-        space=space,
+        space=inline_files(space, Path.cwd()),
         folder=str(Path.cwd()),
         sampler=sampler,
         seed=sweep_seed or 0,
@@ -248,19 +262,15 @@ def _submit(
     click.echo("Next: " + "  |  ".join(f"{name} sweep {word} {handle}" for word in words))
 
 
-def _rows(run: Run, record: SweepRecord | None, metric: str | None, mode: Mode | None) -> list[ResultRow]:
+def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[ResultRow]:
     """Return the trials of a sweep, best first."""
-    from hpctrain.cli.results_table import read_rows, sort_rows
+    from hpctrain.cli.results_table import read_rows
     from hpctrain.jobs.runs.run import query_statuses
 
     if not run.dir.tasks():
         raise UserError(f"Run {run.run_id} is neither a sweep nor a job array. Use `hpctrain status`.")
-    if record is not None:
-        mode = mode or (record.mode if metric in (None, record.metric) else None)
-        metric = metric or record.metric
     rows = read_rows(query_statuses(run.tasks(), skip_unreadable=True), metric, mode)
-    best = next((results.best for _, results in rows if results.best), None)
-    return rows if best is None else sort_rows(rows, best.metric, reverse=best.mode == "max")
+    return sorted(rows, key=lambda row: rank_key(row[1].best))
 
 
 _metric_options = (
@@ -285,7 +295,7 @@ def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_j
 
     found = open_run(run, runs_dir)
     record = read_sweep(found.dir)
-    whole, rows = found.status(), _rows(found, record, metric, mode)
+    whole, rows = found.status(), _rows(found, metric, mode)
     if as_json:
         echo_json(
             {
@@ -313,7 +323,7 @@ def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_jso
     from hpctrain.cli.results_table import as_document
 
     found = open_run(run, runs_dir)
-    rows = _rows(found, read_sweep(found.dir), metric, mode)
+    rows = _rows(found, metric, mode)
     if not rows or (value := rows[0][1].best) is None:
         name = f"the metric {metric!r}" if metric else "a metric"
         raise UserError(
@@ -350,12 +360,20 @@ def resume(
     from hpctrain.jobs.runs.run import query_statuses
     from hpctrain.slurm.states import RunState
 
-    done = (RunState.FAILED, RunState.CANCELLED)
-    statuses = zip(found.dir.tasks(), query_statuses(found.tasks()), strict=True)
-    states = {index: its.state for index, its in statuses}
-    missing = [
-        index for index in range(len(record.trials)) if (state := states.get(index)) is None or state in done
-    ]
+    statuses = dict(zip(found.dir.tasks(), query_statuses(found.tasks()), strict=True))
+    missing, unknown = [], []
+    for index in range(len(record.trials)):
+        its = statuses.get(index)
+        # A trial without a job was never submitted.
+        if its is None or its.job_id is None or its.state in (RunState.FAILED, RunState.CANCELLED):
+            missing.append(index)
+        elif its.state is RunState.UNKNOWN:
+            unknown.append(its.run_id)
+    if unknown:
+        raise SchedulerError(
+            f"Cannot determine whether {unknown[0]} and {pluralize(len(unknown) - 1, 'other trial')} are "
+            "still active. Resume the sweep when Slurm responds."
+        )
     if not missing:
         raise SpecError(f"Nothing to resume: every trial of {found.run_id} is complete or active.")
     _resubmit(ctx, found, record, missing, concurrent, options)
@@ -395,7 +413,7 @@ def extend(
         raise click.UsageError("Optuna chooses the trials of this sweep. Add only --optuna N.")
     if record.sampler == "grid" and (not over or number or num_optuna):
         raise click.UsageError("This sweep is a grid. Add values: --over NAME=VALUES.")
-    larger = replace(record, space={**record.space, **over}).with_trials(number or num_optuna or 0)
+    larger = record.with_values(over, Path.cwd()).with_trials(number or num_optuna or 0)
     new = range(len(record.trials), len(larger.trials))
     if not new:
         raise SpecError(f"The sweep {found.run_id} already has all of these trials.")

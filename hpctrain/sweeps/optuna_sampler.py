@@ -6,7 +6,9 @@ import json
 import os
 import random
 import threading
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UserError
@@ -44,17 +46,22 @@ def choose_values(trial: RunDir, sweep: SweepRecord) -> TrialValues:
 def _ask(trial: RunDir, sweep: SweepRecord) -> None:
     import optuna
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
     assert trial.array is not None
     journal = trial.array.optuna_journal
     open(journal, "ab", opener=own_file).close()  # Optuna would create it with the umask.
+    lock = JournalFileSymlinkLock(str(journal))  # also works on NFS
+    lock.acquire()
+    try:
+        _truncate_incomplete_line(journal)
+    finally:
+        lock.release()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     seed = random.Random(f"{sweep.seed}:{trial.path.name}").getrandbits(32)
     study = optuna.create_study(
         study_name=_STUDY,
-        # Its lock is a symbolic link, which also works on NFS.
-        storage=JournalStorage(JournalFileBackend(str(journal))),
+        storage=JournalStorage(JournalFileBackend(str(journal), lock_obj=lock)),
         direction="maximize" if sweep.mode == "max" else "minimize",
         # Trials that are still running count as bad ones, so that concurrent trials do not try the same.
         sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
@@ -68,8 +75,18 @@ def _ask(trial: RunDir, sweep: SweepRecord) -> None:
     create_atomic(trial.optuna_trial, content, f"{os.uname().nodename}-{threading.get_native_id()}")
 
 
+def _truncate_incomplete_line(journal: Path) -> None:
+    """Remove an incomplete last line, which a full disk leaves and Optuna could not read."""
+    with open(journal, "r+b") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+
+
 def _add_results(study: Study, array: RunDir, sweep: SweepRecord) -> None:
     """Add the results of the trials that have finished since the last call."""
+    from optuna.exceptions import UpdateFinishedTrialError
+
     known = {trial.number for trial in study.trials if trial.state.is_finished()}
     for trial in map(array.task, array.tasks()):
         if not trial.optuna_trial.exists() or (number := _read(trial)[0]) in known:
@@ -79,7 +96,9 @@ def _add_results(study: Study, array: RunDir, sweep: SweepRecord) -> None:
         if ends and ends[-1] in ("COMPLETED", STOPPED_EARLY):
             best = read_results(trial, sweep.metric, sweep.mode or "min").best
             if best is not None:
-                study.tell(number, best.value, skip_if_finished=True)
+                # Another trial that starts now may be faster, even after the check of this call.
+                with suppress(UpdateFinishedTrialError):
+                    study.tell(number, best.value, skip_if_finished=True)
 
 
 def _read(trial: RunDir) -> tuple[int, TrialValues]:

@@ -68,17 +68,27 @@ def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[
     return space
 
 
+def inline_files(given: Mapping[str, str | list[str]], folder: Path) -> dict[str, str | list[str]]:
+    """Replace each `@FILE` by the file's values, because the file may change during the sweep.
+
+    Raises:
+        UserError: see `parse_space`.
+    """
+    named = {name: text for name, text in given.items() if isinstance(text, str) and text.startswith("@")}
+    return {**given, **{name: list(values) for name, values in parse_space(named, folder).items()}}  # type: ignore[arg-type]
+
+
 def _parse(name: str, text: str, folder: Path) -> Values:
     if text.startswith("@"):
         path = folder / text[1:]
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError) as error:  # A path with a NUL is a ValueError.
             words = getattr(error, "strerror", None) or error
             raise UserError(
                 f"Cannot read the values of {name} from {str(path)!r} (--over): {words}."
             ) from error
-        return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
     if match := _RANGE.fullmatch(text):
         step = int(match[3] or 1)
         numbers = range(int(match[1]), int(match[2]), step) if step else range(0)

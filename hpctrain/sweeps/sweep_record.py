@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,16 @@ from typing import Literal
 from hpctrain.errors import UserError
 from hpctrain.files import read_json
 from hpctrain.rundir import RunDir
-from hpctrain.sweeps.search_space import SearchSpace, TrialValues, draw_trials, grid, parse_space
+from hpctrain.slurm.job_array import MAX_TASKS
+from hpctrain.sweeps.search_space import (
+    SearchSpace,
+    TrialValues,
+    ValueRange,
+    draw_trials,
+    grid,
+    inline_files,
+    parse_space,
+)
 from hpctrain.sweeps.stopping_rules import StoppingRule
 
 Sampler = Literal["grid", "random", "optuna"]
@@ -59,8 +68,35 @@ class SweepRecord:
     def parsed_space(self) -> SearchSpace:
         return parse_space(self.space, Path(self.folder))
 
+    def with_values(self, given: Mapping[str, str], folder: Path) -> SweepRecord:
+        """Add values to a grid, or replace the values that a sampler draws.
+
+        Args:
+            given: values by hyper-parameter, as given by the user.
+            folder: folder of files with values.
+
+        Raises:
+            UserError: see `parse_space`.
+        """
+        new = inline_files(given, folder)
+        if self.sampler == "grid":
+            old, added = self.parsed_space, parse_space(new, folder)
+            for name, values in added.items():
+                if not isinstance(values, ValueRange):
+                    new[name] = list(dict.fromkeys([*old[name], *values]))  # type: ignore[misc]
+        return replace(self, space={**self.space, **new})
+
     def with_trials(self, number: int = 0) -> SweepRecord:
-        """Add the missing trials of the grid, or `number` trials drawn by the sampler."""
+        """Add the missing trials of the grid, or `number` trials drawn by the sampler.
+
+        Raises:
+            UserError: the sweep would have too many trials, or its values are invalid.
+        """
+        if len(self.trials) + number > MAX_TASKS:
+            raise UserError(
+                f"The sweep would have {len(self.trials) + number} trials, but can have at most {MAX_TASKS}. "
+                "Add fewer trials, or submit another sweep."
+            )
         if self.sampler == "grid":
             new = [trial for trial in grid(self.parsed_space) if trial not in self.trials]
         elif self.sampler == "optuna":

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hpctrain.rundir import RunDir
+from hpctrain.sweeps.sweep_record import SweepRecord
 
 
 @pytest.fixture
@@ -91,3 +92,68 @@ def test_escape_sequences_are_not_printed(hpctrain, array):
         result = hpctrain(*args)
         assert result.returncode == 0, result.stderr
         assert "\x1b" not in result.stdout
+
+
+def make_sweep(tmp_path) -> RunDir:
+    sweep = RunDir(tmp_path / "runs" / "b")
+    sweep.path.mkdir(parents=True)
+    sweep.spec.write_text("script: /x/train.py\n")
+    sweep.log_event("submitted", 0, job_id="7", backend="local")
+    return sweep
+
+
+def add_trial(array: RunDir, number: int, **metrics: float) -> None:
+    task = array.task(number)
+    task.path.mkdir(parents=True)
+    task.spec.write_text(f"script: /x/train.py\nargs: [--lr, '0.{number}']\n")
+    task.log_event("submitted", 0, job_id=f"7_{number}", backend="local")
+    task.log_event("finished", 0, state="FAILED", exit_code=1)
+    task.storage.append(task.metrics, {"step": 9, **metrics})
+
+
+def test_trial_without_the_metric_of_the_others_is_last(hpctrain, tmp_path):
+    array = make_sweep(tmp_path)
+    # The first trial crashed before its first validation.
+    add_trial(array, 0, loss=0.5)
+    add_trial(array, 1, loss=0.2, val_loss=3.0)
+    add_trial(array, 2, loss=0.9, val_loss=2.0)
+    ranked = json.loads(hpctrain("sweep", "status", "b", "--json").stdout)["trials"]
+    assert [one["run_id"] for one in ranked] == ["b/task-2", "b/task-1", "b/task-0"]
+    assert [one["best"] and one["best"]["value"] for one in ranked] == [2.0, 3.0, None]
+    assert json.loads(hpctrain("sweep", "best", "b", "--json").stdout)["run_id"] == "b/task-2"
+    comparison = hpctrain("report", "b", "-o", "-").stdout
+    rows = [comparison.index(f"<td>b/task-{number}</td>") for number in (2, 1, 0)]
+    assert rows == sorted(rows)
+
+
+def test_sweep_is_ranked_by_its_metric_everywhere(hpctrain, tmp_path):
+    array = make_sweep(tmp_path)
+    for number, accuracy in enumerate((0.5, 0.9, 0.7)):
+        add_trial(array, number, val_loss=float(number), val_accuracy=accuracy)
+    array.sweep.write_text(
+        SweepRecord(args=(), space={}, folder="/", metric="val_accuracy", mode="max").text()
+    )
+    best_first = [1, 2, 0]
+    ranked = json.loads(hpctrain("sweep", "status", "b", "--json").stdout)["trials"]
+    assert [one["run_id"] for one in ranked] == [f"b/task-{number}" for number in best_first]
+    assert "best        val_accuracy 0.9 at step 9\n" in hpctrain("status", "b/task-1").stdout
+    comparison = hpctrain("report", "b", "-o", "-").stdout
+    rows = [comparison.index(f"<td>b/task-{number}</td>") for number in best_first]
+    assert rows == sorted(rows)
+    # An explicit metric has its own direction.
+    ranked = json.loads(hpctrain("sweep", "status", "b", "--metric", "val_loss", "--json").stdout)["trials"]
+    assert [one["run_id"] for one in ranked] == ["b/task-0", "b/task-1", "b/task-2"]
+
+
+def test_trials_that_were_never_submitted_are_resumed_and_not_cancelled(hpctrain, tmp_path):
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    submit = ["--backend=local", "--ntasks-per-node=1", "--run-dir=runs/s", "train.py"]
+    hpctrain("sweep", "--over", "lr=1,2", *submit)
+    hpctrain("wait", "s")
+    sweep = RunDir(tmp_path / "runs" / "s")
+    sweep.task(1).events.unlink()  # as if the submission of this trial had been interrupted
+    assert "COMPLETED" in hpctrain("cancel", "s/task-0").stderr + hpctrain("cancel", "s/task-0").stdout
+    resumed = hpctrain("sweep", "resume", "s", "--json")
+    assert json.loads(resumed.stdout)["trials"] == [1], resumed.stderr
+    hpctrain("wait", "s")
+    assert json.loads(hpctrain("status", "s/task-1", "--json").stdout)["state"] == "COMPLETED"

@@ -73,6 +73,9 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
     ("args", "words"),
     [
         (["train.py"], "The sweep has no hyper-parameters. Use --over NAME=VALUES"),
+        (["--over", "lr=1", "--mode", "max", "train.py"], "--mode is the direction of a metric"),
+        (["--over", "lr=1", "--dry-run", "--json", "train.py"], "Remove --json"),
+        (["--over", "lr=1", "--over", "lr=2", "train.py"], "'lr' is given twice"),
         (["train.py", "--over", "lr=1"], "Use --over NAME=VALUES before SCRIPT"),
         (["--over", "lr=1", "--follow", "train.py"], "No such option '--follow'"),
         (["--over", "lr", "train.py"], "'lr' is not of the form NAME=VALUES"),

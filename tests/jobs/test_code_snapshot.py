@@ -277,6 +277,20 @@ def test_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatch)
     assert not (tmp_path / "other run").exists()
 
 
+def test_interrupted_submission_keeps_the_copy_of_a_job_that_may_be_queued(
+    prepared, repo, tmp_path, monkeypatch
+):
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    submission = prepared(script=repo / "train.py", run_dir="r")
+    monkeypatch.setattr(type(submission.backend), "submit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        submit_prepared(submission)
+    (copy,) = (path for path in (tmp_path / "r" / "code").iterdir() if path.is_dir())
+    assert (copy / "train.py").exists()
+
+
 def test_file_that_cannot_be_copied_is_refused_before_the_submission(prepared, repo, tmp_path, monkeypatch):
     submission = prepared(script=repo / "train.py", run_dir="r")
     (repo / "new.py").unlink()

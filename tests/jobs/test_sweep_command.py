@@ -13,8 +13,11 @@ from click.testing import CliRunner, Result
 from helpers.commands import environment
 
 from hpctrain.cli.main import cli
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.spec.load_spec import load_spec
+from hpctrain.sweeps.sweep_record import SweepRecord, read_sweep
 
 
 @pytest.fixture
@@ -90,3 +93,22 @@ def test_runs_that_are_not_sweeps_are_refused(hpctrain):
     hpctrain("wait", "r")
     assert "neither a sweep nor a job array" in hpctrain("sweep", "status", "r").output
     assert "is not a sweep" in hpctrain("sweep", "resume", "r").output
+
+
+def test_rejected_extension_leaves_the_sweep_unchanged(prepared, tmp_path, monkeypatch):
+    def refuse(*_args, **_options):
+        raise SchedulerError("too many jobs")
+
+    record = SweepRecord(args=(), space={"n": "1..9"}, folder="/", sampler="random", metric="loss")
+    folder = RunDir(tmp_path / "r")
+    folder.path.mkdir()
+    folder.sweep.write_text(record.with_trials(1).text())
+    folder.task(0).path.mkdir()
+    for path in (folder.spec, folder.job_script):
+        path.touch()
+    submission = prepared(run_dir="r", array="1-2")
+    monkeypatch.setattr(type(submission.backend), "submit", refuse)
+    with pytest.raises(SchedulerError):
+        submit_prepared(submission, sweep=record.with_trials(3))
+    assert len(read_sweep(folder).trials) == 1
+    assert folder.tasks() == [0]

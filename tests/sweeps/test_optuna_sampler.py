@@ -91,6 +91,30 @@ def test_two_jobs_of_a_trial_use_the_same_values(tmp_path):
     assert chosen == [chosen[0]] * 4
 
 
+def test_trials_that_start_together_add_the_same_results(tmp_path):
+    array = RunDir(tmp_path / "sweep")
+    trials = [trial_of(array, number) for number in range(16)]
+    for number, trial in enumerate(trials[:8]):
+        choose_values(trial, sweep())
+        finish(trial, float(number))
+    with ThreadPoolExecutor(8) as pool:
+        chosen = list(pool.map(lambda trial: choose_values(trial, sweep()), trials[8:]))
+    assert len(chosen) == 8
+    assert sorted(one.value for one in study(array).trials if one.value is not None) == [
+        *map(float, range(8))
+    ]
+
+
+def test_incomplete_line_of_the_journal_is_removed(tmp_path):
+    array = RunDir(tmp_path / "sweep")
+    first, second = trial_of(array, 0), trial_of(array, 1)
+    choose_values(first, sweep())
+    with open(array.optuna_journal, "ab") as file:
+        file.write(b'{"op_code": 5, "work')  # as if the disk had been full
+    choose_values(second, sweep())
+    assert len(study(array).trials) == 2
+
+
 def test_only_finished_trials_have_results(tmp_path):
     array = RunDir(tmp_path / "sweep")
     trials = [trial_of(array, number) for number in range(6)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.job_array import MAX_TASKS
 from hpctrain.sweeps.sweep_record import SweepRecord, read_sweep
 
 
@@ -54,3 +57,29 @@ def test_record_is_restored_from_the_folder(tmp_path):
         run.sweep.write_text(damage)
         with pytest.raises(UserError, match="Cannot read the sweep's record"):
             read_sweep(run)
+
+
+def test_values_are_added_to_a_grid(tmp_path):
+    (tmp_path / "names.txt").write_text("a b\n  # comment\nd\u2028e\n")
+    made = record(space={"lr": "1,2", "name": "c", "seed": "0:2"}).with_trials()
+    made = made.with_values({"lr": "2,3"}, tmp_path).with_trials()
+    made = made.with_values({"name": "@names.txt"}, tmp_path).with_trials()
+    (tmp_path / "names.txt").unlink()
+    names, seeds = ["c", "a b", "d\u2028e"], ["0", "1"]
+    assert made.space == {"lr": ["1", "2", "3"], "name": names, "seed": "0:2"}
+    assert len(made.with_trials().trials) == 18
+    every = {(trial["lr"], trial["name"], trial["seed"]) for trial in made.trials}
+    assert every == set(itertools.product(["1", "2", "3"], names, seeds))
+
+
+def test_values_of_a_sampler_are_replaced(tmp_path):
+    made = record(sampler="random", space={"lr": "1,2"}).with_values({"lr": "3..4"}, tmp_path)
+    assert made.space == {"lr": "3..4"}
+
+
+def test_too_many_trials_are_refused():
+    made = record(sampler="random").with_trials(MAX_TASKS - 1)
+    with pytest.raises(UserError, match=f"would have {MAX_TASKS + 1} trials"):
+        made.with_trials(2)
+    with pytest.raises(UserError, match="at most"):
+        record(sampler="optuna").with_trials(10**9)

@@ -25,7 +25,8 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     status, parts = _query_status(run, environ)
     if status.state.ended:
         return status
-    going = [part for part, its in parts.items() if not its.state.ended]
+    # Tasks without a job were never submitted.
+    going = [part for part, its in parts.items() if not its.state.ended and its.job_id is not None] or [run]
     waiting = [part for part, its in parts.items() if its.state is RunState.PENDING]
     jobs = _jobs_of(going)
     asked_now = [part for part in going if not part.cancel_request.exists()]

@@ -97,9 +97,13 @@ class CodeSnapshot:
             os.rename(temporary, copy)
             script = None if self.script is None else str(copy / self.script)
             yield CodeRef(source=str(self.repository.root), copy=str(copy), script=script)
-        except BaseException as error:
+        except Exception as error:
+            # Other exceptions, such as Ctrl-C, may occur while the scheduler accepts the job.
             if not isinstance(error, SubmissionUnconfirmed):
                 _remove(temporary, copy)
+            raise
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
 
     def _copy_to(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.records.run_record import read_run_record
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.validation import check_spec
@@ -63,14 +63,13 @@ def submit_prepared(
             submission.snapshot.copied_into(folder)
             if submission.snapshot
             else nullcontext(spec.code) as code,
+            _written_sweep(folder, sweep) if sweep else nullcontext(),
         ):
             spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
             check_spec(spec)
             function_of = dict(zip((part.run_dir for part in tasks or [spec]), functions, strict=False))
             for part in (*tasks, spec):
                 _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
-            if sweep is not None:
-                write_atomic(folder.sweep, sweep.text(), private=True)
             write_atomic(folder.git_ignore, "*\n", durable=False)
             # Slurm's forecast must be complete by now: it would count this job as a pending one.
             submission.preflight.get_forecast()
@@ -144,6 +143,19 @@ def _write(spec: JobSpec, script: str | None, function: bytes | None) -> None:
     replace_files({path: it for path, it in files.items() if it is not None}, durable=durable, private=True)
 
 
+@contextmanager
+def _written_sweep(folder: RunDir, sweep: SweepRecord) -> Iterator[None]:
+    """Write the record of a sweep. If the block fails to submit its trials, restore the earlier record."""
+    earlier = folder.sweep.read_text() if folder.sweep.exists() else None
+    write_atomic(folder.sweep, sweep.text(), private=True)
+    try:
+        yield
+    except Exception as error:
+        if earlier is not None and not isinstance(error, SubmissionUnconfirmed):
+            write_atomic(folder.sweep, earlier, private=True)
+        raise
+
+
 def _record(spec: JobSpec, job_id: str, **more: Any) -> None:
     folder = _folder(spec)
     attempt = max(folder.attempts(), default=-1) + 1
@@ -213,8 +225,9 @@ def _refuse_active(runs: Sequence[Run]) -> None:
             raise _active_job_error(run, f", as job {held.holder.job_id}")
         if run.dir.cancel_request.exists() and read_run_record(run.dir).finished is None:
             # The supervisor was killed before it recorded the end. The cancel request will be removed.
-            attempt = max(run.dir.attempts(), default=0)
-            run.dir.log_event("finished", attempt, state="CANCELLED", exit_code=0, cause=None)
+            attempt, reason = max(run.dir.attempts(), default=0), run.dir.early_stop_reason()
+            state, note = (STOPPED_EARLY, {"note": reason}) if reason else ("CANCELLED", {})
+            run.dir.log_event("finished", attempt, state=state, exit_code=0, cause=None, **note)
 
 
 def _active_job_error(run: Run, job: str = "") -> SpecError:

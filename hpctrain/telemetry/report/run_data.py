@@ -27,7 +27,7 @@ from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_can
 from hpctrain.telemetry.report.device_metrics import COLUMNS, DeviceMetrics, read_device_metrics
 from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
 from hpctrain.telemetry.report.metric_curves import CurvePoint, MetricCurves, step_rates
-from hpctrain.telemetry.report.run_results import BestValue, find_best
+from hpctrain.telemetry.report.run_results import BestValue, find_best, read_ranking
 
 _J_PER_KWH = 3.6e6
 _ACTIVE_STATES = ("PENDING", "RUNNING")
@@ -205,7 +205,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         codes=read_codes(run),
         environment=environment,
         hparams=hparams,
-        best=find_best(run.checkpoints, curves, environment),
+        best=find_best(run.checkpoints, curves, environment, *read_ranking(run)),
         devices=devices,
         energy=_energy_use(devices, breakdown, max(curves.effective, default=0), environment),
         resubmit_command=list(state.resubmit_command),

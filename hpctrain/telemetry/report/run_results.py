@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from hpctrain.files import read_json
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
 from hpctrain.telemetry.report.artifacts import read_environment, read_spec
@@ -48,15 +50,49 @@ def read_results(
 
     Args:
         run: the run.
-        metric: the metric to optimize; None selects the metric of `keep_best`, or a validation metric.
-        mode: direction of the metric; None selects that of `keep_best`, or else `min`.
+        metric: the metric to optimize; None selects that of the run's sweep, then the metric of `keep_best`,
+            or else a validation metric.
+        mode: direction of the metric; None selects that of the sweep, then that of `keep_best`, or `min`.
         with_metrics: read the metrics, which takes seconds for millions of steps.
     """
     curves = MetricCurves.from_records(read_jsonl(run.metrics) if with_metrics else ())
     environment = read_environment(run)
+    metric, mode = read_ranking(run, metric, mode)
     last = {name: value for name in curves.names if (value := curves.last(name)) is not None}
     best = find_best(run.checkpoints, curves, environment, metric, mode)
     return RunResults(merge_hparams(read_spec(run.spec), environment), last, best)
+
+
+def read_ranking(
+    run: RunDir, metric: str | None = None, mode: Mode | None = None
+) -> tuple[str | None, Mode | None]:
+    """Complete a metric and its direction by those that rank the trials of the run's sweep, if any."""
+    try:
+        record = read_json(run.array.sweep) if run.array is not None else {}
+    except (OSError, ValueError):
+        return metric, mode
+    recorded, direction = record.get("metric"), record.get("mode")
+    if not isinstance(recorded, str) or metric not in (None, recorded):
+        return metric, mode
+    return recorded, mode or (direction if direction in get_args(Mode) else None)
+
+
+def common_ranking(best_values: Iterable[BestValue | None]) -> tuple[str | None, Mode | None]:
+    """Return the metric by which most of the runs are ranked, and its direction.
+
+    Runs that have logged no other metric than the training loss do not count, unless there are no others.
+    """
+    counts = Counter((best.metric, best.mode) for best in best_values if best is not None)
+    if not counts:
+        return None, None
+    return max(counts, key=lambda ranking: (ranking[0] != "loss", counts[ranking]))
+
+
+def rank_key(best: BestValue | None) -> tuple[bool, float]:
+    """Return the key that sorts runs with the same metric, best first; runs without a value are last."""
+    if best is None:
+        return True, 0.0
+    return False, -best.value if best.mode == "max" else best.value
 
 
 def find_best(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import HparamValue, varying_hparams
 from hpctrain.telemetry.report.run_data import RunData, format_setting
+from hpctrain.telemetry.report.run_results import common_ranking, find_best, rank_key
 from hpctrain.text import NOTHING, format_count, format_number
 
 #: Size of the drawing, and its largest number of axes.
@@ -31,17 +34,18 @@ class TrialTable:
 
 
 def best_first(runs: Sequence[RunData]) -> list[RunData]:
-    """Sort runs by their best values, if their hyper-parameters differ."""
-    best = next((run.best for run in runs if run.best), None)
-    if best is None or not varying_hparams([run.hparams for run in runs]):
+    """Sort runs by the best values of their common metric, if their hyper-parameters differ."""
+    ranking = common_ranking(run.best for run in runs)
+    if ranking[0] is None or not varying_hparams([run.hparams for run in runs]):
         return list(runs)
-    sign = -1 if best.mode == "max" else 1
-
-    def rank(run: RunData) -> tuple[bool, float]:
-        is_known = run.best is not None and run.best.metric == best.metric
-        return not is_known, sign * run.best.value if is_known and run.best else 0.0
-
-    return sorted(runs, key=rank)
+    folders = [RunDir(Path(run.folder)) for run in runs]
+    ranked = [
+        run
+        if run.best and (run.best.metric, run.best.mode) == ranking
+        else replace(run, best=find_best(folder.checkpoints, run.curves, run.environment, *ranking))
+        for run, folder in zip(runs, folders, strict=True)
+    ]
+    return sorted(ranked, key=lambda run: rank_key(run.best))
 
 
 def make_trial_table(ordered: Sequence[RunData]) -> TrialTable | None:
@@ -52,7 +56,7 @@ def make_trial_table(ordered: Sequence[RunData]) -> TrialTable | None:
     best = ordered[0].best
 
     def value_of(run: RunData) -> float | None:
-        return run.best.value if best and run.best and run.best.metric == best.metric else None
+        return run.best.value if run.best else None
 
     metric = f"{best.metric} (best)" if best is not None else "best"
     rows = [
