@@ -154,6 +154,53 @@ def assert_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
         assert ours[1][step] | values == ours[1][step], step
 
 
+class WithPositions(hpctrain.Module):
+    """The gradients of the positions and of the two biases share memory with others in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, 256), nn.Parameter(torch.zeros(64, 256))
+        self.first_bias, self.second_bias = (nn.Parameter(torch.zeros(64 * 256)) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        x = self.tokens(batch[0]) + self.positions.unsqueeze(0)
+        bias = self.first_bias.view(1, 64, 256) + self.second_bias.view(1, 64, 256)
+        return (x + bias - 1.0).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        return {"val_loss": self.training_step(batch, batch_idx)}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=10.0)
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return (torch.randint(0, 50, (64,), generator=torch.Generator().manual_seed(index)),)
+
+
+def fit_tokens(elastic: bool) -> dict[str, torch.Tensor]:
+    # Without gradient accumulation, which PyTorch itself computes incorrectly for such gradients.
+    settings = {"elastic_determinism": True, "grain_size": 1, "micro_batch_size": 1} if elastic else {}
+    torch.manual_seed(0)
+    module = WithPositions()
+    trainer = hpctrain.Trainer(max_steps=4, global_batch_size=4, seed=3, checkpoint_every=None, **settings)
+    trainer.fit(module, Sentences())
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_gradients_that_share_memory_are_not_changed():
+    (plain,) = run_on_ranks(fit_tokens, False, world_size=1)
+    (alone,) = run_on_ranks(fit_tokens, True, world_size=1)
+    four = run_on_ranks(fit_tokens, True, world_size=4)[0]
+    for name, value in plain.items():
+        torch.testing.assert_close(alone[name], value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(four[name], alone[name]), name
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_number_of_ranks_does_not_change_a_bit(undisturbed, tmp_path, world_size):

@@ -44,11 +44,19 @@ def to_floats(total: torch.Tensor, exponent: int, dtype: torch.dtype) -> torch.T
     return scale_in_place(floats, -exponent).to(dtype)
 
 
-def scale(x: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Return x · 2^exponent, without rounding unless the result is subnormal."""
+def scale(x: torch.Tensor, exponent: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x · 2^exponent, without rounding unless the result is subnormal.
+
+    Args:
+        x: floating-point numbers.
+        exponent: power of two.
+        buffer: float32 numbers that the result may replace.
+    """
     if x.dtype not in (torch.float32, torch.float64):
         x = x.float()
     if abs(exponent) <= _FLOAT32_EXPONENT:
+        if buffer is not None and x.dtype is torch.float32:
+            return torch.mul(x, 2.0**exponent, out=buffer[: x.numel()].view(x.shape))
         return x * 2.0**exponent
     half = exponent // 2
     return (x.double() * 2.0**half) * 2.0 ** (exponent - half)

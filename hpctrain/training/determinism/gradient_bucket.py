@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import all_gather_single
 from hpctrain.training.base.dtensor_parts import local_part
-from hpctrain.training.determinism.fixed_point import scale_in_place, to_floats, truncate
+from hpctrain.training.determinism.fixed_point import scale, scale_in_place, to_floats, truncate
 
 #: Default size of a bucket in megabytes of float32 gradients, as for DDP. The first bucket is smaller.
 _BUCKET_MB, _FIRST_BUCKET_MB = 25.0, 1.0
@@ -64,8 +64,12 @@ class SummedTensor:
 class GradientBucket:
     """Numbers that are sent together; with sharded parameters, one row for each rank."""
 
-    def __init__(self, tensors: list[SummedTensor], context: DistributedContext) -> None:
+    def __init__(
+        self, tensors: list[SummedTensor], context: DistributedContext, scaled: torch.Tensor
+    ) -> None:
+        """Group tensors; `scaled` is a float32 buffer with room for the largest of them."""
         self._tensors, self._context, self._is_sharded = tensors, context, tensors[0].is_sharded
+        self._scaled = scaled
         self._world_size = context.ranks.world_size if self._is_sharded else 1
         self._length = 0
         for each in tensors:
@@ -76,7 +80,7 @@ class GradientBucket:
         self.waiting = 0
         #: Terms of the current pass that are not yet added, by the number of the tensor.
         self.terms: list[tuple[int, torch.Tensor]] = []
-        #: Sums of this rank, or its only terms. Empty if a single rank has one term, which is its own sum.
+        #: Sums of this rank, or its only terms.
         self._totals = self._new(0)
         #: The integers of a pass, with a row for each rank. Exists only during the pass, to save memory.
         self._terms: torch.Tensor | None = None
@@ -103,11 +107,7 @@ class GradientBucket:
         )
         self.adds_floats = self._has_one_term and num_grains <= _MAX_ADDED_FLOATS
         dtype = torch.float32 if self._has_one_term else torch.int64
-        if self._has_one_term and not self._context.is_distributed:
-            self._totals = self._new(0, dtype)
-            for each in self._tensors:
-                each.total = self._totals
-        elif not len(self._totals) or self._totals.dtype is not dtype:
+        if not len(self._totals) or self._totals.dtype is not dtype:
             # Floats are divided into equal slices, one for each rank.
             length = self._length + _MAX_ADDED_FLOATS * self.num_peaks
             length = -(-length // world_size) * world_size if self._has_one_term else self._length
@@ -122,16 +122,19 @@ class GradientBucket:
         self.waiting = max(self.num_hooks, 1)
 
     def add(self, each: SummedTensor, term: torch.Tensor, exponent: int) -> None:
-        """Add a term, rounded to integers, toward zero. The term may be changed."""
+        """Add a term, rounded to integers, toward zero.
+
+        The term is not changed: a gradient may share memory with tensors that the backward pass still needs.
+        """
         is_first = each in self._missing
         self._missing.discard(each)
         if self.adds_floats:
-            each.total = truncate(term, exponent, each.total if self._context.is_distributed else term)
+            truncate(term, exponent, each.total)
             return
         if self._has_one_term:
             each.total.copy_(term)
             return
-        scaled = term if each.is_count else scale_in_place(term, exponent)
+        scaled = term if each.is_count else scale(term, exponent, self._scaled)
         if self._is_sharded:
             terms, length = self._terms_of_pass(), each.room(self._world_size)
             for row, part in enumerate(torch.split(scaled.reshape(-1), length) if length else ()):
@@ -150,10 +153,7 @@ class GradientBucket:
             self._pending.append((work, own))
         elif is_last:
             for each in self._missing:
-                if len(self._totals):
-                    each.total.zero_()
-                else:
-                    each.total = self._totals.new_zeros(each.local_shape)
+                each.total.zero_()
             if self._exchanges_floats:
                 if not len(self._received):
                     self._received = torch.empty_like(self._totals)
@@ -221,6 +221,7 @@ def make_buckets(
     tensors: Sequence[SummedTensor], context: DistributedContext, cap_mb: float | None
 ) -> list[GradientBucket]:
     """Group the tensors in reverse order, in which backward passes produce gradients; buffers come last."""
+    scaled = torch.empty(max(each.numel for each in tensors), device=context.device)
     buckets: list[GradientBucket] = []
     group: list[SummedTensor] = []
     length, last_kind = 0, None
@@ -230,10 +231,10 @@ def make_buckets(
         limit = int((cap_mb or (_BUCKET_MB if buckets else _FIRST_BUCKET_MB)) * 2**20) // 4
         kind = (each.is_sharded, each.computed is None)
         if group and (kind != last_kind or length + each.numel > limit):
-            buckets.append(GradientBucket(group, context))
+            buckets.append(GradientBucket(group, context, scaled))
             group, length = [], 0
         group.append(each)
         length, last_kind = length + each.numel, kind
-    buckets.append(GradientBucket(group, context))
+    buckets.append(GradientBucket(group, context, scaled))
     buckets[-1].num_peaks = len(tensors)
     return buckets
