@@ -151,6 +151,8 @@ MICRO_BATCH_VARIABLE = "HPCTRAIN_MAX_MICRO_BATCH"
 VERIFIED_STEP_VARIABLE = "HPCTRAIN_VERIFIED_STEP"
 #: Emergency checkpoint that the failed attempt left in the memory of the nodes, as JSON.
 EMERGENCY_CHECKPOINT_VARIABLE = "HPCTRAIN_EMERGENCY_CHECKPOINT"
+#: Variables of an attempt that result from the attempts before.
+HISTORY_VARIABLES = (MICRO_BATCH_VARIABLE, VERIFIED_STEP_VARIABLE, EMERGENCY_CHECKPOINT_VARIABLE)
 #: `none` disables the binding of ranks to CPUs.
 CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
 #: In a process of a command: the ranks of its worker, and the name of the worker's socket, as JSON.

@@ -13,8 +13,8 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manife
 from hpctrain.checkpoint.format.staged_file import StagedFile
 from hpctrain.checkpoint.format.write_plan import WriteItem
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
-from hpctrain.checkpoint.io.coordination import PeerLost, describe_exception
-from hpctrain.checkpoint.io.file_writer import FileWriter, SaveAborted, bytes_file_write
+from hpctrain.checkpoint.io.coordination import PeerLost, SaveAborted, describe_exception
+from hpctrain.checkpoint.io.file_writer import FileWriter, bytes_file_write
 from hpctrain.checkpoint.io.loading import STATE_NAME
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.save_types import CommittedSave, PendingSave, describe_save
@@ -159,7 +159,7 @@ class Saver:
         layout = None if news is None else [*map(astuple, news)]
         contents = {rank: staged_file.content}
         if self.local_tier is not None and target is self.local_tier.target:
-            contents |= self.local_tier.exchange_files(staged)
+            contents |= self.local_tier.exchange_files(staged, save.abort)
 
         def seal(everything: list[_Contribution]) -> dict[str, bytes]:
             tables = self._metadata_cache.tables(

@@ -30,6 +30,7 @@ from hpctrain.files import make_folder, own_file
 from hpctrain.lossy_stdio import make_stdio_lossy
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
+    HISTORY_VARIABLES,
     RUN_DIR_VARIABLE,
     STANDBY_VARIABLE,
     SUPERVISOR_ADDRESS_VARIABLE,
@@ -167,6 +168,8 @@ def _join_attempt(
         return ranks, b"", connect
     connection = connect()
     message = wait_for_start(connection, json.loads(ahead), _resolve_program(words).import_folder)
+    for name in HISTORY_VARIABLES:  # they may no longer apply
+        os.environ.pop(name, None)
     os.environ.update(message.variables)
     # The connection that is already open; a new connection if it is lost.
     connections = chain([connection], iter(connect, None))

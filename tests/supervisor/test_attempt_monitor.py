@@ -93,6 +93,15 @@ def test_a_failure_after_a_stop_needs_no_emergency_checkpoint():
     assert requested == []
 
 
+def test_a_failure_while_a_node_drains_leaves_an_emergency_checkpoint(monkeypatch):
+    """The run continues on the other nodes."""
+    monkeypatch.setattr(attempt_monitor, "_LEAVE_GRACE_S", 60.0)
+    requested: list[int] = []
+    leave, failed = StopRequested("n2 drains", {"n2": "drains"}), TaskExit(3, None, signal.SIGKILL)
+    monitor(leave, failed, request_state=lambda: requested.append(1))
+    assert requested == [1]
+
+
 def test_peers_of_a_failed_rank_are_killed():
     outcome, step, attempt = monitor(TaskExit(3, None, signal.SIGKILL))
     assert outcome is AttemptOutcome.FAILED

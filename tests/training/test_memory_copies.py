@@ -100,8 +100,19 @@ def test_lost_nodes(tmp_path, strategy):
             assert resumed == 5
         assert losses(run) == losses(RunDir(undisturbed / "run")), lost
         copied = next(event for event in run.read_events() if "memory_bytes" in event)
-        assert copied["memory_bytes"] == 6 * copied["sent_bytes"] > 0
+        assert copied["memory_bytes"] == 8 * copied["sent_bytes"] > 0
         assert not list((tmp_path / "failed").glob("memory-*/*"))
+
+
+@pytest.mark.ranks
+def test_new_run_in_the_folder_of_a_deleted_one_ignores_its_copies(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run_on_ranks(fail, tmp_path, "zero1")
+    assert list(tmp_path.glob("memory-*/*/step-*"))
+    shutil.rmtree(run.path)
+    run_on_ranks(train, tmp_path, "zero1", 0)
+    assert not [event for event in run.read_events() if event["kind"] == "resumed"]
+    assert min(losses(run)) == 1
 
 
 @pytest.mark.ranks

@@ -486,6 +486,8 @@ def test_failed_saves_are_followed_by_growing_pauses():
         pauses.append(clock.now - begin)
         assert schedule.is_due_by_time(), "tried again before the next step that is due"
     assert pauses == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600]
+    for _ in range(1100):  # more than a week
+        schedule.on_save_failed()
     schedule.on_save_started(0.0)
     schedule.on_save_committed(1.0)
     assert not schedule.is_due_by_time()

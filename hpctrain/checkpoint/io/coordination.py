@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -30,6 +31,10 @@ _FULL = re.compile(rf"\[Errno (?:{errno.ENOSPC}|{errno.EDQUOT})\]")
 
 class PeerLost(CheckpointError):
     """Error for a lost rank: saving is impossible until all ranks are restarted."""
+
+
+class SaveAborted(CheckpointError):
+    """Error after a rank has requested to abort the save."""
 
 
 class RankCoordinator:
@@ -97,12 +102,18 @@ class RankCoordinator:
         return values
 
     def exchange(
-        self, content: memoryview, target: int, sources: list[int], waiting_for: str
+        self,
+        content: memoryview,
+        target: int,
+        sources: list[int],
+        waiting_for: str,
+        abort: threading.Event,
     ) -> list[memoryview]:
         """Send `content` to `target`; return the contents that `sources` send to this rank.
 
         Raises:
             CheckpointError: on all ranks: a rank has no memory for the contents.
+            SaveAborted: on all ranks: `abort` is set on a rank.
         """
         sizes = self.all_gather(len(content), waiting_for)
         received = self.run_on_all(
@@ -122,8 +133,10 @@ class RankCoordinator:
             for each in pending:
                 each.wait()
 
-        # The time limit applies to each part.
+        # The time limit applies to each part, so no rank may be more than a part ahead of the others.
         for start in range(0, max(sizes), _PART_BYTES):
+            if start and sum(self.count_flags(abort.is_set(), waiting_for=waiting_for)):
+                raise SaveAborted(f"the save was aborted during the exchange of {waiting_for}")
             self._communicate(waiting_for, partial(transfer, part=slice(start, start + _PART_BYTES)))
         return [tensor.numpy().data for tensor in received]
 

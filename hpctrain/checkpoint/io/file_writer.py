@@ -14,18 +14,13 @@ import xxhash
 
 from hpctrain.checkpoint.format.manifest import FileEntry
 from hpctrain.checkpoint.io.background_io import IoTask, wait_on_all_ranks
-from hpctrain.checkpoint.io.coordination import RankCoordinator
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.io.coordination import RankCoordinator, SaveAborted
 from hpctrain.files import own_file
 
 #: Size of one write and checksum update; both release the GIL.
 _BLOCK_BYTES = 8 << 20
 #: Bytes between two syncs, to show progress on a slow disk.
 _FLUSH_BYTES = 256 << 20
-
-
-class SaveAborted(CheckpointError):
-    """Error after a rank has requested to abort the save."""
 
 
 @dataclass(frozen=True)

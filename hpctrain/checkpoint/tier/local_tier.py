@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -56,6 +57,7 @@ class LocalTier:
         """
         self._shared = shared.directory
         self._limit_bytes, self._num_members = limit_bytes, len(members)
+        self._is_for_copies = leaders is not None
         leads = coordinator.rank == min(members)
         targets = {} if leaders is None else _find_targets(leaders)
         self._target_rank = targets.get(coordinator.rank)
@@ -151,6 +153,8 @@ class LocalTier:
             raise CheckpointError(f"copying from {folder} has stopped: {lost}")
         if not self.target.is_leader:
             return
+        # Another run removes the folder if this job was suspended for so long that it appeared to have ended.
+        make_private_folder(folder, "local_checkpoints")
         disk = shutil.disk_usage(folder)
         used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         limit = disk.total // 2 if self._limit_bytes is None else self._limit_bytes
@@ -161,14 +165,14 @@ class LocalTier:
                 f"has {disk.free} bytes free"
             )
 
-    def exchange_files(self, staged: StagedState) -> dict[int, memoryview]:
+    def exchange_files(self, staged: StagedState, abort: threading.Event) -> dict[int, memoryview]:
         """Exchange files with other nodes; return those received, by rank. All ranks must call this."""
         if self._target_rank is None:
             return {}
         content, waiting_for = staged.staged_file.content, "copies of the state on other nodes"
         coordinator = self.target.coordinator
         coordinator.run_on_all(staged.ready.synchronize, f"cannot read the state for {waiting_for}")
-        received = coordinator.exchange(content, self._target_rank, self.sources, waiting_for)
+        received = coordinator.exchange(content, self._target_rank, self.sources, waiting_for, abort)
         return dict(zip(self.sources, received, strict=True))
 
     def schedule_copy(self, step: int, *, may_skip: bool) -> None:
@@ -265,6 +269,9 @@ class LocalTier:
             for step in self.target.directory.steps()[: -1 if keep_newest else None]:
                 if step not in needed:
                     self.target.directory.discard(step)
+            if self._is_for_copies:  # damaged ones would occupy the memory for further copies
+                for path in self.target.directory.folder.glob("step-*.*"):
+                    shutil.rmtree(path)
 
 
 def _find_targets(leaders: list[int]) -> dict[int, int]:

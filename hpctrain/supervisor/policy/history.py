@@ -92,9 +92,10 @@ class History:
                     agreed = saved = False
                 case "signal":
                     agreed = True
-                case "resumed":
+                case "resumed" | "memory_copy":
                     limit = None
                 case "emergency_checkpoint" if event["step"] is not None:
+                    limit = None
                     names = ("step", "read", "trained", "buffers_change", "files", "world_size")
                     emergency = {name: event.get(name) for name in names}
                 case "checkpoint":

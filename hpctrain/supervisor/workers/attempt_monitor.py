@@ -41,6 +41,8 @@ _REQUEUE_S = 12.0
 _MIN_EXIT_GRACE_S = 2.0
 #: Time for ranks to save after a stop signal if no scheduler sets a limit.
 STOP_GRACE_S = 300.0
+#: Time for saving before the run leaves nodes, in seconds. The ranks assume no limit under Slurm.
+_LEAVE_GRACE_S = 3600.0
 #: Time for ranks of a cancelled run to exit; a second cancel request kills them immediately.
 CANCEL_GRACE_S = 60.0
 #: Time limit for the end of a killed step.
@@ -115,7 +117,7 @@ class AttemptMonitor:
                     self.signals.append(signal.SIGTERM)
                     log.info("stopping the ranks: %s", reason)
                     self._signal_ranks(step, signal.SIGTERM)
-                    self._limit(STOP_GRACE_S, "the ranks to stop")
+                    self._limit(_LEAVE_GRACE_S if draining else STOP_GRACE_S, "the ranks to stop")
             case EmergencySaveEnded():
                 self._on_state_saved(event, step)
             case LauncherStuck():
@@ -150,7 +152,9 @@ class AttemptMonitor:
         name = f"{self.process_name} {task.rank}"
         log.info("%s %s", name, task)
         if task.result is TaskResult.FAILED:
-            if self.emergency is None and not self.signals and self.request_state():
+            # After a stop of the supervisor itself, the run continues on the other nodes.
+            continues = not self.signals or (bool(self.draining) and len(self.signals) == 1)
+            if self.emergency is None and continues and self.request_state():
                 self._limit(_EMERGENCY_LIMIT_S, "the emergency checkpoint")
             else:
                 self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")

@@ -308,10 +308,11 @@ class CheckpointManager:
         if self._has_announced:
             return
         self._has_announced = True
-        # The staged copy, the newest copy, and the next one; received files also need a buffer.
-        sent, memory = 0, 3 * self.state_bytes
+        # The staged copy, the newest copy, the next one, and a checkpoint that is still being copied to the
+        # run folder. Received files need a buffer and the same space.
+        sent, memory = 0, 4 * self.state_bytes
         if tier.sources:
-            sent, memory = self.state_bytes, 6 * self.state_bytes
+            sent, memory = self.state_bytes, 8 * self.state_bytes
         every = f"{copies.interval_s:.1f} s" if copies.every is None else f"{copies.every} steps"
         self._progress.print_message(
             f"hpctrain: each rank copies its state to memory every {every}; rank 0 needs "

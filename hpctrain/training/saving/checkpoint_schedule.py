@@ -33,7 +33,7 @@ class Backoff:
 
     def begin(self) -> None:
         """Record a failure, and begin the pause."""
-        self._until = self._clock() + min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2**self.num_failures)
+        self._until = self._clock() + min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2 ** min(self.num_failures, 10))
         self.num_failures += 1
 
     def reset(self) -> None:

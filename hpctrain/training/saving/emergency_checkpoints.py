@@ -47,7 +47,7 @@ from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.lightning_hooks import lightning_base
-from hpctrain.training.module import Module, is_manual
+from hpctrain.training.module import Module, is_manual, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import parameters_of
 from hpctrain.training.saving.copy_schedule import CopySchedule
 from hpctrain.training.saving.record_exchange import RecordExchange
@@ -109,6 +109,7 @@ class EmergencyCheckpoints:
         # All ranks of an attempt have the same secret. Attempts of an earlier run in the same folder differ.
         token = code(read_secret(environ), "emergency checkpoints").hex()[:8]
         self._files = f"{int(environ.get(ATTEMPT_VARIABLE, '0')):03d}-{token}"
+        self._is_first_attempt = environ.get(ATTEMPT_VARIABLE) == "0"
         self._request = json.loads(environ.get(EMERGENCY_CHECKPOINT_VARIABLE, "null"))
         self.problem = self._find_problem(environ)
         if parts.settings.emergency_checkpoints:
@@ -170,6 +171,8 @@ class EmergencyCheckpoints:
             return f"algorithm {type(algorithm).__name__} has a separate state on each rank"
         if is_manual(module):
             return f"{type(module).__name__} uses manual optimization"
+        if takes_optimizer_idx(module):
+            return f"{type(module).__name__} updates its optimizers one after the other (optimizer_idx)"
         if self._context.device.type != "cpu":
             return "surviving ranks cannot save their states on GPUs"
         if state.determinism is not None or state.loss_guard.policy == "skip":
@@ -185,14 +188,23 @@ class EmergencyCheckpoints:
         return None
 
     def copy_folder(self, local_checkpoints: Path | None) -> Path | None:
-        """Return the folder for copies, by default in memory; `local_checkpoints` if there are no copies."""
-        if self.copies is None:
-            return local_checkpoints
+        """Return the folder for copies, by default in memory; `local_checkpoints` if there are no copies.
+
+        All ranks must call this.
+        """
+        base = local_checkpoints if self.copies is None else local_checkpoints or _SHARED_MEMORY
+        if base is None:
+            return None
         assert self._parts.log.run is not None
-        base = local_checkpoints or _SHARED_MEMORY
+        folder = tier_folder(base, self._parts.log.run.checkpoints)
+        if self._is_first_attempt:
+            # A deleted run in the same run folder may have left checkpoints on this node.
+            if self._context.ranks.local_rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            self._context.all_gather(None)
         with suppress(OSError):  # the local tier reports the reason
-            if base.is_dir():
-                self._make_folder(tier_folder(base, self._parts.log.run.checkpoints))
+            if self.copies is not None and base.is_dir():
+                self._make_folder(folder)
         return base
 
     def arm(self) -> None:
@@ -356,7 +368,7 @@ class EmergencyCheckpoints:
         if run is not None and (self.problem is None or self.copies) and self._context.ranks.local_rank == 0:
             _remove_abandoned(self.folder.parent, run)
         if request is None or run is None:
-            if self.problem is None:
+            if self.problem is None and self._has_private_folder():
                 self._remove_old_files()  # they use memory
             return None
         if any(self._context.all_gather(self.problem is not None or not self._has_private_folder())):
