@@ -239,7 +239,9 @@ class ReplicaCheck:
         own = own_suspect(self._context)
         hashes = [int(each.value) for each in self._sent]
         answers = self._context.all_gather([own.host, own.device, hashes])
-        number = next(i for i in range(len(hashes)) if len({answer[2][i] for answer in answers}) > 1)
+        different = (i for i in range(len(hashes)) if len({answer[2][i] for answer in answers}) > 1)
+        # If all are equal, their sum or its message was wrong.
+        number = next(different, len(hashes) - 1)
         found = self._sent[number]
         odd = _find_odd([answer[2][number] for answer in answers])
         suspects = tuple(Suspect(rank, *answers[rank][:2]) for rank in odd or range(len(answers)))

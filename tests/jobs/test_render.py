@@ -14,7 +14,8 @@ from helpers.golden_scripts import FOLDER, JOBS, golden_file, golden_text
 
 import hpctrain
 from hpctrain.errors import RunFailed, SpecError
-from hpctrain.jobs.submit.render import BUILT_IN_TEMPLATES, render
+from hpctrain.jobs.submit.batch_script import BUILT_IN_TEMPLATES
+from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.shell_setup import ShellSetup

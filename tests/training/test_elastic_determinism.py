@@ -489,6 +489,53 @@ def test_sharded_parameters_cannot_be_averaged_in_a_buffer():
     assert all("mixed torch.Tensor and DTensor" in each for each in run_on_ranks(average_in_buffer))
 
 
+class WithTable(Net):
+    """A constant buffer with missing values."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.tensor([math.nan, 1.0, math.inf]))
+
+
+def test_missing_values_in_a_buffer_do_not_spread(tmp_path):
+    state = train(str(tmp_path / "run"), 2, {"net": WithTable, "validate_every": None})
+    torch.testing.assert_close(state["table"], torch.tensor([math.nan, 1.0, math.inf]), equal_nan=True)
+
+
+def train_in_session_and_after() -> None:
+    torch.manual_seed(1)
+    module = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with hpctrain.session(seed=1, elastic_determinism=True, grain_size=4) as session:
+        model, prepared = session.prepare(module, optimizer)
+        for batch in session.batches(torch.randn(16, 3), global_batch_size=8, max_steps=2):
+            prepared.zero_grad()
+            session.backward(model(batch).square().mean())
+            prepared.step()
+    before = module.weight.detach().clone()
+    optimizer.zero_grad()
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(module.weight, before - 0.1)
+
+
+def fit_twice() -> bool:
+    module, settings = Net(), {"max_steps": 2, "global_batch_size": 16, "checkpoint_every": None, "seed": 3}
+    weights = []
+    for _ in range(2):
+        hpctrain.Trainer(**settings, elastic_determinism=True, grain_size=4).fit(module, Noisy())
+        weights.append(module.head.weight.detach().clone())
+    return torch.equal(*weights)
+
+
+def test_module_can_be_trained_twice():
+    assert run_on_ranks(fit_twice) == [False, False]
+
+
+def test_optimizer_can_be_used_after_a_session():
+    run_on_ranks(train_in_session_and_after, group=False)
+
+
 def evaluate() -> tuple[Any, Any]:
     """Evaluate outside of a training, with random numbers."""
     trainer = hpctrain.Trainer(
@@ -719,6 +766,15 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(Noisy())
 
 
+class Compiled(Net):
+    def __init__(self, *, whole: bool):
+        super().__init__()
+        if whole:
+            self.head.compile()
+        else:
+            self.head = torch.compile(self.head)
+
+
 REFUSALS = [
     ({"strategy": "pipeline"}, "strategy is 'pipeline'"),
     ({"strategy": "dp"}, "strategy is 'dp'"),
@@ -743,6 +799,8 @@ REFUSALS = [
     ({"net": Lazy}, "head.weight belongs to a lazy layer"),
     ({"net": Lazy, "elastic_determinism": False, "grain_size": None}, "head.weight belongs to a lazy layer"),
     ({"net": Synchronized}, "contains a SyncBatchNorm"),
+    ({"net": lambda: Compiled(whole=False)}, "the module is compiled"),
+    ({"net": lambda: Compiled(whole=True)}, "the module is compiled"),
 ]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.ranks import run_on_ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 import hpctrain
 from hpctrain.errors import SilentCorruption
@@ -87,6 +88,29 @@ def test_wrong_gradient_is_found_before_it_is_applied(tmp_path):
     found = run_on_ranks(flips_are_found, tmp_path, seeds, world_size=3, timeout=100.0)
     # The others change no gradient.
     assert found[0] >= 4
+
+
+def fit_on_uneven_nodes() -> list[torch.Tensor]:
+    """Train on three nodes with two, two and one ranks."""
+    rank = int(os.environ["RANK"])
+    node = {"LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 1 if rank == 4 else 2, "GROUP_RANK": rank // 2}
+    os.environ |= {name: str(value) for name, value in node.items()} | {"GROUP_WORLD_SIZE": "3"}
+    return fit()
+
+
+def test_nodes_may_have_different_numbers_of_ranks():
+    run_on_ranks(fit_on_uneven_nodes, world_size=5)
+
+
+def fit_with_worker_init_fn() -> None:
+    data = DataLoader(list(torch.randn(64, 3)), batch_size=8, num_workers=1, worker_init_fn=print)
+    trainer = hpctrain.Trainer(elastic_determinism=True, grain_size=4, max_steps=1, witness_every=1)
+    with pytest.raises(hpctrain.UserError, match="Remove witness_every or worker_init_fn"):
+        trainer.fit(Net(), data)
+
+
+def test_function_of_the_data_workers_is_refused():
+    run_on_ranks(fit_with_worker_init_fn)
 
 
 @pytest.mark.long

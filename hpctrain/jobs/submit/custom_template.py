@@ -9,7 +9,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
-from hpctrain.jobs.submit.render import BUILT_IN_TEMPLATES, built_in_blocks, shell_quote
+from hpctrain.jobs.submit.batch_script import BUILT_IN_TEMPLATES, built_in_blocks, shell_quote
 from hpctrain.jobs.submit.template_checks import check_blocks, check_rendered_script
 from hpctrain.spec.directives import all_directives, directive_lines
 from hpctrain.spec.job_spec import JobSpec

@@ -38,6 +38,8 @@ _OTHER_GENERATOR = re.compile(r"rank-\d+/(python|numpy)")
 #: Entries of the state that metrics.jsonl contains, or that depend on the time of the stop or the memory of
 #: the GPU.
 _NOT_COMPARED = ("latest", "validation", "validated_step", "micro_batches")
+#: Recorded versions, which are compared as facts, not as results.
+_OF_ENVIRONMENT = ("determinism/torch", "determinism/device")
 
 
 @dataclass
@@ -223,6 +225,8 @@ def _compare(
                     result.damaged.append(str(error))
             else:
                 result.notes += _set_aside_unseeded(result.state)
+                differences = result.state.differences
+                result.state.differences = [one for one in differences if one.name not in _OF_ENVIRONMENT]
         else:
             result.notes.append(
                 f"The script did not save the state after step {step} this time, so that state is not "

@@ -6,7 +6,9 @@ import os
 import platform
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -145,4 +147,13 @@ def describe_hardware(device: torch.device) -> str:
     """Return the model of a device; devices of the same model round equally."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+    return f"{cpu_model() or platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+
+
+def cpu_model() -> str | None:
+    """Return the name of the processor; None if the system does not provide it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return None

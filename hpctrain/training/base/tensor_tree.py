@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+#: Bytes. Some kernels for CPUs depend on the alignment of a tensor.
+_ALIGNMENT = 64
+
 
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return `batch` with `change` applied to every tensor in its tuples, lists and dicts."""
@@ -19,3 +22,12 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(batch, (list, tuple)):
         return type(batch)(map_tensors(value, change) for value in batch)
     return batch
+
+
+def align_tensors(batch: Any) -> Any:
+    """Copy the tensors of a batch whose addresses are not multiples of 64 bytes."""
+
+    def align(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT else tensor
+
+    return map_tensors(batch, align)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpctrain import messages
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import all_gather_single
 from hpctrain.training.base.dtensor_parts import local_part
@@ -65,11 +66,22 @@ class GradientBucket:
     """Numbers that are sent together; with sharded parameters, one row for each rank."""
 
     def __init__(
-        self, tensors: list[SummedTensor], context: DistributedContext, scaled: torch.Tensor
+        self,
+        tensors: list[SummedTensor],
+        context: DistributedContext,
+        scaled: torch.Tensor,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        """Group tensors; `scaled` is a float32 buffer with room for the largest of them."""
+        """Group tensors.
+
+        Args:
+            tensors: the tensors, which are all sharded, or all complete.
+            context: the ranks.
+            scaled: float32 numbers, with room for the largest tensor, that may be overwritten.
+            group: the ranks as a separate group, for sharded tensors.
+        """
         self._tensors, self._context, self._is_sharded = tensors, context, tensors[0].is_sharded
-        self._scaled = scaled
+        self._scaled, self._group = scaled, group
         self._world_size = context.ranks.world_size if self._is_sharded else 1
         self._length = 0
         for each in tensors:
@@ -149,7 +161,8 @@ class GradientBucket:
             self._totals += self._terms_of_pass()[0]
         elif self._is_sharded:
             own = torch.empty_like(self._totals)
-            work = dist.reduce_scatter_tensor(own, self._terms_of_pass().view(-1), async_op=True)
+            terms = self._terms_of_pass().view(-1)
+            work = dist.reduce_scatter_tensor(own, terms, group=self._group, async_op=True)
             self._pending.append((work, own))
         elif is_last:
             for each in self._missing:
@@ -222,6 +235,9 @@ def make_buckets(
 ) -> list[GradientBucket]:
     """Group the tensors in reverse order, in which backward passes produce gradients; buffers come last."""
     scaled = torch.empty(max(each.numel for each in tensors), device=context.device)
+    # If not all ranks use a parameter, a bucket is sent before or after collectives of the sharded modules.
+    has_shards = context.is_distributed and any(each.is_sharded for each in tensors)
+    separate = messages.new_group() if has_shards else None
     buckets: list[GradientBucket] = []
     group: list[SummedTensor] = []
     length, last_kind = 0, None
@@ -231,10 +247,10 @@ def make_buckets(
         limit = int((cap_mb or (_BUCKET_MB if buckets else _FIRST_BUCKET_MB)) * 2**20) // 4
         kind = (each.is_sharded, each.computed is None)
         if group and (kind != last_kind or length + each.numel > limit):
-            buckets.append(GradientBucket(group, context, scaled))
+            buckets.append(GradientBucket(group, context, scaled, separate))
             group, length = [], 0
         group.append(each)
         length, last_kind = length + each.numel, kind
-    buckets.append(GradientBucket(group, context, scaled))
+    buckets.append(GradientBucket(group, context, scaled, separate))
     buckets[-1].num_peaks = len(tensors)
     return buckets

@@ -84,6 +84,8 @@ class GradientSum:
             if each.computed is not None:
                 each.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
         self._num_terms, self._is_last = 1, True
+        #: The hooks remain after the training, but must then leave gradients unchanged.
+        self._is_in_pass = False
         #: Grain of the current pass; None if the pass is not used.
         self._grain: int | None = None
         #: True if the message of the last bucket contains the maxima.
@@ -125,7 +127,11 @@ class GradientSum:
         self._next, self._seen = 0, set()
         for bucket in self._buckets:
             bucket.begin_pass()
-        yield
+        self._is_in_pass = True
+        try:
+            yield
+        finally:
+            self._is_in_pass = False
         self._add_buffers()
         for bucket in self._buckets:
             bucket.waiting = 0
@@ -202,6 +208,8 @@ class GradientSum:
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def add(computed: torch.Tensor) -> None:
+            if not self._is_in_pass:
+                return
             gradient, computed.grad = computed.grad, None
             if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
                 kind = "sparse" if gradient.is_sparse else "complex"
@@ -258,7 +266,8 @@ class GradientSum:
                         "set elastic_determinism=False."
                     )
                 # On a GPU, this waits, so it is used only for buffers that must not change.
-                if (buffer.is_cpu or number is None) and torch.equal(buffer, before):
+                unchanged = (buffer == before) | (buffer.isnan() & before.isnan())
+                if (buffer.is_cpu or number is None) and unchanged.all():
                     continue
                 if number is None:
                     raise UserError(
@@ -268,7 +277,7 @@ class GradientSum:
                     )
                 if self._grain is not None:
                     # Infinite elements that did not change have no difference.
-                    change = torch.where(buffer == before, torch.zeros_like(buffer), buffer - before)
+                    change = torch.where(unchanged, torch.zeros_like(buffer), buffer - before)
                     self._tensors[number].bucket.terms.append((number, change))
                 buffer.copy_(before)
 

@@ -27,6 +27,7 @@ class Witness:
         grain_size: samples of a grain.
         seed: seed of the choice of the grains.
         suspect: this rank, as named in errors.
+        distance: distance from each rank to the one that recomputes its grain.
     """
 
     context: DistributedContext
@@ -34,6 +35,7 @@ class Witness:
     grain_size: int
     seed: int
     suspect: Suspect
+    distance: int
 
     def chosen_grain(self, rank_batch: RankBatch, owner: int) -> int | None:
         """Return the grain of `owner` that another rank recomputes in this step; None if it has no grain."""
@@ -61,7 +63,7 @@ class Witness:
             SilentCorruption: on all ranks: a gradient differs.
         """
         ranks = self.context.ranks
-        shift = ranks.local_world_size if ranks.world_size > ranks.local_world_size else 1
+        shift = self.distance
         grains = [self.chosen_grain(rank_batch, owner) for owner in range(ranks.world_size)]
         # A rank whose partner has no grain computes any grain, because passes may be collective.
         seen_hash = recompute(grains[(ranks.rank - shift) % ranks.world_size] or 0)
@@ -94,6 +96,15 @@ class Witness:
             "The gradients were not applied."
         )
         return SilentCorruption(text, suspects, verified_step)
+
+
+def witness_distance(context: DistributedContext) -> int:
+    """Return a distance between ranks on different nodes, if there are several. All ranks must call this.
+
+    It is equal on all ranks, although nodes may have different numbers of ranks.
+    """
+    most = max(context.all_gather(context.ranks.local_world_size))
+    return most if most < context.ranks.world_size else 1
 
 
 def hash_gradients(gradients: Mapping[int, int]) -> int:

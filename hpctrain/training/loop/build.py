@@ -24,7 +24,7 @@ from hpctrain.training.data.dataset_adapters import ValidationSet, make_step_sou
 from hpctrain.training.data.loader_config import make_loader_config
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
-from hpctrain.training.determinism.witness import Witness
+from hpctrain.training.determinism.witness import Witness, witness_distance
 from hpctrain.training.lightning_module import find_lightning_run
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.lightning_step import LightningTrainStep
@@ -136,8 +136,18 @@ def build_training_loop(
     elif isinstance(train_step, GrainTrainStep) and settings.witness_every and context.is_distributed:
         assert isinstance(source, MapStepSource)
         assert settings.grain_size is not None
+        if source.loading.num_workers and source.loading.worker_init_fn is not None:
+            raise UserError(
+                "witness_every recomputes grains in the main process, without the DataLoader's "
+                "worker_init_fn. Remove witness_every or worker_init_fn, or set num_workers=0."
+            )
         witness = Witness(
-            context, settings.witness_every, settings.grain_size, settings.seed, own_suspect(context)
+            context,
+            settings.witness_every,
+            settings.grain_size,
+            settings.seed,
+            own_suspect(context),
+            witness_distance(context),
         )
         train_step.add_witness(witness, source, state)
     if remark is not None:

@@ -18,7 +18,7 @@ from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.metric_accumulator import exact_sum
 from hpctrain.training.base.precision import cast_batch, forward_context
 from hpctrain.training.base.rng import derive_seed, seed_all, seeded_rng
-from hpctrain.training.base.tensor_tree import map_tensors
+from hpctrain.training.base.tensor_tree import align_tensors, map_tensors
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config, to_device
@@ -158,6 +158,7 @@ def evaluate_batches(
     lightning = find_lightning_run(strategy.module)
     for batch_idx, (num_held, batch) in enumerate(batches, first or 0):
         if first is not None:
+            batch = align_tensors(batch)
             seed_all(derive_seed(strategy.settings.seed, "evaluation", batch_idx))
         if lightning is not None:
             lightning.num_samples = num_held

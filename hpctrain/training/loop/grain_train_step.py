@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator, exact_sum
-from hpctrain.training.base.tensor_tree import map_tensors
+from hpctrain.training.base.tensor_tree import align_tensors
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.step_source import MapStepSource, MicroBatch, StepData
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
@@ -24,9 +24,6 @@ from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_o
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
-
-#: Alignment of tensors in bytes: some kernels depend on it.
-_ALIGNMENT = 64
 
 
 class GrainPass(NamedTuple):
@@ -111,7 +108,7 @@ class GrainTrainStep(TrainStep):
                 hashes = own_hashes if is_used and number == chosen else None
                 self._seed_grain(rank_batch, number)
                 with self._gradients.grain(used, is_last=is_last, hashes=hashes):
-                    yield GrainPass(_align(grain), scalars, is_last)
+                    yield GrainPass(grain._replace(batch=align_tensors(grain.batch)), scalars, is_last)
                 self._insert(sums, scalars, used, is_first=number == first)
             if witness is not None:
                 self._compare(witness, rank_batch, own_hashes if chosen is not None else None)
@@ -144,7 +141,8 @@ class GrainTrainStep(TrainStep):
 
         def recompute(number: int) -> int:
             hashes: dict[int, int] = {}
-            grain = _align(self._source.grain(rank_batch.step, number))
+            grain = self._source.grain(rank_batch.step, number)
+            grain = grain._replace(batch=align_tensors(grain.batch))
             self._seed_grain(rank_batch, number)
             with self._gradients.grain(None, is_last=False, hashes=hashes):
                 self._run_micro_batch(rank_batch, grain, MetricAccumulator(), last=False)
@@ -187,13 +185,9 @@ class GrainTrainStep(TrainStep):
             sums.values.setdefault("grad_norm", values)
 
 
-def _align(grain: MicroBatch) -> MicroBatch:
-    """Copy tensors at other addresses than multiples of 64 bytes."""
-
-    def align(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT else tensor
-
-    return grain._replace(batch=map_tensors(grain.batch, align))
+def _is_compiled(layer: torch.nn.Module) -> bool:
+    # The class of torch.compile's result is in a module whose import takes long.
+    return type(layer).__name__ == "OptimizedModule" or layer._compiled_call_impl is not None
 
 
 def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerSetup) -> None:
@@ -216,6 +210,8 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
             f"compile is {settings.compile!r}, and compiled code may differ between ranks. Remove the "
             "setting compile"
         )
+    elif any(map(_is_compiled, module.modules())):
+        reason = "the module is compiled, and compiled code may differ between ranks. Remove torch.compile"
     elif settings.on_bad_loss == "skip":
         reason = "on_bad_loss is 'skip'. Use 'stop' or 'rollback'"
     elif any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):

@@ -261,7 +261,7 @@ class Session:
 
     def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
         training.set_last_step(loop.last_step)
-        with closing(loop.steps()) as steps:
+        with self._restored_optimizers(), closing(loop.steps()) as steps:
             for step in steps:
                 training.step = self.step
                 if isinstance(loop.train_step, GrainTrainStep):
@@ -275,6 +275,16 @@ class Session:
                     except GeneratorExit:
                         self._warn_of_early_exit(step.rank_batch.step)
                         raise
+
+    @contextmanager
+    def _restored_optimizers(self) -> Iterator[None]:
+        """Undo the changes of the optimizers at the end of the block."""
+        try:
+            yield
+        finally:
+            for optimizer in self._prepared.optimizers if self._is_elastic else ():
+                for name in ("step", "zero_grad"):
+                    vars(optimizer).pop(name, None)
 
     def _grains(self, loop: TrainingLoop, train_step: GrainTrainStep, step: StepData) -> Iterator[Any]:
         """Yield the grains of a step, and perform the deferred calls after the last."""

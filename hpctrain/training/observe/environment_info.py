@@ -18,6 +18,7 @@ from hpctrain._version import __version__
 from hpctrain.checkpoint.format.manifest import checksum
 from hpctrain.rundir import CODE_VARIABLE
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base.device_selection import cpu_model
 from hpctrain.training.trainer_config import TrainerConfig
 
 
@@ -44,7 +45,7 @@ def collect_platform(context: DistributedContext) -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(map(str, nccl_version())) if cuda else None,
         "gpu": torch.cuda.get_device_name(context.device) if cuda else None,
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "system": platform.platform(),
         "world_size": context.ranks.world_size,
         "cpus_per_rank": _cpus(),
@@ -91,15 +92,6 @@ def plain_config(settings: TrainerConfig) -> dict[str, Any]:
         for name, value in values.items()
         if value is None or isinstance(value, str | int | float | bool)
     }
-
-
-def _cpu_model() -> str | None:
-    """Return the name of the processor; None if the system does not provide it."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return None
 
 
 def _cpus() -> int:
