@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _SENDING = ("submit", "sweep", "resume")
 #: Subcommands of `sweep` that submit nothing.
 _NOT_SENDING = ("status", "best", "cancel")
+#: Commands that read their standard input.
+_READING = ("exec", "shell", "attach", "debug")
 #: Commands that only wait, so they run again after a lost connection.
 _REPEATABLE = ("wait",)
 
@@ -65,8 +67,16 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         code = _follow(cluster, args, words if args[0] in _SENDING else "")
     else:
         command = cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal)
-        while (code := subprocess.call(command)) == SSH_FAILED and args[0] in _REPEATABLE:
-            cluster.connection.reopen(lambda words: click.echo(words, err=True))
+        # Other commands would take the input of the caller, such as that of a loop in the shell.
+        stdin = None if has_terminal or args[0] in _READING else subprocess.DEVNULL
+        try:
+            while (code := subprocess.call(command, stdin=stdin)) == SSH_FAILED and args[0] in _REPEATABLE:
+                cluster.connection.reopen(lambda words: click.echo(words, err=True))
+        except KeyboardInterrupt:
+            if args[0] not in _SENDING:
+                raise
+            click.echo(f"\n{words}", err=True)
+            return INTERRUPTED
     cluster.connection.check(code, words)
     return code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -9,11 +10,19 @@ from typing import Any
 
 import click
 
+from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.cli.common import short_path
 from hpctrain.cli.on_cluster import needed_cluster, run_json
+from hpctrain.errors import CheckpointError, UserError
 from hpctrain.remote.cluster import Cluster
 from hpctrain.remote.ssh_connection import ClusterUnreachable
+from hpctrain.rundir import RunDir
+from hpctrain.telemetry.report.artifacts import read_spec
 
+#: Names of hpctrain's checkpoints. The files of a script's own checkpoints belong together.
+_CHECKPOINTS = (f"step-{'[0-9]' * 8}*", ".saving-*", ".deleting-*")
+#: Number of tries if checkpoints are deleted on the cluster during the copy.
+_MAX_TRIES = 3
 #: Number of consecutive lost connections without progress after which the copy fails.
 _MAX_STALLED = 8
 
@@ -32,13 +41,20 @@ def command(ctx: click.Context, run: str, dest: Path | None, all_checkpoints: bo
     `pull` copies only what has changed.
     """
     cluster = needed_cluster(ctx)
-    copied, size_bytes, stalled = dest, -1, 0
+    copied, size_bytes, stalled, tries = dest, -1, 0, 0
     while True:
         try:
             status = run_json(cluster, ["status", run, "--json"])
             copied = dest or Path("runs", status["run_id"])
+            _check_destination(copied, status)
             has_report = _copy(cluster, status, copied, all_checkpoints=all_checkpoints)
-            break
+            if (missing := _incomplete_checkpoint(status, copied)) is None:
+                break
+            if (tries := tries + 1) == _MAX_TRIES:
+                raise UserError(
+                    f"The copy of {missing} is incomplete, because the run deletes its old checkpoints "
+                    "faster than they are copied. Try again when the run has ended."
+                )
         except ClusterUnreachable as error:
             before, size_bytes = size_bytes, _size(copied)
             stalled = stalled + 1 if size_bytes == before else 0
@@ -55,6 +71,43 @@ def _size(folder: Path | None) -> int:
     return sum(path.lstat().st_size for path in files)
 
 
+def _check_destination(copied: Path, status: dict[str, Any]) -> None:
+    """Reject a folder that contains another run.
+
+    Raises:
+        UserError: the folder contains another run.
+    """
+    own = read_spec(RunDir(copied).spec).get("run_dir")
+    if own not in (None, status["run_dir"]):
+        raise UserError(
+            f"{str(copied)!r} contains the run in {own!r}, but the run to copy is in {status['run_dir']!r}. "
+            "Name another destination (DEST)."
+        )
+
+
+def _kept_checkpoints(status: dict[str, Any]) -> set[str]:
+    """Return the names of the newest and the best checkpoint in the run folder."""
+    best = (status.get("best") or {}).get("checkpoint")
+    paths = [Path(path) for path in (status["checkpoint"], best) if path]
+    folder = RunDir(Path(status["run_dir"])).checkpoints
+    return {path.name for path in paths if path.parent == folder}
+
+
+def _incomplete_checkpoint(status: dict[str, Any], copied: Path) -> Path | None:
+    """Return the copy of a checkpoint that lacks files; None if all are complete."""
+    for name in sorted(_kept_checkpoints(status)):
+        path = RunDir(copied).checkpoints / name
+        if not re.fullmatch(r"step-\d{8,}", name):
+            continue
+        try:
+            files = Manifest.read(path).files
+            if any((path / entry.name).stat().st_size != entry.bytes for entry in files):
+                return path
+        except (CheckpointError, OSError):
+            return path
+    return None
+
+
 def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpoints: bool) -> bool:
     """Copy the run, and return true if it has a new report."""
     cluster.connection.find_rsync()
@@ -62,10 +115,9 @@ def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpo
     if report.returncode:
         reason = report.stderr.strip().removeprefix("Error: ")
         click.echo(f"Warning: cannot write report.html on {cluster.name}: {reason}", err=True)
-    best = (status.get("best") or {}).get("checkpoint")
-    kept = {Path(path).name for path in (status["checkpoint"], best) if path}
+    kept = _kept_checkpoints(status)
     filters = [f"--include=/checkpoints/{name}{inside}" for name in sorted(kept) for inside in ("", "/**")]
-    filters += ["--exclude=/checkpoints/*", "--exclude=/task-*/checkpoints/*"]
+    filters += [f"--exclude={task}/checkpoints/{name}" for task in ("", "/task-*") for name in _CHECKPOINTS]
     copied.mkdir(parents=True, exist_ok=True)
     progress = ["--info=progress2"] * sys.stdout.isatty()
     options = ["-rlpt", "--partial", *progress, *([] if all_checkpoints else filters)]

@@ -32,6 +32,7 @@ from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import SlurmCall
 from hpctrain.spec.job_spec import JobSpec
@@ -139,6 +140,11 @@ def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]
     given = {name: os.environ.get(name) for name in values if name and "=" not in name}
     if missing := [name for name, value in given.items() if value is None]:
         name = missing[0]
+        if cluster := os.environ.get(CLUSTER_VARIABLE):
+            raise click.BadParameter(
+                f"{name!r} is not set in a login shell on {cluster}. Export the variable in ~/.bash_profile "
+                "there, because --env NAME reads the environment of the cluster."
+            )
         raise click.BadParameter(
             f"{name!r} is not set in the environment of this shell. Export the variable, or use "
             f"--env {name}=VALUE."

@@ -44,8 +44,10 @@ class Cluster:
         self._path = Path(state, "hpctrain", "clusters.json").expanduser()
         record = self._records().get(name, {})
         folders = record.get("folders", {})
-        self.python: str | None = record.get("python")
-        """Path of Python on the cluster, if the user named one."""
+        pythons = record.get("pythons", {})
+        self.python: str | None = pythons.get(str(self.root), record.get("python"))
+        """Path of Python on the cluster for this project, if the user named one."""
+        self._recorded_python = self.python
         self.folder = self._own_folder = self._choose_folder(folders)
         """Folder of the project on the cluster, absolute or relative to the home folder."""
 
@@ -64,7 +66,9 @@ class Cluster:
             folders = records.get(self.name, {}).get("folders", {})
             if self.folder == self._own_folder:
                 self.folder = self._own_folder = self._choose_folder(folders)
-            record = {"folders": {**folders, str(self.root): self.folder}, "python": self.python}
+            record = records.get(self.name, {}) | {"folders": {**folders, str(self.root): self.folder}}
+            if self.python != self._recorded_python:
+                record["pythons"] = record.get("pythons", {}) | {str(self.root): self.python}
             write_atomic(self._path, json.dumps(records | {self.name: record}, indent=1), private=True)
         finally:
             os.close(lock)

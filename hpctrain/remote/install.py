@@ -32,6 +32,11 @@ def install_hpctrain(cluster: Cluster, facts: ClusterFacts) -> None:
                 f"hpctrain {__version__} on {cluster.name} yourself, and run this command again."
             )
         (wheel,) = Path(folder).glob("*.whl")
+        if (built := wheel.name.split("-")[1]) != __version__:
+            raise UserError(
+                f"This machine runs hpctrain {__version__}, but {_source()} contains {built}. Install "
+                "hpctrain on this machine again, and then run this command again."
+            )
         cluster.connection.rsync([str(wheel), f"{cluster.name}:{cluster.folder}/"])
     there = shell_path(f"{cluster.folder}/{wheel.name}")
     python = shlex.quote(facts.python)
@@ -57,4 +62,11 @@ def _source() -> str:
         record = distribution("hpctrain").read_text("direct_url.json")
     except PackageNotFoundError:
         record = None
-    return str(json.loads(record)["url"]) if record else f"hpctrain=={__version__}"
+    if not record:
+        return f"hpctrain=={__version__}"
+    origin = json.loads(record)
+    if "vcs_info" not in origin:
+        return str(origin["url"])
+    vcs = origin["vcs_info"]
+    folder = f"#subdirectory={origin['subdirectory']}" if origin.get("subdirectory") else ""
+    return f"{vcs['vcs']}+{origin['url']}@{vcs['commit_id']}{folder}"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import UserError
+from hpctrain.jobs.options.config_search_path import SENT_CODE_FILE
 from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
-from hpctrain.jobs.submit.sent_code import SENT_CODE_FILE
-from hpctrain.remote.cluster import Cluster
+from hpctrain.remote.cluster import Cluster, shell_path
 from hpctrain.text import format_size
 
 #: Limit outside a git repository, where data and code cannot be told apart.
@@ -56,18 +56,35 @@ class LocalCode:
 def send_code(cluster: Cluster, code: LocalCode) -> None:
     """Copy changed files to the cluster, with a list that the code snapshot of a run reads there.
 
+    Files that were sent earlier and no longer exist are deleted there.
+
     Raises:
         UserError: the copy failed, such as for a full disk.
         ClusterUnreachable: the connection was lost.
     """
     target = f"{cluster.name}:{cluster.folder}/"
+    deleted = _deleted(cluster, code)
     cluster.connection.rsync(
         ["-lptz", "--files-from=-", "--from0", f"{cluster.root}/", target], "\0".join(code.files)
     )
+    if deleted:
+        script = f"cd {shell_path(cluster.folder)} && xargs -0 rm -f --"
+        cluster.connection.run(script, "\0".join(deleted))
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         listed = Path(folder, SENT_CODE_FILE)
         listed.write_text(json.dumps({"commit": code.commit, "files": code.files, "diff": code.diff}))
         cluster.connection.rsync(["-pz", str(listed), target])
+
+
+def _deleted(cluster: Cluster, code: LocalCode) -> list[str]:
+    """Return the files that were sent earlier, but no longer exist on this machine."""
+    listed = cluster.connection.run(f"cat {shell_path(f'{cluster.folder}/{SENT_CODE_FILE}')}").stdout
+    try:
+        earlier = [name for name in map(str, json.loads(listed)["files"]) if name not in code.files]
+    except (ValueError, TypeError, KeyError):  # nothing was sent, or the list is damaged
+        return []
+    inside = [name for name in earlier if not name.startswith("/") and ".." not in name.split("/")]
+    return [name for name in inside if not os.path.lexists(cluster.root / name)]
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -80,7 +97,8 @@ def _walk(root: Path) -> Iterator[str]:
             and name not in _SKIPPED
             and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
         ]
-        for name in names:
+        links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        for name in [*names, *links]:
             if not name.startswith("."):
                 yield os.path.relpath(os.path.join(folder, name), root)
 

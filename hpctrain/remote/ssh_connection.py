@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shlex
 import subprocess
@@ -11,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, UserError
-from hpctrain.files import make_folder
+from hpctrain.files import make_folder, make_private_folder
 
 #: Exit code of ssh if the connection could not be opened, or was lost.
 SSH_FAILED = 255
@@ -26,6 +28,8 @@ _OPTIONS = {
     "ConnectTimeout": "30",
     "LogLevel": "ERROR",
 }
+#: Bytes. macOS allows 103, and ssh appends 17 while it creates the socket.
+_MAX_SOCKET_PATH = 86
 _RECONNECT_LIMIT_S = 3600.0
 #: Reports of ssh that another try will not change.
 _PERMANENT = ("Permission denied", "Host key verification failed", "Too many authentication failures")
@@ -38,6 +42,27 @@ _LOST = re.compile(r"code 255|connection unexpectedly closed|Broken pipe|Connect
 _NOT_STARTED, _VANISHED = (126, 127), 24
 #: Messages of a shell that cannot start a program.
 _NOT_FOUND = "(command not found|not found|cannot execute|no such file|permission denied)"
+
+
+def _socket_path(host: str, environ: Mapping[str, str]) -> Path:
+    """Return the path of the socket for a host, as its name is configured now.
+
+    ssh's own placeholder `%C` does not contain the jump host, so it can be equal for two hosts.
+    """
+    home = Path(environ.get("HOME", "~")).expanduser()
+    config = home / ".ssh/config"
+    changed = config.stat().st_mtime_ns if config.exists() else 0
+    name = f"hpctrain-{hashlib.sha256(f'{host} {changed}'.encode()).hexdigest()[:16]}"
+    folder = Path(environ.get("XDG_RUNTIME_DIR") or home / ".ssh")
+    try:
+        make_folder(folder, private=True)
+        is_usable = os.access(folder, os.W_OK)
+    except OSError:
+        is_usable = False
+    if not is_usable or len(os.fsencode(folder / name)) > _MAX_SOCKET_PATH:
+        folder = Path(tempfile.gettempdir(), f"hpctrain-{os.geteuid()}")
+        make_private_folder(folder)
+    return folder / name
 
 
 class ClusterUnreachable(HpctrainError):
@@ -70,10 +95,7 @@ class SshConnection:
         self.host = host
         self.rsync_path = "rsync"
         """Path of rsync on the host. `find_rsync` sets it, because rsync is not started in a login shell."""
-        folder = environ.get("XDG_RUNTIME_DIR") or str(Path(environ.get("HOME", "~")).expanduser() / ".ssh")
-        make_folder(Path(folder), private=True)
-        # ssh replaces %C with a hash of user, host and port.
-        options = {**_OPTIONS, "ControlPath": f"{folder}/hpctrain-%C"}
+        options = {**_OPTIONS, "ControlPath": str(_socket_path(host, environ))}
         self._ssh = ["ssh", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
 
     def open(self) -> None:
@@ -131,14 +153,18 @@ class SshConnection:
         quiet = f"exec sh -c {shlex.quote(f'exec 3>&1 4>&2 >/dev/null 2>&1; exec {login}')}"
         return [*self._ssh, "-t" if terminal else "-T", self.host, quiet]
 
-    def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        """Run a script, and return its output.
+    def run(self, script: str, content: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a script with `content` as its stdin, and return its output.
 
         Raises:
             ClusterUnreachable: the connection was lost.
         """
         result = subprocess.run(
-            self.command(script), input="", capture_output=True, encoding="utf-8", errors="replace"
+            self.command(script),
+            input=content,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
         )
         self.check(result.returncode)
         return result
@@ -185,6 +211,8 @@ class SshConnection:
             raise UserError(
                 f"Cannot start {self.rsync_path} on {self.host} to copy files. Install rsync there."
             )
+        if re.search("(unknown|unrecognized) option", result.stderr):
+            raise UserError("rsync on this machine is too old to copy files. Install rsync 3.1 or newer.")
         if result.returncode and not (may_vanish and result.returncode == _VANISHED):
             # Not replaced with --force, because the folder may contain runs or data.
             if folder := _FOLDER.search(result.stderr):

@@ -26,6 +26,7 @@ import pytest
 from helpers import REPOSITORY
 from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
+from hpctrain.remote.ssh_connection import SshConnection
 
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
@@ -213,7 +214,8 @@ class SshCluster:
 
     def close_connection(self) -> None:
         """Close the open connection of the laptop, if any."""
-        control = f"ControlPath={self.laptop.sockets}/hpctrain-%C"
+        command = SshConnection(self.name, self.laptop.env).command("")
+        control = next(word for word in command if word.startswith("ControlPath="))
         run_command(["ssh", "-o", control, "-O", "exit", self.name], self.laptop.env, check=False)
 
     def stop(self) -> None:

@@ -107,7 +107,7 @@ def test_a_named_python_is_remembered(laptop: Laptop, cluster: SshCluster):
     assert (cluster.home / "else where").is_dir()
     laptop.hpctrain("--on", "alpha", "setup", "--python", "", check=False)
     record = json.loads((laptop.home / ".local/state/hpctrain/clusters.json").read_text())
-    assert record["alpha"]["python"] is None
+    assert record["alpha"]["pythons"] == {str(laptop.project): None}
 
 
 def test_a_file_that_is_a_folder_on_the_cluster(laptop: Laptop, cluster: SshCluster):

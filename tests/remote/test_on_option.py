@@ -12,6 +12,7 @@ from hpctrain.cli import on_cluster
 from hpctrain.cli.main import cli
 from hpctrain.errors import UserError
 from hpctrain.remote.cluster import Cluster, shell_path
+from hpctrain.remote.ssh_connection import SshConnection
 
 
 @pytest.fixture
@@ -172,6 +173,31 @@ def test_projects_with_one_name_that_start_together(tmp_path: Path):
     assert first.folder == "hpctrain/project"
     assert second.folder.startswith("hpctrain/project-")
     assert Cluster("a", tmp_path / "one" / "project", environ).folder == first.folder
+
+
+def test_each_project_has_its_own_python(tmp_path: Path):
+    environ = {"HOME": str(tmp_path)}
+    first, second = (Cluster("a", tmp_path / name, environ) for name in ("one", "two"))
+    submitting = Cluster("a", tmp_path / "one", environ)
+    first.python = "/env/one"
+    first.remember()
+    # A command that began before keeps the Python that `setup` has named meanwhile.
+    submitting.remember()
+    second.remember()
+    assert Cluster("a", tmp_path / "one", environ).python == "/env/one"
+    assert Cluster("a", tmp_path / "two", environ).python is None
+
+
+def test_sockets_of_hosts_differ_and_have_short_paths(tmp_path: Path):
+    def socket_of(host: str, environ: dict[str, str]) -> str:
+        command = SshConnection(host, environ).command("true")
+        return next(word for word in command if word.startswith("ControlPath=")).partition("=")[2]
+
+    environ = {"HOME": str(tmp_path / ("x" * 60)), "XDG_RUNTIME_DIR": str(tmp_path)}
+    assert socket_of("a", environ) != socket_of("b", environ)
+    long = {"HOME": environ["HOME"]}
+    assert len(socket_of("a", long)) < 90 < len(environ["HOME"])
+    assert socket_of("a", long) == socket_of("a", long)
 
 
 def test_folders_of_projects_differ_and_are_remembered(tmp_path: Path):

@@ -65,6 +65,57 @@ def test_the_code_of_a_repository_is_sent_and_recorded(laptop: Laptop, cluster: 
     assert "+print('value', __import__('new file').value)" in diff
 
 
+def test_deleted_files_and_files_of_parent_folders(laptop: Laptop, cluster: SshCluster):
+    (laptop.project / "old.py").write_text("print('old')")
+    (laptop.project / "experiments").mkdir()
+    (laptop.project / "experiments" / "new.py").write_text("print('new')")
+    (laptop.project / "hpctrain.yaml").write_text("name: from-the-file\n")
+    commit(laptop.project)
+    laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "--dry-run", "old.py")
+    there = cluster.home / "hpctrain" / "project"
+    (there / "made-there.txt").touch()
+    (laptop.project / "old.py").unlink()
+    result = laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "--dry-run", "old.py", check=False)
+    assert "old.py" in result.stderr
+    names = {path.name for path in there.glob("[!.]*")}
+    assert names == {"experiments", "hpctrain.yaml", "made-there.txt", "train.py"}
+    command = [sys.executable, "-m", "hpctrain", "submit", "--on", "alpha", *LOCAL, "--show-config", "new.py"]
+    result = run_command(command, laptop.env, cwd=laptop.project / "experiments")
+    assert "from-the-file" in result.stdout
+
+
+def test_commands_leave_the_input_of_a_loop(laptop: Laptop, cluster: SshCluster):
+    laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "--dry-run", "train.py")
+    script = "printf 'a\\nb\\nc\\n' | while read word; do echo read; $LIST; done"
+    variables = {**laptop.env, "LIST": f"{sys.executable} -m hpctrain list --on alpha"}
+    result = run_command(["bash", "-c", script], variables, cwd=laptop.project)
+    assert result.stdout.count("read\n") == 3
+
+
+PIECES = """
+import os, pathlib, torch
+folder = pathlib.Path(os.environ["HPCTRAIN_RUN_DIR"], "checkpoints")
+folder.mkdir(exist_ok=True)
+for rank in range(3):
+    torch.save({"rank": rank}, folder / f"rank{rank}.pt")
+"""
+
+
+def test_pull_copies_all_files_of_a_script(laptop: Laptop, cluster: SshCluster):
+    (laptop.project / "train.py").write_text(PIECES)
+    laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "--run-dir", "runs/a", "--follow", "train.py")
+    laptop.hpctrain("--on", "alpha", "pull", "a")
+    copied = laptop.project / "runs" / "a" / "checkpoints"
+    assert sorted(path.name for path in copied.glob("*.pt")) == ["rank0.pt", "rank1.pt", "rank2.pt"]
+    # Another run of this name must not be overwritten.
+    laptop.hpctrain("submit", *LOCAL, "--run-dir", "runs/b", "train.py")
+    laptop.hpctrain("wait", "b")
+    laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "--run-dir", "runs/b", "--follow", "train.py")
+    result = laptop.hpctrain("--on", "alpha", "pull", "b", check=False)
+    assert result.returncode == 2
+    assert "contains the run in" in result.stderr
+
+
 def test_exit_codes_and_errors_pass_through(laptop: Laptop, cluster: SshCluster):
     result = laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "missing.py", check=False)
     assert result.returncode == 2

@@ -8,6 +8,8 @@ from pathlib import Path
 
 #: Name of the project's configuration file.
 PROJECT_FILE = "hpctrain.yaml"
+#: List of the files in a project that another machine sent, at its root.
+SENT_CODE_FILE = ".hpctrain-code.json"
 #: Variable that overrides the path of the site's file or folder of files; an empty value disables it.
 SITE_VARIABLE = "HPCTRAIN_SITE_CONFIG"
 SITE_FOLDER = Path("/etc/hpctrain")
@@ -37,12 +39,13 @@ def _user_file(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _project_file(cwd: Path) -> list[Path]:
-    """Return the nearest project file from `cwd` up to the repository root.
+    """Return the nearest project file from `cwd` up to the root of the repository or of sent code.
 
-    Outside a repository, only `cwd` is searched.
+    Outside a project, only `cwd` is searched.
     """
-    folders = [cwd, *cwd.parents]
-    root = next((i for i, folder in enumerate(folders) if os.path.exists(folder / ".git")), 0)
+    folders, marks = [cwd, *cwd.parents], (".git", SENT_CODE_FILE)
+    is_root = (any(os.path.exists(folder / mark) for mark in marks) for folder in folders)
+    root = next((i for i, found in enumerate(is_root) if found), 0)
     for folder in folders[: root + 1]:
         # A broken link, or a path that is not a file, is reported when it is read.
         if os.path.lexists(path := folder / PROJECT_FILE):

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError
 from hpctrain.files import read_json
-
-#: List of the files, with commit and changes, in the folder that received them.
-SENT_CODE_FILE = ".hpctrain-code.json"
+from hpctrain.jobs.options.config_search_path import SENT_CODE_FILE
 
 
 @dataclass(frozen=True)
