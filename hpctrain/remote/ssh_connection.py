@@ -159,15 +159,11 @@ class SshConnection:
         Raises:
             ClusterUnreachable: the connection was lost.
         """
-        result = subprocess.run(
-            self.command(script),
-            input=content,
-            capture_output=True,
-            encoding="utf-8",
-            errors="surrogateescape",
-        )
+        written = content.encode(errors="surrogateescape")
+        result = subprocess.run(self.command(script), input=written, capture_output=True)
         self.check(result.returncode)
-        return result
+        out, err = (text.decode(errors="replace") for text in (result.stdout, result.stderr))
+        return subprocess.CompletedProcess(script, result.returncode, out, err)
 
     def check(self, code: int, words: str = "Run the command again.") -> None:
         """Raise ClusterUnreachable if the exit code of ssh reports a lost connection."""
