@@ -33,7 +33,7 @@ demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four r
 
 test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: one to two minutes
 	$(BIN)/pytest -q -n $(FAST_PROCESSES) --dist worksteal -m "not (slurm or ranks or slow or gpu or long)" \
-	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins \
+	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins --ignore=tests/fuzz \
 	    --ignore=tests/training/test_lightning_module.py # because the import of Lightning takes seconds
 
 test: .venv/installed  ## the tests that take seconds, on a real Slurm that they start: ten minutes on two cores

@@ -118,6 +118,7 @@ EXEMPT = {
         "cli.on_cluster._parse_options",
         "cli.shell._ShellCommand.parse_args",
         "cli.submit.SubmitCommand.parse_args",
+        "cli.sweep._parse_over",
         "runtime.program.program._parse_python_command",
     },
     "every error is caught by the caller and reported": {

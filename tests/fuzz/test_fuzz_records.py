@@ -200,6 +200,11 @@ PARSERS = [
         [METRIC_LINES],
         call=with_file(RUN.metrics, lambda: run_results.read_results(RUN)),
     ),
+    Parser(
+        run_results.read_ranking,
+        [json.dumps(SWEEP)],
+        call=with_file(RUN.sweep, lambda: run_results.read_ranking(RUN.task(3))),
+    ),
     Parser(files.parse_yaml, ["a: [1, 2]\nb: 2026-01-01\n"], (ValueError,), most_bytes=1 << 13),
     Parser(loss_guard.read_excluded_steps, [EVENT_LINES], call=of_events(loss_guard.read_excluded_steps)),
     Parser(
