@@ -275,7 +275,12 @@ class World:
         # Slurm may have requeued the job before the supervisor recorded a failure.
         if any(job.was_requeued_by_slurm for job in self.slurm.jobs):
             num_runs += sum(event.get("state") == "FAILED" for event in self.run.read_events())
-        if self._num_crashes > self.config.spec.max_failures * num_runs and not self.disk.windows:
+        # A supervisor that is killed while ranks fail does not record their failure.
+        num_kills = sum(
+            fault.kind in ("kill-batch", "kill-supervisor", "torn-write") for fault in self.faults
+        )
+        most = self.config.spec.max_failures * num_runs + num_kills
+        if self._num_crashes > most and not self.disk.windows:
             self.fail(f"the run continues after {self._num_crashes - 1} crashes at the same place")
 
     def on_agreed_stop(self, step: RankStep) -> None:
