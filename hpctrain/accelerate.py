@@ -89,7 +89,14 @@ class AcceleratorCheckpointer:
         Raises:
             UserError: the order of the loader cannot be restored.
         """
-        sampler = get_sampler(loader)
+        if hasattr(getattr(loader, "base_dataloader", None), "state_dict"):
+            raise UserError(
+                "use_stateful_dataloader=True restores the position a second time. Remove this setting: "
+                "AcceleratorCheckpointer restores the position itself."
+            )
+        # With several processes, Accelerate wraps the batch sampler.
+        batch_sampler = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+        sampler = get_sampler(loader) or getattr(batch_sampler, "sampler", None)
         if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
             raise UserError(
                 "The sample order of the data loader cannot be restored, because its sampler is not "

@@ -154,7 +154,9 @@ def create_atomic(path: Path, content: bytes, writer: str) -> bool:
             os.fsync(file.fileno())
         os.link(temporary, path)
     except FileExistsError:
-        return False
+        # NFS reports this error for a link whose first confirmation was lost.
+        if not temporary.exists() or temporary.stat().st_nlink < 2:
+            return False
     finally:
         temporary.unlink(missing_ok=True)
     for folder in (path.parent, path.parent.parent):

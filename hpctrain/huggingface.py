@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain.cluster import detect
@@ -37,7 +38,7 @@ def prepare(trainer: T) -> T:
         trainer: a `transformers.Trainer` or an instance of a subclass, before `train`.
 
     Raises:
-        UserError: the trainer does not train on all ranks of the job.
+        UserError: the trainer does not train on all ranks of the job, or saves only the model.
     """
     ranks = detect(os.environ)
     if trainer.args.world_size != ranks.world_size:
@@ -48,8 +49,15 @@ def prepare(trainer: T) -> T:
     checkpoints = ForeignCheckpoints("checkpoint", marker=_MARKER)
     if checkpoints.run is None:
         return trainer
+    if trainer.args.save_only_model:
+        raise UserError(
+            "A run cannot be resumed with save_only_model=True, because its checkpoints contain no optimizer "
+            "state. Remove this setting."
+        )
+    # The Trainer would delete the previous checkpoint before the new one is complete.
+    keep, trainer.args.save_total_limit = trainer.args.save_total_limit, None
     trainer.args.output_dir = str(checkpoints.run.checkpoints)
-    trainer.add_callback(RunCallback(trainer, checkpoints))
+    trainer.add_callback(RunCallback(trainer, checkpoints, keep))
     train = trainer.train
 
     @functools.wraps(train)
@@ -68,8 +76,11 @@ def prepare(trainer: T) -> T:
 class RunCallback(transformers.TrainerCallback):
     """Requests checkpoints, marks complete ones, and stops all ranks after the same step."""
 
-    def __init__(self, trainer: transformers.Trainer, checkpoints: ForeignCheckpoints) -> None:
-        self._trainer, self._checkpoints = trainer, checkpoints
+    def __init__(
+        self, trainer: transformers.Trainer, checkpoints: ForeignCheckpoints, keep: int | None
+    ) -> None:
+        """Prepare the callback; `keep` is the number of checkpoints to keep besides the best one."""
+        self._trainer, self._checkpoints, self._keep = trainer, checkpoints, keep
         self._is_stopping = self._is_save_due = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -100,6 +111,7 @@ class RunCallback(transformers.TrainerCallback):
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        self._checkpoints.mark(state.global_step)
+        best = state.best_model_checkpoint
+        self._checkpoints.mark(state.global_step, self._keep, Path(best).name if best else None)
         if self._is_stopping:
             raise SystemExit(EXIT_CONTINUE)

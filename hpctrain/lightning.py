@@ -96,32 +96,37 @@ class RunCheckpoint(lightning.Callback):
         self.checkpoints = ForeignCheckpoints(
             "lightning", keep_last=keep_last, every_n_steps=every_n_train_steps
         )
-        self._loader: _ResumableLoader | None = None
+        self._loader: _ResumableLoader | _StatefulLoader | None = None
         self._checked_step = 0
-        self._is_saving = self._is_final = False
+        self.is_saving = self._is_final = False
+        self._trainer: lightning.Trainer | None = None
         self._resumed: dict[str, Any] = {}
         self._handlers: dict[int, Any] = {}
 
-    def begin(self) -> None:
-        """Start recording stop signals."""
+    def begin(self, trainer: lightning.Trainer) -> None:
+        """Start recording stop signals, before `trainer` trains."""
+        self._trainer = trainer
         should_stop()
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def attach(self, trainer: lightning.Trainer, loader: Any) -> Any:
         """Return the training loader in a form whose position can be restored, if possible."""
-        if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
-            return loader
-        if not _is_replaceable(loader):
+        is_loader = isinstance(loader, DataLoader)
+        if is_loader and hasattr(loader, "state_dict"):
+            self._loader = _StatefulLoader(loader, self)
+        elif is_loader and _is_replaceable(loader) and not _has_own_shards(trainer, loader):
+            self._loader = _ResumableLoader(trainer, loader, self._resumed, self)
+        else:
             if trainer.is_global_zero:
+                name = type(loader).__name__
+                name += f" with the sampler {type(loader.sampler).__name__}" if is_loader else ""
                 print(
-                    f"hpctrain: the training loader has the sampler {type(loader.sampler).__name__} and "
-                    f"the batch sampler {type(loader.batch_sampler).__name__}, whose positions cannot be "
-                    "restored. If a run is interrupted during an epoch, its samples differ from those of "
-                    "an uninterrupted run. Use hpctrain.StatefulBatchSampler.",
+                    f"hpctrain: the position of the training loader, a {name}, cannot be restored. If a "
+                    "run is interrupted during an epoch, its samples differ from those of an uninterrupted "
+                    "run. Use a DataLoader with hpctrain.StatefulBatchSampler.",
                     flush=True,
                 )
             return loader
-        self._loader = _ResumableLoader(trainer, loader, self._resumed)
         return self._loader
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -153,21 +158,29 @@ class RunCheckpoint(lightning.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return position and random states; in a checkpoint of hpctrain, those before the next batch."""
         loader = self._loader
-        random, position = rng.capture_rng_state(), None if loader is None else loader.sampler.state_dict()
-        if loader is not None and self._is_saving:
+        random, position = rng.capture_rng_state(), None if loader is None else loader.position()
+        if loader is not None and self.is_saving:
             random, position = loader.before_fetch
         gathered = self.checkpoints.context.all_gather(random, "the random state")
-        return {"position": position, "random": gathered, "step": self._checked_step}
+        ended = self._is_final and self._trainer is not None and self._trainer.should_stop
+        return {"position": position, "random": gathered, "step": self._checked_step, "ended": ended}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed.update(state_dict, restore=self.checkpoints.restore_rng_state)
+        self._resumed.update(state_dict, restore=True)
+        if state_dict.get("ended") and self._trainer is not None:
+            self._trainer.should_stop = True  # such as by EarlyStopping, which Lightning does not save
+
+    def restore_rng_state(self) -> None:
+        """Restore the random state of a loaded checkpoint, if this has not been done."""
+        if self._resumed.pop("restore", None):
+            self.checkpoints.restore_rng_state(self._resumed["random"], self._resumed["step"])
 
     def _save(self, trainer: lightning.Trainer) -> None:
-        self._is_saving = True
+        self.is_saving = True
         try:
             self.checkpoints.save(trainer.global_step, lambda path: trainer.save_checkpoint(path))
         finally:
-            self._is_saving = False
+            self.is_saving = False
 
     def on_save_checkpoint(
         self,
@@ -175,7 +188,7 @@ class RunCheckpoint(lightning.Callback):
         pl_module: Any,  # noqa: ARG002
         checkpoint: dict[str, Any],
     ) -> None:
-        if self._is_saving:
+        if self.is_saving:
             # Lightning counts the batch that has begun when it loads this.
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         if self._is_final:
@@ -234,7 +247,7 @@ class LightningTrainer(lightning.Trainer):
         if own is None:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             return
-        own.begin()
+        own.begin(self)
         if train_dataloaders is None or isinstance(train_dataloaders, lightning.LightningDataModule):
             source = datamodule or train_dataloaders or model
             make = source.train_dataloader
@@ -259,8 +272,15 @@ class _ResumableLoader:
         before_fetch: random state and position before the batch that was fetched last.
     """
 
-    def __init__(self, trainer: lightning.Trainer, loader: DataLoader[Any], resumed: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        trainer: lightning.Trainer,
+        loader: DataLoader[Any],
+        resumed: dict[str, Any],
+        callback: RunCheckpoint,
+    ) -> None:
         self._trainer, self._original, self._resumed = trainer, loader, resumed
+        self._callback = callback
         self.before_fetch: tuple[dict[str, torch.Tensor], dict[str, Any]] = ({}, {})
         self.dataset, self.num_workers = loader.dataset, loader.num_workers
         self.batch_size = loader.batch_size
@@ -282,8 +302,9 @@ class _ResumableLoader:
                 drop_last=loader.drop_last,
                 **ranks,
             )
-        if self._resumed.get("position"):
-            sampler.load_state_dict(self._resumed["position"])
+        # Only the epoch of the checkpoint is resumed.
+        if position := self._resumed.pop("position", None):
+            sampler.load_state_dict(position)
         return sampler
 
     @cached_property
@@ -307,20 +328,74 @@ class _ResumableLoader:
             loader.dataset, batch_sampler=self.sampler, **{name: getattr(loader, name) for name in names}
         )
 
+    def position(self) -> dict[str, Any]:
+        """Return the position of the sampler."""
+        return self.sampler.state_dict()
+
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
         while True:
-            if restore := self._resumed.pop("restore", None):
-                restore(self._resumed["random"], self._resumed["step"])
-            self.before_fetch = (rng.capture_rng_state(), self.sampler.state_dict())
+            self._callback.restore_rng_state()
+            self.before_fetch = (rng.capture_rng_state(), self.position())
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             yield batch
+
+
+class _StatefulLoader:
+    """A training loader that saves its own position. Checkpoints contain the position before the last batch.
+
+    Attributes:
+        before_fetch: random state before the batch that was fetched last.
+    """
+
+    def __init__(self, loader: Any, callback: RunCheckpoint) -> None:
+        self._original, self._callback = loader, callback
+        self.before_fetch: tuple[dict[str, torch.Tensor], None] = ({}, None)
+        self._state_before: dict[str, Any] = {}
+
+    def position(self) -> None:
+        """Return None: Lightning saves the state of this loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = (
+            self._state_before if self._callback.is_saving else self._original.state_dict()
+        )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._original.load_state_dict(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._original)
+        while True:
+            self._callback.restore_rng_state()
+            self.before_fetch, self._state_before = (
+                (rng.capture_rng_state(), None),
+                self._original.state_dict(),
+            )
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+
+def _has_own_shards(trainer: lightning.Trainer, loader: DataLoader[Any]) -> bool:
+    """Return true if each rank has its own samples, which must not be divided again."""
+    divides = trainer._accelerator_connector.use_distributed_sampler
+    return not divides and trainer.world_size > 1 and not isinstance(loader.sampler, DistributedSampler)
 
 
 def _continue_epoch(fit_loop: dict[str, Any], *, is_complete: bool) -> None:

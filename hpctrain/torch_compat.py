@@ -15,6 +15,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import worker as dataloader_worker
@@ -25,6 +26,7 @@ __all__ = [
     "FSDP_ATTRIBUTES",
     "BatchNorm",
     "DataLoaderIterator",
+    "NormBase",
     "ShardedTensor",
     "StorageInfo",
     "all_gather_single",

@@ -158,20 +158,31 @@ def excluded_nodes(spec: JobSpec, excluded_hosts: Collection[str]) -> str:
 def can_start(run: RunDir, spec: JobSpec, changes: JobChanges, environ: Mapping[str, str]) -> bool:
     """True if the scheduler could start the run's job with these changes, according to `sbatch`.
 
-    False without a response: a run that pends forever is worse than a run on a faulty node.
+    False without a response: a run that pends forever is worse than a run on a faulty node. True if sbatch
+    also rejects the unchanged job, such as because the user has submitted too many jobs.
     """
-    command = ["sbatch", "--test-only", *changes.options(spec)]
-    if spec.array_task is not None:
-        command.append(f"--array={spec.array_task}")
-    command.append(str((run.array or run).job_script))
     try:
-        run_slurm(command, sbatch_env(environ, all_directives(spec)))
+        _test_job(run, spec, changes, environ)
     except SchedulerError as error:
         log.info(
             "according to sbatch, the job cannot start with %s: %s", " ".join(changes.options(spec)), error
         )
+        if is_transient(str(error)):
+            return False
+        try:
+            _test_job(run, spec, JobChanges(), environ)
+        except SchedulerError as other:
+            return not is_transient(str(other))
         return False
     return True
+
+
+def _test_job(run: RunDir, spec: JobSpec, changes: JobChanges, environ: Mapping[str, str]) -> None:
+    command = ["sbatch", "--test-only", *changes.options(spec)]
+    if spec.array_task is not None:
+        command.append(f"--array={spec.array_task}")
+    command.append(str((run.array or run).job_script))
+    run_slurm(command, sbatch_env(environ, all_directives(spec)))
 
 
 def _submit_once(

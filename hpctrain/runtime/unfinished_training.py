@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,8 @@ from hpctrain.runtime.rank_activity import activity
 #: Training calls of this process that have not returned, by folder, in order of start.
 _unfinished: dict[str | None, TrainingMarker] = {}
 _num_started = 0
+#: Functions to call before the process exits with code 75: they wait for saves in the background.
+pending_saves: list[Callable[[], None]] = []
 _has_stopped = False
 
 

@@ -71,7 +71,7 @@ from hpctrain.runtime.supervisor_connection import (
     SupervisorConnection,
     start_heartbeat,
 )
-from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped
+from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped, pending_saves
 from hpctrain.telemetry.startup_parts import StartupPart
 from hpctrain.telemetry.startup_times import startup_times
 
@@ -217,6 +217,11 @@ def _exit_with(argument: object, sampler: NodeSampler, write: Callable[[dict[str
         # The state is saved, regardless of the script's handling of the exception.
         code = EXIT_CONTINUE
     if code == EXIT_CONTINUE:
+        for wait in pending_saves:
+            try:
+                wait()
+            except Exception as error:  # noqa: BLE001 (reported; the run continues from an earlier checkpoint)
+                print(f"hpctrain: {error}", file=sys.stderr)
         _exit_now(code, sampler)
     if code == 0 and (failure := find_unfinished_training()) is not None:
         print(f"hpctrain: {failure['error']}: {failure['message']}.", file=sys.stderr)

@@ -29,6 +29,7 @@ _ANSWER_LOST = (
 _UNREACHABLE_ERRORS = (
     *("Unable to contact slurm controller", "Connection refused", "failed: exit code -"),
     *("Communication connection failure", "Message send failure"),
+    *("Munge encode failed", "Munge decode failed", "Protocol authentication error"),
 )
 
 #: Prefixes of step names, followed by the attempt number.

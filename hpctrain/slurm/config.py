@@ -64,6 +64,8 @@ class SlurmConfig:
     """Exit codes after which Slurm requeues a job."""
     min_job_age_s: float = 300.0
     """Seconds for which the controller remembers an ended job."""
+    slurmd_port: int = 6818
+    """Port of each node's slurmd, unless the node has another one."""
     has_epilog: bool = False
     """True if a program of the site runs after each job, which then ends later."""
 
@@ -117,5 +119,7 @@ def parse_config(answer: str) -> SlurmConfig:
         chooses_partition=not all(map(is_null, plugins)),
         requeue_exit="" if is_null(value("RequeueExit")) else value("RequeueExit"),
         min_job_age_s=duration_s("MinJobAge", 0.0) or SlurmConfig.min_job_age_s,
+        # It may be a range for several daemons on one host.
+        slurmd_port=parse_number(value("SlurmdPort").partition("-")[0]) or SlurmConfig.slurmd_port,
         has_epilog=any(_EPILOG.fullmatch(key) and not is_null(value(key)) for key in values),
     )

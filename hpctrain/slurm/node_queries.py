@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from hpctrain.cluster import compress_hostlist
 from hpctrain.slurm.command import run_slurm
 
-#: Default of SlurmdPort (slurm.conf(5)); `scontrol show node` omits the port then.
-_SLURMD_PORT = 6818
-
 _FIELDS = {
     **{name: re.compile(rf"\b{name}=(\S+)") for name in ("NodeName", "NodeAddr", "NodeHostName", "State")},
     **{name: re.compile(rf"\b{name}=(\d{{1,18}})") for name in ("RealMemory", "MemSpecLimit")},
@@ -26,8 +23,8 @@ class NodeRecord:
 
     name: str
     address: str
-    port: int
-    """Port of the node's slurmd."""
+    port: int | None
+    """Port of the node's slurmd; None if it is the SlurmdPort of the cluster."""
     state: str
     memory_mib: int = 0
     """Memory for jobs."""
@@ -51,8 +48,8 @@ def parse_nodes(answer: str) -> list[NodeRecord]:
         found = {name: match[1] for name, pattern in _FIELDS.items() if (match := pattern.search(record))}
         if "NodeName" in found:
             address = found.get("NodeAddr") or found.get("NodeHostName") or found["NodeName"]
-            port = int(found.get("Port", _SLURMD_PORT))
-            port = port if port < 2**16 else _SLURMD_PORT
+            port = int(found["Port"]) if "Port" in found else None
+            port = None if port is None or port >= 2**16 else port
             memory = int(found.get("RealMemory", 0)) - int(found.get("MemSpecLimit", 0))
             state, reason = found.get("State", ""), found.get("Reason", "")
             nodes.append(NodeRecord(found["NodeName"], address, port, state, memory, reason))

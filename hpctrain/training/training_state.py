@@ -123,6 +123,8 @@ class TrainingState:
         try:
             self.module.load_state_dict(tree["module"])
             _load_each("optimizer", self.optimizers, tree["optimizers"])
+            if tree["optimizers"] is not None:
+                self._restore_dtypes(tree)
             _load_each("scheduler", self.schedulers, tree["schedulers"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
@@ -151,6 +153,23 @@ class TrainingState:
         self.witnessed_step = None if self.witnessed_step is None else known_good
         self.validated_step = tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
+
+    def _restore_dtypes(self, tree: dict[str, Any]) -> None:
+        """Replace states that `load_state_dict` has converted to the type of their parameter.
+
+        Some optimizers have a state of another type, such as float32 for bfloat16 parameters. If the type of
+        the parameter has changed, its state is converted.
+        """
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
+            for number, parameter in optimizer_parameters(optimizer)["state"].items():
+                before = tree["module"].get(names.get(parameter))
+                if before is None or before.dtype != parameter.dtype or parameter not in optimizer.state:
+                    continue
+                own = optimizer.state[parameter]
+                for name, value in saved["state"].get(number, {}).items():
+                    if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
+                        own[name] = value.detach().clone().to(own[name].device)
 
     def _load_determinism(self, state: dict[str, Any] | None) -> list[str]:
         if self.determinism is None:

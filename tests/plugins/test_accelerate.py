@@ -70,3 +70,22 @@ def test_unrestorable_order_is_refused():
     checkpointer = AcceleratorCheckpointer.__new__(AcceleratorCheckpointer)
     with pytest.raises(UserError, match="use_seedable_sampler=True"):
         next(checkpointer.batches(loader, 0))
+
+
+def refuse_on_several_ranks() -> None:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    from hpctrain.accelerate import AcceleratorCheckpointer
+
+    checkpointer = AcceleratorCheckpointer.__new__(AcceleratorCheckpointer)
+    loader = torch.utils.data.DataLoader(range(8), shuffle=True)
+    with pytest.raises(UserError, match="use_seedable_sampler=True"):
+        next(checkpointer.batches(Accelerator(cpu=True).prepare(loader), 0))
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+    with pytest.raises(UserError, match="Remove this setting"):
+        next(checkpointer.batches(loader, 0))
+
+
+def test_unrestorable_order_is_refused_on_several_ranks():
+    run_on_ranks(refuse_on_several_ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import chain
 
@@ -74,6 +75,52 @@ def train_recorded(max_steps: int, own_sampler: bool) -> list[list[int]]:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(max_steps=max_steps, max_epochs=-1, accelerator="cpu", **quiet).fit(Recorder(), loader)
     return steps
+
+
+def train_on_stateful_loader(fails_at: int | None) -> list[list[int]]:
+    """Train to step 11, in the second epoch; return the samples and a random number of each step."""
+    import lightning
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from hpctrain.lightning import RunCheckpoint, Trainer
+
+    steps = []
+
+    class Recorder(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            steps.append([*batch.tolist(), int(torch.randint(1000, ()))])
+            if len(steps) == fails_at:
+                raise RuntimeError("failed")
+            return self.layer(batch[:, None].float()).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    lightning.seed_everything(1)
+    loader = StatefulDataLoader(list(range(30)), batch_size=4, shuffle=True)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    callbacks = [RunCheckpoint(every_n_train_steps=3)]
+    trainer = Trainer(max_steps=11, max_epochs=-1, accelerator="cpu", callbacks=callbacks, **quiet)
+    with pytest.raises(RuntimeError, match="failed") if fails_at else nullcontext():
+        trainer.fit(Recorder(), loader)
+    return steps
+
+
+def test_stateful_loader_continues_with_the_next_batch(tmp_path):
+    def train_in(folder: str, fails_at: int | None = None) -> list[list[int]]:
+        env = {RUN_DIR_VARIABLE: str(tmp_path / folder)}
+        return run_on_ranks(train_on_stateful_loader, fails_at, world_size=1, env=env, group=False)[0]
+
+    whole = train_in("whole")
+    assert len(whole) == 11
+    failed = train_in("failed", 5)
+    assert failed == whole[:5]
+    assert train_in("failed") == whole[3:]
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.errors import SchedulerError
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
-from hpctrain.slurm import node_queries
+from hpctrain.slurm import config, node_queries
 from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control import slurm_nodes
@@ -31,7 +31,7 @@ NodeName=n2 Arch=x86_64 CoresPerSocket=1
 def test_node_records_are_parsed():
     assert parse_nodes(RECORD) == [
         NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED", 900, "State=DOWN Port=1"),
-        NodeRecord("n2", "n2", 6818, "DOWN*+DRAIN"),
+        NodeRecord("n2", "n2", None, "DOWN*+DRAIN"),
     ]
 
 
@@ -98,8 +98,8 @@ def test_refused_change_of_the_job_does_not_prevent_the_others(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("port", ["x", "-1", "6818x", "99999", "9" * 5000])
-def test_invalid_port_is_replaced_by_the_default(port):
-    assert parse_nodes(f"NodeName=n1 Port={port} State=IDLE\n") == [NodeRecord("n1", "n1", 6818, "IDLE")]
+def test_invalid_port_is_ignored(port):
+    assert parse_nodes(f"NodeName=n1 Port={port} State=IDLE\n") == [NodeRecord("n1", "n1", None, "IDLE")]
 
 
 @pytest.mark.parametrize("address", ["a" * 200, "\0"])
@@ -110,6 +110,31 @@ def test_invalid_address_does_not_make_a_node_lost(address):
 @pytest.mark.parametrize("state", ["DOWN", "DOWN*", "IDLE+POWERED_DOWN"])
 def test_down_node_is_lost(state):
     assert node_trouble(NodeRecord("n2", "127.0.0.1", 1, state)) == f"Slurm reports the state {state}"
+
+
+@pytest.mark.parametrize("state", ["ALLOCATED+REBOOT_REQUESTED", "MIXED+POWER_DOWN"])
+def test_node_that_reboots_after_the_job_is_not_lost(state):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert node_trouble(NodeRecord("n1", "127.0.0.1", server.getsockname()[1], state)) is None
+
+
+def test_nodes_have_the_port_of_the_cluster_unless_slurm_names_another(monkeypatch, tmp_path):
+    """Slurm omits the SlurmdPort of its configuration, not 6818."""
+    answers = {"node": RECORD, "config": "SlurmdPort              = 7003\n"}
+    monkeypatch.setattr(node_queries, "run_slurm", lambda command, _environ: answers["node"])
+    monkeypatch.setattr(config, "run_slurm", lambda command, _environ: answers["config"])
+    seen = {}
+    monkeypatch.setattr(slurm_nodes, "node_trouble", lambda node: seen.update({node.name: node.port}))
+    nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "1"})
+    assert nodes.lost(["n1", "n2"]) == {}
+    assert seen == {"n1": 26811, "n2": 7003}
+
+
+def test_node_of_the_supervisor_is_not_lost(monkeypatch, tmp_path):
+    monkeypatch.setattr(slurm_nodes, "query_nodes", lambda hosts, environ: parse_nodes(RECORD)[:1])
+    monkeypatch.setattr(slurm_nodes, "node_trouble", lambda node: "gone")
+    environ = {"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n1"}
+    assert SlurmNodes(RunDir(tmp_path), None, environ).lost(["n1"]) == {}
 
 
 def test_draining_node_with_responsive_slurmd_is_not_lost():
@@ -135,6 +160,7 @@ def test_all_nodes_are_checked(monkeypatch, tmp_path):
     monkeypatch.setattr(
         node_queries, "run_slurm", lambda command, _environ: RECORD if command[-1] == "n[1-2]" else ""
     )
+    monkeypatch.setattr(config, "run_slurm", lambda command, _environ: "")
     monkeypatch.setattr(slurm_nodes, "node_trouble", lambda node: "gone" if node.name == "n2" else None)
     nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "1"})
     assert nodes.lost(["n1", "n2"]) == {"n2": "gone"}

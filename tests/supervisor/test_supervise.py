@@ -441,6 +441,20 @@ def test_refused_request_for_more_memory_keeps_the_cause_of_the_failure(run):
     assert finished(run)["note"] == "the requeue failed: scontrol says: Requeue is disabled"
 
 
+def test_killed_data_worker_of_a_rank_is_a_lack_of_memory(run):
+    """The rank raises an exception, and Slurm reports the kill."""
+    nodes = FakeNodes()
+    nodes.larger_memory = lambda hosts, excluded_hosts: "mem=96"
+    run.failures.mkdir(exist_ok=True)
+    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    record = {"rank": 1, "host": "n1", "log": "/log", "order": 0, "time": 0.0, **failure_record(error, {})}
+    run.failure(0, 1).write_text(json.dumps(record))
+    attempt = [TaskExit(1, 1, out_of_memory=True), StepEnded(1)]
+    assert supervise(run, [attempt], FakeJob(refuses=True, nodes=nodes), resume_mode="requeue") == 4
+    (failure,) = (event for event in run.read_events() if event["kind"] == "failure")
+    assert failure["class"] == "oom"
+
+
 def test_failed_requeue_and_failed_successor_are_both_reported(run):
     job = FakeJob(refuses=True, successors=FakeSuccessors())
     assert supervise(run, [STOPPED], job) == 4

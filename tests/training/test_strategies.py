@@ -595,3 +595,82 @@ def train_with_five_devices() -> int:
 @pytest.mark.ranks
 def test_devices_are_ignored_under_a_launcher():
     assert run_on_ranks(train_with_five_devices, group=False) == [2, 2]
+
+
+class Thawing(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.first.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.first.requires_grad_(True)
+        return self.second(self.first(batch)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def thaw(strategy: str) -> None:
+    trainer = hpctrain.Trainer(max_steps=4, global_batch_size=4, strategy=strategy, checkpoint_every=None)
+    with pytest.raises(hpctrain.UserError, match=r"first\.weight was frozen when training began"):
+        trainer.fit(Thawing(), torch.ones(32, 2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.ranks
+def test_parameters_that_are_trained_only_later_are_refused(strategy):
+    run_on_ranks(thaw, strategy, group=False)
+
+
+class NormAfterStages(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        self.norm = nn.BatchNorm1d(2)
+
+    def training_step(self, batch, batch_idx):
+        return self.norm(self.net(batch)).sum(1).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def statistics_after_pipeline() -> list[float]:
+    module = NormAfterStages()
+    settings = {"global_batch_size": 8, "micro_batch_size": 4, "strategy": "pipeline"}
+    hpctrain.Trainer(max_steps=3, checkpoint_every=None, **settings).fit(module, torch.randn(32, 2))
+    return module.norm.running_mean.tolist()
+
+
+@pytest.mark.ranks
+def test_buffers_outside_the_stages_are_those_of_the_last_rank():
+    first, last = run_on_ranks(statistics_after_pipeline, group=False)
+    assert first == last != [0.0, 0.0]
+
+
+class CountsTokens(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch)
+
+    def training_step_end(self, outputs):
+        return {"loss": outputs.square().mean(), "num_tokens": torch.tensor(3)}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def count_tokens() -> None:
+    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=4, strategy="ddp2", checkpoint_every=None)
+    with pytest.raises(hpctrain.UserError, match="'ddp2' averages the loss over samples, not tokens"):
+        trainer.fit(CountsTokens(), torch.ones(8, 2))
+
+
+@pytest.mark.ranks
+def test_means_over_tokens_are_refused_with_losses_of_a_node():
+    run_on_ranks(count_tokens, group=False)

@@ -588,3 +588,47 @@ def test_validation_and_metrics_are_in_order_during_async_saves(tmp_path):
     for event in events(tmp_path, "checkpoint"):
         assert json.dumps(event)
         assert event["seconds"] > 0
+
+
+class AveragedWeights(hpctrain.Module):
+    """The optimizer has float32 states for bfloat16 parameters, and a large integer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.ASGD(self.parameters(), lr=0.1, lambd=0.01)
+        optimizer.register_step_post_hook(self._count)
+        return optimizer
+
+    def _count(self, optimizer, _args, _options):
+        state = optimizer.state[self.layer.weight]
+        state["count"] = state.get("count", torch.tensor(1000)) + 1
+
+
+@pytest.mark.slow
+def test_optimizer_states_keep_their_type(tmp_path):
+    data = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+
+    def fit(run: str, max_steps: int) -> tuple[AveragedWeights, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        module, seen = AveragedWeights(), []
+        configure = module.configure_optimizers
+        module.configure_optimizers = lambda: seen.append(configure()) or seen[0]
+        settings = {"global_batch_size": 4, "precision": "bf16-true", "seed": 1, "run_dir": tmp_path / run}
+        hpctrain.Trainer(max_steps=max_steps, **settings).fit(module, data)
+        return module, seen[0]
+
+    whole, optimizer = fit("whole", 6)
+    fit("resumed", 3)
+    resumed, other = fit("resumed", 6)
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    own, saved = (each.state[module.layer.weight] for each, module in ((other, resumed), (optimizer, whole)))
+    assert own.keys() == saved.keys()
+    for name, value in saved.items():
+        assert own[name].dtype == value.dtype, name
+        assert torch.equal(own[name], value), name

@@ -79,8 +79,8 @@ class RankLogReader:
         """Yield all remaining lines, including unterminated ones."""
         self._find_ranks()
         for rank, tail in sorted(self._tails.items()):
-            if tail.has_grown():
-                yield from self._read(rank, tail)
+            # The length from `stat` may be outdated on NFS.
+            yield from self._read(rank, tail)
             if torn := self._partial_lines.pop(rank, ""):
                 self.mark = rank, tail.position
                 yield self._line(rank, torn)

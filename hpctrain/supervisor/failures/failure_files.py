@@ -6,7 +6,7 @@ import json
 import logging
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain import system
@@ -100,6 +100,9 @@ def collect_failures(
     ranks_of_each = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:
         rank = task.rank * ranks_of_each
+        if task.out_of_memory and rank in failures:
+            # Such as an exception of a rank whose data worker was killed.
+            failures[rank] = replace(failures[rank], out_of_memory=True)
         if task.result is TaskResult.FAILED and rank not in failures:
             host = hosts[task.rank // spec.processes_per_node]
             log = run.rank_log(attempt, rank) if spec.torchrun is None else run.agent_log(attempt, task.rank)

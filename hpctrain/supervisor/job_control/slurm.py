@@ -31,6 +31,11 @@ from hpctrain.supervisor.policy.job_intent import JobDisposition
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
 _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) [^*\n]* DUE TO (?:PREEMPTION|NODE FAILURE)")
 
+#: States of a job that Slurm is not ending.
+_CONTINUES = ("", "RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING")
+#: No time left, in any notation.
+_ZERO = re.compile(r"[0:-]*0[0:-]*")
+
 log = logging.getLogger(__name__)
 
 
@@ -55,10 +60,12 @@ class SlurmJobControl:
         text = run_slurm(
             ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"], self._environ
         ).strip()
+        if text == "INVALID" or _ZERO.fullmatch(text):
+            return 0.0  # past the limit, which a site may tolerate for some time
         try:
             return parse_duration(text)
         except SpecError:
-            return None  # UNLIMITED, NOT_SET, INVALID
+            return None  # NOT_SET
 
     def disposition(self) -> JobDisposition:
         """Read the job's state, and the reason for its end from its log. See `JobControl.disposition`.
@@ -66,7 +73,7 @@ class SlurmJobControl:
         For any cause, the state is COMPLETING until the last process has exited (seen with Slurm 22.05).
         """
         job = query_job(self.job_id, self._environ)
-        if job.state in ("RUNNING", ""):
+        if job.state in _CONTINUES:
             return JobDisposition.STAYS
         if job.restarts > self._restarts:
             return JobDisposition.REQUEUED

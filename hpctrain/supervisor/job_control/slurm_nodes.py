@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from hpctrain import system
 from hpctrain.cluster import expand_hostlist
@@ -19,6 +20,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.records.successor import JobChanges, can_start, excluded_nodes
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import list_rank_steps, run_slurm
+from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_requests import shrink_job, signal_ranks, signal_steps, update_job
 from hpctrain.slurm.node_queries import NodeRecord, query_nodes
@@ -30,7 +32,8 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 3.0
 _AT_ONCE = 64
 #: Running work continues in DRAIN and FAILING (sinfo(1), NODE STATE CODES).
-_DOWN = re.compile(r"DOWN|REBOOT")
+#: A requested reboot or power-down waits for the end of the job.
+_DOWN = re.compile(r"\bDOWN\b|POWERED_DOWN|POWERING_DOWN|REBOOT_ISSUED")
 _DRAINING = re.compile(r"DRAIN|FAIL")
 
 #: Variables with the memory of a job, in MB; the option of sbatch and the field of scontrol for each.
@@ -58,9 +61,14 @@ class SlurmNodes:
     def lost(self, hosts: Sequence[str]) -> dict[str, str]:
         """Query the slurmd of each node. See `AllocatedNodes.lost`."""
         nodes = query_nodes(hosts, self._environ)
+        if any(node.port is None for node in nodes):
+            port = query_config(self._environ).slurmd_port
+            nodes = [replace(node, port=port) if node.port is None else node for node in nodes]
         with system.ThreadPoolExecutor(min(_AT_ONCE, max(1, len(nodes)))) as pool:
             troubles = pool.map(node_trouble, nodes)
-            return {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
+            found = {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
+        found.pop(self.own_host, None)  # this process runs there
+        return found
 
     def draining(self, hosts: Sequence[str]) -> dict[str, str]:
         """Read the state of the nodes. See `AllocatedNodes.draining`."""

@@ -29,7 +29,7 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import JobTime, known_seconds_left
+from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobTime, known_seconds_left
 from hpctrain.supervisor.job_control.signal_lead import required_lead_s
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 
 #: Grace time of the ranks after the signal before the time limit.
 _TIME_LIMIT_GRACE = re.compile(r"(\bSIGUSR2=)[\d.]+")
+
+#: Events before an attempt in the same job.
+_RESTARTS = ("restart", "shrink", "replace")
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,21 @@ class AttemptRunner:
     def _ends_at(self, lead: float) -> float | None:
         """Return the end of the job's time, on the monotonic clock, if the supervisor must signal the ranks.
 
-        Otherwise, Slurm sends the signal itself, with the lead requested at submission.
+        Otherwise, Slurm sends the signal itself, with the lead requested at submission. It sends the signal
+        only once, possibly before a restart.
         """
-        if self.job_control.ends_job_at is not None or lead <= self.spec.stop_before_limit_s:
+        is_later_signal = lead <= self.spec.stop_before_limit_s
+        if self.job_control.ends_job_at is not None or (is_later_signal and not self._is_restart()):
             return self.job_control.ends_job_at
         left = known_seconds_left(self.job_control)
-        return None if left is None else system.monotonic() + left
+        if left is None or (is_later_signal and left > lead + EARLY_SIGNAL_TOLERANCE_S):
+            return None
+        return system.monotonic() + left
+
+    def _is_restart(self) -> bool:
+        """Return true if this job has already run an attempt."""
+        kinds = (event["kind"] for event in reversed(list(self.run.read_events())))
+        return next((kind for kind in kinds if kind in (*_RESTARTS, "started")), None) in _RESTARTS
 
     def _variables(self, attempt: int, lead: float) -> dict[str, str]:
         spec = self.spec

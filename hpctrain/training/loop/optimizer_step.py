@@ -75,8 +75,9 @@ class OptimizerStep:
     def advance(self, step: int, *, updated: bool = True) -> None:
         """Advance the schedules, and after an update the float16 loss scale, at the end of `step`."""
         emergency_save.begin_change()
-        if self._scaler is not None and updated:
-            self._scaler.update()
+        if self._scaler is not None:
+            # Without an update, the scale remains, but gradients may have been unscaled.
+            self._scaler.update(None if updated else self._scaler.get_scale())
         if not self._optimization.schedulers:
             return
         # Schedules also count steps without an update.

@@ -19,7 +19,7 @@ from hpctrain.rundir import RunDir, output_folder
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
-from hpctrain.training.base.metric_accumulator import MetricAccumulator
+from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
@@ -205,6 +205,10 @@ class Session:
         """
         if self._loop is None:
             raise UserError("log() was called before the loop over batches(). Call log() inside this loop.")
+        if TOKENS_FIELD in scalars:
+            raise UserError(
+                f"log() received {TOKENS_FIELD!r}, which has a special meaning. Log it with another name."
+            )
         metrics = self._scalars or self._loop.metrics
         metrics.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
 

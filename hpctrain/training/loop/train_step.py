@@ -261,6 +261,12 @@ class TrainStep:
         # The strategy averages over the ranks that share the batch; the mean over the batch is needed.
         weight: float | torch.Tensor = part * self._num_parts
         if TOKENS_FIELD in scalars:
+            if not self._strategy.counts_tokens:
+                raise UserError(
+                    f"training_step returned {TOKENS_FIELD!r}, but strategy {self._settings.strategy!r} "
+                    "averages the loss over samples, not tokens. Remove this output, or choose another "
+                    "strategy."
+                )
             weight = self._tokens.add(
                 scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], rank_batch, last
             )

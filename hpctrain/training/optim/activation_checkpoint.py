@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UserError
-from hpctrain.torch_compat import BatchNorm
+from hpctrain.torch_compat import NormBase
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def _recompute(part: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def _preserve_statistics(part: nn.Module) -> Iterator[None]:
     """Let batch norm update copies of its running statistics within the block."""
-    layers = [layer for layer in part.modules() if isinstance(layer, BatchNorm) and layer.training]
+    layers = [layer for layer in part.modules() if isinstance(layer, NormBase) and layer.training]
     own = [dict(layer._buffers) for layer in layers]
     for layer, buffers in zip(layers, own, strict=True):
         layer._buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})

@@ -23,6 +23,7 @@ from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir, output_folder
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.unfinished_training import pending_saves
 from hpctrain.training.base import rng
 from hpctrain.training.observe.environment_info import collect_platform, hash_code
 from hpctrain.training.observe.run_writer import RunWriter
@@ -100,6 +101,7 @@ class Checkpointer:
         )
         # Runs before the exit handler of the store, which aborts a save in flight.
         atexit.register(self._wait_at_exit)
+        pending_saves.append(self._wait_at_exit)
 
     def load(self) -> int:
         """Load the newest valid checkpoint; return its step, or 0 if there is none.

@@ -16,6 +16,7 @@ from torch import nn
 
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token
 from hpctrain.cluster import detect
+from hpctrain.errors import UserError
 from hpctrain.files import fsync_path, make_folder, write_atomic
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
@@ -28,6 +29,10 @@ from hpctrain.training.observe.run_writer import RunWriter
 
 #: Seconds between two checkpoints by default.
 EVERY_S = 600.0
+
+
+#: The object that trains, by run folder.
+_training_of: dict[str, ForeignCheckpoints] = {}
 
 
 class ForeignCheckpoints:
@@ -97,7 +102,16 @@ class ForeignCheckpoints:
         return self.context.all_reduce_min(float(are_finite)) > 0
 
     def newest(self) -> Path | None:
-        """Return the newest committed checkpoint, if any."""
+        """Return the newest committed checkpoint, if any.
+
+        Raises:
+            UserError: another training of this process saves to the run folder.
+        """
+        if self.run is not None and _training_of.setdefault(str(self.run.path), self) is not self:
+            raise UserError(
+                "This process has already trained with another object that saves to this run folder, so "
+                "their checkpoints would be confused. Train only once per run, such as with `hpctrain sweep`."
+            )
         steps = self._steps() if self.context.ranks.is_main else {}
         name = self.context.broadcast_from_main(steps[max(steps)].name if steps else None)
         return None if name is None or self.run is None else self.run.checkpoints / name
@@ -160,8 +174,14 @@ class ForeignCheckpoints:
             self.context.barrier()
         self._saved_at = time.monotonic()
 
-    def mark(self, step: int) -> None:
-        """Commit the checkpoint of `step`, which the library has written in place."""
+    def mark(self, step: int, keep_last: int | None = None, best: str | None = None) -> None:
+        """Commit the checkpoint of `step`, which the library has written in place, and delete old ones.
+
+        Args:
+            step: the step.
+            keep_last: number of newest checkpoints to keep; None keeps all.
+            best: name of a further checkpoint to keep.
+        """
         if self.run is None or self._marker is None:
             return
         self.context.barrier()
@@ -170,6 +190,10 @@ class ForeignCheckpoints:
             size = _sync(path)
             write_atomic(path / self._marker, f"{step}\n")
             self._log.write_checkpoint(step, path, size, 0.0)
+            if keep_last:
+                for _, old in sorted(self._steps().items())[:-keep_last]:
+                    if old.name != best:
+                        _remove(old)
         self.context.barrier()
         self._saved_at = time.monotonic()
 

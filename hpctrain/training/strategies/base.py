@@ -183,6 +183,11 @@ class Strategy:
         """Return the optimizers and schedules for training, based on those of the module."""
         return optimization
 
+    @property
+    def counts_tokens(self) -> bool:
+        """True if a loss can be a mean over `num_tokens`."""
+        return True
+
     def before_update(self) -> None:
         """Complete the gradients before use; called at least once per update."""
 

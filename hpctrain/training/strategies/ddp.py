@@ -75,6 +75,9 @@ class DataParallelBase(Strategy):
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         if self._forward is None:
             return self._run_module(batch, batch_idx, num_samples, self.optimizer_idx)
+        step = self._forward.module if isinstance(self._forward, DistributedDataParallel) else self._forward
+        assert isinstance(step, _Step)
+        step.check_frozen()
         try:
             output, counted = self._forward(batch, batch_idx, num_samples, self.optimizer_idx)
         except RuntimeError as error:
@@ -171,6 +174,21 @@ class _Step(nn.Module):
         super().__init__()
         self.module = module
         self._take = take
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+
+    def check_frozen(self) -> None:
+        """Check that no other parameters are trained than at the beginning.
+
+        Raises:
+            UserError: the gradient of a parameter would not be averaged over the ranks.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UserError(
+                    f"The parameter {name} was frozen when training began, so its gradient would not be "
+                    "averaged over the ranks. Set requires_grad=True before training begins. To train the "
+                    "parameter only later, set its learning rate to 0 until then."
+                )
 
     def forward(
         self,
@@ -188,17 +206,22 @@ class _Step(nn.Module):
 def regroup_buckets(model: object) -> None:
     """Regroup the gradient buckets of a model before its first step. All ranks must call this.
 
-    See `DataParallelBase`. Gradients that exist are removed. Does nothing with other models, and with
-    `find_unused_parameters`, with which torch never regroups.
+    See `DataParallelBase`. Gradients that exist are removed. Does nothing with other models, with
+    `find_unused_parameters`, with which torch never regroups, and with `static_graph`, with which torch
+    records the first pass.
     """
-    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return
     module = model.module
+    # Such as that of Accelerate, with autocast, or of a compiled module.
+    own = vars(module).get("forward")
     module.forward = lambda: _sum_of_nothing([p for p in module.parameters() if p.requires_grad])
     try:
         torch.autograd.backward(model())
     finally:
         del module.forward
+        if own is not None:
+            module.forward = own
     model.zero_grad(set_to_none=True)
 
 

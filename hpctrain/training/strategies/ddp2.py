@@ -32,6 +32,10 @@ class DDP2(DataParallelBase):
         self._gathers = ends_itself and not settings.elastic_determinism
         super().__init__(module, context, settings)
 
+    @property
+    def counts_tokens(self) -> bool:
+        return self._node is None or not self._gathers
+
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
         # Without `training_step_end`, the loss is computed per rank, so nothing is gathered.
         if self._node is None or not self._gathers:

@@ -48,6 +48,10 @@ class DP(Strategy):
         self._devices = context.devices
         self._ends_itself = type(module).training_step_end is not Module.training_step_end
 
+    @property
+    def counts_tokens(self) -> bool:
+        return len(self._devices) == 1
+
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         parts = _parts(batch, max(1, num_samples), self._devices)
         copies = [self.module, *(_copy(self.module, device) for device in self._devices[1 : len(parts)])]

@@ -134,8 +134,12 @@ class Pipeline(Strategy):
         """Broadcast each stage's parameters, buffers and optimizer state to all ranks."""
         if not self.context.is_distributed:
             return
+        in_stages = {buffer for buffers in self._stages.buffers for buffer in buffers}
+        others = [buffer for buffer in self.module.buffers() if buffer not in in_stages]
         for rank, owned in enumerate(self._stages.owned):
-            for tensor in (*owned, *self._stages.buffers[rank]):
+            # Only the last rank runs the layers after the Sequential.
+            further = others if rank == self.context.ranks.world_size - 1 else []
+            for tensor in (*owned, *self._stages.buffers[rank], *further):
                 dist.broadcast(tensor.data, src=rank)
         self._state_gather.gather()
 
