@@ -11,6 +11,9 @@ import sys
 import pytest
 from helpers.commands import environment, run_command
 
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 DUMP = [
     sys.executable,
     "-S",

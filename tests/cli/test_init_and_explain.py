@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 import yaml
 
 from hpctrain.jobs.options.config_template import config_template
 from hpctrain.jobs.options.table import all_options
+
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
 
 #: A line of the starter file that only needs its # removed; prose has one space after the #.
 COMMENTED_OUT = re.compile(r"^#(?=\S|  )", re.MULTILINE)

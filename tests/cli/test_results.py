@@ -9,6 +9,9 @@ import pytest
 from hpctrain.rundir import RunDir
 from hpctrain.sweeps.sweep_record import SweepRecord
 
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def array(tmp_path) -> RunDir:

@@ -15,6 +15,9 @@ from helpers.commands import run_on_terminal
 from hpctrain.cli.serve import RunPages
 from hpctrain.rundir import RunDir
 
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def unknown_run(tmp_path) -> RunDir:

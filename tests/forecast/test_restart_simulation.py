@@ -18,6 +18,9 @@ from hpctrain.forecast.restart_simulation import DAY_S, Simulation, SimulationCo
 from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 #: All budgets together: the table allows no more starts without a checkpoint.
 _MOST_STARTS = 3 + sum(row.retries or 0 for row in DEFAULT_RULES.values()) + 1
 

@@ -17,6 +17,9 @@ from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.load_spec import load_spec
 
+#: They start many processes, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 NAMES = ["a b", "a'b", "$(touch pwned)", "é 😀", "new\nline", "-m"]
 
 

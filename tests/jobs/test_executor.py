@@ -29,6 +29,9 @@ from hpctrain.serialization import CallPayload
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
 
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def executor(tmp_path, monkeypatch, fake_python):

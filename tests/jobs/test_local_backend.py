@@ -24,6 +24,9 @@ from hpctrain.jobs.submit import submit as submit_module
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.states import RunState
 
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 HOSTILE = ["a b", "a'b", 'a"b', "$(touch pwned)", "a;touch pwned", "#SBATCH --x", "a\\", "%j", "é 😀", "\nx"]
 
 

@@ -27,6 +27,9 @@ from hpctrain.slurm.states import RunState
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
 
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 SUBMITITS = {*inspect.signature(_make_sbatch_string).parameters, *submitit.AutoExecutor._typed_parameters()}
 
 

@@ -28,6 +28,9 @@ from hpctrain.runtime.failure_file import failure_record
 from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, SpikeDetector
 
+#: They start many processes or trainings, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 SEED, BATCH, STEPS = 3, 8, 12
 NAN = math.nan
 
