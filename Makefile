@@ -31,7 +31,7 @@ demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four r
 	$(BIN)/hpctrain submit $(if $(shell sbatch --version 2>/dev/null),--backend local) \
 	    --nodes 2 --gpus-per-node 2 --follow examples/digits.py
 
-test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: one to two minutes
+test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: a minute
 	$(BIN)/pytest -q -n $(FAST_PROCESSES) --dist worksteal -m "not (slurm or ranks or slow or gpu or long)" \
 	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins --ignore=tests/fuzz \
 	    --ignore=tests/training/test_lightning_module.py # because the import of Lightning takes seconds

@@ -23,6 +23,9 @@ from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobs.options.table import all_options as known_options
 from hpctrain.rundir import RunDir
 
+#: They start many processes, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 EVENTS = [
     {"time": 1_764_000_000.0, "attempt": 0, "kind": "started", "nodes": 1, "world_size": 1, "hosts": ["n1"]},
     {"time": 1_764_000_100.0, "attempt": 0, "kind": "finished", "state": "COMPLETED", "exit_code": 0},

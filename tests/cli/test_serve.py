@@ -28,6 +28,9 @@ from hpctrain.cli.serve import RunPages
 from hpctrain.files import try_lock
 from hpctrain.rundir import RunDir
 
+#: They start many processes, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 START = 1_764_000_000.0
 EVENTS = [
     {"time": START, "attempt": 0, "kind": "submitted", "job_id": "7", "backend": "local"},

@@ -15,6 +15,9 @@ from hpctrain.errors import StagingError
 from hpctrain.runtime.staging import local_copy
 from hpctrain.runtime.staging.local_copy import stage
 
+#: They start many processes, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def source(tmp_path):
