@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+#: They start many processes, so `make test-fast` leaves them out.
+pytestmark = pytest.mark.slow
+
 #: The loss is lowest at x = 3. The first attempt at x < 3 fails.
 TRIAL = """
 import json, os, pathlib, sys
-
-#: They start many processes, so `make test-fast` leaves them out.
-pytestmark = pytest.mark.slow
 run, x = pathlib.Path(os.environ["HPCTRAIN_RUN_DIR"]), float(sys.argv[-1])
 if x < 3 and not (run / "failed").exists():
     (run / "failed").touch()
