@@ -50,13 +50,13 @@ def scale(x: torch.Tensor, exponent: int, buffer: torch.Tensor | None = None) ->
     Args:
         x: floating-point numbers.
         exponent: power of two.
-        buffer: float32 numbers that the result may replace.
+        buffer: float32 numbers of the same shape, which a float32 result replaces.
     """
     if x.dtype not in (torch.float32, torch.float64):
         x = x.float()
     if abs(exponent) <= _FLOAT32_EXPONENT:
         if buffer is not None and x.dtype is torch.float32:
-            return torch.mul(x, 2.0**exponent, out=buffer[: x.numel()].view(x.shape))
+            return torch.mul(x, 2.0**exponent, out=buffer)
         return x * 2.0**exponent
     half = exponent // 2
     return (x.double() * 2.0**half) * 2.0 ** (exponent - half)

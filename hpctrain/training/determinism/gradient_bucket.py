@@ -31,6 +31,8 @@ class SummedTensor:
     bucket: GradientBucket
     total: torch.Tensor
     """Sum in the shape of this rank's part: integers, or their floats."""
+    scaled: torch.Tensor
+    """Float32 numbers in the shape of a term, in memory that all tensors share."""
 
     def __init__(self, name: str, target: torch.Tensor, computed: nn.Parameter | None) -> None:
         self.name, self.target, self.computed = name, target, computed
@@ -69,7 +71,6 @@ class GradientBucket:
         self,
         tensors: list[SummedTensor],
         context: DistributedContext,
-        scaled: torch.Tensor,
         group: dist.ProcessGroup | None,
     ) -> None:
         """Group tensors.
@@ -77,11 +78,10 @@ class GradientBucket:
         Args:
             tensors: the tensors, which are all sharded, or all complete.
             context: the ranks.
-            scaled: float32 numbers, with room for the largest tensor, that may be overwritten.
             group: the ranks as a separate group, for sharded tensors.
         """
         self._tensors, self._context, self._is_sharded = tensors, context, tensors[0].is_sharded
-        self._scaled, self._group = scaled, group
+        self._group = group
         self._world_size = context.ranks.world_size if self._is_sharded else 1
         self._length = 0
         for each in tensors:
@@ -146,7 +146,7 @@ class GradientBucket:
         if self._has_one_term:
             each.total.copy_(term)
             return
-        scaled = term if each.is_count else scale(term, exponent, self._scaled)
+        scaled = term if each.is_count else scale(term, exponent, each.scaled)
         if self._is_sharded:
             terms, length = self._terms_of_pass(), each.room(self._world_size)
             for row, part in enumerate(torch.split(scaled.reshape(-1), length) if length else ()):
@@ -235,6 +235,8 @@ def make_buckets(
 ) -> list[GradientBucket]:
     """Group the tensors in reverse order, in which backward passes produce gradients; buffers come last."""
     scaled = torch.empty(max(each.numel for each in tensors), device=context.device)
+    for each in tensors:
+        each.scaled = scaled[: each.numel].view(each.target.shape)
     # If not all ranks use a parameter, a bucket is sent before or after collectives of the sharded modules.
     has_shards = context.is_distributed and any(each.is_sharded for each in tensors)
     separate = messages.new_group() if has_shards else None
@@ -247,10 +249,10 @@ def make_buckets(
         limit = int((cap_mb or (_BUCKET_MB if buckets else _FIRST_BUCKET_MB)) * 2**20) // 4
         kind = (each.is_sharded, each.computed is None)
         if group and (kind != last_kind or length + each.numel > limit):
-            buckets.append(GradientBucket(group, context, scaled, separate))
+            buckets.append(GradientBucket(group, context, separate))
             group, length = [], 0
         group.append(each)
         length, last_kind = length + each.numel, kind
-    buckets.append(GradientBucket(group, context, scaled, separate))
+    buckets.append(GradientBucket(group, context, separate))
     buckets[-1].num_peaks = len(tensors)
     return buckets

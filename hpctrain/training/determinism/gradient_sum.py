@@ -266,8 +266,10 @@ class GradientSum:
                         "set elastic_determinism=False."
                     )
                 # On a GPU, this waits, so it is used only for buffers that must not change.
+                if (buffer.is_cpu or number is None) and torch.equal(buffer, before):
+                    continue
                 unchanged = (buffer == before) | (buffer.isnan() & before.isnan())
-                if (buffer.is_cpu or number is None) and unchanged.all():
+                if number is None and unchanged.all():
                     continue
                 if number is None:
                     raise UserError(
