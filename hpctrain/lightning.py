@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class RunCheckpoint(lightning.Callback):
         self._checked_step = 0
         self.is_saving = self._is_final = False
         self._trainer: lightning.Trainer | None = None
-        self._resumed: dict[str, Any] = {}
+        self.resumed: dict[str, Any] = {}
         self._handlers: dict[int, Any] = {}
 
     def begin(self, trainer: lightning.Trainer) -> None:
@@ -115,7 +115,7 @@ class RunCheckpoint(lightning.Callback):
         if is_loader and hasattr(loader, "state_dict"):
             self._loader = _StatefulLoader(loader, self)
         elif is_loader and _is_replaceable(loader) and not _has_own_shards(trainer, loader):
-            self._loader = _ResumableLoader(trainer, loader, self._resumed, self)
+            self._loader = _ResumableLoader(trainer, loader, self)
         else:
             if trainer.is_global_zero:
                 name = type(loader).__name__
@@ -166,14 +166,14 @@ class RunCheckpoint(lightning.Callback):
         return {"position": position, "random": gathered, "step": self._checked_step, "ended": ended}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed.update(state_dict, restore=True)
+        self.resumed.update(state_dict, restore=True)
         if state_dict.get("ended") and self._trainer is not None:
             self._trainer.should_stop = True  # such as by EarlyStopping, which Lightning does not save
 
     def restore_rng_state(self) -> None:
         """Restore the random state of a loaded checkpoint, if this has not been done."""
-        if self._resumed.pop("restore", None):
-            self.checkpoints.restore_rng_state(self._resumed["random"], self._resumed["step"])
+        if self.resumed.pop("restore", None):
+            self.checkpoints.restore_rng_state(self.resumed["random"], self.resumed["step"])
 
     def _save(self, trainer: lightning.Trainer) -> None:
         self.is_saving = True
@@ -272,15 +272,8 @@ class _ResumableLoader:
         before_fetch: random state and position before the batch that was fetched last.
     """
 
-    def __init__(
-        self,
-        trainer: lightning.Trainer,
-        loader: DataLoader[Any],
-        resumed: dict[str, Any],
-        callback: RunCheckpoint,
-    ) -> None:
-        self._trainer, self._original, self._resumed = trainer, loader, resumed
-        self._callback = callback
+    def __init__(self, trainer: lightning.Trainer, loader: DataLoader[Any], callback: RunCheckpoint) -> None:
+        self._trainer, self._original, self._callback = trainer, loader, callback
         self.before_fetch: tuple[dict[str, torch.Tensor], dict[str, Any]] = ({}, {})
         self.dataset, self.num_workers = loader.dataset, loader.num_workers
         self.batch_size = loader.batch_size
@@ -303,7 +296,7 @@ class _ResumableLoader:
                 **ranks,
             )
         # Only the epoch of the checkpoint is resumed.
-        if position := self._resumed.pop("position", None):
+        if position := self._callback.resumed.pop("position", None):
             sampler.load_state_dict(position)
         return sampler
 
@@ -336,15 +329,11 @@ class _ResumableLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        while True:
-            self._callback.restore_rng_state()
-            self.before_fetch = (rng.capture_rng_state(), self.position())
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch
+        yield from _fetch(iter(self._loader), self._record)
+
+    def _record(self) -> None:
+        self._callback.restore_rng_state()
+        self.before_fetch = rng.capture_rng_state(), self.position()
 
 
 class _StatefulLoader:
@@ -378,18 +367,23 @@ class _StatefulLoader:
         return len(self._original)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._original)
-        while True:
-            self._callback.restore_rng_state()
-            self.before_fetch, self._state_before = (
-                (rng.capture_rng_state(), None),
-                self._original.state_dict(),
-            )
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch
+        yield from _fetch(iter(self._original), self._record)
+
+    def _record(self) -> None:
+        self._callback.restore_rng_state()
+        self.before_fetch = rng.capture_rng_state(), None
+        self._state_before = self._original.state_dict()
+
+
+def _fetch(batches: Iterator[Any], record: Callable[[], None]) -> Iterator[Any]:
+    """Yield the batches, and call `record` before each is fetched."""
+    while True:
+        record()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        yield batch
 
 
 def _has_own_shards(trainer: lightning.Trainer, loader: DataLoader[Any]) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import chain
+from typing import Any
 
 import pytest
+import torch
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, log_of, train
 from helpers.ranks import run_on_ranks
+from torch.utils.data import DataLoader
 
 from hpctrain.rundir import RUN_DIR_VARIABLE
 
@@ -44,16 +48,9 @@ def test_trainer_uses_ranks_and_folder_of_the_job(undisturbed):
     assert run.status()["state"] == "COMPLETED"
 
 
-def train_recorded(max_steps: int, own_sampler: bool) -> list[list[int]]:
-    """Train from the newest checkpoint to this step; return the samples of each step on this rank."""
+def make_recorder(on_batch: Callable[[torch.Tensor], None]) -> Any:
+    """Return a module that calls `on_batch` in each training step."""
     import lightning
-    import torch
-    from torch.utils.data import DataLoader
-
-    import hpctrain
-    from hpctrain.lightning import Trainer
-
-    steps = []
 
     class Recorder(lightning.LightningModule):
         def __init__(self):
@@ -61,53 +58,55 @@ def train_recorded(max_steps: int, own_sampler: bool) -> list[list[int]]:
             self.layer = torch.nn.Linear(1, 1)
 
         def training_step(self, batch, batch_idx):
-            steps.append(batch.tolist())
+            on_batch(batch)
             return self.layer(batch[:, None].float()).mean()
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    return Recorder()
+
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+
+
+def train_recorded(max_steps: int, own_sampler: bool) -> list[list[int]]:
+    """Train from the newest checkpoint to this step; return the samples of each step on this rank."""
+    import hpctrain
+    from hpctrain.lightning import Trainer
+
+    steps = []
 
     data = list(range(30))
     if own_sampler:
         loader = DataLoader(data, batch_sampler=hpctrain.StatefulBatchSampler(data, 12, seed=3))
     else:
         loader = DataLoader(data, batch_size=4, shuffle=True)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    Trainer(max_steps=max_steps, max_epochs=-1, accelerator="cpu", **quiet).fit(Recorder(), loader)
+    recorder = make_recorder(lambda batch: steps.append(batch.tolist()))
+    Trainer(max_steps=max_steps, max_epochs=-1, **QUIET).fit(recorder, loader)
     return steps
 
 
 def train_on_stateful_loader(fails_at: int | None) -> list[list[int]]:
     """Train to step 11, in the second epoch; return the samples and a random number of each step."""
     import lightning
-    import torch
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     from hpctrain.lightning import RunCheckpoint, Trainer
 
     steps = []
 
-    class Recorder(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch, batch_idx):
-            steps.append([*batch.tolist(), int(torch.randint(1000, ()))])
-            if len(steps) == fails_at:
-                raise RuntimeError("failed")
-            return self.layer(batch[:, None].float()).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.0)
+    def on_batch(batch: torch.Tensor) -> None:
+        steps.append([*batch.tolist(), int(torch.randint(1000, ()))])
+        if len(steps) == fails_at:
+            raise RuntimeError("failed")
 
     lightning.seed_everything(1)
     loader = StatefulDataLoader(list(range(30)), batch_size=4, shuffle=True)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     callbacks = [RunCheckpoint(every_n_train_steps=3)]
-    trainer = Trainer(max_steps=11, max_epochs=-1, accelerator="cpu", callbacks=callbacks, **quiet)
+    trainer = Trainer(max_steps=11, max_epochs=-1, callbacks=callbacks, **QUIET)
     with pytest.raises(RuntimeError, match="failed") if fails_at else nullcontext():
-        trainer.fit(Recorder(), loader)
+        trainer.fit(make_recorder(on_batch), loader)
     return steps
 
 

@@ -674,3 +674,19 @@ def count_tokens() -> None:
 @pytest.mark.ranks
 def test_means_over_tokens_are_refused_with_losses_of_a_node():
     run_on_ranks(count_tokens, group=False)
+
+
+class CountsTokensInStages(NormAfterStages):
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "num_tokens": torch.tensor(3)}
+
+
+def count_tokens_in_stages() -> None:
+    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=8, micro_batch_size=4, strategy="pipeline")
+    with pytest.raises(hpctrain.UserError, match="'pipeline' averages the loss over samples, not tokens"):
+        trainer.fit(CountsTokensInStages(), torch.randn(32, 2))
+
+
+@pytest.mark.ranks
+def test_means_over_tokens_are_refused_with_stages():
+    run_on_ranks(count_tokens_in_stages, group=False)

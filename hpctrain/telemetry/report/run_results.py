@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -67,14 +68,22 @@ def read_ranking(
     run: RunDir, metric: str | None = None, mode: Mode | None = None
 ) -> tuple[str | None, Mode | None]:
     """Complete a metric and its direction by those that rank the trials of the run's sweep, if any."""
+    if run.array is None:
+        return metric, mode
     try:
-        record = read_json(run.array.sweep) if run.array is not None else {}
+        recorded, direction = _recorded_ranking(run.array.sweep, run.array.sweep.stat().st_mtime_ns)
     except (OSError, ValueError):
         return metric, mode
-    recorded, direction = record.get("metric"), record.get("mode")
     if not isinstance(recorded, str) or metric not in (None, recorded):
         return metric, mode
     return recorded, mode or (direction if direction in get_args(Mode) else None)
+
+
+@lru_cache(maxsize=8)
+def _recorded_ranking(path: Path, changed_ns: int) -> tuple[Any, Any]:  # noqa: ARG001 (part of the key)
+    """Read the metric and its direction once for all trials: the record contains every trial."""
+    record = read_json(path)
+    return record.get("metric"), record.get("mode")
 
 
 def common_ranking(best_values: Iterable[BestValue | None]) -> tuple[str | None, Mode | None]:

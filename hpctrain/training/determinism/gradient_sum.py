@@ -12,6 +12,7 @@ from torch import nn
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base.frozen_parameters import check_frozen
 from hpctrain.training.determinism.fixed_point import (
     largest_term,
     shared_exponent,
@@ -185,13 +186,7 @@ class GradientSum:
                     "the number of ranks. Change parameters in Optimizer.register_step_post_hook, or use a "
                     "buffer."
                 )
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise UserError(
-                    f"The parameter {name} was frozen when training began, so elastic_determinism would "
-                    "not sum its gradient. Set requires_grad=True before training begins. To train the "
-                    "parameter only later, set its learning rate to 0 until then."
-                )
+        check_frozen(self._frozen.items(), "elastic_determinism would not sum its gradient")
 
     def _own_peaks(self) -> torch.Tensor:
         """Return the largest absolute values of the tensors' terms on this rank; -1 without a term."""

@@ -15,6 +15,7 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import buffer_broadcast_kwargs
 from hpctrain.training.algorithms import Algorithm, find_algorithm
+from hpctrain.training.base.frozen_parameters import check_frozen
 from hpctrain.training.module import Module, is_manual, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
 from hpctrain.training.strategies.base import Strategy
@@ -77,7 +78,7 @@ class DataParallelBase(Strategy):
             return self._run_module(batch, batch_idx, num_samples, self.optimizer_idx)
         step = self._forward.module if isinstance(self._forward, DistributedDataParallel) else self._forward
         assert isinstance(step, _Step)
-        step.check_frozen()
+        check_frozen(step.frozen, "its gradient would not be averaged over the ranks")
         try:
             output, counted = self._forward(batch, batch_idx, num_samples, self.optimizer_idx)
         except RuntimeError as error:
@@ -174,21 +175,7 @@ class _Step(nn.Module):
         super().__init__()
         self.module = module
         self._take = take
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-
-    def check_frozen(self) -> None:
-        """Check that no other parameters are trained than at the beginning.
-
-        Raises:
-            UserError: the gradient of a parameter would not be averaged over the ranks.
-        """
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UserError(
-                    f"The parameter {name} was frozen when training began, so its gradient would not be "
-                    "averaged over the ranks. Set requires_grad=True before training begins. To train the "
-                    "parameter only later, set its learning rate to 0 until then."
-                )
+        self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
     def forward(
         self,

@@ -21,7 +21,6 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
-from hpctrain.training.base.metric_accumulator import TOKENS_FIELD
 from hpctrain.training.base.rng import derive_seed
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module, as_scalars
@@ -82,6 +81,10 @@ class Pipeline(Strategy):
             self._names: list[str] = []
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        return not self.context.is_distributed
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         if not self.context.is_distributed:
@@ -165,11 +168,6 @@ class Pipeline(Strategy):
                 "loss",
                 type(self.module).__name__,
             )
-            if TOKENS_FIELD in scalars:
-                raise UserError(
-                    f"training_step returned {TOKENS_FIELD!r}, but strategy 'pipeline' averages the loss "
-                    "over samples, not tokens. Remove this output, or choose another strategy."
-                )
             weight = part.num_samples / num_samples
             ended.append({name: value.detach() * weight for name, value in scalars.items()})
             return scalars["loss"] * weight
