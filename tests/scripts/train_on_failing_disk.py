@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import hpctrain
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import RunDir, checkpoint_folder_name
 from hpctrain.training.saving import checkpoint_schedule, disk_space_wait
 
 checkpoint_schedule._MIN_BACKOFF_S = 0.2  # a test has no time for more
@@ -30,6 +30,8 @@ disk_space_wait._POLL_INTERVAL_S = 0.1
 disk_space_wait.LIMIT_S = float(os.environ.get("ROOM_LIMIT_S", disk_space_wait.LIMIT_S))
 #: Determines the size of a checkpoint.
 WIDTH = int(os.environ.get("WIDTH", "64"))
+#: Steps between two checkpoints.
+EVERY = 2
 
 
 class Line(hpctrain.Module):
@@ -44,9 +46,7 @@ class Line(hpctrain.Module):
         print("in step", self.calls, "x" * 200)
         if int(os.environ.get("RANK", 0)) == 0:
             action = self.actions.get(str(self.calls))
-            if action in ("hide", "wreck") and not self.has_recorded_checkpoint:
-                self.actions[str(self.calls + 1)] = action  # a slow disk still writes the first checkpoint
-            elif action:
+            if action:
                 getattr(self, action)()
             if self.filler.exists():
                 self.fill()  # with the space that a failed save has released
@@ -55,10 +55,6 @@ class Line(hpctrain.Module):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    @property
-    def has_recorded_checkpoint(self) -> bool:
-        return any(event["kind"] == "checkpoint" for event in self.run.read_events())
 
     @property
     def filler(self) -> Path:
@@ -86,6 +82,12 @@ class Line(hpctrain.Module):
         self.filler.unlink()
 
     def hide(self) -> None:
+        # A save in progress would create the folder again.
+        written = self.run.checkpoints / checkpoint_folder_name((self.calls - 1) // EVERY * EVERY)
+        deadline = time.monotonic() + 30
+        while not written.exists():
+            assert time.monotonic() < deadline, f"{written} was not written within 30 s"
+            time.sleep(0.01)
         self.run.checkpoints.rename(self.run.path / "elsewhere")
 
     def protect(self) -> None:
@@ -108,6 +110,6 @@ class Line(hpctrain.Module):
 
 if __name__ == "__main__":
     run = RunDir(Path(os.environ["HPCTRAIN_RUN_DIR"]))
-    trainer = hpctrain.Trainer(max_steps=int(sys.argv[1]), global_batch_size=4, checkpoint_every=2, seed=1)
+    trainer = hpctrain.Trainer(max_steps=int(sys.argv[1]), global_batch_size=4, checkpoint_every=EVERY, seed=1)
     with suppress(SystemExit if "stop" in sys.argv[2] else ()):
         trainer.fit(Line(run, json.loads(sys.argv[2])), list(torch.ones(16, WIDTH)))

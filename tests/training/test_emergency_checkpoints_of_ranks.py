@@ -240,6 +240,19 @@ def test_files_of_a_killed_run_are_removed_by_the_next_run_on_the_node(tmp_path)
     os.close(lock)
 
 
+def test_two_ranks_can_remove_the_folder_at_the_same_time(tmp_path, monkeypatch):
+    folder, scandir = tmp_path / "folder", os.scandir
+    folder.mkdir()
+
+    def remove_before_reading(path: str) -> Any:
+        os.rmdir(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", remove_before_reading)
+    emergency_checkpoints._remove_unused(folder, "record-*")
+    assert not folder.exists()
+
+
 class NanNet(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

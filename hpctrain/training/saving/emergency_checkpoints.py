@@ -247,8 +247,7 @@ class EmergencyCheckpoints:
             self._record = None
         if self._exchange is not None:
             self._exchange.close()
-        if not any(self.folder.glob(f"record-{self._files}-*")):  # the last rank on the node
-            shutil.rmtree(self.folder, ignore_errors=True)
+        _remove_unused(self.folder, f"record-{self._files}-*")
 
     def record_result(self, rank_batch: RankBatch, sums: MetricAccumulator) -> None:
         """Record this rank's result of a step, before other ranks can complete the step."""
@@ -519,6 +518,13 @@ def _join(step: int, shares: list[dict[str, Any]], every: list[dict[str, Any]]) 
         name: sum((each["values"].get(name, value) for each in shares), 0.0) for name, value in common.items()
     }
     return RecordedStep(step, every[0]["epoch"], sums)
+
+
+def _remove_unused(folder: Path, files: str) -> None:
+    """Remove the folder if no rank on this node still has a file in it."""
+    with suppress(FileNotFoundError):  # another rank removes the folder at the same time
+        if not any(folder.glob(files)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_abandoned(memory: Path, own: RunDir) -> None:
