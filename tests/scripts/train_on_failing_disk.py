@@ -110,6 +110,8 @@ class Line(hpctrain.Module):
 
 if __name__ == "__main__":
     run = RunDir(Path(os.environ["HPCTRAIN_RUN_DIR"]))
-    trainer = hpctrain.Trainer(max_steps=int(sys.argv[1]), global_batch_size=4, checkpoint_every=EVERY, seed=1)
+    trainer = hpctrain.Trainer(
+        max_steps=int(sys.argv[1]), global_batch_size=4, checkpoint_every=EVERY, seed=1
+    )
     with suppress(SystemExit if "stop" in sys.argv[2] else ()):
         trainer.fit(Line(run, json.loads(sys.argv[2])), list(torch.ones(16, WIDTH)))
