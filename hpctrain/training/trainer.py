@@ -30,7 +30,7 @@ from hpctrain.training.strategies import Strategy, find_strategy, register_strat
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
-#: Run folders from the environment that this process has already used for training.
+#: Run folders in which this process has completed a training.
 _TRAINED: set[str] = set()
 
 
@@ -86,7 +86,7 @@ class Trainer(TrainerConfig):
         Raises:
             SystemExit: with code 75, after a stop signal, once the state is saved.
             UserError: a data set is empty, or neither map-style nor a stream; or the process has already
-                trained in the run folder.
+                completed a training in the run folder.
         """
         folder = output_folder(self.run_dir, os.environ)
         given = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
@@ -124,6 +124,7 @@ class Trainer(TrainerConfig):
                 val_dataset = lightning.find_data(val_dataset, "val")
             if train_dataset is None:
                 raise UserError("fit() received no training data. Pass train_dataset.")
+            run = self._find_run()
             loop = build_training_loop(
                 settings=self,
                 module=module,
@@ -131,7 +132,7 @@ class Trainer(TrainerConfig):
                 train_dataset=train_dataset,
                 val_dataset=val_dataset,
                 callbacks=CallbackList(callbacks, self, module),
-                run=self._find_run(),
+                run=run,
                 environ=os.environ,
                 stop=stop,
             )
@@ -141,6 +142,8 @@ class Trainer(TrainerConfig):
             finally:
                 self.step, self.metrics = loop.state.step, loop.state.validation
                 training.step = self.step
+            if run is not None:
+                _TRAINED.add(str(run.path))
 
     def end(self, reason: str = "a callback called end()") -> None:
         """End training before its last step. For use in a `Callback`; a call on one rank is sufficient."""
@@ -247,21 +250,19 @@ class Trainer(TrainerConfig):
         """Return `run_dir`, otherwise the run folder, which can contain only one training.
 
         Raises:
-            UserError: this process has already trained in the run folder.
+            UserError: this process has already completed a training in the run folder.
         """
         own = output_folder(self.run_dir, os.environ)
         if own is None:
             return None
-        if self.run_dir:
-            return RunDir(Path(own).absolute())
-        if own in _TRAINED:
+        run = RunDir(Path(own).absolute())
+        if not self.run_dir and str(run.path) in _TRAINED:
             raise UserError(
-                f"fit() was already called in this process, and its checkpoints are in {own} "
-                f"({RUN_DIR_VARIABLE}). Set a separate folder for one of the trainers with "
+                f"This process has already completed fit() in {run.path} ({RUN_DIR_VARIABLE}), and the "
+                "checkpoints of that training are there. Set a separate folder for one of the trainers with "
                 "Trainer(run_dir=…)."
             )
-        _TRAINED.add(own)
-        return RunDir(Path(own).absolute())
+        return run
 
 
 def _run_rank(

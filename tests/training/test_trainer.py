@@ -308,9 +308,19 @@ def test_failed_save_is_reported_and_a_failed_final_save_is_an_error(tmp_path, c
 def test_second_training_does_not_use_the_first_ones_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
     fit(Tiny())
-    with pytest.raises(hpctrain.UserError, match=r"its checkpoints are in .*Trainer\(run_dir="):
+    with pytest.raises(hpctrain.UserError, match=r"already completed fit\(\) in .*Trainer\(run_dir="):
         fit(Tiny())
     assert fit(Tiny(), run_dir=tmp_path / "second").step == 2
+
+
+def test_second_training_may_follow_an_exception(tmp_path, monkeypatch):
+    def fail(weight):
+        raise MemoryError
+
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
+    with pytest.raises(MemoryError):
+        fit(Tiny(output=fail))
+    assert fit(Tiny()).step == 2
 
 
 def test_scalars_may_be_plain_numbers():
