@@ -106,9 +106,10 @@ def _mark_newest_and_best(found: list[CheckpointInfo], rule: BestMetric | None) 
     finite = [one for one in whole if one.manifest and one.manifest.finite is not False]
     newest = (finite or whole)[-1] if whole else None
     scores = {
-        one.step: one.manifest.score
+        one.step: score
         for one in whole
-        if one.manifest and one.manifest.score is not None and not math.isnan(one.manifest.score)
+        if rule and one.manifest and (score := one.manifest.score_by(rule.metric)) is not None
+        if not math.isnan(score)
     }
     best: int | None = None
     if rule is not None and scores:

@@ -170,9 +170,10 @@ class Saver:
             entries = list(dict.fromkeys(entry for entries, _ in everything for entry in entries))
             entries += [make_entry(name, content) for name, content in files.items()]
             size = self._coordinator.world_size
+            metric = None if save.score is None else self._retention.metric
             finite = None if self._checked is None else all(is_finite for _, (_, is_finite) in everything)
             manifest = Manifest(
-                save.step, size, save.time, save.score, tuple(entries), finite, save.verified_step
+                save.step, size, save.time, save.score, tuple(entries), finite, save.verified_step, metric
             )
             return {**files, MANIFEST_NAME: manifest.encode()}
 

@@ -89,7 +89,8 @@ class CheckpointStore:
             is_leader=self._coordinator.is_main,
             io_timeout_s=patience_s,
         )
-        self._saver = Saver(self._target, retention or Retention(), checked)
+        self._retention = retention or Retention()
+        self._saver = Saver(self._target, self._retention, checked)
         self._tier: LocalTier | None = None
         self._has_neighbor_copies = neighbor_copies
         if second_tier is not None:
@@ -291,7 +292,7 @@ class CheckpointStore:
             CheckpointError: the checkpoint cannot be read.
             OSError: the manifest cannot be written and is unchanged.
         """
-        self._target.directory.add_score(step, score)
+        self._target.directory.add_score(step, score, self._retention.metric)
 
     def _start_save(
         self,

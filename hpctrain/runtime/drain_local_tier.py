@@ -27,6 +27,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     from hpctrain import messages
+    from hpctrain.checkpoint.io.retention import KEEP_ALL
     from hpctrain.checkpoint.store import CheckpointStore
     from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
@@ -42,7 +43,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     )
     messages.prove_world(read_secret(environ))
     group = dist.group.WORLD if size > 1 else None
-    notes = CheckpointStore(run.checkpoints, group, second_tier=Path(argv[0])).drain(limit_s)
+    # The run's own rules are not known here; its next attempt applies them.
+    checkpoints = CheckpointStore(run.checkpoints, group, retention=KEEP_ALL, second_tier=Path(argv[0]))
+    notes = checkpoints.drain(limit_s)
     if rank == 0:
         for note in notes:
             print(f"hpctrain: {note}", flush=True)

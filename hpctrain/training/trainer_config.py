@@ -371,6 +371,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             every=self.keep_every,
             best=self.keep_best,
             mode=self.mode,
+            metric=self.monitor,
         )
 
     def second_tier(self, environ: Mapping[str, str]) -> Path | None:

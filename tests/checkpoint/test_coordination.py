@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.ranks import run_on_ranks
 
 from hpctrain.checkpoint.io import coordination
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, SaveAborted
+from hpctrain.checkpoint.io.loading import check_on_all
 from hpctrain.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks
@@ -70,3 +72,24 @@ def abort_exchange_on_rank_1() -> None:
 
 def test_abort_on_one_rank_ends_the_exchange_on_all():
     run_on_ranks(abort_exchange_on_rank_1)
+
+
+def check_longer_than_the_limit(progress: bool) -> str:
+    coordinator = RankCoordinator(dist.group.WORLD, 1.0)
+
+    def check(on_read: Any) -> str:
+        for _ in range(10 if dist.get_rank() == 1 else 0):
+            time.sleep(0.25)
+            if progress:
+                on_read()
+        return "checked"
+
+    try:
+        return check_on_all(coordinator, check)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_ranks_wait_for_a_long_check_as_long_as_its_disk_makes_progress():
+    assert run_on_ranks(check_longer_than_the_limit, True) == ["checked"] * 2
+    assert run_on_ranks(check_longer_than_the_limit, False) == ["the disk has not made progress for 1 s"] * 2

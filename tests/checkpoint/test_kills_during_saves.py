@@ -152,7 +152,7 @@ def test_disk_that_hangs_fails_saves_and_recovers(server, tmp_path, call):
                 strace.kill()
         hung = outcomes(before)[:2]
         command = (
-            "the disk has not accepted any data for 0.3 s",
+            "the disk has not made progress for 0.3 s",
             "an earlier save is still waiting for the disk",
         )
         assert all(any(some in outcome for some in command) for outcome in hung), hung

@@ -18,8 +18,10 @@ from torch import nn
 
 import hpctrain
 from hpctrain.checkpoint.convert.export_checkpoint import load_on_cpu
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli.main import cli
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import RunDir, list_checkpoint_steps
 
 Command = Callable[..., Result]
 
@@ -200,6 +202,16 @@ def test_full_export_round_trips_through_import(command: Command, trained: tuple
     continued = train(Path("copy"), 6)
     for key, value in trained[1].state_dict().items():
         assert torch.equal(continued.state_dict()[key], value), key
+
+
+def test_import_deletes_no_checkpoint(command: Command) -> None:
+    store = CheckpointStore(Path("run/checkpoints"), retention=Retention(last=9))
+    for step in range(1, 6):
+        store.save(step, {"module": {"w": torch.zeros(1)}}, {})
+    torch.save({"state_dict": {"w": torch.zeros(1)}}, "w.pt")
+    result = command("import", "run", "w.pt", "--step", "20")
+    assert result.exit_code == 0, result.stderr
+    assert list_checkpoint_steps(Path("run/checkpoints")) == [1, 2, 3, 4, 5, 20]
 
 
 def test_import_of_state_dict_starts_a_run(command: Command) -> None:

@@ -120,6 +120,23 @@ def test_states_that_differ_between_ranks_are_refused(tmp_path):
     assert not RunDir(tmp_path).checkpoints.exists()
 
 
+def save_buffers_of_each_rank(folder) -> list[float]:
+    import torch.distributed as dist
+
+    module = nn.BatchNorm1d(8)
+    checkpointer = Checkpointer(run_dir=folder, model=nn.parallel.DistributedDataParallel(module))
+    module.running_mean.fill_(dist.get_rank())
+    checkpointer.save(1)
+    assert module.running_mean.tolist() == [0.0] * 8
+    module.running_mean.fill_(5.0)
+    checkpointer.load()
+    return module.running_mean.tolist()
+
+
+def test_buffers_of_rank_0_are_saved(tmp_path):
+    assert run_on_ranks(save_buffers_of_each_rank, tmp_path) == [[0.0] * 8] * 2
+
+
 def test_nothing_is_saved_without_a_run_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     checkpointer = Checkpointer(counter=Counter())

@@ -22,6 +22,7 @@ from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.interval import InterruptionHistory, checkpoint_interval_s, optimal_interval_s
 from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.tier.tier_copier import TierCopier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
@@ -216,6 +217,14 @@ def test_retention_by_newest_step_and_score(tmp_path):
     assert [entry.step for entry in listed if entry.newest] == [12]
 
 
+def test_scores_of_another_metric_do_not_count(tmp_path):
+    fit(tmp_path, 6, validate_every=2, keep_last=1, keep_best=1, monitor="val_loss", mode="min")
+    fit(tmp_path, 12, validate_every=2, keep_last=1, keep_best=1, monitor="val_up", mode="min")
+    assert steps(tmp_path) == [8, 12]
+    listed, _ = list_checkpoints(RunDir(tmp_path))
+    assert [entry.step for entry in listed if entry.best] == [8]
+
+
 def test_unknown_monitor_metric_is_reported_with_available_ones(tmp_path):
     with pytest.raises(UserError, match=r"monitor is 'accuracy'.*'loss', 'val_loss', 'val_up'"):
         fit(tmp_path, keep_best=1, monitor="accuracy", validate_every=2)
@@ -306,6 +315,25 @@ def test_run_with_only_corrupt_checkpoints_is_not_restarted_silently(tmp_path):
         shutil.rmtree(path)
     fit(tmp_path, 6)
     assert steps(tmp_path)[-1] == 6
+
+
+def test_training_starts_over_if_its_only_checkpoint_was_lost_with_a_node(tmp_path, monkeypatch, capsys):
+    tier, run = tmp_path / "fast", RunDir(tmp_path / "run")
+    tier.mkdir()
+
+    def fail(self, step):
+        raise CheckpointError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TierCopier, "_copy_shares", fail)
+        store = CheckpointStore(run.checkpoints, second_tier=tier)
+        store.async_save(2, {"x": torch.zeros(1)}, {})
+        store.close()
+    (lost,) = tier.glob("*/step-00000002/state.json")
+    lost.unlink()
+    fit(run.path, 4, local_checkpoints=tier)
+    assert "step-00000002.broken-0" in capsys.readouterr().out
+    assert steps(run.path) == [2, 4]
 
 
 def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch, capsys):
@@ -490,6 +518,8 @@ def test_failed_saves_are_followed_by_growing_pauses():
         schedule.on_save_failed()
     schedule.on_save_started(0.0)
     schedule.on_save_committed(1.0)
+    assert schedule.in_backoff, "only the fast folder has this checkpoint"
+    schedule.on_reached_run_folder()
     assert not schedule.is_due_by_time()
     assert not schedule.in_backoff
 

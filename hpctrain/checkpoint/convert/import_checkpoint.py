@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hpctrain.checkpoint.convert.external_formats import ExternalState, parse_external_state
+from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
@@ -57,7 +58,7 @@ def import_checkpoint(
             "folder."
         )
     make_folder(run.path)
-    store = CheckpointStore(run.checkpoints)
+    store = CheckpointStore(run.checkpoints, retention=KEEP_ALL)
     saved = store.save(step, external.tree(), {})
     store.close()
     return [f"Wrote {saved.path}: step {step}, from {file} ({external.origin})", *_import_notes(external)]

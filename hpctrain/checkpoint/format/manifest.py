@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,8 +31,12 @@ class FileEntry:
     xxh3_128: str
     """Checksum, as 32 hexadecimal digits."""
 
-    def verify(self, folder: Path) -> None:
+    def verify(self, folder: Path, on_read: Callable[[], object] = lambda: None) -> None:
         """Compare the file in `folder` with its size and checksum.
+
+        Args:
+            folder: the checkpoint.
+            on_read: called after each block.
 
         Raises:
             CorruptCheckpoint: the file is missing or differs; the message names it.
@@ -40,7 +44,7 @@ class FileEntry:
         """
         path = folder / self.name
         try:
-            found = checksum(path)
+            found = checksum(path, on_read)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path} is missing, but the manifest lists it.") from None
         except OSError as error:
@@ -72,6 +76,12 @@ class Manifest:
     """True if all parameters and optimizer states are finite; None if not checked."""
     verified_step: int | None = None
     """Step up to which training was verified; None if it was not verified."""
+    metric: str | None = None
+    """Name of the metric of the score; None if it was not recorded."""
+
+    def score_by(self, metric: str | None) -> float | None:
+        """Return the score if it is of `metric`, or if one of the names is not known; otherwise None."""
+        return self.score if None in (metric, self.metric) or metric == self.metric else None
 
     @property
     def total_bytes(self) -> int:
@@ -104,7 +114,7 @@ class Manifest:
                 )
             files = tuple(FileEntry(**entry) for entry in record["files"])
             step, world_size, written_at = record["step"], record["world_size"], record["time"]
-            checks = record.get("finite"), record.get("verified_step")
+            checks = record.get("finite"), record.get("verified_step"), record.get("metric")
             return cls(step, world_size, written_at, record["score"], files, *checks)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path} is corrupt: {type(error).__name__}: {error}.") from error
@@ -150,8 +160,8 @@ def make_entry(name: str, content: bytes) -> FileEntry:
     return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))
 
 
-def checksum(path: Path) -> FileEntry:
-    """Compute the size and checksum of the file at `path`.
+def checksum(path: Path, on_read: Callable[[], object] = lambda: None) -> FileEntry:
+    """Compute the size and checksum of the file at `path`; call `on_read` after each block.
 
     Raises:
         OSError: the file cannot be read.
@@ -161,6 +171,7 @@ def checksum(path: Path) -> FileEntry:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             size += len(block)
+            on_read()
     return FileEntry(path.name, size, digest.hexdigest())
 
 

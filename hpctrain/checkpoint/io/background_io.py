@@ -54,6 +54,10 @@ class IoTask(Generic[T]):
         """Perform the work; subclasses may override this."""
         return self._work() if self._work else None
 
+    def note_progress(self) -> None:
+        """Record disk progress now."""
+        self.last_progress = time.monotonic()
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end; return False if the disk hangs.
 
@@ -69,7 +73,7 @@ class IoTask(Generic[T]):
         """Return true and set `error` if no disk progress occurred for `timeout_s` seconds."""
         if self.ended.is_set() or time.monotonic() - self.last_progress < timeout_s:
             return False
-        self.error = f"the disk has not accepted any data for {timeout_s:g} s"
+        self.error = f"the disk has not made progress for {timeout_s:g} s"
         return True
 
 

@@ -167,7 +167,7 @@ class CheckpointDir:
             with suppress(CheckpointError):
                 manifests[step] = Manifest.read(self.folder / checkpoint_folder_name(step))
         kept = retention.steps_to_keep(
-            {step: manifest.score for step, manifest in manifests.items()},
+            {step: manifest.score_by(retention.metric) for step, manifest in manifests.items()},
             not_finite={step for step, manifest in manifests.items() if manifest.finite is False},
             verified_step=manifest.verified_step,
         )
@@ -183,15 +183,15 @@ class CheckpointDir:
                     notes.append(f"{path} is no longer needed, but could not be deleted: {error.strerror}.")
         return notes
 
-    def add_score(self, step: int, score: float) -> None:
-        """Write the score of a step into its manifest.
+    def add_score(self, step: int, score: float, metric: str | None) -> None:
+        """Write the score of a step, and its metric, into its manifest.
 
         Raises:
             CheckpointError: the manifest cannot be read.
             OSError: the manifest cannot be written and is unchanged.
         """
         folder = self.folder / checkpoint_folder_name(step)
-        content = replace(Manifest.read(folder), score=score).encode()
+        content = replace(Manifest.read(folder), score=score, metric=metric).encode()
         write_atomic(folder / MANIFEST_NAME, content, durable=self.durable)
 
     def delete(self, step: int) -> None:

@@ -41,6 +41,9 @@ class RankCoordinator:
     """The ranks that save together, as seen by one rank. Every method except `rank_of` is a collective.
 
     See `hpctrain.messages.gather` for the types of values that can be exchanged.
+
+    Attributes:
+        limit_s: maximum time that a rank may block the others, in seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
@@ -52,7 +55,7 @@ class RankCoordinator:
         """
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._lost_reason: str | None = None
         self._members = [0] if group is None else dist.get_process_group_ranks(group)
         self._group = (
@@ -190,7 +193,7 @@ class RankCoordinator:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._lost_reason = (
                 f"the ranks lost their connection during a checkpoint operation with a time limit of "
-                f"{self._limit_s:g} s ({waiting_for}): {cause}. Saving is impossible until the ranks are "
+                f"{self.limit_s:g} s ({waiting_for}): {cause}. Saving is impossible until the ranks are "
                 "restarted."
             )
             raise PeerLost(self._lost_reason) from error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.checkpoint.format.dcp_format import TensorReader
 from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
 from hpctrain.checkpoint.format.state_tree import STATE_KEY, join_tree, rank_key, split_tree
+from hpctrain.checkpoint.io.background_io import IoTask, wait_on_all_ranks
 from hpctrain.checkpoint.io.commit import CommitTarget, shared_manifest
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
@@ -72,7 +74,7 @@ def check_shared(target: CommitTarget, step: int) -> VerifiedCheckpoint:
         CheckpointError: on all ranks: a file cannot be checked at the moment.
     """
     coordinator, folder = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
-    read = check_on_all(coordinator, lambda: Manifest.read(folder) if coordinator.is_main else None)
+    read = check_on_all(coordinator, lambda _: Manifest.read(folder) if coordinator.is_main else None)
     manifest = shared_manifest(coordinator, read, folder, f"reading {folder}")
     check_files(
         coordinator, folder, manifest.shares(coordinator.world_size)[coordinator.rank], all_see_it=True
@@ -96,10 +98,13 @@ def check_files(
         CorruptCheckpoint: on all ranks.
         CheckpointError: on all ranks.
     """
+    damaged: FileEntry | None = None
 
-    def check() -> None:
-        for entry in own:
-            entry.verify(folder)
+    def check(on_read: Callable[[], object]) -> None:
+        nonlocal damaged
+        for damaged in own:
+            damaged.verify(folder, on_read)
+        damaged = None
 
     broken: CheckpointError | None = None
     try:
@@ -110,38 +115,52 @@ def check_files(
         broken = error
     if broken is None:
         return
+    found = None if damaged is None else astuple(damaged)
+    files = coordinator.all_gather(found, "checking a checkpoint")
 
-    def look_again() -> None:
-        if coordinator.is_main:
-            for entry in Manifest.read(folder).files:
-                entry.verify(folder)
+    def look_again(on_read: Callable[[], object]) -> None:
+        for file in files if coordinator.is_main else ():
+            if file is not None:
+                FileEntry(*file).verify(folder, on_read)
 
     check_on_all(coordinator, look_again)
     raise CheckpointError(
-        f"{broken} Rank 0 can read the complete checkpoint, so the problem is on another node. No checkpoint "
+        f"{broken} Rank 0 can read the complete file, so the problem is on another node. No checkpoint "
         "was changed. Check the file system on the other nodes, then start the run again."
     )
 
 
-def check_on_all(coordinator: RankCoordinator, check: Callable[[], T]) -> T:
+def check_on_all(coordinator: RankCoordinator, check: Callable[[Callable[[], object]], T]) -> T:
     """Run `check` on every rank and return its result; if it raises on any rank, raise on all.
+
+    Args:
+        coordinator: the ranks.
+        check: the operation. It must call its argument after each block that it reads, because a disk that
+            makes no progress counts as hanging.
 
     Raises:
         CorruptCheckpoint: if every finding is a damaged checkpoint.
         CheckpointError: if a rank could not complete the check.
     """
-    result: Any = None
     finding: tuple[bool, str] | None = None
-    try:
-        result = check()
-    except Exception as error:  # noqa: BLE001 (reported to all ranks, which all raise)
-        finding = isinstance(error, CorruptCheckpoint), describe_exception(error)
-    findings = [
-        found for found in coordinator.all_gather(finding, "checking a checkpoint") if found is not None
-    ]
+
+    def run() -> T | None:
+        nonlocal finding
+        try:
+            return check(task.note_progress)
+        except Exception as error:  # noqa: BLE001 (reported to all ranks, which all raise)
+            finding = isinstance(error, CorruptCheckpoint), describe_exception(error)
+            return None
+
+    task = IoTask(run)
+    failure = "checking a checkpoint"
+    threading.Thread(target=task.run, name="hpctrain-checkpoint-check", daemon=True).start()
+    wait_on_all_ranks(coordinator, task, threading.Event(), timeout_s=coordinator.limit_s, failure=failure)
+    finding = (False, task.error) if task.error else finding
+    findings = [found for found in coordinator.all_gather(finding, failure) if found is not None]
     for broken, text in sorted(findings, key=lambda found: found[0]):
         raise CorruptCheckpoint(text) if broken else CheckpointError(text)
-    return result  # type: ignore[no-any-return]
+    return task.result  # type: ignore[return-value]
 
 
 def load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:

@@ -26,6 +26,8 @@ class Retention:
     """Number of checkpoints with the best score to keep."""
     mode: Literal["min", "max"] = "min"
     """Direction of the score: "min" if lower is better, "max" if higher is better."""
+    metric: str | None = None
+    """Name of the metric of the score. Scores of other metrics do not count."""
 
     def __post_init__(self) -> None:
         for name, least in (("last", 1), ("every", 1), ("best", 0)):
@@ -68,3 +70,7 @@ class Retention:
         """Return true if a checkpoint is kept only while it is among the newest."""
         pinned = self.every is not None and step % self.every == 0
         return not pinned and (score is None or self.best == 0)
+
+
+#: Deletes no checkpoint.
+KEEP_ALL = Retention(last=2**31)

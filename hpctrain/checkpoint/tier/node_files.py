@@ -80,7 +80,7 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
     kind = max(sorted(set(kinds)), key=kinds.count)
     holders = [rank for rank, each in enumerate(node_files) if each is not None and each.manifest == kind]
     reads = coordinator.rank == holders[0]
-    own_small = check_on_all(coordinator, lambda: read_small_files(path) if reads else None)
+    own_small = check_on_all(coordinator, lambda _: read_small_files(path) if reads else None)
     small = next(each for each in coordinator.all_gather(own_small, f"reading {path}") if each is not None)
     manifest = Manifest.decode(small.get(MANIFEST_NAME, b""), path)
     shares, loads = {rank: list[FileEntry]() for rank in holders}, dict.fromkeys(holders, 0)

@@ -278,6 +278,7 @@ class CheckpointManager:
             self._schedule.on_save_committed(saved.seconds)
         if self.is_shared(saved):
             self.write_s = saved.seconds
+            self._schedule.on_reached_run_folder()
         if saved.finite is False:
             fields["finite"] = False
             self._progress.print_message(

@@ -33,8 +33,13 @@ class Backoff:
 
     def begin(self) -> None:
         """Record a failure, and begin the pause."""
-        self._until = self._clock() + min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2 ** min(self.num_failures, 10))
         self.num_failures += 1
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Begin the pause of the last failure again."""
+        longest = _MIN_BACKOFF_S * 2 ** min(self.num_failures - 1, 10)
+        self._until = self._clock() + min(_MAX_BACKOFF_S, longest)
 
     def reset(self) -> None:
         """Record a success."""
@@ -116,8 +121,13 @@ class CheckpointSchedule:
         self._save_started_at, self._stall_s, self._in_flight = self._clock() - stall_s, stall_s, True
 
     def on_save_committed(self, write_s: float) -> None:
-        """Record a commit, `write_s` seconds after the start of the save."""
+        """Record a commit in either folder, `write_s` seconds after the start of the save."""
         self.write_s, self._in_flight = write_s, False
+        if self.last_failed:
+            self._backoff.repeat()  # the copy to the run folder may fail again
+
+    def on_reached_run_folder(self) -> None:
+        """Record a checkpoint in the run folder."""
         self._backoff.reset()
 
     def on_save_failed(self) -> None:

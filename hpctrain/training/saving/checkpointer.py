@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.checkpoint.format.state_tree import split_tree
+from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave, LoadedCheckpoint, Retention
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
@@ -29,7 +30,8 @@ from hpctrain.training.observe.environment_info import collect_platform, hash_co
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S
 from hpctrain.training.saving.training_checkpoints import is_trained, refuse_restart_from_zero
-from hpctrain.training.saving.verification_steps import KEEP_ALL, VerificationSteps
+from hpctrain.training.saving.verification_steps import VerificationSteps
+from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
 from hpctrain.training.strategies.ddp import regroup_buckets
 from hpctrain.training.training_state import Stateful, optimizer_parameters
 
@@ -191,6 +193,9 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks: values that are stored once differ between ranks.
         """
+        for replica in self._replicas:
+            if replica.broadcast_buffers:
+                broadcast_buffers(replica.module)  # DDP does this only before the next forward pass
         state = {name: value.state_dict() for name, value in self._objects.items()}
         digests = {
             name: hashlib.sha256(json.dumps(split_tree(each, name)[0]).encode()).hexdigest()

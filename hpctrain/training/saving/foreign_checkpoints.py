@@ -95,6 +95,7 @@ class ForeignCheckpoints:
                 "values. They are not saved, so that the newest checkpoint remains the last finite one.",
                 flush=True,
             )
+        self._saved_at = time.monotonic()
         return False
 
     def _are_finite(self) -> bool:

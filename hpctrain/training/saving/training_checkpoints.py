@@ -14,6 +14,7 @@ from torch import nn
 from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
+from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
 from hpctrain.rundir import NODE_MTBF_VARIABLE, VERIFIED_STEP_VARIABLE, checkpoint_folder_name
@@ -30,7 +31,7 @@ from hpctrain.training.saving.stop_deadline import (
     StopDeadline,
     plan_final_save,
 )
-from hpctrain.training.saving.verification_steps import KEEP_ALL, VerificationSteps
+from hpctrain.training.saving.verification_steps import VerificationSteps
 
 
 class TrainingCheckpoints:
@@ -220,9 +221,7 @@ class TrainingCheckpoints:
         for sentence in (*aside, *broken):
             self._progress.print_message(f"hpctrain: {sentence}")
         if loaded is None:
-            # The run may have no checkpoint yet, and have lost its copies in memory.
-            damaged = broken if self._copies is None else []
-            refuse_restart_from_zero(self._context, self._manager.folder, damaged)
+            refuse_restart_from_zero(self._context, self._manager.folder, broken)
             return
         self._restore(loaded, begun, [*aside, *broken])
 
@@ -291,7 +290,7 @@ class TrainingCheckpoints:
         if plan in (FinalSavePlan.REPLACE_PENDING_SAVE, FinalSavePlan.NONE):
             manager.abandon()
         if plan in (FinalSavePlan.REPLACE_PENDING_SAVE, FinalSavePlan.AFTER_PENDING_SAVE):
-            manager.async_save(direct=self._copies is not None)
+            manager.async_save(direct=True)  # the next attempt may use other nodes
         elif write_s is not None:
             self._progress.print_message(
                 f"hpctrain: After {signal_name}, only {max(0.0, left_s):.0f} s remain before the process "
@@ -304,7 +303,7 @@ class TrainingCheckpoints:
             disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
             if not disk_wait.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
-            manager.async_save(direct=self._copies is not None)
+            manager.async_save(direct=True)
             finished = manager.wait(ends_at - time.monotonic())
             saved += manager.collect_finished()
         if not finished:
@@ -313,25 +312,26 @@ class TrainingCheckpoints:
                 "Earlier checkpoints are intact."
             )
             manager.abandon()
-        # Copy the local tier to the run folder now: the next attempt may use other nodes.
         saved += [*manager.collect_finished(), *manager.close(max(0.0, ends_at - time.monotonic()))]
         return any(one.step == self._state.step and manager.is_shared(one) for one in saved)
 
 
 def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: list[str]) -> None:
-    """Raise an error if all checkpoints are damaged, instead of training again from step 0.
+    """Raise an error if all checkpoints in `folder` are damaged, instead of training again from step 0.
+
+    If the run has lost checkpoints on its nodes before the first one was copied, it starts over.
 
     All ranks must call this.
 
     Args:
         context: the ranks.
         folder: the folder of checkpoints.
-        broken: sentences about the checkpoints that were found damaged just now.
+        broken: sentences about the checkpoints that were set aside just now, here or on the nodes.
     """
     aside = context.broadcast_from_main(
         sorted(map(str, folder.glob("step-*.broken-*"))) if context.ranks.is_main else []
     )
-    if broken or aside:
+    if aside:
         raise UserError(
             f"No checkpoint in {folder} is complete, so training would start over at step 0. "
             f"{' '.join(broken) or 'Damaged checkpoints: ' + ', '.join(aside) + '.'} Restore the missing "

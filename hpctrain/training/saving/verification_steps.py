@@ -6,13 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn, Self
 
-from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import VERIFY_STEPS_VARIABLE, VERIFY_SYNC_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
-
-#: Keeps all checkpoints of a verification, which saves only those to compare.
-KEEP_ALL = Retention(last=2**31)
 
 
 @dataclass(frozen=True)
