@@ -378,7 +378,15 @@ def test_failed_save_is_reported_and_retried_after_a_pause(tmp_path, capsys, mon
         "async_save",
         lambda self, step, *a, **k: (attempted.append(step), begin(self, step, *a, **k)),
     )
-    module = Line(at={n: lambda: time.sleep(0.02) for n in range(1, 60)} | {30: run.checkpoints.unlink})
+    begun = time.monotonic()
+
+    def wait_for_end_of_pause() -> None:
+        time.sleep(
+            2 * (time.monotonic() - begun)
+        )  # the last pause is at most as long as the sum of the others
+
+    actions = {30: run.checkpoints.unlink, 31: wait_for_end_of_pause}
+    module = Line(at={n: lambda: time.sleep(0.02) for n in range(1, 60)} | actions)
     fit(tmp_path, 60, module, checkpoint_every=1)
     failures = events(tmp_path, "failure")
     assert 1 <= len(failures) < 10
