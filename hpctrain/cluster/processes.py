@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Mapping
@@ -25,18 +26,31 @@ class ProcessInfo:
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal to this process only; return true if it was still running."""
         with suppress(OSError):
-            fd = os.pidfd_open(self.pid)
+            fd = _pidfd_open(self.pid)
             try:
                 if _stat(self.pid)[2] == self.started:
-                    signal.pidfd_send_signal(fd, number)
+                    os.kill(self.pid, number) if fd is None else signal.pidfd_send_signal(fd, number)
                     return True
             finally:
-                os.close(fd)
+                if fd is not None:
+                    os.close(fd)
         return False
 
     def kill(self) -> None:
         """Send SIGKILL to this process only."""
         self.signal(signal.SIGKILL)
+
+
+def _pidfd_open(pid: int) -> int | None:
+    """Return a descriptor of a process; None if Python was built for an old glibc, or the kernel is old."""
+    try:
+        return os.pidfd_open(pid)
+    except AttributeError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            return None
+        raise
 
 
 def processes(uid: int | None = None) -> list[ProcessInfo]:

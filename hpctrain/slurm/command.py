@@ -153,7 +153,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sys
         raise SchedulerError(
             f"SLURM_CONF is {conf!r}, but this file does not exist; correct or unset the variable"
         )
-    stdin = _memfd_of(text) if text else subprocess.DEVNULL
+    stdin = _file_of(text) if text else subprocess.DEVNULL
     try:
         return system.Popen(
             command,
@@ -173,9 +173,15 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sys
             os.close(stdin)
 
 
-def _memfd_of(text: str) -> int:
-    """Return the descriptor of an anonymous file with the text. Unlike a pipe, it cannot block the writer."""
-    file = os.memfd_create("stdin")
+def _file_of(text: str) -> int:
+    """Return the descriptor of an unnamed file with the text. Unlike a pipe, it cannot block the writer."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("stdin")
+    else:  # Python was built for an old glibc, as by conda
+        import tempfile
+
+        with tempfile.TemporaryFile() as unnamed:
+            file = os.dup(unnamed.fileno())
     with open(file, "wb", closefd=False) as stream:
         stream.write(text.encode())
     os.lseek(file, 0, os.SEEK_SET)

@@ -97,6 +97,8 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:  # noqa: ARG002
         """End a resumed run immediately if training had already ended, unless the patience was increased."""
+        if trainer.step == 0:  # the callback may have been used in another training
+            self.best, self.waited = None, 0
         self._end_if_due(trainer)
 
     def on_validation_end(

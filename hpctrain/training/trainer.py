@@ -231,6 +231,7 @@ class Trainer(TrainerConfig):
         return find_strategy(self.strategy, os.environ)
 
     def _fit_in_processes(self, devices: list[int | None], module: Any, data: dict[str, Any]) -> None:
+        run = self._find_run()
         result = spawn_ranks(
             devices,
             _run_rank,
@@ -245,6 +246,8 @@ class Trainer(TrainerConfig):
         module.load_state_dict(result.weights)
         self.step, self.metrics = result.step, result.metrics
         CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
+        if run is not None:
+            _TRAINED.add(str(run.path))
 
     def _find_run(self) -> RunDir | None:
         """Return `run_dir`, otherwise the run folder, which can contain only one training.

@@ -29,7 +29,10 @@ def start():
         process.wait()
 
 
-def test_orphans_of_earlier_attempts_of_this_run_are_killed(start, tmp_path):
+@pytest.mark.parametrize("has_pidfd", [True, False], ids=["pidfd", "old_python"])
+def test_orphans_of_earlier_attempts_of_this_run_are_killed(start, tmp_path, monkeypatch, has_pidfd):
+    if not has_pidfd:
+        monkeypatch.delattr(os, "pidfd_open")
     first, second, current = (start(tmp_path / "run", attempt) for attempt in range(3))
     other = start(tmp_path / "other", 0)
     assert sorted(kill_orphans(str(tmp_path / "run"), 2)) == sorted([first.pid, second.pid])

@@ -11,6 +11,7 @@ import pytest
 from helpers.fake_slurm import queued, recorded
 
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.backends import is_unreachable
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import job_requests
@@ -136,7 +137,10 @@ def test_unrunnable_command_is_reported():
         run_slurm(["echo", "x" * 2**18], dict(os.environ))
 
 
-def test_call_may_have_long_input_and_be_read_late():
+@pytest.mark.parametrize("has_memfd", [True, False], ids=["memfd", "old_python"])
+def test_call_may_have_long_input_and_be_read_late(monkeypatch, has_memfd):
+    if not has_memfd:
+        monkeypatch.delattr(os, "memfd_create")
     text = "x" * 10**6
     call = SlurmCall(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
     assert call.answer() == (f"{len(text)}\n", "")
@@ -157,3 +161,11 @@ def test_signal_without_an_answer_has_arrived_if_the_step_ends(fake_slurm, monke
     assert sent.read_text() == "\n"  # sent once
     scancel.write_text(f"#!/bin/sh\necho '#!/bin/sh' >{listed}\nexec sleep 20\n")
     job_requests.signal_ranks(["249_1"], signal.SIGTERM, fake_slurm.environ)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    ["sinfo failed: Munge encode failed: Failed to connect", "Zero Bytes were transmitted or received"],
+)
+def test_broken_slurm_is_not_taken_for_no_slurm(trouble):
+    assert is_unreachable(trouble)

@@ -42,6 +42,12 @@ def test_non_finite_loss_is_shown():
     assert snapshot_of(history.steps(13, 13, every=1)).no_number_since is None
 
 
+def test_losses_of_lost_steps_are_forgotten():
+    history = started_run(0).steps(1, 100, every=1).after(30, "started").steps(51, 60, every=1, loss=7.0)
+    snapshot = snapshot_of(history)
+    assert (snapshot.step, snapshot.loss, len(snapshot.losses)) == (60, 7.0, 60)
+
+
 @pytest.mark.slow
 def test_million_records_keep_the_newest_losses():
     live = TopView()

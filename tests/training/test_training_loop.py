@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from train_regression import Gan, Noisy, Regression, Tokens, samples
 import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
+from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.loop.optimizer_step import LrScaler
 from hpctrain.training.observe.dataloader_hints import warn_too_few_workers, warn_too_many_workers
@@ -117,6 +119,13 @@ def test_mean_over_tokens_is_over_the_global_batch(tmp_path, ranks, strategy):
     assert first["num_tokens"] == batches(1)[0][1][2].sum()
 
 
+def test_micro_batch_without_tokens_adds_nothing_to_the_loss():
+    sums = MetricAccumulator()
+    for loss, tokens in ((2.0, 3.0), (math.nan, 0.0)):
+        sums.add({"loss": torch.tensor(loss), "num_tokens": torch.tensor(tokens)}, 0.5)
+    assert sums.values == {"loss": 6.0, "num_tokens": 3.0}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (3, "ddp"), (2, "zero1")])
 def test_alternating_optimizers_see_the_whole_batch_in_order(tmp_path, ranks, strategy):
@@ -178,9 +187,17 @@ def test_early_stopping_on_nan_ends_permanently():
     for _ in range(2):
         stopping.on_validation_end(trainer, Regression(), {"val_loss": float("nan")})
     assert trainer.ending == "val_loss was NaN in 2 validation runs"
-    restored = hpctrain.EarlyStopping(patience=2)
+    restored, trainer.step = hpctrain.EarlyStopping(patience=2), 1
     restored.load_state_dict(stopping.state_dict())
     restored.on_fit_start(trainer, Regression())
+
+
+def test_early_stopping_can_be_used_for_another_training():
+    stopping = hpctrain.EarlyStopping(patience=1)
+    stopping.load_state_dict({"best": 0.0, "waited": 1})
+    trainer = hpctrain.Trainer(max_steps=4, validate_every=2, callbacks=stopping)
+    trainer.fit(Regression(), samples(), samples())
+    assert trainer.step == 4
 
 
 class StopOnTrainingMetric(hpctrain.EarlyStopping):

@@ -22,13 +22,14 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
     return LocalBackend(environ)
 
 
-#: Errors of an installed but unresponsive Slurm: training must not start on its login node.
-_SILENT = ("did not respond within", "Unable to contact slurm controller")
-
-
 def is_unreachable(trouble: str) -> bool:
-    """Return true if the error means that Slurm is set up on this machine but does not respond."""
-    return any(words in trouble for words in _SILENT)
+    """Return true if the error means that Slurm is set up on this machine but does not respond.
+
+    Training must not start on such a machine, because it may be a login node.
+    """
+    from hpctrain.slurm.command import is_transient
+
+    return is_transient(trouble)
 
 
 def choose_backend(

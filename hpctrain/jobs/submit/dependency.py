@@ -32,15 +32,18 @@ _JOB = re.compile(r"\d+(_\d+|_\*)?(\+\d+)?", re.ASCII)
 _RUN = re.compile(r"(.+?)(\+\d+)?", re.ASCII | re.DOTALL)
 
 
-def resolve_dependency(text: str, cwd: Path, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+def resolve_dependency(
+    text: str, cwd: Path, environ: Mapping[str, str], runs_dir: str = RUNS_FOLDER
+) -> tuple[str, list[str]]:
     """Return the dependency with runs replaced by jobs, and notes for the user.
 
     A run that has ended as required is omitted, because Slurm forgets ended jobs; the result may be empty.
 
     Args:
         text: in sbatch's notation.
-        cwd: base of relative run folders; run ids are looked up in its folder of runs.
+        cwd: base of relative folders.
         environ: environment variables for Slurm's commands.
+        runs_dir: folder in which run ids are looked up.
 
     Raises:
         SpecError: it is malformed, or can never be satisfied.
@@ -59,7 +62,7 @@ def resolve_dependency(text: str, cwd: Path, environ: Mapping[str, str]) -> tupl
             if _JOB.fullmatch(name):
                 jobs.append(name)
                 continue
-            status, delay = _status(f"{kind}:{name}", name, cwd, environ)
+            status, delay = _status(f"{kind}:{name}", name, cwd, environ, runs_dir)
             if ends is None or not status.state.ended:
                 jobs.append(f"{status.job_id}{delay}")
             elif status.state in ends:
@@ -90,7 +93,9 @@ def _fulfilled_by(kind: str, text: str) -> tuple[RunState, ...] | None:
     raise SpecError(f"--dependency {text!r}: unknown kind of dependency {kind!r}. {hint}")
 
 
-def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tuple[RunStatus, str]:
+def _status(
+    where: str, name: str, cwd: Path, environ: Mapping[str, str], runs_dir: str
+) -> tuple[RunStatus, str]:
     """Return the status of the run of that name, and the delay after the name."""
     match = _RUN.fullmatch(name)
     if match is None:
@@ -100,7 +105,7 @@ def _status(where: str, name: str, cwd: Path, environ: Mapping[str, str]) -> tup
         )
     folder = os.path.join(cwd, match[1])
     run = folder if os.path.isfile(RunDir(Path(folder)).spec) else match[1]
-    status = find_run(run, cwd / RUNS_FOLDER, environ).status()
+    status = find_run(run, cwd / runs_dir, environ).status()
     if status.job_id is None:
         raise SpecError(f"--dependency {where}: this run has never been submitted. Submit it first.")
     if status.backend != "slurm":

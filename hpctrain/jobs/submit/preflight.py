@@ -119,7 +119,7 @@ def check_program(job: PreparedSubmission) -> list[str]:
     spec, name = job.spec, os.path.basename(job.spec.script)
     if spec.program == "script":
         _check_script(Path(spec.script))
-    elif spec.container is None and spec.shell.python is None:
+    elif spec.container is None and not _changes_search_path(spec):
         _check_module_or_command(spec, job.environ)
     if spec.program != "command" or name not in RANK_LAUNCHERS or spec.ntasks_per_node == 1:
         return []
@@ -128,6 +128,12 @@ def check_program(job: PreparedSubmission) -> list[str]:
         "also starts ranks. Submit your training script itself, without the launcher."
     )
     return [sentence]
+
+
+def _changes_search_path(spec: JobSpec) -> bool:
+    """Return true if commands and modules may be found in the job that are not found here."""
+    shell = spec.shell
+    return bool(shell.python or shell.modules or shell.setup or {"PATH", "PYTHONPATH"} & spec.env.keys())
 
 
 def _check_module_or_command(spec: JobSpec, environ: Mapping[str, str]) -> None:

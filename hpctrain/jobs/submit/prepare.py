@@ -10,7 +10,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.options.option_value import OptionSource
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
-from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.submit.preflight import CHECKS, Check, PreparedSubmission, run_preflight
 from hpctrain.spec.container import Container
@@ -122,7 +122,8 @@ def _resolve_runs(
         return []
     from hpctrain.jobs.submit.dependency import resolve_dependency
 
-    resolved, notes = resolve_dependency(asked["dependency"], cwd, environ)
+    runs_dir = os.fspath(asked.get("runs_dir") or RUNS_FOLDER)
+    resolved, notes = resolve_dependency(asked["dependency"], cwd, environ, runs_dir)
     if resolved:
         asked["dependency"] = resolved
     else:

@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(HTTPStatus.FORBIDDEN, "Requests from other sites are not allowed.")
 
     def _brings_token(self, query: str) -> bool:
-        given = parse_qs(query, max_num_fields=10).get("token", [""]) if query else [""]
+        given = parse_qs(query, max_num_fields=_MAX_COMPARED + 10).get("token", [""]) if query else [""]
         return self._is_token(given[0])
 
     def _check_token(self) -> None:

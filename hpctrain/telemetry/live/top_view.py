@@ -111,6 +111,8 @@ class TopView:
             if is_finite(last := record.get("last_step")):
                 self._last_step = int(last)
             if is_finite(loss := record.get("loss")):
+                while self._losses and next(reversed(self._losses)) >= record["step"]:
+                    self._losses.popitem()  # of a lost step, which is trained again
                 self._losses[int(record["step"])] = float(loss)
                 if len(self._losses) > _LOSSES:
                     self._losses.popitem(last=False)

@@ -45,7 +45,9 @@ class MetricAccumulator:
             weight = share if tokens is None or name not in ("loss", TOKENS_FIELD) else 1.0
             # A rank without samples uses a sample of another rank; zeros avoid 0 · inf = nan.
             part = _double(scalar) * weight if share else 0.0 * _double(torch.zeros_like(scalar))
-            parts[name] = part * tokens if tokens is not None and name == "loss" else part
+            if tokens is not None and name == "loss":
+                part = _total(part, tokens)
+            parts[name] = part
         self.values = (
             {name: self.values[name] + part for name, part in parts.items()} if self.values else parts
         )
@@ -62,6 +64,13 @@ class MetricAccumulator:
         self.values |= other.values
         if losses:
             self.values["loss"] = sum(losses[1:], losses[0])
+
+
+def _total(mean: torch.Tensor | float, tokens: torch.Tensor | float) -> torch.Tensor | float:
+    """Return the sum over tokens; the mean over no tokens is NaN, but their sum is 0."""
+    if isinstance(tokens, torch.Tensor):
+        return torch.where(tokens > 0, mean * tokens, 0.0)
+    return mean * tokens if tokens > 0 else 0.0
 
 
 def exact_sum(values: Iterable[float]) -> float:

@@ -16,7 +16,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.metric_accumulator import exact_sum
-from hpctrain.training.base.precision import cast_batch, forward_context
+from hpctrain.training.base.precision import cast_batch, cast_module, forward_context
 from hpctrain.training.base.rng import derive_seed, seed_all, seeded_rng
 from hpctrain.training.base.tensor_tree import align_tensors, map_tensors
 from hpctrain.training.data.batch_plan import DataRank
@@ -56,6 +56,7 @@ class Evaluation:
             context,
             name="dataset",
         )
+        cast_module(module, settings.precision)
         self._strategy = strategy(module, context, settings)
         self._determinism = settings.grain_size and ElasticDeterminism(context, settings.grain_size)
 

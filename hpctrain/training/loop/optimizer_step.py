@@ -75,7 +75,8 @@ class OptimizerStep:
     def advance(self, step: int, *, updated: bool = True) -> None:
         """Advance the schedules, and after an update the float16 loss scale, at the end of `step`."""
         emergency_save.begin_change()
-        if self._scaler is not None:
+        # A restarted process may not have scaled a loss yet.
+        if self._scaler is not None and (updated or self._scaler._scale is not None):
             # Without an update, the scale remains, but gradients may have been unscaled.
             self._scaler.update(None if updated else self._scaler.get_scale())
         if not self._optimization.schedulers:
