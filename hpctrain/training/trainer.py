@@ -31,7 +31,7 @@ from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: Run folders in which this process has completed a training.
-_TRAINED: set[str] = set()
+_TRAINED: set[Path] = set()
 
 
 class Trainer(TrainerConfig):
@@ -94,7 +94,16 @@ class Trainer(TrainerConfig):
         if lightning_base(given["train_dataset"], "LightningDataModule") is not None:
             given |= {"train_dataset": None, "datamodule": given["train_dataset"]}
         with TrainingMarker("Trainer.fit()", folder, os.environ) as training:
+            run = self._find_run()
+            if run is not None and not self.run_dir and run.path in _TRAINED:
+                raise UserError(
+                    f"This process has already completed fit() in {run.path} ({RUN_DIR_VARIABLE}), and the "
+                    "checkpoints of that training are there. Set a separate folder for one of the trainers "
+                    "with Trainer(run_dir=…)."
+                )
             self._fit(training, **given)
+        if run is not None:
+            _TRAINED.add(run.path)
 
     def _fit(
         self, training: TrainingMarker, module: Any, train_dataset: Any, val_dataset: Any, datamodule: Any
@@ -124,7 +133,6 @@ class Trainer(TrainerConfig):
                 val_dataset = lightning.find_data(val_dataset, "val")
             if train_dataset is None:
                 raise UserError("fit() received no training data. Pass train_dataset.")
-            run = self._find_run()
             loop = build_training_loop(
                 settings=self,
                 module=module,
@@ -132,7 +140,7 @@ class Trainer(TrainerConfig):
                 train_dataset=train_dataset,
                 val_dataset=val_dataset,
                 callbacks=CallbackList(callbacks, self, module),
-                run=run,
+                run=self._find_run(),
                 environ=os.environ,
                 stop=stop,
             )
@@ -142,8 +150,6 @@ class Trainer(TrainerConfig):
             finally:
                 self.step, self.metrics = loop.state.step, loop.state.validation
                 training.step = self.step
-            if run is not None:
-                _TRAINED.add(str(run.path))
 
     def end(self, reason: str = "a callback called end()") -> None:
         """End training before its last step. For use in a `Callback`; a call on one rank is sufficient."""
@@ -231,7 +237,6 @@ class Trainer(TrainerConfig):
         return find_strategy(self.strategy, os.environ)
 
     def _fit_in_processes(self, devices: list[int | None], module: Any, data: dict[str, Any]) -> None:
-        run = self._find_run()
         result = spawn_ranks(
             devices,
             _run_rank,
@@ -246,26 +251,11 @@ class Trainer(TrainerConfig):
         module.load_state_dict(result.weights)
         self.step, self.metrics = result.step, result.metrics
         CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
-        if run is not None:
-            _TRAINED.add(str(run.path))
 
     def _find_run(self) -> RunDir | None:
-        """Return `run_dir`, otherwise the run folder, which can contain only one training.
-
-        Raises:
-            UserError: this process has already completed a training in the run folder.
-        """
-        own = output_folder(self.run_dir, os.environ)
-        if own is None:
-            return None
-        run = RunDir(Path(own).absolute())
-        if not self.run_dir and str(run.path) in _TRAINED:
-            raise UserError(
-                f"This process has already completed fit() in {run.path} ({RUN_DIR_VARIABLE}), and the "
-                "checkpoints of that training are there. Set a separate folder for one of the trainers with "
-                "Trainer(run_dir=…)."
-            )
-        return run
+        """Return `run_dir`, otherwise the run folder, which can contain only one training."""
+        folder = output_folder(self.run_dir, os.environ)
+        return None if folder is None else RunDir(Path(folder).absolute())
 
 
 def _run_rank(

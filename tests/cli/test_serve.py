@@ -405,6 +405,7 @@ def test_comparison_shows_the_runs_that_the_address_names(server):
     )
     for query in ("", "?run=digits", "?run=digits&run=digits", "?run=digits&run=outside"):
         assert server.request(f"/compare{query}")[0] == 404
+    assert server.request("/compare?" + "run=digits&" * 49 + "run=a%20b%26%3Ci%3E")[0] == 200
     assert server.request("/compare?" + "run=digits&" * 60)[0] == 400
 
 

@@ -11,7 +11,7 @@ import pytest
 from helpers.fake_slurm import queued, recorded
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.backends import is_unreachable
+from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import job_requests
@@ -163,9 +163,8 @@ def test_signal_without_an_answer_has_arrived_if_the_step_ends(fake_slurm, monke
     job_requests.signal_ranks(["249_1"], signal.SIGTERM, fake_slurm.environ)
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    ["sinfo failed: Munge encode failed: Failed to connect", "Zero Bytes were transmitted or received"],
-)
-def test_broken_slurm_is_not_taken_for_no_slurm(trouble):
-    assert is_unreachable(trouble)
+@pytest.mark.parametrize("trouble", ["Munge encode failed: Failed to connect", "Connection refused"])
+def test_training_does_not_start_beside_a_broken_slurm(fake_slurm, trouble):
+    fake_slurm.answer("sinfo", stderr=f"slurm_load_partitions: {trouble}\n", code=1)
+    with pytest.raises(SchedulerError, match=f"Slurm is set up on this machine but .*{trouble}"):
+        choose_backend("auto", fake_slurm.environ)

@@ -308,8 +308,9 @@ def test_failed_save_is_reported_and_a_failed_final_save_is_an_error(tmp_path, c
 def test_second_training_does_not_use_the_first_ones_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
     fit(Tiny())
-    with pytest.raises(hpctrain.UserError, match=r"already completed fit\(\) in .*Trainer\(run_dir="):
-        fit(Tiny())
+    for settings in ({}, {"devices": 2}):  # in this process, and in processes that it starts
+        with pytest.raises(hpctrain.UserError, match=r"already completed fit\(\) in .*Trainer\(run_dir="):
+            fit(Tiny(), **settings)
     assert fit(Tiny(), run_dir=tmp_path / "second").step == 2
 
 

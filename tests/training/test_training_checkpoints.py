@@ -381,9 +381,8 @@ def test_failed_save_is_reported_and_retried_after_a_pause(tmp_path, capsys, mon
     begun = time.monotonic()
 
     def wait_for_end_of_pause() -> None:
-        time.sleep(
-            2 * (time.monotonic() - begun)
-        )  # the last pause is at most as long as the sum of the others
+        # The last pause is at most as long as all earlier ones together.
+        time.sleep(2 * (time.monotonic() - begun))
 
     actions = {30: run.checkpoints.unlink, 31: wait_for_end_of_pause}
     module = Line(at={n: lambda: time.sleep(0.02) for n in range(1, 60)} | actions)

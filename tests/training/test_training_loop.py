@@ -187,9 +187,10 @@ def test_early_stopping_on_nan_ends_permanently():
     for _ in range(2):
         stopping.on_validation_end(trainer, Regression(), {"val_loss": float("nan")})
     assert trainer.ending == "val_loss was NaN in 2 validation runs"
-    restored, trainer.step = hpctrain.EarlyStopping(patience=2), 1
+    restored, trainer.step, trainer.ending = hpctrain.EarlyStopping(patience=2), 1, None
     restored.load_state_dict(stopping.state_dict())
     restored.on_fit_start(trainer, Regression())
+    assert trainer.ending == "val_loss was NaN in 2 validation runs"
 
 
 def test_early_stopping_can_be_used_for_another_training():

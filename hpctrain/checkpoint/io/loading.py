@@ -98,13 +98,15 @@ def check_files(
         CorruptCheckpoint: on all ranks.
         CheckpointError: on all ranks.
     """
-    damaged: FileEntry | None = None
+    damaged: list[FileEntry] = []
 
     def check(on_read: Callable[[], object]) -> None:
-        nonlocal damaged
-        for damaged in own:
-            damaged.verify(folder, on_read)
-        damaged = None
+        for entry in own:
+            try:
+                entry.verify(folder, on_read)
+            except CorruptCheckpoint:
+                damaged.append(entry)
+                raise
 
     broken: CheckpointError | None = None
     try:
@@ -115,13 +117,12 @@ def check_files(
         broken = error
     if broken is None:
         return
-    found = None if damaged is None else astuple(damaged)
-    files = coordinator.all_gather(found, "checking a checkpoint")
+    of_ranks = coordinator.all_gather([astuple(entry) for entry in damaged], "checking a checkpoint")
 
     def look_again(on_read: Callable[[], object]) -> None:
-        for file in files if coordinator.is_main else ():
-            if file is not None:
-                FileEntry(*file).verify(folder, on_read)
+        for entries in of_ranks if coordinator.is_main else ():
+            for entry in entries:
+                FileEntry(*entry).verify(folder, on_read)
 
     check_on_all(coordinator, look_again)
     raise CheckpointError(

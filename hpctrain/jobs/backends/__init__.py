@@ -22,16 +22,6 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
     return LocalBackend(environ)
 
 
-def is_unreachable(trouble: str) -> bool:
-    """Return true if the error means that Slurm is set up on this machine but does not respond.
-
-    Training must not start on such a machine, because it may be a login node.
-    """
-    from hpctrain.slurm.command import is_transient
-
-    return is_transient(trouble)
-
-
 def choose_backend(
     asked: Literal["auto", "slurm", "local"], environ: Mapping[str, str], *, dry_run: bool = False
 ) -> tuple[Backend, list[str]]:
@@ -48,6 +38,7 @@ def choose_backend(
     if asked == "local":
         return open_backend("local", environ), []
     from hpctrain.jobs.backends.slurm import SlurmBackend
+    from hpctrain.slurm.command import is_transient
 
     slurm = SlurmBackend(environ)
     trouble = slurm.unavailable_reason()
@@ -60,7 +51,7 @@ def choose_backend(
             f"Slurm cannot be used on this machine: {trouble}. Submit from a login node of the cluster, "
             "or use --backend local to run on this machine."
         )
-    if is_unreachable(trouble):
+    if is_transient(trouble):  # this machine may be a login node, where no training must start
         raise SchedulerError(
             f"Slurm is set up on this machine but does not respond: {trouble}. Try again later, "
             "or use --backend local to run on this machine."

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpctrain.errors import HpctrainError, SchedulerError
-from hpctrain.jobs.backends import is_unreachable
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.doctor.container_checks import check_containers
 from hpctrain.jobs.doctor.finding import Finding
@@ -25,7 +24,7 @@ from hpctrain.jobs.doctor.slurm_checks import (
     qos_findings,
 )
 from hpctrain.jobs.site.path_visibility import nodes_are_this_machine
-from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.site_discovery import discover_site, query_qos
 from hpctrain.slurm.site_facts import Qos, Site
@@ -131,7 +130,7 @@ def _check_slurm(
 
 
 def _without_slurm(trouble: str) -> Finding:
-    if not is_unreachable(trouble):
+    if not is_transient(trouble):
         return Finding("Slurm", "none", f"{trouble}, so runs will use this machine")
     return Finding(
         "Slurm",
