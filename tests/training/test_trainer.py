@@ -314,6 +314,13 @@ def test_second_training_does_not_use_the_first_ones_checkpoints(tmp_path, monke
     assert fit(Tiny(), run_dir=tmp_path / "second").step == 2
 
 
+def test_folder_of_a_second_training_is_created_before_its_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("HPCTRAIN_ATTEMPT", "0")
+    fit(Tiny(), run_dir=tmp_path / "runs" / "second")
+    assert "cannot write" not in capsys.readouterr().out
+
+
 def test_second_training_may_follow_an_exception(tmp_path, monkeypatch):
     def fail(weight):
         raise MemoryError

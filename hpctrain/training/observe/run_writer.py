@@ -59,6 +59,8 @@ class RunWriter:
             int(number) if number else (run.new_attempt() if rank == 0 else None)
         )
         if rank == 0:
+            with suppress(OSError):  # reported when a line cannot be written
+                make_folder(run.path)
             self._events = BufferedLineWriter(run.events, print_message)
             self._metrics = BufferedLineWriter(run.metrics, print_message)
             self._environment = BufferedLineWriter(run.environment, print_message)
