@@ -38,8 +38,17 @@ _KEYS = count()
 
 @pytest.fixture
 def key() -> str:
-    """Return a key that no other test uses."""
-    return f"{__name__} {time.monotonic_ns()} {next(_KEYS)}"
+    """Return a key that no other test uses, with candidates that no program on this machine uses."""
+    keys = (f"{__name__} {time.monotonic_ns()} {number}" for number in _KEYS)
+    return next(key for key in keys if all(map(is_free, candidates(key))))
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def ranks_of(key: str, rank: int, world_size: int, host: str = "localhost", **kwargs: object) -> Ranks:
