@@ -151,10 +151,11 @@ class Torchrun(Side):
 
 
 class Hpctrain(Side):
-    def __init__(self, script: Path, folder: Path, ranks: int, *, warm: bool) -> None:
+    def __init__(self, script: Path, folder: Path, ranks: int, *, warm: bool, gpus: bool = False) -> None:
         self.run, self._warm = RunDir(folder / "run"), warm
+        shape = f"--gpus-per-node={ranks}" if gpus else f"--ntasks-per-node={ranks}"
         self._hpctrain(
-            *("submit", "--backend", "local", f"--ntasks-per-node={ranks}", "--cpus-per-task=1"),
+            *("submit", "--backend", "local", shape, "--cpus-per-task=1"),
             *(f"--standby-workers={'5' if warm else 'never'}", "--run-dir", str(self.run.path)),
             *("--no-code-snapshot", str(script), str(folder)),
         )

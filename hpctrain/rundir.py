@@ -21,6 +21,7 @@ EventKind = Literal[
     "resumed",
     "checkpoint",
     "emergency_checkpoint",
+    "emergency_kept",
     "memory_copy",
     "bad_loss",
     "signal",
@@ -410,6 +411,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def emergency(self) -> Path:
+        """Emergency checkpoint of a requeued run: for each node, the files from its memory."""
+        return self.path / "emergency"
 
     @property
     def failures(self) -> Path:

@@ -21,6 +21,11 @@ log = logging.getLogger(__name__)
 
 #: Time limit in seconds. A failure loses at most one save interval of training.
 _LIMIT_S = 120.0
+#: Copies the files once per node.
+_KEEP = """
+[ "$SLURM_LOCALID" = 0 ] || exit 0
+mkdir -p -m 700 "$2" && mkdir "$2/$SLURM_NODEID" && cp -R "$1"/*-* "$2/$SLURM_NODEID"
+"""
 _REMOVAL_LIMIT_S = 30.0
 #: After a stop, the job may have a few seconds left.
 _REMOVAL_LIMIT_AFTER_STOP_S = 5.0
@@ -61,6 +66,31 @@ def drain_local_tier(
             base,
             end.stderr_tail or f"exit code {end.returncode}",
         )
+
+
+def keep_emergency_checkpoint(
+    run: RunDir, launcher: Launcher, folder: str, attempt: int, lost: Container[str]
+) -> bool:
+    """Copy the emergency checkpoint and the records of the ranks from the nodes to the run folder.
+
+    Args:
+        run: the run.
+        launcher: starts processes on the nodes.
+        folder: the folder on each node.
+        attempt: the ended attempt.
+        lost: nodes on which no process can start.
+
+    Returns:
+        True if all nodes have copied their files. Failures are only logged.
+    """
+    begun, what = system.monotonic(), f"the copy of the emergency checkpoint to {run.emergency}"
+    command = ["/bin/sh", "-c", _KEEP, "sh", folder, str(run.emergency)]
+    end = clean_nodes(run, launcher, command, attempt, lost, _LIMIT_S, what)
+    if end is None or end.returncode:
+        log.warning("%s failed, so the run resumes from its newest regular checkpoint", what)
+        return False
+    log.info("copied the emergency checkpoint to %s in %.1f s", run.emergency, system.monotonic() - begun)
+    return True
 
 
 def remove_emergency_files(

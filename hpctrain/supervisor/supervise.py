@@ -16,7 +16,11 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
-from hpctrain.supervisor.drain_step import drain_local_tier, remove_emergency_files
+from hpctrain.supervisor.drain_step import (
+    drain_local_tier,
+    keep_emergency_checkpoint,
+    remove_emergency_files,
+)
 from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer, describe_nodes
 from hpctrain.supervisor.job_control.base import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
@@ -211,6 +215,8 @@ class Supervisor:
             is_stop, folder = end.kind.is_stop, self._worker_group.emergency_folder
             if not is_stop:
                 drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
+            if not is_stop and folder is not None and decision.action is Action.REQUEUE:
+                self._keep_emergency_checkpoint(folder, ended.number, lost)
             if not ended.is_clean:
                 remove_emergency_files(self._run, self._launcher, folder, ended.number, lost, is_stop=is_stop)
         if decision.action not in (Action.RESTART, Action.SHRINK, Action.REPLACE):
@@ -246,6 +252,11 @@ class Supervisor:
     ) -> None:
         if self._stager is not None:
             self._stager.remove(attempt, hosts, lost, is_short=is_short)
+
+    def _keep_emergency_checkpoint(self, folder: str, attempt: int, lost: Container[str]) -> None:
+        saved = History.from_events(self._run.read_events()).emergency
+        if saved and keep_emergency_checkpoint(self._run, self._launcher, folder, attempt, lost):
+            self._run.log_event("emergency_kept", attempt, step=saved["step"], path=str(self._run.emergency))
 
     def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
         """Continue in another allocation, by a requeue or in a successor job."""

@@ -124,10 +124,19 @@ def submit(
     return run
 
 
-def train_on_forked_ranks(path: Path, script: Path, args: Sequence[str], *, ranks: int, nodes: int) -> Run:
+def train_on_forked_ranks(
+    path: Path,
+    script: Path,
+    args: Sequence[str],
+    *,
+    ranks: int,
+    nodes: int,
+    env: Mapping[str, str] | None = None,
+) -> Run:
     """Train on forked ranks without a supervisor, which takes a tenth of the CPU time of a run."""
     variables = {RUN_DIR_VARIABLE: str(path), ATTEMPT_VARIABLE: "0", "OMP_NUM_THREADS": "1"}
-    run_forked(script, args, variables | {"GLOO_SOCKET_IFNAME": "lo"}, ranks=ranks, nodes=nodes)
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    run_forked(script, args, variables, ranks=ranks, nodes=nodes)
     return Run(path, {})
 
 

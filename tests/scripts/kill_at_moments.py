@@ -54,6 +54,8 @@ class Net(hpctrain.Module):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
+        if x.device.type != args.device:
+            raise RuntimeError(f"the batch is on {x.device}, not on {args.device}")
         time.sleep(self.step_s)
         hidden = self.first(x)
         self.killer.pass_moment("forward")
@@ -114,6 +116,7 @@ if __name__ == "__main__":
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--max-repeated", type=int, default=True)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory", type=Path, help="folder with the memory of each node")
     args = parser.parse_args()
     if args.memory is not None:

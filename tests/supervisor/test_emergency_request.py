@@ -129,7 +129,10 @@ def test_history_keeps_the_newest_emergency_checkpoint_until_a_checkpoint_is_as_
     assert len(history.crashes) == len(history.failures) == 1
     assert History.from_events([saved, {"kind": "checkpoint", "step": 7}]).emergency is None
     assert History.from_events([saved, {"kind": "checkpoint", "step": 6}]).emergency is not None
-    assert History.from_events([saved, {"kind": "requeue", "class": "preempted"}]).emergency is None
+    requeued, kept = {"kind": "requeue", "class": "killed"}, {"kind": "emergency_kept", "step": 7}
+    assert History.from_events([saved, requeued]).emergency is None
+    assert History.from_events([saved, kept, requeued]).emergency == history.emergency
+    assert History.from_events([saved, kept, requeued, requeued]).emergency is None
     wrong = {**failure, "class": EndKind.CORRUPTION.value, "verified_step": 5}
     assert History.from_events([saved, wrong, {"kind": "resumed", "step": 5}]).emergency is None
     assert History.from_events([saved, {**failure, "class": EndKind.OOM.value}]).emergency is None

@@ -221,9 +221,18 @@ def test_real_gpus_have_readings():
     import torch
 
     with GpuReader() as gpus:
-        torch.ones(2**28, device="cuda")
+        gpus.read()
+        ones = torch.ones(2**14, 2**14, device="cuda", dtype=torch.bfloat16)
+        for _ in range(40):
+            ones @ ones
+        torch.cuda.synchronize()
         readings = gpus.read(traffic=True)
     assert len(readings) >= torch.cuda.device_count()
+    assert max(reading.energy_j or 0 for reading in readings) > 0
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert max(reading.sm or 0 for reading in readings) > 10
+        assert max(reading.tensor or 0 for reading in readings) > 10
+        assert max(reading.dram or 0 for reading in readings) > 0
     assert max(reading.memory for reading in readings) >= 2**30
     for reading in readings:
         assert 0 <= reading.util <= 100

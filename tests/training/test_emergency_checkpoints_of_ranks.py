@@ -182,6 +182,26 @@ def test_a_lost_node_costs_no_completed_step(tmp_path):
     assert losses(one) == losses(two)
 
 
+def test_files_in_the_run_folder_continue_the_training_on_other_nodes(tmp_path):
+    """They are copied there before a requeue."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    expected, _ = run_on_ranks(train_undisturbed, tmp_path / "one")
+    request = run_on_ranks(fail_and_save, tmp_path / "two", 1)[1]
+    run = RunDir(tmp_path / "two" / "run")
+    for rank in (0, 1):
+        (memory,) = (tmp_path / "two" / f"memory-{rank}").iterdir()
+        shutil.copytree(memory, run.emergency / f"{rank}", ignore=shutil.ignore_patterns("run"))
+        shutil.rmtree(memory)
+    (result, files), (_, files_1) = run_on_ranks(resume, tmp_path / "two", request)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(result[name], tensor, rtol=0, atol=0, msg=name)
+    assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] == [FAILED_STEP - 1]
+    assert losses(RunDir(tmp_path / "one" / "run")) == losses(run)
+    assert files == files_1 == []
+    assert not run.emergency.exists()
+
+
 def save_in_long_interval(folder: Path) -> dict[str, object] | None:
     return fail_and_save(folder, 0, 90, max_steps=90, log_every=200, checkpoint_every=200)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.ranks import run_on_ranks
+from test_elastic_determinism import train as train_elastic
 from test_trainer import losses, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
@@ -27,3 +30,20 @@ def test_losses_on_gpu_match_those_on_cpu(tmp_path: Path, monkeypatch):
         list(losses(tmp_path / "cpu").values()), rel=1e-4
     )
     assert losses(tmp_path / "gpu") != losses(tmp_path / "cpu")
+
+
+def train_elastic_on_gpu(run: str) -> dict[str, torch.Tensor]:
+    state = train_elastic(run, 12, {})
+    assert {value.device.type for value in state.values()} == {"cuda"}
+    return {name: value.cpu() for name, value in state.items()}
+
+
+def test_number_of_ranks_that_share_a_gpu_does_not_change_a_bit(tmp_path: Path):
+    env = {"CUDA_VISIBLE_DEVICES": "0", "HPCTRAIN_SHARE_GPUS": "1"}
+    one, *others = (
+        run_on_ranks(train_elastic_on_gpu, str(tmp_path / str(size)), world_size=size, env=env)[0]
+        for size in (1, 2, 4)
+    )
+    for other in others:
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert losses(tmp_path / "4") == losses(tmp_path / "1")

@@ -85,25 +85,32 @@ def test_auto_uses_the_whole_share_without_a_gpu(monkeypatch):
     assert module.seen == [12, 12, 6]
 
 
+def free_gpu_memory() -> int:
+    """Return the free bytes of the GPU, after torch has released the memory of earlier tests."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
 @pytest.mark.gpu
 def test_auto_finds_a_size_on_a_gpu_and_keeps_it_after_a_stop(tmp_path):
-    free, _ = torch.cuda.mem_get_info()
+    free = free_gpu_memory()
     module = Wide(bytes_a_sample=free // 10)
     settings = {"global_batch_size": 32, "micro_batch_size": "auto", "run_dir": tmp_path}
     hpctrain.Trainer(max_steps=2, **settings).fit(module, torch.rand(64, 4))
-    trained = module.seen[-8:]
-    size = max(trained)
-    assert 5 <= size <= 9
+    size = module.seen[-1]
+    parts = -(-32 // size)
+    trained = module.seen[-2 * parts :]
+    assert 5 <= max(trained) <= 9
     assert sum(trained) == 64
     assert int(module.norm.num_batches_tracked) == len(trained)  # without those of the trials
     resumed = Wide(bytes_a_sample=free // 100)
     hpctrain.Trainer(max_steps=4, **settings).fit(resumed, torch.rand(64, 4))
-    assert set(resumed.seen) == {size}
+    assert resumed.seen == trained
 
 
 @pytest.mark.gpu
 def test_out_of_memory_error_has_a_hint():
-    free, _ = torch.cuda.mem_get_info()
+    free = free_gpu_memory()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Wide(free // 10), torch.rand(64, 4))
     assert "or 'auto' for the largest size that fits" in "".join(caught.value.__notes__)
@@ -119,7 +126,7 @@ def test_step_on_a_gpu_is_started_without_waiting():
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.begun.append(time.monotonic())
             torch.cuda._sleep(1_000_000_000)
-            return super().training_step(batch, batch_idx)
+            return self.layer(batch).pow(2).mean()  # the norm reads a counter on the GPU, which waits
 
     data = torch.rand(64, 4)
     hpctrain.Trainer(max_steps=2, global_batch_size=32).fit(Wide(), data)  # loads what CUDA loads lazily

@@ -225,6 +225,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
                 return f"attempt {attempt}: no emergency checkpoint: {event.get('reason')}"
             rank = event.get("rank")
             return f"attempt {attempt}: rank {rank} saved the state after step {event['step']} in memory"
+        case "emergency_kept":
+            return f"attempt {attempt}: copied the state after step {event.get('step')} to the run folder"
         case "bad_loss":
             return f"attempt {attempt}: {event.get('cause')}; action: {event.get('action')}"
         case "signal":

@@ -54,7 +54,7 @@ class History:
     faulty_devices: tuple[str | None, ...] = ()
     """Devices that computed wrong results, once per detection; None if the device was not identified."""
     emergency: Mapping[str, Any] | None = None
-    """Newest emergency checkpoint on the current nodes; None if a regular checkpoint is as new."""
+    """Newest emergency checkpoint; None if a regular checkpoint is as new."""
     resume_limit: int | None = None
     """Last verified step, until the run has resumed after wrong results; None otherwise."""
 
@@ -76,6 +76,7 @@ class History:
         faulty: list[str | None] = []
         limit: int | None = None
         emergency: dict[str, Any] | None = None
+        is_kept = False
         for event in events:
             # Copies of the state in memory are recorded only when a run resumes from one.
             if event.get("kind") in ("resumed", "emergency_checkpoint") and (event.get("step") or 0) > newest:
@@ -124,8 +125,10 @@ class History:
                     slow.append(str(event.get("host")))
                 case "excluded":
                     excluded.update(event["hosts"])
+                case "emergency_kept":
+                    is_kept = True
                 case "requeue":
-                    emergency = None
+                    emergency, is_kept = emergency if is_kept else None, False
                     memory = event.get("memory", memory)
                     kind = _kind(event.get("class"), EndKind.PREEMPTED)
                     if not shows_no_progress(kind, event.get("seconds", 0.0), agreed=agreed):
