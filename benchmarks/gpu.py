@@ -3,11 +3,11 @@
     python benchmarks/gpu.py [--rounds N] [--only steps|copies|saves|restarts ...]
 
 The model of `examples/gpt.py` trains with bfloat16 (`bf16-mixed`), in a hand-written loop, in the Trainer and
-in Lightning. All variants alternate in the same process. The hand-written loop copies its batches with
-`non_blocking=True` from pinned memory, and computes no metrics. The time of a step is the mean of a round, with
-a synchronization of the GPU at its end only. Emergency checkpoints are compared over half a minute, because
-copies are rare. A pause for a checkpoint is the time of the call, after which the next step may begin, and the
-total time ends when the checkpoint is on disk. The restart is that of `restart.py`, with the model on the GPU.
+in Lightning. The variants alternate in the same process. The time of a step is the mean of a round, and the
+GPU is synchronized only at its end. Copies in memory are rare, so emergency checkpoints are compared over a
+longer time. The pause for a checkpoint is the duration of the call, after which the next step can begin. The
+total time ends when the checkpoint is on disk. The restarts are those of `restart.py`, with the model on the
+GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import itertools
 import logging
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from results import Result, format_figure
 
 FOLDER = Path(__file__).parent
@@ -41,11 +42,13 @@ class Section:
     """The benchmark, a script in this folder."""
     options: str = ""
     """Options that make it short enough for `make bench`."""
+    needs_gpu: bool = False
 
 
 SECTIONS = (
     Section("Restart", "restart", "--rounds 2"),
     Section("Emergency checkpoints", "emergency_checkpoints", "--rounds 4 --kills 5"),
+    Section("GPU", "gpu", needs_gpu=True),
     Section("Preemption", "preemption", "--rounds 1 --slurm installed 24.11 26.05"),
     Section("Start-up from local disks", "stage", "--rounds 1"),
     Section("Training step", "step_overhead", "--rounds 5"),
@@ -86,6 +89,9 @@ def main() -> None:
     failed = []
     for section in () if options.page else SECTIONS:
         if options.names and section.name not in options.names:
+            continue
+        if section.needs_gpu and not torch.cuda.is_available():
+            print(f"\n{section.title}: not measured, because this machine has no GPU")
             continue
         found = run(section)
         if found is None:
@@ -128,6 +134,8 @@ def describe_machine() -> str:
     slurm = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False).stdout
     versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
     versions += [slurm.strip().replace("slurm-wlm", "Slurm")] if slurm else []
+    if torch.cuda.is_available():
+        versions.insert(0, torch.cuda.get_device_name())
     return ", ".join(
         [f"{os.cpu_count()} cores, {platform.machine()}", f"Python {platform.python_version()}", *versions]
     )
@@ -137,7 +145,7 @@ def write_page(record: dict[str, Any]) -> str:
     """Return the page in Markdown."""
     sections = [section for section in SECTIONS if section.name in record]
     results = {each.name: [Result(**fields) for fields in record[each.name]["results"]] for each in sections}
-    machines = {record[each.name]["machine"] for each in sections}
+    machines = {record[each.name]["machine"] for each in sections if not each.needs_gpu}
     lines = ["# Benchmarks", "", "The main results:", "", "| benchmark | result | figure |", "|---|---|---|"]
     for section in sections:
         anchor = f"[{section.title}](#{section.title.lower().replace(' ', '-').replace(',', '')})"
@@ -169,9 +177,10 @@ def write_section(section: Section, found: dict[str, Any], results: list[Result]
         lines.append(f"| {name} | {figure} | {result.format_range()} | {limit} | {before} |")
     lines += ["", *method, ""] if method else [""]
     script = f"`benchmarks/{section.name}.py {found['options']}`".replace(" `", "`")
-    lines.append(
-        f"{script} took {found['seconds']} s on {found['date']}. The load was {found['load']} at its start."
+    circumstance = (
+        f"Machine: {found['machine']}" if section.needs_gpu else f"The load was {found['load']} at its start"
     )
+    lines.append(f"{script} took {found['seconds']} s on {found['date']}. {circumstance}.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""A run on a real GPU: faults do not change a bit of its result, and its report shows the GPU's measurements."""
+"""A run on a real GPU: faults do not change its result, and its report has the GPU's measurements."""
 
 from __future__ import annotations
 
