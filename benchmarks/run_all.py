@@ -177,10 +177,11 @@ def write_section(section: Section, found: dict[str, Any], results: list[Result]
         lines.append(f"| {name} | {figure} | {result.format_range()} | {limit} | {before} |")
     lines += ["", *method, ""] if method else [""]
     script = f"`benchmarks/{section.name}.py {found['options']}`".replace(" `", "`")
-    circumstance = (
-        f"Machine: {found['machine']}" if section.needs_gpu else f"The load was {found['load']} at its start"
-    )
-    lines.append(f"{script} took {found['seconds']} s on {found['date']}. {circumstance}.")
+    lines.append(f"{script} took {found['seconds']} s on {found['date']}.")
+    if section.needs_gpu:
+        lines.append(f"Machine: {found['machine']}.")
+    elif "load" in found:
+        lines.append(f"The load was {found['load']} at its start.")
     return lines
 
 

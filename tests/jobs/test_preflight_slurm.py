@@ -110,10 +110,6 @@ pytestmark = pytest.mark.slurm
             {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
             r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)",
         ),
-        (
-            {"partition": "physics", "account": "art"},
-            r"Account 'art' .* allows only physics \(AllowAccounts\)",
-        ),
         ({"partition": "physics", "qos": "slow"}, r"QOS 'slow' .* denies this QOS \(DenyQos\)"),
         ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Use --reservation"),
         ({"partition": "drained"}, r"currently does not accept new jobs \(State=DRAIN\)"),
@@ -433,6 +429,13 @@ def test_restricted_partitions_are_refused_unless_root(request_of, monkeypatch):
     assert "is for root only (RootOnly)" in root_only.message
     (group,) = partition_limits.limit_problems(request, closed[1], site)
     assert "(AllowGroups), but you are not a member of any of them" in group.message
+
+
+def test_accounts_below_an_allowed_account_are_not_refused(request_of):
+    """Only Slurm knows the hierarchy of accounts."""
+    request = request_of(directives={"account": "optics"}, time_limit_s=3600)
+    partition = Partition(name="p", allow_accounts=("physics",))
+    assert list(partition_limits.limit_problems(request, partition, Site())) == []
 
 
 def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):

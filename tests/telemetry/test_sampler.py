@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -199,6 +200,21 @@ def test_sampler_ignores_signals_and_ends_with_its_parent(tmp_path):
     begin, last = read_json_lines(run.telemetry(3))
     assert begin["cpus"] == os.cpu_count()
     assert last["seconds"] < 20
+
+
+def test_means_are_weighted_by_the_time_of_the_lines(tmp_path):
+    path = tmp_path / "node-000.jsonl"
+    busy = {"host": "n1", "gpu_util": [90.0], "gpu_clock_mhz": [1000], "gpu_throttled": [["temperature"]]}
+    calm = {"host": "n1", "gpu_util": [60.0], "gpu_clock_mhz": [2000], "gpu_throttled": [[]]}
+    times = range(1005, 1601, 5)
+    lines = [{"time": time, "seconds": 5.0, **busy} for time in times]
+    lines += [{"time": time, "seconds": 30.0, **calm} for time in range(1630, 2201, 30)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    devices = read_device_metrics([path], 1000.0, 2200.0)
+    assert devices.mean("gpu_util") == pytest.approx(75.0, abs=1.0)
+    (node,) = devices.nodes
+    assert node.throttled == {"temperature": pytest.approx(0.5, abs=0.02)}
+    assert node.clock_mhz == pytest.approx(1500, abs=20)
 
 
 def test_unusable_folder_ends_the_sampler_with_a_message(tmp_path, monkeypatch):

@@ -46,6 +46,29 @@ def batches(dataset, num_workers=2, timeout_s=60.0, size=4):
     )
 
 
+class Noise(Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+def noise_of_rank(rank: int) -> list[float]:
+    torch.manual_seed(rank)
+    fetcher = make_fetcher(Noise(), list, SampleSeeds(0, "training", seed_globals=False), "train_dataset")
+    loading = LoaderConfig(num_workers=1, seed_samples=False)
+    (batch,) = loading.batches(fetcher, iter([(0, torch.arange(2))]), "train_dataset")
+    return batch
+
+
+@pytest.mark.slow
+def test_workers_of_two_ranks_have_different_random_numbers_without_seeds_for_each_sample():
+    first, again, second = noise_of_rank(0), noise_of_rank(0), noise_of_rank(1)
+    assert first == again
+    assert set(first).isdisjoint(second)
+
+
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -110,13 +110,19 @@ class RankLogReader:
                 self.mark = rank, tail.line_start
                 yield "".join([self._line(rank, line) for line in lines])
             if torn:
-                self._partial_lines[rank] = torn
+                self._partial_lines[rank] = _last_state(torn)
 
     def _line(self, rank: int, line: str) -> str:
         # For a line that overwrites itself (progress bars), show the final state, as a terminal does.
-        shown = line.rstrip("\r").rpartition("\r")[2]
+        shown = _last_state(line).rstrip("\r")
         origin = f"[{rank:>{self._width}}] " if self._labels_ranks else ""
         return f"{self._label}{origin}{shown}\n"
+
+
+def _last_state(line: str) -> str:
+    """Return the part of a line that a terminal still shows, such as the newest state of a progress bar."""
+    shown = line.rstrip("\r")
+    return shown.rpartition("\r")[2] + "\r" * (len(line) > len(shown))
 
 
 def _notes(path: Path) -> Iterator[tuple[float, int, int]]:

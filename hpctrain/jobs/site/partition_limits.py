@@ -101,7 +101,8 @@ def _permission(request: JobRequest, partition: Partition) -> Iterator[SiteProbl
             continue
         setting = "Accounts" if key == "account" else "Qos"
         said = f"{name} {asked!r} was requested ({request.origin(key)}), but partition {partition.name}"
-        if allowed is not None and asked not in allowed:
+        # Subaccounts of the allowed accounts are allowed, too (slurm.conf, AllowAccounts).
+        if allowed is not None and asked not in allowed and key == "qos":
             yield SiteProblem(
                 f"{said} allows only {', '.join(allowed)} (Allow{setting}). Choose one of these."
             )

@@ -35,8 +35,7 @@ class _Client:
     def is_connected(self) -> bool:
         """True until the client exits."""
         with suppress(OSError, ValueError):  # The socket may just have been closed.
-            ready = select.select([self._socket], [], [], 0)[0]
-            return not ready or bool(self._socket.recv(1, socket.MSG_PEEK))
+            return not self._is_readable(0.0) or bool(self._socket.recv(1, socket.MSG_PEEK))
         return False
 
     def write(self, text: str) -> None:
@@ -53,7 +52,7 @@ class _Client:
                 if (number := pending_stop_signal()) is not None:
                     self.write(f"\nThe run must stop ({number.name}). Detaching.\n")
                     return ""
-                if select.select([self._socket], [], [], _POLL_S)[0]:
+                if self._is_readable(_POLL_S):
                     if not (data := self._socket.recv(65536)):
                         return ""
                     self._received += data
@@ -62,6 +61,11 @@ class _Client:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _is_readable(self, timeout_s: float) -> bool:
+        poll = select.poll()  # select() fails with more than 1,024 open files
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
 
 
 class DebugSession(pdb.Pdb):

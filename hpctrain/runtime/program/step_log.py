@@ -40,7 +40,10 @@ class StepLog:
         if activity.logs_metrics or has_started() or step == self._written:
             return
         if self._first_step is None:
-            self._first_step, self._since = self._begin(), now
+            try:
+                self._first_step, self._since = self._begin(), now
+            except OSError:
+                return  # another attempt follows
             self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
         spent = {
             "all": now - self._since,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -195,19 +195,20 @@ def _is_measured(table: list[_Row]) -> bool:
 def _node(host: str, columns: _Columns) -> NodeSeries:
     """Return the hardware of a node and a summary of its problems."""
     node = NodeSeries(host)
-    lines = 0
-    reasons: Counter[str] = Counter()
-    clocks, count, highest = 0.0, 0, 0
-    for line in chain.from_iterable(columns):
+    reasons: dict[str, float] = {}
+    clocks = count = num_measured = 0.0
+    highest = 0
+    for line, weight in ((line, 1 / len(column)) for column in columns for line in column):
         if "cpus" in line:
             node.cpus, node.memory_bytes = _whole(line["cpus"]), _whole(line.get("memory_total"))
             names = line.get("gpu_names")
             node.gpu_names = [str(name) for name in names] if isinstance(names, list) else []
             node.gpu_memory_bytes = max(_wholes(line, "gpu_memory_total"), default=None)
             continue
-        lines += 1
+        num_measured += weight
         if "gpu_throttled" in line:
-            reasons.update({str(one) for several in _listed(line, "gpu_throttled") for one in _list(several)})
+            for reason in {str(one) for several in _listed(line, "gpu_throttled") for one in _list(several)}:
+                reasons[reason] = reasons.get(reason, 0.0) + weight
         if "gpu_xids" in line:
             node.xids += [xid for several in _listed(line, "gpu_xids") for xid in _list(several)]
         if "gpu_ecc_errors" in line:
@@ -219,9 +220,11 @@ def _node(host: str, columns: _Columns) -> NodeSeries:
         if "gpu_clock_mhz" in line:
             pairs = zip(_listed(line, "gpu_clock_mhz"), _listed(line, "gpu_util"), strict=False)
             busy = [clock for clock, util in pairs if is_finite(clock) and is_finite(util) and util > _BUSY]
-            clocks, count = clocks + sum(busy), count + len(busy)
+            clocks, count = clocks + weight * sum(busy), count + weight * len(busy)
     node.xids = sorted({xid for xid in node.xids if isinstance(xid, int)})
-    node.throttled = {reason: number / lines for reason, number in reasons.most_common()} if lines else {}
+    node.throttled = {
+        reason: part / num_measured for reason, part in sorted(reasons.items(), key=lambda one: -one[1])
+    }
     node.highest_gpu_memory = highest or None
     node.clock_mhz = clocks / count if count else None
     return node
@@ -275,6 +278,7 @@ def _heat_map(quantity: Quantity, table: list[_Row]) -> HeatMap:
     coded = bytes(NO_VALUE if cell is None else round(254 * max(0, min(1, cell / most))) for cell in cells)
     means: list[float | None] = []
     for row in table:
-        count = sum(number for _, number in row)
-        means.append(sum(total for total, _ in row) * quantity.scale / count if count else None)
+        # Lines cover different times, but columns cover the same.
+        known = [total / count for total, count in row if count]
+        means.append(statistics.fmean(known) * quantity.scale if known else None)
     return HeatMap(quantity, most, coded, means)

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.errors import HpctrainError
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.training.base.rng import derive_seed
 from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, describe_round, write_progress_to
 
 _IGNORED_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
@@ -76,8 +77,9 @@ class LoaderWorkers:
             pin_memory=pin_memory,
             timeout=_POLL_INTERVAL_S,
             worker_init_fn=partial(_initialize_worker, os.getpid(), self._progress_boards, worker_init_fn),
-            # The iterator draws a seed; a separate generator leaves the rank's generator unchanged.
-            generator=torch.Generator(),
+            # The iterator draws a seed; a separate generator leaves the rank's generator unchanged. Without
+            # seeds for each sample, workers of different ranks and epochs need different random numbers.
+            generator=torch.Generator().manual_seed(derive_seed(torch.get_rng_state().tolist())),
         )
         before = set(multiprocessing.active_children())
         with _signals_blocked():

@@ -22,6 +22,8 @@ class Validator:
         """Prepare validations on `data`; None for no validation."""
         self._parts, self._state, self._data = parts, parts.state, data
         self._every = None if data is None else parts.settings.validate_every
+        #: Metrics that the training has, too.
+        self._shared_names = {"loss"}
 
     def due(self) -> bool:
         """Return true if a validation is due and did not already run before a stop at this step."""
@@ -45,8 +47,11 @@ class Validator:
             put_back()
             return False
         emergency_save.begin_change()
-        # `loss` without prefix is the training loss.
-        results = {f"val_{name}" if name in state.latest else name: mean for name, mean in results.items()}
+        # `loss` without prefix is the training loss. An excluded step has no metrics.
+        self._shared_names |= results.keys() & state.latest.keys()
+        results = {
+            f"val_{name}" if name in self._shared_names else name: mean for name, mean in results.items()
+        }
         state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
         parts.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
