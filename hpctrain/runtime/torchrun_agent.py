@@ -103,6 +103,8 @@ class _Stop:
     def install_handlers(self) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, self._forward_signal)
+        # Requests stacks of the ranks, and would end this process.
+        signal.signal(signal.SIGQUIT, lambda *_: None)
 
     def _forward_signal(self, number: int, _frame: FrameType | None) -> None:
         ranks = child_pids(os.getpid())

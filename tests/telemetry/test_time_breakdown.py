@@ -305,3 +305,6 @@ def test_mfu_is_computed_from_reported_flops():
     assert compute_goodput(breakdown_of(history), history.metrics).mfu == pytest.approx(0.5)
     # Every tenth step is logged: it stands for ten.
     assert compute_goodput(breakdown_of(history), history.metrics[9::10]).mfu == pytest.approx(0.5)
+    # The steps before an imported checkpoint belong to another run.
+    imported = [{**record, "step": record["step"] + 1000} for record in history.metrics]
+    assert compute_goodput(breakdown_of(history), imported, 1000).mfu == pytest.approx(0.5)

@@ -224,6 +224,26 @@ def test_a_step_is_skipped_for_its_gradient_norm(tmp_path):
 # --- rollback ------------------------------------------------------------------------------------------
 
 
+class Measured(Net):
+    """Training and validation have a metric of the same name."""
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "largest": batch.max()}
+
+    def validation_step(self, batch, batch_idx):
+        return {"largest": batch.max()}
+
+
+def test_validation_after_an_excluded_step_has_the_usual_names(tmp_path):
+    settings = {"max_steps": 9, "global_batch_size": BATCH, "checkpoint_every": 2, "validate_every": 3}
+    trainer = hpctrain.Trainer(run_dir=tmp_path, seed=SEED, on_bad_loss="rollback", **settings)
+    trainer.fit(Measured({6: NAN}), samples(), samples()[:8])
+    lines = list(read_json_lines(RunDir(tmp_path).metrics))
+    validated = {line["step"]: line.get("largest") for line in lines if "val_largest" in line}
+    assert [*validated] == [3, 6, 9]
+    assert validated[6] is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "num_workers"), [(6, 0), (7, 0), (7, 1)])
 def test_a_rolled_back_run_leaves_the_batch_out(tmp_path, step, num_workers):

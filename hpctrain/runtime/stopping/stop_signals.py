@@ -179,7 +179,8 @@ def _force_exit_after_timeout() -> None:
         f"hpctrain: this rank is still running {EXIT_TIMEOUT_S:.0f} s after a stop signal, so it exits now. "
         "Stacks of all threads:\n"
     )
-    os.write(2, message.encode())
+    with contextlib.suppress(OSError):  # such as a full disk
+        os.write(2, message.encode())
     faulthandler.dump_traceback(all_threads=True)
     os._exit(EXIT_CONTINUE)
 

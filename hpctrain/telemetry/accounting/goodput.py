@@ -39,13 +39,16 @@ class Goodput:
     """
 
 
-def compute_goodput(breakdown: TimeBreakdown, metrics: Iterable[Mapping[str, Any]] = ()) -> Goodput:
+def compute_goodput(
+    breakdown: TimeBreakdown, metrics: Iterable[Mapping[str, Any]] = (), first_step: int = 0
+) -> Goodput:
     """Return the goodput ratios of a run.
 
     Args:
         breakdown: the time breakdown of the run.
         metrics: the metrics of the run, one record per step that counts. `model_flops` is the number of
             operations of the step on all ranks; `peak_flops` is the total peak rate of all GPUs, per second.
+        first_step: number of steps before the run, if it began with an imported checkpoint.
     """
     if not breakdown.knows_lost_work:
         return Goodput(ettr=None, training=None)
@@ -55,11 +58,11 @@ def compute_goodput(breakdown: TimeBreakdown, metrics: Iterable[Mapping[str, Any
     return Goodput(
         ettr=productive_us / wanted_us if wanted_us else None,
         training=steps_us / breakdown.wall_us if breakdown.wall_us else None,
-        mfu=_mfu(steps_us / 1e6, metrics),
+        mfu=_mfu(steps_us / 1e6, metrics, first_step),
     )
 
 
-def _mfu(seconds: float, metrics: Iterable[Mapping[str, Any]]) -> float | None:
+def _mfu(seconds: float, metrics: Iterable[Mapping[str, Any]], first_step: int) -> float | None:
     done, peak, steps, last = 0.0, 0.0, 0, 0
     for record in metrics:
         flops, most, step = (record.get(name) for name in ("model_flops", "peak_flops", "step"))
@@ -68,4 +71,4 @@ def _mfu(seconds: float, metrics: Iterable[Mapping[str, Any]]) -> float | None:
     if not steps or not seconds or not math.isfinite(done) or not 0 < peak < math.inf:
         return None
     # If only some steps are logged, their mean is used for all steps.
-    return done / steps * last / (peak * seconds)
+    return done / steps * max(0, last - first_step) / (peak * seconds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.report.artifacts import count_saves
 from hpctrain.telemetry.report.device_metrics import NodeSeries
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.straggler_text import describe_rank, describe_slowness
@@ -209,7 +210,7 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
         what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
         what = "Save less often: set Trainer(checkpoint_every='auto') for an optimal interval."
-    saves = pluralize(len(run_data.checkpoints), "save")
+    saves = pluralize(count_saves(run_data.checkpoints), "save")
     evidence = f"{saves} paused training for {format_duration(saving_us / 1e6)}"
     yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
 

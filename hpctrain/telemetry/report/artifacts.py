@@ -66,6 +66,11 @@ def read_checkpoints(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[C
     return found
 
 
+def count_saves(checkpoints: Sequence[CheckpointRecord]) -> int:
+    """Return the number of saves; a checkpoint of the fast folder is also copied to the run folder."""
+    return len({one.time if one.step is None else (one.attempt, one.step) for one in checkpoints})
+
+
 def read_environment(run: RunDir) -> dict[str, Any]:
     """Return the newest recorded value of each field of the environment, over all attempts."""
     environment: dict[str, Any] = {}

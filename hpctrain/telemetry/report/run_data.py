@@ -183,6 +183,8 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         mark_cancelled(attempts[-1])
     elif attempts and attempts[-1].end is None and name == "FAILED":
         attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
+    first_step = (attempts[0].resumed_step or 0) if attempts else 0
+    num_steps = max(0, max(curves.effective, default=0) - first_step)
     spec, environment = redact_spec(read_spec(run.spec)), redact_environment(read_environment(run))
     hparams = merge_hparams(spec, environment)
     devices = read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6)
@@ -197,7 +199,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         events=events,
         spec=spec,
         breakdown=breakdown,
-        goodput=compute_goodput(breakdown, curves.effective.values()),
+        goodput=compute_goodput(breakdown, curves.effective.values(), first_step),
         curves=curves,
         attempts=attempts,
         checkpoints=read_checkpoints(run, events),
@@ -207,7 +209,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         hparams=hparams,
         best=find_best(run.checkpoints, curves, environment, *read_ranking(run)),
         devices=devices,
-        energy=_energy_use(devices, breakdown, max(curves.effective, default=0), environment),
+        energy=_energy_use(devices, breakdown, num_steps, environment),
         resubmit_command=list(state.resubmit_command),
         reports_steps=reports,
         notes=[

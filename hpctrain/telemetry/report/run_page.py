@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.report.advice import advise
-from hpctrain.telemetry.report.artifacts import CheckpointRecord
+from hpctrain.telemetry.report.artifacts import CheckpointRecord, count_saves
 from hpctrain.telemetry.report.attempts import Attempt
 from hpctrain.telemetry.report.device_metrics import COLUMNS, HeatMap, NodeSeries
 from hpctrain.telemetry.report.html_renderer import LiveParts, render_page
@@ -366,4 +366,4 @@ def _checkpoint(checkpoint: CheckpointRecord) -> dict[str, Any]:
 def _checkpoint_words(checkpoints: Sequence[CheckpointRecord]) -> str:
     kept = len({one.step for one in checkpoints if one.kept})
     shown = " Only the last twelve are shown." if len(checkpoints) > 12 else ""
-    return f"{pluralize(len(checkpoints), 'checkpoint')} written, {kept} still on disk.{shown}"
+    return f"{pluralize(count_saves(checkpoints), 'checkpoint')} written, {kept} still on disk.{shown}"
