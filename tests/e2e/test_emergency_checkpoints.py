@@ -48,7 +48,7 @@ def run_with_kills(
     shape = ["--gpus-per-node=2"] if cluster else ["--backend=local", f"--ntasks-per-node={num_ranks // 2}"]
     options = [*OPTIONS, *shape, *options, f"--run-dir={path}"]
     run.hpctrain("submit", *options, str(SCRIPT), *arguments, "--kills", *kills)
-    limit_s = 60.0 + 40.0 * (1 + len(kills))
+    limit_s = 60.0 + 80.0 * (1 + len(kills))
     result = run.hpctrain("wait", str(path), timeout=limit_s, check=False)
     assert result.returncode == 0, run.describe()
     return run
@@ -94,7 +94,7 @@ def test_a_requeue_to_exclude_a_node_costs_at_most_one_step(slurm, reference, tm
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(10))
 def test_kills_on_slurm_at_ten_random_moments(slurm, reference, tmp_path, seed):
     options = choose_standby_workers(seed)
@@ -102,7 +102,7 @@ def test_kills_on_slurm_at_ten_random_moments(slurm, reference, tmp_path, seed):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(5))
 def test_kills_at_twenty_random_moments(reference, tmp_path, seed):
     kills = choose_kills(random.Random(seed), 20)
@@ -110,7 +110,7 @@ def test_kills_at_twenty_random_moments(reference, tmp_path, seed):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 @pytest.mark.parametrize("backend", ["local", "slurm"])
