@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -80,7 +81,11 @@ def _values(run_data: RunData, own: RunOutcome | None) -> Iterator[PredictedValu
     ]
     for name, quantiles, actual, form in rows:
         if quantiles is not None:
-            is_in_range = None if actual is None else quantiles[0] <= actual <= quantiles[-1]
+            # Times are shown in seconds, so a fraction of a second is not a deviation.
+            low, high = quantiles[0], quantiles[-1]
+            if form is format_clock:
+                low, high = math.floor(low), math.ceil(high)
+            is_in_range = None if actual is None else low <= actual <= high
             text = "–" if actual is None else form(actual)
             yield PredictedValue(name, format_range(quantiles, form), text, is_in_range)
 

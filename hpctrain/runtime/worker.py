@@ -28,6 +28,7 @@ from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, DiskFull
 from hpctrain.files import make_folder, own_file
 from hpctrain.lossy_stdio import make_stdio_lossy
+from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     HISTORY_VARIABLES,
@@ -78,6 +79,8 @@ from hpctrain.telemetry.startup_times import startup_times
 #: Exit codes of a script after a stop signal. 0 may mean complete or stopped; a complete script exits
 #: immediately when restarted.
 _STOPPED_EXIT_CODES = (0, *(128 + number for number in STOP_SIGNALS))
+#: Lines of the log in which the cause of an exit is searched.
+_LAST_LINES = 5
 #: Maximum seconds between the stop signals that Slurm sends to the processes of a step.
 _LATE_SIGNAL_TIMEOUT_S = 2.0
 
@@ -141,7 +144,7 @@ def main(argv: list[str]) -> NoReturn:
                 print(f"hpctrain: {error}.", file=sys.stderr)
             write_failure(failure_file, failure_record(error, os.environ), log, os.environ)
         _exit_now(1, sampler)
-    _exit_with(argument, sampler, lambda failure: write_failure(failure_file, failure, log, os.environ))
+    _exit_with(argument, sampler, log, lambda failure: write_failure(failure_file, failure, log, os.environ))
 
 
 def _resolve_program(words: str) -> Program:
@@ -210,7 +213,9 @@ def _run_program(
     group_check.check_end()
 
 
-def _exit_with(argument: object, sampler: NodeSampler, write: Callable[[dict[str, Any]], object]) -> NoReturn:
+def _exit_with(
+    argument: object, sampler: NodeSampler, log: Path, write: Callable[[dict[str, Any]], object]
+) -> NoReturn:
     """Exit after the program has ended, or has called `sys.exit(argument)`; `write` records a failure."""
     code = _exit_code(argument)
     if has_stopped() or (code != 0 and is_exiting()):
@@ -234,8 +239,12 @@ def _exit_with(argument: object, sampler: NodeSampler, write: Callable[[dict[str
         )
         _exit_normally(EXIT_CONTINUE, sampler)
     if code != 0:
-        problem = RuntimeError(f"the script called sys.exit({argument!r})")
-        write(failure_record(problem, os.environ))
+        said = f"the script called sys.exit({argument!r})"
+        lines = [line for line in read_last_lines(log, _LAST_LINES) if line.strip()]
+        if lines and not isinstance(argument, str):
+            said += f" after the output {lines[-1].strip()!r}"
+        # Without a traceback, `logs --errors` shows the end of the log.
+        write({**failure_record(RuntimeError(said), os.environ), "traceback": ""})
         _exit_now(code, sampler)
     _exit_normally(0, sampler)
 

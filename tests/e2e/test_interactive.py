@@ -156,6 +156,13 @@ def check_debug(run: Run, rank: int) -> None:
         assert terminal.wait() == 0
     with debug(run, rank) as terminal:
         terminal.expect("(Pdb) ")
+        terminal.send("c\r")
+        wait_for(lambda: len(recorded_weights.weights(run, 0)) > steps + 40, 60, "more steps")
+        terminal.send("\x04")
+        terminal.expect(f"Detached. Rank {rank} continues.")
+        assert terminal.wait() == 0
+    with debug(run, rank) as terminal:
+        terminal.expect("(Pdb) ")
         wait_for(lambda: run.status()["debugged"] == [rank], 10, "the debugger in the status")
     wait_for(lambda: run.status()["debugged"] == [], 10, "the end of the killed debugger")
     recorded_weights.end(run)

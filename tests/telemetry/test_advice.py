@@ -173,6 +173,15 @@ def test_lasting_straggler_gives_advice(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("nodes", "backend"), [(1, "slurm"), (2, "local")])
+def test_slow_rank_of_a_single_machine_does_not_exclude_it(tmp_path, nodes, backend):
+    history = RunHistory().after(0, "submitted", job_id="7", backend=backend).after(0, "started", nodes=nodes)
+    history.steps(1, 50, every=1).after(0, "straggler", **STRAGGLER)
+    (advice,) = advice_in_all_reports(write_run(tmp_path / "run", history, backend=backend))
+    assert advice.what.startswith("A rank is slow and delays all other ranks. Find the cause with")
+    assert "Rank 3 on n7 takes 1.4 times as long" in advice.evidence
+
+
 def test_temporary_straggler_gives_no_advice(tmp_path):
     history = started_run(0).steps(1, 50, every=1).after(0, "straggler", **STRAGGLER | {"lasting": False})
     assert advice_in_all_reports(write_run(tmp_path / "run", history)) == []

@@ -137,6 +137,8 @@ class LocalBackend:
             return JobStateView(RunState.RUNNING)
         if _waits_in_array(run):
             return JobStateView(RunState.CANCELLED if run.cancel_request.exists() else RunState.PENDING)
+        if run.cancel_request.exists():
+            return JobStateView(RunState.CANCELLED)  # before the supervisor could record the end
         return JobStateView(
             RunState.FAILED,
             f"the supervisor exited without reporting a result (log: {shlex.quote(str(run.slurm_log))})",

@@ -54,7 +54,10 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     running = [part for part, its in parts.items() if its.state is RunState.RUNNING]
     held = [part for part, its in parts.items() if its.held]
     if not running and not held:
-        raise SpecError(f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be requeued.")
+        raise SpecError(
+            f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be requeued. To continue a "
+            "run that has ended, use `hpctrain resume`."
+        )
     _request(_jobs_of(held), environ, lambda backend, these: backend.release_hold(these))
     # Preemptions send the same signal: without this file, the ranks expect to be killed soon.
     for part in running:

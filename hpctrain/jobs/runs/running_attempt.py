@@ -30,7 +30,12 @@ def require_running(
         raise SpecError(f"Run {run.run_id} is a job array. Specify a task, such as {tasks[0].run_id}.")
     status = run.status()
     started = [event for event in run.dir.read_events() if event["kind"] == "started"]
-    if status.state is not RunState.RUNNING or not started:
+    if status.state is RunState.RUNNING and not started:
+        raise SpecError(
+            f"The ranks of run {run.run_id} have not started yet, so they cannot be {done}. Try again in a "
+            "few seconds."
+        )
+    if status.state is not RunState.RUNNING:
         raise SpecError(f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be {done}.")
     world_size = int(started[-1]["world_size"])
     if missing := [rank for rank in ranks if rank >= world_size]:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -23,6 +23,7 @@ from hpctrain.jobs.submit.render import render
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
+from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.program import RANK_LAUNCHERS
 
 if TYPE_CHECKING:
@@ -232,15 +233,36 @@ def check_staged_sources(job: PreparedSubmission) -> None:
         )
 
 
-def check_run_folder(job: PreparedSubmission) -> None:
+def check_run_folder(job: PreparedSubmission) -> Iterable[str]:
     """Check that the run folder is writable, and that it is new or belongs to the same kind of run."""
+    run = RunDir(Path(job.spec.run_dir))
     try:
-        _check_run_folder(RunDir(Path(job.spec.run_dir)), is_array=job.spec.array is not None)
+        _check_run_folder(run, is_array=job.spec.array is not None)
+        return _describe_changes(run, job.spec) if run.spec.exists() else ()
     except OSError as error:
         raise SpecError(
             f"Cannot access the run folder {job.spec.run_dir!r} (--run-dir): {error.strerror}. "
             "Choose another folder."
         ) from error
+
+
+def _describe_changes(run: RunDir, spec: JobSpec) -> Iterator[str]:
+    """Describe how the submission differs from the run in its folder, which it continues."""
+    try:
+        before = load_spec(run.spec)
+    except SpecError:
+        return
+    old, new = ((each.script, shlex.join(each.args)) for each in (before, spec))
+    changed = [
+        f"{name} {now or 'none'!r} instead of {then or 'none'!r}"
+        for name, then, now in zip(("script", "arguments"), old, new, strict=True)
+        if then != now
+    ]
+    if changed:
+        yield (
+            f"The folder {str(run.path)!r} (--run-dir) contains a run, which this submission continues with "
+            f"{' and '.join(changed)}. To start a new run instead, choose another folder."
+        )
 
 
 def _check_run_folder(run: RunDir, *, is_array: bool) -> None:

@@ -104,6 +104,8 @@ def _converse(connected: socket.socket, process: ProcessInfo) -> None:
                 connected.shutdown(socket.SHUT_WR)
                 sources.pop()
         except KeyboardInterrupt:
+            if sys.stdin.fileno() not in sources:
+                return
             _interrupt(process)
         except ConnectionError:
             return

@@ -47,7 +47,7 @@ class _Client:
 
     def readline(self) -> str:
         """Return a line; an empty string at the end of the input, or when the run must stop."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # The socket may just have been closed.
             while b"\n" not in self._received:
                 if (number := pending_stop_signal()) is not None:
                     self.write(f"\nThe run must stop ({number.name}). Detaching.\n")

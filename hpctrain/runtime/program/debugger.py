@@ -36,7 +36,11 @@ class Debugger:
     def is_attached(self) -> bool:
         """True during a session."""
         session = self._session
-        return session is not None and not session.has_ended and session.client.is_connected
+        if session is None or session.has_ended:
+            return False
+        if not (is_connected := session.client.is_connected) and not session.is_stopped:
+            session.client.close()  # The client waits for this after the end of its input.
+        return is_connected
 
     def install(self) -> None:
         """Accept requests from now on. Only the main thread may call this."""

@@ -174,17 +174,21 @@ def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
                 f"{statistics.median(others):.0f} MHz ({ratio:.1f} times as fast)"
             )
         if evidence:
-            yield Advice(
-                f"{node.host} is slow and delays all other nodes. Exclude it with --exclude {node.host}.",
-                _sentence([*evidence, *_throttled(node)]),
-            )
+            yield Advice(_slow(run_data, node.host), _sentence([*evidence, *_throttled(node)]))
         elif reasons := _throttled(node):
             yield Advice(f"Check the cooling and power supply of {node.host}.", _sentence(reasons))
     for host, told in noticed.items():
-        yield Advice(
-            f"{host} is slow and delays all other nodes. Exclude it with --exclude {host}.",
-            _sentence(told[-1:]),
-        )
+        yield Advice(_slow(run_data, host), _sentence(told[-1:]))
+
+
+def _slow(run_data: RunData, host: str) -> str:
+    num_nodes = max((attempt.nodes or 1 for attempt in run_data.attempts), default=1)
+    if num_nodes > 1 and run_data.spec.get("backend") != "local":
+        return f"{host} is slow and delays all other nodes. Exclude it with --exclude {host}."
+    return (
+        "A rank is slow and delays all other ranks. Find the cause with `hpctrain profile` or "
+        "`hpctrain debug`."
+    )
 
 
 def _throttled(node: NodeSeries) -> list[str]:

@@ -19,6 +19,7 @@ from hpctrain.checkpoint.format.manifest import checksum
 from hpctrain.rundir import CODE_VARIABLE
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.device_selection import cpu_model
+from hpctrain.training.observe.dataloader_hints import count_rank_cpus
 from hpctrain.training.trainer_config import TrainerConfig
 
 
@@ -48,7 +49,7 @@ def collect_platform(context: DistributedContext) -> dict[str, Any]:
         "cpu": cpu_model(),
         "system": platform.platform(),
         "world_size": context.ranks.world_size,
-        "cpus_per_rank": _cpus(),
+        "cpus_per_rank": count_rank_cpus(context.ranks.local_world_size),
         "threads_per_rank": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "args": shlex.join(sys.argv[1:]),
@@ -92,8 +93,3 @@ def plain_config(settings: TrainerConfig) -> dict[str, Any]:
         for name, value in values.items()
         if value is None or isinstance(value, str | int | float | bool)
     }
-
-
-def _cpus() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
