@@ -20,6 +20,7 @@ OPTIONS = {
     "detect": "--rounds 3",
     "elastic_determinism": "--rounds 1 --steps 3",
     "emergency_checkpoints": "--rounds 1 --kills 1 --ranks 2",
+    "gpu": "--rounds 1 --only saves",
     "heartbeat": "--steps 2000 --rounds 1",
     "hostlist": "--rounds 1",
     "predictions": "--runs 5 --parallel 1",
@@ -41,8 +42,8 @@ FAST = ("cli_startup", "data_fetch", "detect", "report")
 NEEDS_SLURM = ("hostlist", "preemption", "slurm_rpcs", "status", "submit")
 
 
-def is_long(name: str) -> list[pytest.MarkDecorator]:
-    return [] if name in FAST else [pytest.mark.long]
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in FAST else [pytest.mark.gpu if name == "gpu" else pytest.mark.long]
 
 
 def test_every_benchmark_is_tested():
@@ -52,14 +53,15 @@ def test_every_benchmark_is_tested():
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=is_long(name)) for name in sorted(OPTIONS)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in sorted(OPTIONS)])
 def test_benchmark_runs(name, tmp_path, request):
     if name in NEEDS_SLURM:
         request.getfixturevalue("slurm")  # skips the test if Slurm is missing
     output = tmp_path / "results.json"
     command = [sys.executable, BENCHMARKS / f"{name}.py", *OPTIONS[name].split()]
     # A busy machine must not fail the tests.
-    run_command([*command, "--no-limits", "--json", output], timeout=150)
+    env = {"CUDA_VISIBLE_DEVICES": "0"} if name == "gpu" else None  # tests hide GPUs from their processes
+    run_command([*command, "--no-limits", "--json", output], env, timeout=150)
     results = json.loads(output.read_text())
     assert results
     assert all(math.isfinite(each["value"]) for each in results)
