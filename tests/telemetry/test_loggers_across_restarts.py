@@ -113,5 +113,5 @@ def test_hanging_tracker_delays_no_step_and_the_end_by_half_a_minute(tmp_path):
     hpctrain("wait", str(run.path))
     assert_no_process_left(run.path)
     assert len(csv_points(run.path)) == 40
-    assert "did not end within 30 s" in run.rank_log(0, 0).read_text()
+    assert "did not finish within 30 s" in run.rank_log(0, 0).read_text()
     assert json.loads(run.logger_state("own").read_text())["sending"]["loss"] > 0
