@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from elastic_determinism import load_example
-from restart import Hpctrain, Torchrun
 from results import Results
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -238,23 +237,9 @@ def add_restarts(results: Results, folder: Path, rounds: int) -> None:
     for old, new in ON_GPU.items():
         assert old in script_text
         script_text = script_text.replace(old, new)
-    sides: dict[str, Callable[[Path, Path], restart.Side]] = {
-        "torchrun": lambda script, place: Torchrun(script, place, 1),
-        "hpctrain": lambda script, place: Hpctrain(script, place, 1, warm=False, gpus=True),
-        "hpctrain, standby workers": lambda script, place: Hpctrain(script, place, 1, warm=True, gpus=True),
-    }
-    for side_number, (name, start) in enumerate(sides.items()):
-        seconds = []
-        for number in range(rounds):
-            place = folder / f"{side_number}-{number}"
-            place.mkdir()
-            script = place / "train.py"
-            script.write_text(script_text)
-            side = start(script, place)
-            try:
-                seconds.append(restart.measure(side, place, 0)["first step"])
-            finally:
-                side.stop()
+    for name in restart.SIDES:
+        parts = [restart.restart_once(name, script_text, folder, 1, gpus=True) for _ in range(rounds)]
+        seconds = [each["first step"] for each in parts]
         results.add(f"kill to next step, {name}", seconds, "s", headline=True)
 
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 
@@ -77,27 +78,12 @@ def main() -> None:
     results.parser.add_argument("--rounds", type=int, default=5)
     results.parser.add_argument("--phases", action="store_true", help="show a time breakdown")
     options = results.parse()
-    sides: dict[str, Callable[[Path, Path], Side]] = {
-        "torchrun": lambda script, folder: Torchrun(script, folder, options.ranks),
-        "hpctrain": lambda script, folder: Hpctrain(script, folder, options.ranks, warm=False),
-        "hpctrain, standby workers": lambda script, folder: Hpctrain(
-            script, folder, options.ranks, warm=True
-        ),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    phases: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    phases: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     with tempfile.TemporaryDirectory() as scratch:
-        for number in range(options.rounds):
-            for name, start in sides.items():
-                folder = Path(scratch, f"{number}-{len(seconds[name])}-{list(sides).index(name)}")
-                folder.mkdir()
-                script = folder / "train.py"
-                script.write_text(SCRIPT)
-                side = start(script, folder)
-                try:
-                    parts = measure(side, folder, options.ranks - 1)
-                finally:
-                    side.stop()
+        for _ in range(options.rounds):
+            for name in SIDES:
+                parts = restart_once(name, SCRIPT, Path(scratch), options.ranks)
                 seconds[name].append(parts["first step"])
                 phases[name].append(parts)
     medians = {}
@@ -181,6 +167,25 @@ class Hpctrain(Side):
         done = subprocess.run(command, cwd=self.run.path.parent, capture_output=True, text=True, check=False)
         if succeeds and done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+SIDES: dict[str, Callable[..., Side]] = {
+    "torchrun": lambda script, folder, ranks, **_: Torchrun(script, folder, ranks),
+    "hpctrain": partial(Hpctrain, warm=False),
+    "hpctrain, standby workers": partial(Hpctrain, warm=True),
+}
+
+
+def restart_once(name: str, text: str, scratch: Path, ranks: int, *, gpus: bool = False) -> dict[str, float]:
+    """Start a variant of the script, kill its last rank, and return the seconds to each event."""
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    script = folder / "train.py"
+    script.write_text(text)
+    side = SIDES[name](script, folder, ranks, gpus=gpus)
+    try:
+        return measure(side, folder, ranks - 1)
+    finally:
+        side.stop()
 
 
 def measure(side: Side, folder: Path, victim: int) -> dict[str, float]:

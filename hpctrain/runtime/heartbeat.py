@@ -44,7 +44,7 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         started_with: the environment before the script started.
     """
     stop = {"stop": True} if agreed_stop.signal else {}
-    debugged = {"debugged": True} if debugger.is_attached else {}
+    debugged = {"debugged": True} if debugger.check_attached() else {}
     startup = startup_times.report()
     return {
         **stop,

@@ -215,8 +215,8 @@ class Supervisor:
             is_stop, folder = end.kind.is_stop, self._worker_group.emergency_folder
             if not is_stop:
                 drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
-            if not is_stop and folder is not None and decision.action is Action.REQUEUE:
-                self._keep_emergency_checkpoint(folder, ended.number, lost)
+                if folder is not None and decision.action is Action.REQUEUE:
+                    self._keep_emergency_checkpoint(folder, ended.number, lost)
             if not ended.is_clean:
                 remove_emergency_files(self._run, self._launcher, folder, ended.number, lost, is_stop=is_stop)
         if decision.action not in (Action.RESTART, Action.SHRINK, Action.REPLACE):

@@ -189,7 +189,8 @@ def test_damaged_outcomes_are_skipped(tmp_path):
 def test_report_compares_the_run_with_its_forecast(tmp_path):
     spec = {"backend": "slurm", "program": "script", "script": "/a.py", "nodes": 2, "gpus_per_node": 8}
     history = started_run(60).steps(1, 1000, every=1).after(5, "finished", state="COMPLETED")
-    quantiles = {"start": [START + 50] * 4 + [START + 70], "end": [START + 900] * 4 + [START + 1000]}
+    # The actual start is in the same second as the earliest one.
+    quantiles = {"start": [START + 60.4] * 4 + [START + 70], "end": [START + 900] * 4 + [START + 1000]}
     history.events[0]["forecast"] = {
         "runs": 4,
         **quantiles,

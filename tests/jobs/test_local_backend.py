@@ -20,6 +20,7 @@ from hpctrain.jobs.runs.follow import follow_run
 from hpctrain.jobs.runs.run import find_run, list_runs
 from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, describe_event
 from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.runs.running_attempt import require_running
 from hpctrain.jobs.submit import submit as submit_module
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.states import RunState
@@ -121,6 +122,25 @@ def test_ended_run_can_be_resubmitted(prepared):
         0,
         1,
     ]
+
+
+def test_changes_of_a_resubmitted_run_are_reported(prepared):
+    run = submit_prepared(prepared("--lr", "0.1", run_dir="r"))
+    run.wait(timeout=20)
+    (note,) = prepared("--lr", "0.5", run_dir="r").notes
+    assert "continues with arguments '--lr 0.5' instead of '--lr 0.1'" in note
+    assert prepared("--lr", "0.1", run_dir="r").notes == ()
+
+
+def test_run_that_is_still_starting_cannot_be_attached_to(prepared):
+    run = submit_prepared(prepared(setup=["sleep 60"]))
+    with pytest.raises(SpecError, match=r"have not started yet, so they cannot be attached to\. Try again"):
+        require_running(run, [0], option="--rank", done="attached to")
+    run.cancel()
+    with pytest.raises(RunFailed, match="cancelled"):
+        run.wait(timeout=20)
+    status = run.status()
+    assert (status.state, status.words) == (RunState.CANCELLED, "")
 
 
 def test_vanished_supervisor_is_a_failure_with_a_log(prepared):

@@ -93,6 +93,15 @@ def test_sys_exit_sets_exit_code_and_failure_file(run, argument, code, failed):
     assert ("no data" in log(run)) is ("data" in argument)
 
 
+def test_cause_of_an_exit_contains_the_last_output(run):
+    source = "import argparse\nargparse.ArgumentParser().parse_args(['--lrr', '0.5'])"
+    assert start(run, source).wait(30) == 2
+    failure = json.loads(run.failure(4, 1).read_text())
+    assert failure["message"].startswith("the script called sys.exit(2) after the output '")
+    assert failure["message"].endswith("error: unrecognized arguments: --lrr 0.5'")
+    assert failure["traceback"] == ""
+
+
 def test_endless_thread_does_not_keep_a_failed_rank_alive(run):
     source = (
         "import threading, time, sys\nthreading.Thread(target=time.sleep, args=(300,)).start()\nsys.exit(3)"

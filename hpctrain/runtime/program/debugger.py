@@ -32,9 +32,8 @@ class Debugger:
     def __init__(self) -> None:
         self._session: DebugSession | None = None
 
-    @property
-    def is_attached(self) -> bool:
-        """True during a session."""
+    def check_attached(self) -> bool:
+        """Return true during a session; end a session whose client has exited."""
         session = self._session
         if session is None or session.has_ended:
             return False
@@ -49,7 +48,7 @@ class Debugger:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         session = self._session
-        if session is None or not self.is_attached:
+        if session is None or not self.check_attached():
             try:
                 from hpctrain.runtime.program.debug_session import DebugSession
 

@@ -204,7 +204,8 @@ def _throttled(node: NodeSeries) -> list[str]:
 def _saving(run_data: RunData) -> Iterator[Advice]:
     saving_us = run_data.breakdown.totals_us[TimeCategory.SAVING]
     part = saving_us / (saving_us + steps_us(run_data))
-    if part < _MUCH_SAVING or len(run_data.checkpoints) < 3:
+    num_saves = count_saves(run_data.checkpoints)
+    if part < _MUCH_SAVING or num_saves < 3:
         return
     if "settings" not in run_data.environment:
         what = "Save less often, or in the background: with hpctrain.Checkpointer, call async_save()."
@@ -214,8 +215,7 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
         what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
         what = "Save less often: set Trainer(checkpoint_every='auto') for an optimal interval."
-    saves = pluralize(count_saves(run_data.checkpoints), "save")
-    evidence = f"{saves} paused training for {format_duration(saving_us / 1e6)}"
+    evidence = f"{pluralize(num_saves, 'save')} paused training for {format_duration(saving_us / 1e6)}"
     yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -195,7 +196,7 @@ def _is_measured(table: list[_Row]) -> bool:
 def _node(host: str, columns: _Columns) -> NodeSeries:
     """Return the hardware of a node and a summary of its problems."""
     node = NodeSeries(host)
-    reasons: dict[str, float] = {}
+    reasons: defaultdict[str, float] = defaultdict(float)
     clocks = count = num_measured = 0.0
     highest = 0
     for line, weight in ((line, 1 / len(column)) for column in columns for line in column):
@@ -208,7 +209,7 @@ def _node(host: str, columns: _Columns) -> NodeSeries:
         num_measured += weight
         if "gpu_throttled" in line:
             for reason in {str(one) for several in _listed(line, "gpu_throttled") for one in _list(several)}:
-                reasons[reason] = reasons.get(reason, 0.0) + weight
+                reasons[reason] += weight
         if "gpu_xids" in line:
             node.xids += [xid for several in _listed(line, "gpu_xids") for xid in _list(several)]
         if "gpu_ecc_errors" in line:

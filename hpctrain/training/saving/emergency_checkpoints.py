@@ -366,8 +366,6 @@ class EmergencyCheckpoints:
         request, self._is_loaded = None if self._is_loaded else self._request, True
         if run is not None and (self.problem is None or self.copies) and self._context.ranks.local_rank == 0:
             _remove_abandoned(self.folder.parent, run)
-        if request is not None and run is not None and self._context.ranks.local_rank == 0:
-            self._restore_kept_files(run)
         if request is None or run is None:
             if self.problem is None and self._has_private_folder():
                 self._remove_old_files()  # they use memory
@@ -385,6 +383,8 @@ class EmergencyCheckpoints:
         needed = [each for each in range(first, step + 1) if each > request["read"] or each % every == 0]
         if request["trained"] and step not in needed:
             needed.append(step)
+        if self._context.ranks.local_rank == 0:
+            self._restore_kept_files(run)
         recorded = self._gather_records(request, needed)
         if isinstance(recorded, str):
             self._report(step, recorded)
@@ -411,7 +411,6 @@ class EmergencyCheckpoints:
         """
         for kept in run.emergency.glob("*/*"):
             with suppress(OSError):  # incomplete files are not used
-                self._make_folder(self.folder)
                 if kept.is_file():
                     shutil.copyfile(kept, self.folder / kept.name)
                 elif self._context.ranks.is_main:
@@ -503,8 +502,8 @@ class EmergencyCheckpoints:
             for path in self.folder.glob("*-*"):
                 if f"-{self._files}-" not in path.name:
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        if self._has_old_files and self._context.ranks.is_main and self._parts.log.run is not None:
-            shutil.rmtree(self._parts.log.run.emergency, ignore_errors=True)
+            if self._context.ranks.is_main and self._parts.log.run is not None:
+                shutil.rmtree(self._parts.log.run.emergency, ignore_errors=True)
         self._has_old_files = False
 
     def _report(self, step: int, reason: str) -> None:
