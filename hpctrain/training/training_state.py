@@ -37,6 +37,7 @@ class TrainingState:
         finished: True if that step was the last step of training.
         micro_batches: world size, and the micro-batch size found for this world size; None without a search.
         remarks: parts of a loaded checkpoint that could not be restored, as sentences.
+        is_position_restored: False if the loaded checkpoint lacks the position in the data.
         scaler: float16 loss scaler; None for other precisions.
         callbacks: the user's callbacks, or None.
         determinism: state of `elastic_determinism`; None without it.
@@ -62,6 +63,7 @@ class TrainingState:
         self.finished = False
         self.micro_batches: tuple[int, int] | None = None
         self.remarks: list[str] = []
+        self.is_position_restored = True
         self.compared_step: int | None = None
         self.witnessed_step: int | None = None
         self.validated_step = 0
@@ -143,9 +145,11 @@ class TrainingState:
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
         if tree["plan"] is not None:
-            self.remarks = self.source.load_state_dict(tree["position"])
+            unrestored = self.source.load_state_dict(tree["position"])
+            self.is_position_restored = not unrestored
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
-        self.remarks = [*ignored, *remarks, *self.remarks]
+            remarks = [*remarks, *unrestored]
+        self.remarks = [*ignored, *remarks]
         self.step = loaded.step
         # A state that was not verified before is the beginning of the verified steps.
         known_good = self.step if loaded.verified_step is None else loaded.verified_step

@@ -317,6 +317,15 @@ def test_a_stream_is_rolled_back_too(tmp_path):
     assert same(parts.state_dict(), whole.state_dict())
 
 
+def test_rollback_stops_the_run_if_a_stream_cannot_return_to_its_position(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from samples()
+
+    with pytest.raises(BadLoss, match=r"In step 7, .* train_dataset has no state_dict\(\)"):
+        fit(tmp_path, Net({7: NAN}), Stream(), on_bad_loss="rollback")
+
+
 def test_without_a_checkpoint_to_return_to_the_run_stops(tmp_path):
     with pytest.raises(BadLoss, match=r"In step 2, .* there is no checkpoint to return to"):
         fit(tmp_path, Net({2: NAN}), on_bad_loss="rollback")

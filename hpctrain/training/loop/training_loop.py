@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from typing import NoReturn
 
+from hpctrain.errors import BadLoss
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.text import pluralize
@@ -159,8 +160,8 @@ class TrainingLoop:
         """Return to the newest finite checkpoint; the bad step will be excluded. All ranks must call this.
 
         Raises:
-            BadLoss: on all ranks: the settings do not allow it, there is no checkpoint, or the losses of many
-                steps in a row were bad.
+            BadLoss: on all ranks: the settings do not allow it, there is no checkpoint, the checkpoint lacks
+                the position in a stream, or the losses of many steps in a row were bad.
         """
         parts, guard = self._parts, self.state.loss_guard
         newest = self._checkpoints.finish_pending()
@@ -174,8 +175,7 @@ class TrainingLoop:
         action = "stop" if reason else "rollback"
         parts.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
         if reason:
-            can_skip = not parts.settings.elastic_determinism
-            raise bad_loss(bad.cause, reason, newest, guard.policy, can_skip=can_skip)
+            raise self._bad_loss(bad, reason, newest)
         parts.progress.print_message(
             f"hpctrain: {bad.cause}, so training returns to {newest} and excludes the batch of this step"
         )
@@ -184,12 +184,22 @@ class TrainingLoop:
         parts.strategy.sync_buffers()  # ends what an algorithm does in the background
         with activity.in_phase(RankPhase.LOAD):
             self._checkpoints.resume()
+        if not self.state.is_position_restored:  # the samples of the bad step would return in a later step
+            reason = (
+                "train_dataset has no state_dict() or load_state_dict(), so training cannot return to an earlier "
+                "sample (on_bad_loss='rollback')"
+            )
+            raise self._bad_loss(bad, reason, newest)
         for remark in self.state.remarks:
             self._print_hint(remark)
         if parts.replica_check is not None:
             parts.replica_check.reset()
         parts.source.begin(self.state.step)
         self.state.finished = False
+
+    def _bad_loss(self, bad: BadStep, reason: str, newest: str | None) -> BadLoss:
+        can_skip = not self._parts.settings.elastic_determinism
+        return bad_loss(bad.cause, reason, newest, self.state.loss_guard.policy, can_skip=can_skip)
 
     def _resume(self) -> None:
         """Load the newest checkpoint, if any, and prepare the next step."""
