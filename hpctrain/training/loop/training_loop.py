@@ -186,8 +186,8 @@ class TrainingLoop:
             self._checkpoints.resume()
         if not self.state.is_position_restored:  # the samples of the bad step would return in a later step
             reason = (
-                "train_dataset has no state_dict() or load_state_dict(), so training cannot return to an earlier "
-                "sample (on_bad_loss='rollback')"
+                "train_dataset has no state_dict() or load_state_dict(), so training cannot return to an "
+                "earlier sample (on_bad_loss='rollback')"
             )
             raise self._bad_loss(bad, reason, newest)
         for remark in self.state.remarks:
