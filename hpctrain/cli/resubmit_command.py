@@ -110,7 +110,9 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
         yield "--stage-environment"
     if spec.get("independent_ranks"):
         yield "--independent-ranks"
-    if not spec.get("code"):
+    for option in _texts(spec.get("srun_args")):
+        yield f"--srun-arg={option}"
+    if not spec.get("code") and spec.get("supervised", True):
         yield "--no-code-snapshot"
 
 
@@ -126,7 +128,7 @@ def _directive(name: str, value: str) -> str:
 
 
 def _shell(shell: Mapping[str, Any]) -> Iterator[str]:
-    for name, option in (("modules", "module"), ("setup", "setup")):
+    for name, option in (("modules", "module"), ("setup", "setup"), ("teardown", "teardown")):
         for value in _texts(shell.get(name)):
             yield f"--{option}={value}"
     for name in ("conda", "venv"):

@@ -13,6 +13,7 @@ from hpctrain.cluster.env_defaults import env_default_names
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
+    BATCH_PID_VARIABLE,
     CHILD_VARIABLE,
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
@@ -37,6 +38,7 @@ _RANK_VARIABLES = frozenset(
         RUN_DIR_VARIABLE,
         ATTEMPT_VARIABLE,
         ARRAY_TASK_VARIABLE,
+        BATCH_PID_VARIABLE,
         CODE_VARIABLE,
         CODE_SOURCE_VARIABLE,
         CHILD_VARIABLE,

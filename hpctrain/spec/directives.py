@@ -40,7 +40,7 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
         "output": _log(spec),
         "open-mode": "append",
         "requeue": "expedite" if spec.expedite_requeue else "",
-        "signal": f"USR2@{spec.stop_before_limit_s}",
+        **({"signal": f"USR2@{spec.stop_before_limit_s}"} if spec.supervised else {}),
         "export": "ALL",
     }
     return directives | {key: value for key, value in spec.directives.items() if key not in directives}

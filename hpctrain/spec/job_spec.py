@@ -101,6 +101,8 @@ class JobSpec:
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
     mpi: MpiPlugin = "none"
     """Slurm's MPI plugin, for the rendezvous of MPI programs."""
+    srun_args: tuple[str, ...] = ()
+    """Options of the user for the srun that starts the ranks."""
     cpu_binding: CpuBindingMode = "auto"
     """Binding of ranks to the CPUs next to their GPU, unless Slurm binds them."""
     independent_ranks: bool = False
@@ -109,6 +111,8 @@ class JobSpec:
     """All other `#SBATCH` options, by long name without the leading dashes. A flag has an empty value."""
     template: str | None = None
     """Name or path of the batch script template; None selects a built-in template."""
+    supervised: bool = True
+    """False if the batch script starts the ranks without hpctrain, as the template `plain` does."""
     shell: ShellSetup = field(default_factory=ShellSetup)
     """Environment setup in the batch script, before the supervisor starts."""
     torchrun: TorchrunConfig | None = None

@@ -193,7 +193,7 @@ def test_job_id_of_a_local_run_is_the_process_id():
     spec = JobSpec(
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"
     )
-    assert LocalJobControl(spec).job_id == str(os.getpid())
+    assert LocalJobControl(spec, {}).job_id == str(os.getpid())
 
 
 def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):

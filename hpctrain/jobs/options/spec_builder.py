@@ -30,6 +30,7 @@ RUNS_FOLDER = "runs"
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
 _MAX_NAME_IN_ID = 40
+_EXTENDS_PLAIN = re.compile(r"""\{%-?\s*extends\s+["']plain\.sbatch\.j2["']""")
 
 
 def build_spec(
@@ -60,7 +61,7 @@ def build_spec(
     """
     path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
     name = given.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
-    gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
+    gpu_type, gpus_per_node = parse_gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
     time_limit_s, directives = _time(given), _directives(given)
     if "time" in given and time_limit_s is None and backend == "slurm":
         # Without the option, the default of the partition would apply.
@@ -98,11 +99,13 @@ def build_spec(
         ),
         hang_timeout_s=_seconds("hang-timeout", given.get("hang_timeout", JobSpec.hang_timeout_s), 1),
         mpi=given.get("mpi", JobSpec.mpi),
+        srun_args=tuple(given.get("srun_arg", ())),
         cpu_binding=given.get("cpu_binding", JobSpec.cpu_binding),
         independent_ranks=given.get("independent_ranks", JobSpec.independent_ranks),
         resume_mode=given.get("resume_mode", JobSpec.resume_mode),
         directives=directives,
-        template=_template(given.get("template"), cwd),
+        template=(template := _template(given.get("template"), cwd)),
+        supervised=not is_plain_template(template),
         shell=shell,
         torchrun=_torchrun(given),
         container=container,
@@ -141,7 +144,7 @@ def validate_option(name: str, value: object) -> None:
         taken = option.kind.parse(value)
     except ValueError:
         raise SpecError(invalid_value_message(name, value, option)) from None
-    readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": _gpus}
+    readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": parse_gpus}
     if (read := readers.get(name)) is not None:
         read(taken)
 
@@ -202,8 +205,12 @@ def _nodes(value: int | str) -> tuple[int, int]:
     )
 
 
-def _gpus(value: int | str) -> tuple[str | None, int]:
-    """Return type and number of GPUs from `h100:8` or a single number."""
+def parse_gpus(value: int | str) -> tuple[str | None, int]:
+    """Return type and number of GPUs from `h100:8` or a single number.
+
+    Raises:
+        SpecError: the value has another form.
+    """
     if isinstance(value, int):
         return None, value
     gpu_type, _, number = value.rpartition(":")
@@ -240,6 +247,7 @@ def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:
         conda=None if conda is None else os.fspath(conda),
         venv=None if venv is None else os.path.normpath(cwd / venv),
         setup=tuple(given.get("setup", ())),
+        teardown=tuple(given.get("teardown", ())),
     )
 
 
@@ -274,3 +282,14 @@ def _template(asked: str | os.PathLike[str] | None, cwd: Path) -> str | None:
         return None
     text = os.fspath(asked)
     return os.path.normpath(cwd / text) if is_template_path(text) else text
+
+
+def is_plain_template(template: str | None) -> bool:
+    """Return true if a template, given by its name or path, is `plain` or extends it."""
+    if template is None or "/" not in template:
+        return template == "plain"
+    try:
+        text = Path(template).read_text(errors="replace")
+    except OSError:
+        return False  # reported when the template is rendered
+    return _EXTENDS_PLAIN.search(text) is not None
