@@ -85,7 +85,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         )
     ],
     "a step saved again is progress": [
-        _edit(History, "from_events", "is None or step > newest", "is None or step >= newest")
+        _edit(History, "from_events", "(step or 0) > newest", "(step or 0) >= newest")
     ],
     "a spare in use remains a spare": [
         _edit(NodeChoice, "change", "if host not in hosts and host not in gone", "if host not in gone")

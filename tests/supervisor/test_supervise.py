@@ -933,6 +933,59 @@ def test_unfinished_training_is_the_cause_of_lost_peers(run):
     assert finished(run)["cause"].startswith("rank 1 on n2: the script exited with code 0")
 
 
+def train_steps(run, attempt=0, step=31, checkpoint=None):
+    """Make the ranks of an attempt train steps and, if given, write a checkpoint."""
+
+    def train(_variables, _emit):
+        with open(run.metrics, "a") as metrics:
+            metrics.write(json.dumps({"step": step, "attempt": attempt, "time": 1.0}) + "\n")
+        if checkpoint is not None:
+            run.log_event("checkpoint", attempt, path="x", **checkpoint)
+
+    return train
+
+
+@pytest.mark.parametrize("checkpoint", [None, {"step": 30}])
+def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoint):
+    assert supervise(run, [[train_steps(run, checkpoint=checkpoint), *KILLED], DONE]) == 4
+    assert finished(run)["state"] == "FAILED"
+    assert finished(run)["cause"].startswith("attempt 0 failed after step 31 (rank 1 on n2: SIGKILL")
+    assert "attempt 1 trained no step and exited with code 0" in finished(run)["cause"]
+    assert [event["class"] for event in run.read_events() if event["kind"] == "failure"] == [
+        "killed",
+        "unfinished",
+    ]
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        # A crash after the last step, whose checkpoint shows that training is complete.
+        lambda run: [[train_steps(run, checkpoint={"step": 31}), *KILLED], DONE],
+        lambda run: [[train_steps(run, checkpoint={"step": None}), *KILLED], DONE],
+        lambda run: [[train_steps(run), *KILLED], [train_steps(run, 1, 5), *DONE]],
+        # The `Trainer` ended training right after it had loaded a checkpoint.
+        lambda run: [
+            [train_steps(run, checkpoint={"step": 30}), *KILLED],
+            [lambda *_: run.log_event("resumed", 1, step=30, checkpoint="x"), *DONE],
+        ],
+        # A crash before the first step, such as of a script that only evaluates.
+        lambda run: [KILLED, DONE],
+        # A script may exit with code 0 after its last step and a stop signal.
+        lambda run: [[train_steps(run), *STOPPED], DONE],
+    ],
+)
+def test_restart_that_trains_no_step_may_be_complete(run, attempts):
+    assert supervise(run, attempts(run)) == 0
+    assert finished(run)["state"] == "COMPLETED"
+
+
+def test_new_submission_may_train_no_step(run):
+    assert supervise(run, [[train_steps(run), *KILLED]], max_failures=1) == 4
+    run.log_event("submitted", 1, job_id="7", backend="slurm")
+    assert supervise(run, [DONE]) == 0
+
+
 def test_restart_policy_can_retry_unfinished_training(run):
     attempts = [end_unfinished(run, DONE), DONE]
     assert supervise(run, attempts, restart_policy={"unfinished": {"retries": 1}}) == 0

@@ -56,7 +56,14 @@ class FailureAnalyzer:
         left_early = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
             case AttemptOutcome.DONE if not left_early:
-                return Diagnosis(AttemptEnd(EndKind.DONE))
+                if (cause := self._describe_missing_steps(result.attempt)) is None:
+                    return Diagnosis(AttemptEnd(EndKind.DONE))
+                log_path = str(self.run.rank_log(result.attempt, 0))
+                return Diagnosis(
+                    self._record(
+                        result.attempt, EndKind.UNFINISHED, cause, rank=0, host=hosts[0], log=log_path
+                    )
+                )
             case AttemptOutcome.DONE if self._agreed_to_stop(result.attempt):
                 return self._diagnose_stop(result)
             case AttemptOutcome.DONE:
@@ -141,6 +148,33 @@ class FailureAnalyzer:
         except OSError:
             return None
         return record.get("step") if record.get("attempt") == attempt else None
+
+    def _describe_missing_steps(self, attempt: int) -> str | None:
+        """Return the cause if the steps of a failed attempt are lost, but this attempt trained none.
+
+        After a checkpoint of the last step, or of an unknown step, training may be complete.
+        """
+        newest = next(read_last_records(self.run.metrics, is_metrics), {})
+        trained, step = newest.get("attempt", attempt), newest.get("step")
+        if trained == attempt or not step:
+            return None
+        failure = None
+        for event in self.run.read_events():
+            kind, by = event["kind"], event["attempt"]
+            has_loaded = kind == "resumed" and by == attempt
+            is_saved = kind == "checkpoint" and by >= trained and (event.get("step") or step) >= step
+            if has_loaded or is_saved:
+                return None
+            if kind == "submitted" and "after" not in event:
+                failure = None
+            elif kind == "failure" and by == trained and event.get("rank") is not None:
+                failure = event
+        if failure is None:
+            return None
+        return (
+            f"attempt {trained} failed after step {step} ({failure.get('cause')}), and attempt {attempt} "
+            "trained no step and exited with code 0, so training is not complete"
+        )
 
     def _agreed_to_stop(self, attempt: int) -> bool:
         """True if the ranks of the attempt agreed to stop."""
