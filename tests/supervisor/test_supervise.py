@@ -22,7 +22,7 @@ from hpctrain.runtime.failure_file import failure_record
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor import acquire_run, requeuer
-from hpctrain.supervisor.launch.job_step import StepEnded, TaskExit
+from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, StepEnded, TaskExit
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
@@ -421,6 +421,42 @@ def test_wrong_results_without_a_majority_exclude_no_node(run):
 def test_stop_requeues_and_completes(run):
     assert supervise(run, [STOPPED, DONE]) == 0
     assert kinds(run) == ["started", "requeue", "started", "finished"]
+
+
+SIGNALLED = RankSignalled(1, "SIGTERM")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        TaskExit(1, None, signal.SIGABRT),
+        TaskExit(1, None, signal.SIGKILL),
+        TaskExit(1, 1),
+        HangDetected("hung", 1, "n2"),
+    ],
+    ids=["abort", "kill", "exit code", "hang"],
+)
+def test_end_of_a_rank_after_a_stop_request_is_part_of_the_stop(run, end):
+    job = FakeJob(nodes=FakeNodes(fits=True))
+    assert supervise(run, [*([SIGNALLED, end, StepEnded(1)] for _ in range(4)), DONE], job) == 0
+    assert job.num_requeues == 4
+    assert {*kinds(run)} == {"started", "requeue", "finished"}
+
+
+def test_requeue_request_also_explains_an_abort_that_no_rank_announced(run):
+    def ask(_variables, _emit):
+        run.requeue_request.write_text("0\n")
+
+    job = FakeJob()
+    assert supervise(run, [[ask, TaskExit(1, None, signal.SIGABRT), StepEnded(1)], DONE], job) == 0
+    assert [event["class"] for event in run.read_events() if event["kind"] == "requeue"] == ["requested"]
+
+
+def test_exception_after_a_stop_request_is_a_failure_but_releases_the_nodes(run):
+    run.log_event("checkpoint", 0, step=1, path="x")
+    job = FakeJob()
+    assert supervise(run, [[SIGNALLED, *raise_on_rank_1(run)], DONE], job) == 0
+    assert kinds(run) == ["checkpoint", "started", "failure", "requeue", "started", "finished"]
 
 
 def test_refused_requeue_fails_with_the_schedulers_message(run):

@@ -33,6 +33,10 @@ from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 
 log = logging.getLogger(__name__)
 
+#: Failures after a stop request that are part of the stop, in addition to exit codes: ranks that stop at
+#: different times lose each other.
+_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.NCCL, EndKind.UNFINISHED})
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -201,6 +205,8 @@ class FailureAnalyzer:
         if lost:
             # The loss of the node explains all reports of the ranks.
             return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
+        if not failures and result.is_stopping:
+            return self._diagnose_stop(result)
         if not failures:
             cause = "the job step failed, but no rank reported a cause"
             return Diagnosis(self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=None))
@@ -211,6 +217,9 @@ class FailureAnalyzer:
         if first.corruption is not None:
             return Diagnosis(self._record_corruption(attempt, first, first.corruption, hosts))
         kind = EndKind.GPU if gpu_faults(self.run, [first.host], result.started_at) else classify(first)
+        if result.is_stopping and (kind in _PART_OF_STOP or first.kind == "exit"):
+            log.info("after the stop request, %s: this is part of the stop", first)
+            return self._diagnose_stop(result)
         # A rank whose peers have stopped may fail with a subsequent error.
         if kind is EndKind.PYTHON and not told_to_leave and self._is_user_error(result, first):
             kind = EndKind.USER_ERROR
