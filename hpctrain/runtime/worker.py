@@ -55,7 +55,6 @@ from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import (
-    STOP_SIGNALS,
     pending_stop_signal,
     start_signal_recorder,
     wait_for_stop_signal,
@@ -76,9 +75,6 @@ from hpctrain.runtime.unfinished_training import find_unfinished_training, has_s
 from hpctrain.telemetry.startup_parts import StartupPart
 from hpctrain.telemetry.startup_times import startup_times
 
-#: Exit codes of a script after a stop signal. 0 may mean complete or stopped; a complete script exits
-#: immediately when restarted.
-_STOPPED_EXIT_CODES = (0, *(128 + number for number in STOP_SIGNALS))
 #: Lines of the log in which the cause of an exit is searched.
 _LAST_LINES = 5
 #: Maximum seconds between the stop signals that Slurm sends to the processes of a step.
@@ -232,7 +228,8 @@ def _exit_with(
         print(f"hpctrain: {failure['error']}: {failure['message']}.", file=sys.stderr)
         write(failure)
         _exit_now(1, sampler)
-    if (told := pending_stop_signal()) and code in _STOPPED_EXIT_CODES:
+    if told := pending_stop_signal():
+        # Exit code 0 may mean complete or stopped; a complete script exits immediately when restarted.
         print(
             f"hpctrain: the script exited with code {code} after {told.name}; the run will continue in a new "
             "attempt."

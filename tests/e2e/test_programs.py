@@ -352,3 +352,45 @@ def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
     run, code, printed = submit(workdir, "--hang-timeout=2", "evaluate.py")
     assert code == 0, printed
     assert [event for event in run.read_events() if event["kind"] == "failure"] == []
+
+
+#: Two ranks that train without saving. Rank 1 fails in step 16 of each attempt, or only of the first one.
+FAILING = """
+import os, signal, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+mark = os.path.join(os.environ["HPCTRAIN_RUN_DIR"], "trained-before")
+if sys.argv[1] == "refuse" and os.path.exists(mark):
+    sys.exit()
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for step in range(40):
+    if step == 15 and os.environ["RANK"] == "1":
+        open(mark, "w").close()
+        if sys.argv[1] == "raise":
+            raise ValueError("bad sample")
+        os.kill(os.getpid(), signal.SIGKILL)
+    layer(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("failure", "attempts", "cause"),
+    [
+        ("raise", 2, "ValueError: bad sample"),
+        pytest.param("kill", 3, "SIGKILL", marks=pytest.mark.long),
+        ("refuse", 2, "attempt 1 trained no step and exited with code 0"),
+    ],
+)
+def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, attempts, cause):
+    (workdir / "train.py").write_text(FAILING)
+    run, code, printed = submit(workdir, "train.py", failure)
+    assert code != 0
+    assert cause in printed
+    assert run.attempts() == list(range(attempts))
+    assert not any(event["kind"] == "resumed" for event in run.read_events())
+    # Each attempt counts its steps from 1.
+    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    assert max(steps) <= 15

@@ -63,6 +63,8 @@ class AttemptResult:
     started_at: float
     """Start of the attempt, in seconds since the epoch."""
     world_size: int
+    is_stopping: bool
+    """True if the ranks were asked to stop before the first of them failed."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class AttemptRunner:
                 copying = new_monitor(process_name="staging process")
                 outcome = self.stager.stage(attempt, hosts, copying)
                 if outcome is not AttemptOutcome.DONE:
-                    return AttemptResult(attempt, outcome, copying, False, said, begun, self.world_size)
+                    return self._result(attempt, outcome, copying, False, said, begun)
             variables = partial(self._variables, lead=lead)
             step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
             try:
@@ -126,7 +128,19 @@ class AttemptRunner:
         path = script_checkpoints.newest_since()
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size)
+        return self._result(attempt, outcome, monitor, store_used, said, begun)
+
+    def _result(
+        self,
+        attempt: int,
+        outcome: AttemptOutcome,
+        monitor: AttemptMonitor,
+        store_used: bool,
+        said: int,
+        begun: float,
+    ) -> AttemptResult:
+        is_stopping = monitor.is_stopping or self.run.is_asked_to_requeue(attempt)
+        return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size, is_stopping)
 
     def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
         """True if a plugin has already recorded the checkpoint in this attempt."""

@@ -16,6 +16,7 @@ from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     JobStep,
     LauncherStuck,
+    RankSignalled,
     StragglerDetected,
 )
 from hpctrain.supervisor.workers.emergency_request import EmergencyRequest
@@ -115,6 +116,8 @@ class RankMonitor:
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
             self._note_debugger(rank, is_debugged=bool(message.get("debugged")))
+        elif "stop_signal" in message:
+            self._emit(RankSignalled(rank, str(message["stop_signal"])))
         elif self._probe is not None and "told" in message:
             self._probe.snapshots[rank] = RankSnapshot(**message["told"])
         elif self._probe is not None and "written" in message:
