@@ -226,6 +226,7 @@ def _submit(
         asked,  # type: ignore[arg-type]
         source=COMMAND_LINE_SOURCE,
         assignments=[*params["assignments"], f"array={record.array(indices)}"],
+        previous=submit.previous(ctx),
         environ=os.environ,
         cwd=Path.cwd(),
         python=sys.executable,
@@ -447,15 +448,13 @@ def _resubmit(
     options: Sequence[str],
 ) -> None:
     """Submit trials with the options of the last submission."""
-    from hpctrain.cli.resubmit_command import submit_arguments
     from hpctrain.spec.load_spec import load_spec
 
     spec = load_spec(run.dir.spec)
-    words, call = submit_arguments({**asdict(spec), "array": None, "args": record.args})
-    os.chdir(spec.workdir)
-    arguments = [*words, *options, "--run-dir", str(run.dir.path.absolute()), *call]
+    fields = {**asdict(spec), "array": None, "args": record.args}
     record = replace(record, concurrent=concurrent or record.concurrent)
-    with submit.command.make_context("submit", arguments, parent=ctx.parent) as inner:
+    with submit.resubmission(ctx, fields, run.dir, options) as inner:
+        os.chdir(spec.workdir)
         if inner.params["follow"] or inner.params["explain"]:
             raise click.UsageError(
                 "Sweeps do not support --follow or --show-config. To follow the logs, use "
