@@ -253,11 +253,16 @@ def command(
         dry_run=dry_run,
         **where,
     )
-    _print_lines(submission.notes)
+    _print_lines([*submission.notes, *([] if previous(ctx) else misplaced_options(script, args))])
     forecaster = None if submission.spec.array else _forecaster(submission.spec)
     forecast = cache(lambda: None if forecaster is None else _forecast(forecaster, submission))
     if dry_run:
         _print_lines([*submission.forecast, *map(str, filter(None, [forecast()]))])
+        click.echo(
+            "Nothing was submitted. This script needs the run folder that `hpctrain submit` creates, so it "
+            "cannot be submitted on its own.",
+            err=True,
+        )
         click.echo(submission.script, nl=False)
         if words := submission.preflight.refusal():
             raise SchedulerError(f"Slurm would reject this job: {words}")
@@ -326,6 +331,23 @@ def is_command(ctx: click.Context) -> bool:
     return bool(ctx.meta.get(_IS_COMMAND))
 
 
+def misplaced_options(script: str, args: Sequence[str]) -> list[str]:
+    """Return a note for each argument of the script that is probably an option of `submit`."""
+    try:
+        source = Path(script).read_text(errors="replace")
+    except (OSError, ValueError):
+        return []  # a module or a command
+    own = {name for param in command.params if isinstance(param, click.Option) for name in param.opts}
+    names = dict.fromkeys(word.partition("=")[0] for word in args)
+    return [
+        f"Note: {name} is passed to {Path(script).name}. Put options of hpctrain before the script."
+        for name in names
+        if name.startswith("--")
+        and name in own
+        and name[2:].replace("-", "_") not in source.replace("-", "_")
+    ]
+
+
 def previous(ctx: click.Context) -> list[OptionValue] | None:
     """Return the options of the submission that this one repeats, if any."""
     return ctx.meta.get(_PREVIOUS)
@@ -369,10 +391,10 @@ def resubmission(
             )
     with command.make_context("submit", [*words, *call], parent=ctx.parent) as earlier:
         asked: Any = {name: value for name, value in earlier.params.items() if name in all_options()}
-        values = previous_values(asked, earlier.params["assignments"])
+        repeated = previous_values(asked, earlier.params["assignments"])
     arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
     context = command.make_context("submit", arguments, parent=ctx.parent)
-    context.meta[_PREVIOUS] = values
+    context.meta[_PREVIOUS] = repeated
     return context
 
 

@@ -24,6 +24,7 @@ from hpctrain.cli.common import (
     program_name,
     run_argument,
     run_reference,
+    runs_argument,
     short_path,
 )
 from hpctrain.errors import SchedulerError, SpecError, UserError
@@ -422,11 +423,11 @@ def extend(
 
 
 @command.command("cancel")
-@run_argument
+@runs_argument
 @json_option
 @click.pass_context
 def cancel(ctx: click.Context, /, **arguments: Any) -> None:
-    """Cancel all trials of the sweep RUN that have not ended, after saving their states."""
+    """Cancel all trials of every sweep RUN that have not ended, after saving their states."""
     from hpctrain.cli.cancel import command as cancel_command
 
     ctx.invoke(cancel_command, **arguments)

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _submitit_variables(run: RunDir, ranks: Ranks) -> dict[str, str]:
-    """Return the variables of submitit.JobEnvironment, for functions that use it. The launcher sets others."""
+    """Return the variables of submitit.JobEnvironment, beyond those that the launcher sets."""
     return {
         "SUBMITIT_EXECUTOR": "slurm",
         "SUBMITIT_FOLDER": str(run.path),
