@@ -124,11 +124,15 @@ def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
         # torchrun's default, which would slow down every rank with more CPUs.
         names.add("OMP_NUM_THREADS")
     inner = tuple(prefixes)
-    return {
+    outer = {
         name: value
         for name, value in environ.items()
         if name in _CLUSTER_VARIABLES or not (name in names or name.startswith(inner))
     }
+    if clusters := outer.pop("SBATCH_CLUSTERS", None):
+        # All commands must use the cluster to which sbatch submits.
+        outer.setdefault("SLURM_CLUSTERS", clusters)
+    return outer
 
 
 def own_job_id(environ: Mapping[str, str]) -> str:

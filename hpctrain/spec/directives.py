@@ -54,6 +54,14 @@ def _gpus(spec: JobSpec) -> dict[str, str]:
     return {"gres": ",".join(filter(None, [f"gpu:{gpus}", spec.directives.get("gres")]))}
 
 
+def directives_after_start(directives: Mapping[str, str]) -> dict[str, str]:
+    """Return the directives of a job that continues a run, without those that delayed the first job."""
+    kept = {key: value for key, value in directives.items() if key not in ("begin", "dependency", "hold")}
+    if "singleton" in re.split("[,?]", directives.get("dependency", "")):
+        kept["dependency"] = "singleton"
+    return kept
+
+
 def directive_lines(directives: Mapping[str, str]) -> list[str]:
     """Format the directives as `#SBATCH` lines of a batch script."""
     return [

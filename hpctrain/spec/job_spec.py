@@ -28,6 +28,13 @@ MpiPlugin = Literal["none", "pmi2", "pmix"]
 DEFAULT_STOP_BEFORE_LIMIT_S = 120
 
 
+def default_stop_before_limit_s(time_limit_s: float | None) -> int:
+    """Return the seconds between the stop signal and a time limit, unless the user sets them."""
+    if time_limit_s is None:
+        return DEFAULT_STOP_BEFORE_LIMIT_S
+    return min(DEFAULT_STOP_BEFORE_LIMIT_S, max(1, int(time_limit_s / 3)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """The request for a run, with all defaults filled in.
@@ -181,10 +188,7 @@ class JobSpec:
         if self.ntasks_per_node == 0:
             object.__setattr__(self, "ntasks_per_node", self.gpus_per_node or 1)
         if self.stop_before_limit_s == 0:
-            longest = DEFAULT_STOP_BEFORE_LIMIT_S
-            if self.time_limit_s is not None:
-                longest = min(longest, max(1, int(self.time_limit_s / 3)))
-            object.__setattr__(self, "stop_before_limit_s", longest)
+            object.__setattr__(self, "stop_before_limit_s", default_stop_before_limit_s(self.time_limit_s))
 
     def task(self, index: int) -> JobSpec:
         """Return the specification of one task of this array."""

@@ -15,6 +15,9 @@ from hpctrain.redaction import REDACTED_TEXT, redact, redact_args
 HparamValue = str | int | float | bool | None
 
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+#: Interpreters whose option -c has a program as its value.
+_INTERPRETER = re.compile(r"(?:.*/)?(?:\w*sh|python[\d.]*)")
+_CODE_OPTION = re.compile(r"-[a-z]*c")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z][\w./@-]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 
@@ -92,7 +95,12 @@ def merge_hparams(spec: Mapping[str, Any], environment: Mapping[str, Any]) -> di
         environment: the newest fields of `environment.jsonl`.
     """
     args, recorded = spec.get("args"), environment.get("hparams")
-    found = parse_hparams(redact_args(args) if isinstance(args, list | tuple) else [])
+    if not isinstance(args, list | tuple):
+        args = []
+    is_interpreter = spec.get("program") == "command" and _INTERPRETER.fullmatch(str(spec.get("script")))
+    if is_interpreter and args and _CODE_OPTION.fullmatch(str(args[0])):
+        args = args[2:]
+    found = parse_hparams(redact_args(args))
     if isinstance(recorded, Mapping):
         found |= plain_hparams(recorded)
     return _without_secrets(found)

@@ -28,6 +28,11 @@ from hpctrain.text import is_count
 #: Default parent of run folders, relative to the folder of the submission.
 RUNS_FOLDER = "runs"
 
+#: Options of sbatch that name a file.
+_PATH_DIRECTIVES = {"bbf", "container"}
+#: Options of sbatch that list nodes, or name a file with a list if the value contains a slash.
+_NODE_DIRECTIVES = {"nodelist", "exclude"}
+
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
 _MAX_NAME_IN_ID = 40
 _EXTENDS_PLAIN = re.compile(r"""\{%-?\s*extends\s+["']plain\.sbatch\.j2["']""")
@@ -62,7 +67,7 @@ def build_spec(
     path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
     name = given.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
     gpu_type, gpus_per_node = parse_gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
-    time_limit_s, directives = _time(given), _directives(given)
+    time_limit_s, directives = _time(given), _directives(given, cwd)
     if "time" in given and time_limit_s is None and backend == "slurm":
         # Without the option, the default of the partition would apply.
         directives["time"] = "UNLIMITED"
@@ -227,14 +232,33 @@ def _time(given: SubmitOptions) -> float | None:
     return None if (limit := given.get("time")) is None else parse_duration(str(limit))
 
 
-def _directives(given: SubmitOptions) -> dict[str, str]:
+def _directives(given: SubmitOptions, cwd: Path) -> dict[str, str]:
+    """Return the options of sbatch. Files are read, or their paths made absolute, for all jobs of the run."""
     values = cast(Mapping[str, object], given)
     named = {
         option.flag[2:]: "" if value is True else str(value)
         for name, option in all_options().items()
         if option.about.directive and (value := values.get(name)) is not None and value is not False
     }
-    return named | check_extra_directives(given.get("sbatch", {}))
+    directives = named | check_extra_directives(given.get("sbatch", {}))
+    for name in _PATH_DIRECTIVES & directives.keys():
+        directives[name] = os.path.normpath(cwd / directives[name])
+    for name in _NODE_DIRECTIVES & directives.keys():
+        if "/" in directives[name]:
+            directives[name] = _read_nodes(cwd / directives[name], name)
+    return directives
+
+
+def _read_nodes(path: Path, option: str) -> str:
+    """Return the nodes in a file, which has a name per line, and comments after `#`."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"--{option} {str(path)!r} contains a slash, so it is the path of a file, which cannot be "
+            f"read: {error}. Check its path, or name the nodes."
+        ) from error
+    return ",".join(filter(None, lines))
 
 
 def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import choose_backend
-from hpctrain.jobs.options.option_value import OptionSource
+from hpctrain.jobs.options.option_value import OptionSource, OptionValue
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec, parse_gpus
 from hpctrain.jobs.options.table import SubmitOptions
@@ -29,6 +29,7 @@ def prepare_submission(
     *,
     source: OptionSource = PYTHON_SOURCE,
     assignments: Sequence[str] = (),
+    previous: Sequence[OptionValue] | None = None,
     environ: Mapping[str, str],
     cwd: Path,
     python: str,
@@ -45,6 +46,7 @@ def prepare_submission(
         options: options of this submission; option files supply the rest.
         source: origin of `options`.
         assignments: strings of the form KEY=VALUE, which override everything else.
+        previous: options of the submission that this one repeats. See `resolve_options`.
         environ: the environment variables of the submission.
         cwd: the working directory of the script.
         python: the interpreter of supervisor and ranks.
@@ -62,7 +64,9 @@ def prepare_submission(
             f"The arguments of the script are {args!r}, but must be a list of strings, numbers and "
             "paths, such as ['--steps', 100]."
         )
-    settings = resolve_options(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
+    settings = resolve_options(
+        options, source=source, assignments=assignments, previous=previous, cwd=cwd, environ=environ
+    )
     try:
         return _prepare(script, args, settings, environ, cwd, python, code, program, dry_run, checks)
     except SpecError as error:

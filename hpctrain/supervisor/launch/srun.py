@@ -22,13 +22,14 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.step_options import srun_options
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
-from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
+from hpctrain.supervisor.launch.rank_env import job_variables, prefixed, restore_names_command
 
 #: Maximum number of nodes to try for a route: with a hanging resolver, each try takes seconds.
 _MAX_ROUTE_PROBES = 4
 #: Time limit for killed tasks to exit; usually shorter if the nodes are up.
 _KILL_TIMEOUT_S = 8.0
-#: Variables of the batch script that srun would use as options of the step.
+#: Variables of the batch script that srun would use as options of the step. srun or `job_variables` sets them
+#: for the ranks.
 _JOB_SHAPE = (
     "SLURM_NTASKS",
     "SLURM_NPROCS",
@@ -41,6 +42,8 @@ _JOB_SHAPE = (
     "SLURM_NTASKS_PER_NODE",
     "SLURM_CPU_BIND",
     "SLURM_DISTRIBUTION",
+    # From hpctrain's own directive. In a rank, it would apply to the user's calls of srun.
+    "SLURM_OPEN_MODE",
 )
 
 # srun's report of tasks that did not exit with 0, as in:
@@ -83,9 +86,10 @@ class SrunLauncher:
         ]
         if len(self.hosts) < self._num_granted:
             options.append(f"--nodelist={compress_hostlist(self.hosts)}")
-        # The user's variables are for the ranks, not for srun. The same applies to the job name, which srun
-        # would replace with the step name.
-        own = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ} | spec.env
+        # The user's variables and those of the job are for the ranks, not for srun, which would replace the
+        # job name with the step name.
+        named = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ}
+        own = named | job_variables(spec, self.hosts) | spec.env
         hidden = prefixed(own)
         defaults = {name: value for name, value in threads.items() if name not in spec.env}
         environ = apply_env_defaults({**self._environ, **variables, **hidden}, defaults)
