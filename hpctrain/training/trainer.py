@@ -19,14 +19,14 @@ from hpctrain.runtime.unfinished_training import TrainingMarker
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
 from hpctrain.training.base.device_selection import find_devices, has_launcher, with_devices
 from hpctrain.training.base.rng import seed_all
-from hpctrain.training.callbacks import Callback, CallbackList
+from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.lightning_hooks import lightning_base
 from hpctrain.training.lightning_module import LightningHooks, LightningRun, lightning_run
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
 from hpctrain.training.optim.resumed_values import inner_scheduler
-from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
+from hpctrain.training.saving.unsaved_objects import overrides_any, remark_on_unsaved
 from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
@@ -264,14 +264,8 @@ class Trainer(TrainerConfig):
         CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
 
     def _remark_on_unsaved(self, module: Any, state: TrainingState) -> str | None:
-        stateful = [each for each in self.callbacks if type(each).state_dict is not Callback.state_dict]
-        libraries = ("hpctrain.", "lightning.", "pytorch_lightning.")
-        saves_more = any(
-            "on_save_checkpoint" in vars(kind)
-            for kind in type(module).__mro__
-            if not kind.__module__.startswith(libraries)
-        )
-        attributes = vars(module) if saves_more else None
+        stateful = [each for each in self.callbacks if overrides_any(each, ["state_dict"])]
+        attributes = vars(module) if overrides_any(module, ["on_save_checkpoint"]) else None
         return remark_on_unsaved(
             [module, attributes, *stateful, *state.optimizers, *map(inner_scheduler, state.schedulers)],
             "Return schedulers from configure_optimizers(). Assign averaged models to the module, "

@@ -55,6 +55,19 @@ def configured_values(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> d
     }
 
 
+def ignored_after_load(
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    script: Mapping[str, Any],
+    configured: Mapping[str, Any] | None,
+) -> list[IgnoredValue]:
+    """Return the `ignored_values` of objects whose states another library has just loaded."""
+    groups = [{"param_groups": each.param_groups} for each in optimizers]
+    return ignored_values(
+        schedulers, script, (groups, [each.state_dict() for each in schedulers]), configured
+    )
+
+
 def ignored_values(
     schedulers: Sequence[Any],
     script: Mapping[str, Any],

@@ -15,6 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
 
+#: Packages with base classes of the user's classes.
+_LIBRARIES = ("hpctrain.", "lightning.", "pytorch_lightning.", "torch.", "builtins")
 #: Depth to which the attributes of saved objects are searched.
 _DEPTH = 3
 
@@ -57,6 +59,12 @@ def remark_on_unsaved(saved: Iterable[object], remedy: str, *, steps_by_script: 
         "The checkpoints do not contain these objects, so a resumed run starts them anew: "
         f"{', '.join(names)}. {remedy}"
     )
+
+
+def overrides_any(value: object, methods: Iterable[str]) -> bool:
+    """Return true if a class of the user, not of a library, defines one of the methods of `value`."""
+    kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith(_LIBRARIES)]
+    return any(method in vars(kind) for method in methods for kind in kinds)
 
 
 def _add(known: set[int], value: Any, depth: int) -> None:
