@@ -40,7 +40,7 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.heartbeat import heartbeat_message, on_message
+from hpctrain.runtime.heartbeat import heartbeat_message, on_message, wait_until_group_is_reported
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.program.child_relay import ChildRelay
@@ -243,6 +243,7 @@ def _exit_with(
         # Without a traceback, `logs --errors` shows the end of the log.
         write({**failure_record(RuntimeError(said), os.environ), "traceback": ""})
         _exit_now(code, sampler)
+    wait_until_group_is_reported()
     _exit_normally(0, sampler)
 
 

@@ -262,6 +262,49 @@ def test_ranks_that_train_alone_fail_the_run(workdir, program, arguments, code):
         assert "--independent-ranks" in printed
 
 
+#: Two ranks that meet through a file, and never use the store of the run.
+OWN_STORE = """
+import os, torch, torch.distributed as dist
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+url = "file://" + os.path.abspath("meeting")
+dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.extended
+def test_ranks_with_their_own_store_are_not_said_to_be_alone(workdir):
+    (workdir / "train.py").write_text(OWN_STORE)
+    run, code, printed = submit(workdir, "train.py")
+    assert code == 0, printed
+    (finished,) = (event for event in run.read_events() if event["kind"] == "finished")
+    assert "note" not in finished
+
+
+#: A script for torch.distributed.launch, which passed --local_rank.
+LOCAL_RANK = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+if parser.parse_args().local_rank != -1:
+    torch.distributed.init_process_group("gloo")
+weight = torch.nn.Parameter(torch.zeros(2))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(60):
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.extended
+def test_argument_local_rank_is_part_of_the_advice(workdir):
+    (workdir / "train.py").write_text(LOCAL_RANK)
+    _, code, printed = submit(workdir, "train.py")
+    assert code != 0
+    assert "Read the environment variable LOCAL_RANK instead" in printed
+
+
 @pytest.mark.long
 def test_step_hook_can_be_turned_off(workdir):
     (workdir / "train.py").write_text(STOPPED)

@@ -56,8 +56,8 @@ class AttemptResult:
     attempt: int
     outcome: AttemptOutcome
     monitor: AttemptMonitor
-    store_used: bool
-    """True if the ranks have used the store."""
+    has_process_group: bool
+    """True if ranks have used the store, or have reported a process group."""
     job_log_offset: int
     """Size of the job log in bytes at the start of the attempt."""
     started_at: float
@@ -128,19 +128,20 @@ class AttemptRunner:
         path = script_checkpoints.newest_since()
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        return self._result(attempt, outcome, monitor, store_used, said, begun)
+        met = store_used or self.worker_group.has_process_group
+        return self._result(attempt, outcome, monitor, met, said, begun)
 
     def _result(
         self,
         attempt: int,
         outcome: AttemptOutcome,
         monitor: AttemptMonitor,
-        store_used: bool,
+        has_process_group: bool,
         said: int,
         begun: float,
     ) -> AttemptResult:
         is_stopping = monitor.is_stopping or self.run.is_asked_to_requeue(attempt)
-        return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size, is_stopping)
+        return AttemptResult(attempt, outcome, monitor, has_process_group, said, begun, self.world_size, is_stopping)
 
     def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
         """True if a plugin has already recorded the checkpoint in this attempt."""
