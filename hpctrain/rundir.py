@@ -108,6 +108,11 @@ def is_metrics(record: Mapping[str, Any]) -> bool:
     )
 
 
+def is_new_submission(event: Mapping[str, Any]) -> bool:
+    """True for a submission by the user; a successor job continues the previous submission."""
+    return event.get("kind") == "submitted" and "after" not in event
+
+
 #: The run folder of a rank, and its attempt.
 RUN_DIR_VARIABLE = "HPCTRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
