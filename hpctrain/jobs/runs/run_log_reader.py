@@ -212,7 +212,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
     match event.get("kind"):
         case "started":
             size = f"world size {event.get('world_size')}, nodes {event.get('nodes')}"
-            return f"attempt {attempt}: starting, {size}"
+            over = "; no checkpoint to resume from" if event.get("starts_over") else ""
+            return f"attempt {attempt}: starting, {size}{over}"
         case "staged":
             words = describe_staging(event)
             return None if words is None else f"attempt {attempt}: {words}"
