@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -596,6 +597,16 @@ def checkpoint_folder_name(step: int) -> str:
 def list_checkpoint_steps(folder: Path) -> list[int]:
     """Return the steps with a checkpoint folder in `folder`, ascending, without checking their content."""
     return _numbered(folder, _STEP_FOLDER)
+
+
+def rank_steps(scores: Mapping[int, float | None], mode: str) -> list[int]:
+    """Return the steps with a score, best first. None and NaN never count.
+
+    Of equal scores, the newer one is better, because it was trained longer.
+    """
+    known = {step: score for step, score in scores.items() if score is not None and not math.isnan(score)}
+    sign = -1 if mode == "max" else 1
+    return sorted(known, key=lambda step: (sign * known[step], -step))
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[int]:

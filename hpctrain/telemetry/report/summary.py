@@ -10,7 +10,8 @@ from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.attempts import Attempt
 from hpctrain.telemetry.report.run_data import ForecastCheck, PredictedValue, RunData, format_setting
-from hpctrain.text import format_count, format_duration, format_number, format_share, pluralize
+from hpctrain.telemetry.report.run_results import describe_best
+from hpctrain.text import format_duration, format_number, format_share, pluralize
 
 #: Short description of each category of the time breakdown.
 CATEGORY_TEXT = {
@@ -186,10 +187,7 @@ def _best(run_data: RunData) -> list[tuple[str, str, str]]:
     """Return the best value of the metric that the user optimizes, unless it is the training loss."""
     if (best := run_data.best) is None or best.metric == "loss":
         return []
-    saved = ""
-    if best.checkpoint_step is not None:
-        saved = f"; best checkpoint: step {format_count(best.checkpoint_step)}"
-    return [(best.metric, format_number(best.value), f"best, at step {format_count(best.step)}{saved}")]
+    return [(best.metric, format_number(best.value), f"best, {describe_best(best)}")]
 
 
 def _rate(run_data: RunData) -> str:
