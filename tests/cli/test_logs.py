@@ -191,7 +191,7 @@ def test_interrupting_follow_of_an_array_keeps_all_tasks_alive(hpctrain, tmp_pat
         lines = sorted(process.stdout.readline() for _ in range(2))
         assert lines == ["[task-0] here\n", "[task-1] here\n"]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Detached. The run continues. Follow it again: hpctrain logs -f r" in err
     assert json.loads(hpctrain("status", "r", "--json").stdout)["tasks"] == {"RUNNING": 2}
@@ -213,7 +213,7 @@ def test_interrupting_logs_keeps_the_run_alive(hpctrain, tmp_path):
         lines = sorted(process.stdout.readline() for _ in range(2))
         assert lines == ["[0] here\n", "[1] here\n"]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Detached. The run continues." in err
     assert '"state": "RUNNING"' in hpctrain("status", "r", "--json").stdout
@@ -237,7 +237,7 @@ def test_terminal_output_keeps_colours_but_no_other_escapes(hpctrain, tmp_path, 
     run.failure(0, 0).write_text(json.dumps({"rank": 0, "traceback": HOSTILE}))
     master, slave = pty.openpty()
     argv = [sys.executable, "-m", "hpctrain", "logs", "r", *options]
-    subprocess.run(argv, cwd=tmp_path, env=environment(), stdout=slave, check=True, timeout=60)
+    subprocess.run(argv, cwd=tmp_path, env=environment(), stdout=slave, check=True, timeout=120)
     os.close(slave)
     output = os.read(master, 65536).decode()
     os.close(master)

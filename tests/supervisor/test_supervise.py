@@ -251,7 +251,7 @@ def test_orphans_are_killed_when_the_supervisor_itself_fails(run):
 
     with pytest.raises(RuntimeError, match="temporarily unavailable"):
         supervise(run, [[fail]])
-    assert orphans[0].wait(10) == -signal.SIGKILL
+    assert orphans[0].wait(120) == -signal.SIGKILL
 
 
 def test_three_crashes_fail_the_run_with_the_cause(run):
