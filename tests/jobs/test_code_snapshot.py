@@ -13,7 +13,7 @@ from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
+from hpctrain.jobs.submit.code_snapshot import CodeSnapshot, plan_snapshot
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.load_spec import load_spec
 
@@ -210,11 +210,12 @@ def test_ignored_script_is_copied(prepared, repo):
     assert not (Path(code.copy) / "data" / "x.txt").exists()
 
 
-def test_missing_repository_is_noted(prepared, script):
+def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
+    _, (note,) = plan_snapshot(str(script), 1, environment())
+    assert "the code is not copied (not in a git repository)" in note
     submission = prepared(script=script)
     assert submission.snapshot is None
-    (note,) = [note for note in submission.notes if "not copied" in note]
-    assert "(not in a git repository)" in note
+    assert submission.notes == ()
     run = submit_prepared(submission)
     run.wait(timeout=120)
     spec = load_spec(run.dir.spec)

@@ -66,6 +66,21 @@ def test_script_has_its_arguments_folder_and_rank(run):
     assert "{'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'n1'}" in log(run)
 
 
+def test_rank_and_its_forks_are_named_in_ps(run):
+    source = (
+        "import os\n"
+        "words = open('/proc/self/cmdline').read().split('\\0')\n"
+        "print(words[-2].strip(), words[2:-2])\n"
+        "if os.fork() == 0:\n"
+        "    print(open('/proc/self/cmdline').read().split('\\0')[-2].strip(), flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    assert start(run, source, *["--some-option"] * 3).wait(120) == 0
+    assert "rank 1 of 2: script.py ['-m', 'hpctrain.runtime.worker']" in log(run)
+    assert "child of rank 1 of 2: script.py" in log(run)
+
+
 def test_modules_in_the_users_folder_do_not_shadow_ours(run, tmp_path):
     (tmp_path / "runpy.py").write_text("raise SystemExit('the wrong runpy')")
     assert start(run, "print('fine')", cwd=tmp_path).wait(120) == 0
