@@ -26,8 +26,7 @@ from results import Results
 
 from hpctrain import sandbox
 from hpctrain.files import read_json_lines
-from hpctrain.forecast.forecast_check import calibrate
-from hpctrain.forecast.run_forecast import RunForecast
+from hpctrain.forecast.run_forecast import LEVELS, RunForecast
 from hpctrain.jobs.runs import control
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.run_outcome import read_outcomes
@@ -110,8 +109,13 @@ def main() -> None:
         with ThreadPoolExecutor(options.parallel) as pool:
             list(pool.map(lambda number: train(folder, number, box), range(first, first + options.runs)))
         outcomes = read_outcomes(runs_dir)
-    calibration, in_range = calibrate(outcomes)
     forecasts = [found for one in outcomes if (found := RunForecast.from_record(one.forecast))]
+    ends = [
+        (one.ended, forecast.end)
+        for one in outcomes
+        if one.state == "COMPLETED" and (forecast := RunForecast.from_record(one.forecast))
+    ]
+    in_range = [quantiles[0] <= ended <= quantiles[-1] for ended, quantiles in ends]
     results.add("completed runs with a prediction", len(in_range), "runs")
     results.add(
         "ended in the predicted range", 100 * statistics.fmean(in_range), "%", limit=80.0, at_least=True
@@ -119,8 +123,9 @@ def main() -> None:
     results.add("ended in the predicted range, at most", 100 * statistics.fmean(in_range), "%", limit=95.0)
     widths = [each.end[-1] - each.end[0] for each in forecasts]
     results.add("width of the range", widths, "s")
-    for level, fraction in calibration:
-        results.add(f"ended before the {level:.0%} quantile", 100 * fraction, "%")
+    for place, level in enumerate(LEVELS):
+        share = statistics.fmean(ended <= quantiles[place] for ended, quantiles in ends)
+        results.add(f"ended before the {level:.0%} quantile", 100 * share, "%")
     results.finish()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -106,6 +107,11 @@ def is_metrics(record: Mapping[str, Any]) -> bool:
         and _is_count(record.get("attempt", 0))
         and _is_time(record.get("time", 0))
     )
+
+
+def is_new_submission(event: Mapping[str, Any]) -> bool:
+    """True for a submission by the user; a successor job continues the previous submission."""
+    return event.get("kind") == "submitted" and "after" not in event
 
 
 #: The run folder of a rank, and its attempt.
@@ -593,6 +599,16 @@ def checkpoint_folder_name(step: int) -> str:
 def list_checkpoint_steps(folder: Path) -> list[int]:
     """Return the steps with a checkpoint folder in `folder`, ascending, without checking their content."""
     return _numbered(folder, _STEP_FOLDER)
+
+
+def rank_steps(scores: Mapping[int, float | None], mode: str) -> list[int]:
+    """Return the steps with a score, best first. None and NaN never count.
+
+    Of equal scores, the newer one is better, because it was trained longer.
+    """
+    known = {step: score for step, score in scores.items() if score is not None and not math.isnan(score)}
+    sign = -1 if mode == "max" else 1
+    return sorted(known, key=lambda step: (sign * known[step], -step))
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[int]:

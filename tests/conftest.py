@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
+from types import FrameType
 
 import pytest
+import pytest_timeout
 from helpers import fork_server
 from helpers.distribution import SharedSlurmScheduling
 from helpers.slurm_versions import need_slurm_version
+from helpers.waiting import deadline_in, scaled
 from xdist.remote import Producer
 
 from hpctrain import sandbox
@@ -30,7 +34,7 @@ _FOLDERS_WITH_RANKS = ("e2e", "examples")
 #: Variables that pytest and torch set by themselves.
 _SET_BY_TOOLS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
-#: Time limit for finished processes to end, on a busy machine.
+#: Time limit for finished processes to end, on an idle machine.
 _PROCESS_EXIT_TIMEOUT_S = 5.0
 
 #: Helpers that Python and torch keep until the process ends.
@@ -83,6 +87,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device, and torch sees none")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+    """Scale the time limit of a test by the load at its end. Never end the process."""
+    if threading.current_thread() is not threading.main_thread():
+        return True
+    start = time.monotonic()
+
+    def on_alarm(_number: int, _frame: FrameType | None) -> None:
+        __tracebackhide__ = True
+        left = start + scaled(settings.timeout) - time.monotonic()
+        if left > 0:
+            signal.setitimer(signal.ITIMER_REAL, left)
+        else:
+            pytest_timeout.timeout_sigalrm(item, settings)
+
+    def cancel() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    item.cancel_timeout = cancel
+    signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+    return True
+
+
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[sandbox.Sandbox]:
     """A real cluster of 4 nodes × 2 GPUs and 8 CPUs; a preemption kills after 30 s, a cancel after 5 s.
@@ -122,7 +151,7 @@ def _no_leftovers() -> Iterator[None]:
         os.environ.pop(key, None)
         if key in variables:
             os.environ[key] = variables[key]
-    deadline = time.monotonic() + _PROCESS_EXIT_TIMEOUT_S
+    deadline = deadline_in(_PROCESS_EXIT_TIMEOUT_S)
     while remaining := {pid: argv for pid, argv in _children().items() if pid not in children}:
         if time.monotonic() > deadline:
             break

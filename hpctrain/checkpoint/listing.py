@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
-from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps
+from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
 
 TierName = Literal["shared", "local"]
 
@@ -105,14 +104,6 @@ def _mark_newest_and_best(found: list[CheckpointInfo], rule: BestMetric | None) 
     whole = [one for one in found if one.manifest is not None and not one.problems]
     finite = [one for one in whole if one.manifest and one.manifest.finite is not False]
     newest = (finite or whole)[-1] if whole else None
-    scores = {
-        one.step: score
-        for one in whole
-        if rule and one.manifest and (score := one.manifest.score_by(rule.metric)) is not None
-        if not math.isnan(score)
-    }
-    best: int | None = None
-    if rule is not None and scores:
-        sign = 1 if rule.mode == "min" else -1
-        best = min(scores, key=lambda step: (sign * scores[step], -step))
+    scores = {one.step: one.manifest and one.manifest.score_by(rule.metric) for one in whole} if rule else {}
+    best = next(iter(rank_steps(scores, rule.mode)), None) if rule else None
     return [replace(one, newest=one is newest, best=one.step == best and one in whole) for one in found]

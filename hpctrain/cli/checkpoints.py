@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +53,10 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     The run resumes from the newest valid checkpoint. --verify reads every file and compares it with its
     checksum. The exit code is 1 if a checkpoint is damaged.
     """
-    from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
+    from hpctrain.checkpoint.listing import list_quarantined
 
     folder = _folder_of(run, runs_dir)
-    found, rule = list_checkpoints(folder, verify=verify)
+    found, rule = _ranked_checkpoints(folder, verify=verify)
     aside = list_quarantined(folder)
     if as_json:
         echo_json([*(_as_record(one, rule) for one in found), *map(_aside_as_record, aside)])
@@ -96,14 +97,12 @@ def export(
     The weights keep the names of the module's `state_dict()`. Every file of the checkpoint is verified
     first. FILE is written atomically.
     """
-    from hpctrain.checkpoint.listing import list_checkpoints
-
     if step is not None and best:
         raise click.UsageError("--step and --best both select a checkpoint. Use only one of these options.")
     if file.exists() and not force:
         raise UserError(f"{file} already exists. Use --force to overwrite it.")
     folder = _folder_of(run, runs_dir)
-    found, _ = list_checkpoints(folder)
+    found, _ = _ranked_checkpoints(folder)
     chosen = _chosen(folder, found, step, best=best)
     from hpctrain.checkpoint.convert.export_checkpoint import export_checkpoint
 
@@ -174,6 +173,23 @@ def _folder_of(run: str, runs_dir: Path) -> RunDir:
     return found.dir
 
 
+def _ranked_checkpoints(
+    folder: RunDir, *, verify: bool = False
+) -> tuple[list[CheckpointInfo], BestMetric | None]:
+    """List the checkpoints. Without scores, the best one is the one that `status` and `report` show."""
+    from hpctrain.checkpoint.listing import BestMetric, list_checkpoints
+    from hpctrain.telemetry.report.run_results import read_results
+
+    found, rule = list_checkpoints(folder, verify=verify)
+    if not found or rule is not None:
+        return found, rule
+    best = read_results(folder).best
+    if best is None or best.metric == "loss":
+        return found, None
+    found = [replace(one, best=one.step == best.checkpoint_step and not one.problems) for one in found]
+    return found, BestMetric(best.metric, best.mode)
+
+
 def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
     """Return the folder of an ended run, or a folder that can become a run.
 
@@ -202,7 +218,7 @@ def _chosen(folder: RunDir, found: list[CheckpointInfo], step: int | None, *, be
     steps = ", ".join(str(one.step) for one in found) or "none"
     if best:
         wanted = [one for one in found if one.best]
-        why = "No checkpoint has a score. Set Trainer(keep_best=…) to record scores."
+        why = "No checkpoint has a validation metric."
     elif step is None:
         wanted, why = [one for one in found if one.newest], f"Available steps: {steps}."
     else:

@@ -101,21 +101,38 @@ def _print_no_logs(run: Run, shown: LogFilter, attempt: int = 0) -> None:
 
 
 def _print_errors(run: Run, shown: LogFilter) -> None:
-    from hpctrain.jobs.runs.error_report import failures_since_submission, report_failure
+    from hpctrain.jobs.runs.error_report import (
+        failures_of_attempt,
+        failures_since_submission,
+        report_failure,
+    )
 
-    failures = failures_since_submission(run.dir.read_events())
-    wanted = [failure for failure in failures if shown.attempt in (None, failure.get("attempt"))]
+    if shown.attempt is None:
+        failures = failures_since_submission(run.dir.read_events())
+    else:
+        failures = failures_of_attempt(run.dir.read_events(), shown.attempt)
     label = f"{run.run_id}: " if run.dir.array else ""
-    if not wanted:
+    if not failures:
         status = run.status()
         if not (label and status.cause is None):
-            click.echo(f"Run {run.run_id} has no recorded failures.", err=True)
+            click.echo(f"Run {run.run_id} has no recorded failures{_searched(run, shown)}", err=True)
         if status.cause and shown.attempt in (None, status.attempt):
             echo_log(f"{label}cause: {status.cause}")
             _show_job_log(status)
-    for failure in wanted:
+    for failure in failures:
         for number, line in enumerate(report_failure(run.dir, failure, shown.ranks)):
             echo_log(f"{'' if number else label}{line}")
+
+
+def _searched(run: Run, shown: LogFilter) -> str:
+    """Return the end of a sentence on missing failures: the attempts that were searched."""
+    if shown.attempt is not None:
+        return f" in attempt {shown.attempt}."
+    failed = {event.get("attempt", 0) for event in run.dir.read_events() if event.get("kind") == "failure"}
+    if not failed:
+        return "."
+    attempts = format_ranks(sorted(failed), "attempt")
+    return f" since the last submission. For the failures of {attempts}, use --attempt."
 
 
 def _show_job_log(status: RunStatus, *, err: bool = False) -> None:

@@ -24,6 +24,7 @@ from hpctrain.cli.common import (
 from hpctrain.text import format_number, format_ranks, format_size
 
 if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.rundir import RunDir
     from hpctrain.telemetry.report.next_request import ResourceRequest
 
@@ -72,7 +73,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "loss": None if status.loss is None else format_number(status.loss),
         "best": None if with_metrics else f"not computed: {format_size(size)} of metrics (use --json)",
         **{name: one_line(text) for name, text in (describe_results(results) if results else {}).items()},
-        "checkpoint": short_path(status.checkpoint) if status.checkpoint else None,
+        "checkpoint": _describe_checkpoint(status, found.dir),
         "next time": "  ".join(map(str, requests)) or None,
         "not saved": status.not_saved,
         "debugging": f"{format_ranks(status.debugged)}; the others wait for it" if status.debugged else None,
@@ -85,6 +86,18 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
             click.echo(f"{name:<11} {value}")
     for line in job_log_tail(status.log):
         echo_log(f"            {line}")
+
+
+def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
+    from hpctrain.records.checkpoint_health import starts_over
+
+    if status.checkpoint:
+        return short_path(status.checkpoint)
+    if status.attempt and starts_over(run):
+        return (
+            f"none in {short_path(run.checkpoints)}; restarts start over, unless the script saves elsewhere"
+        )
+    return None
 
 
 def _next_request(run: RunDir) -> list[ResourceRequest]:

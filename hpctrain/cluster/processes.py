@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+#: Index of the end of the command line in `stat_fields`.
+_ARG_END = 46
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,25 @@ def _read(pid: int, uid: int | None) -> ProcessInfo | None:
         if state not in "ZX":
             return ProcessInfo(pid, parent, started, tuple(_words(folder / "cmdline")), environ)
     return None
+
+
+def title_writer(word: str) -> Callable[[str], None]:
+    """Return a function that writes a title over the last word of this process's command line, for `ps`.
+
+    The function does nothing if the command line does not end with `word`, or without /proc.
+    """
+    replaced = os.fsencode(word)
+    try:
+        address = int(stat_fields("self")[_ARG_END]) - len(replaced) - 1
+        is_last = Path("/proc/self/cmdline").read_bytes().endswith(b"\0" + replaced + b"\0")
+    except (OSError, IndexError):
+        is_last = False
+
+    def write(title: str) -> None:
+        if is_last:
+            ctypes.memmove(address, title.encode()[: len(replaced)].ljust(len(replaced)), len(replaced))
+
+    return write
 
 
 def child_pids(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Detection of runs that train but fail to save, which would lose their progress."""
+"""Detection of runs that train but do not save, which lose their progress."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import datetime
 
 from hpctrain.checkpoint.format.manifest import committed_steps
+from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event
 
@@ -24,6 +25,26 @@ def save_problem(run: RunDir) -> str | None:
         seconds = run.checkpoint(newest).stat().st_mtime
         since = f" ({datetime.fromtimestamp(seconds).isoformat(' ', 'seconds')})"
     return f"no checkpoint since step {newest}{since}: {cause}"
+
+
+def starts_over(run: RunDir) -> bool:
+    """True if the next attempt of a started run has no checkpoint to resume from.
+
+    A function receives its state in another way.
+    """
+    if run.function.exists() or next(committed_steps(run.checkpoints), None) is not None:
+        return False
+    if newest_script_checkpoint(run.checkpoints) is not None:
+        return False
+    is_started = False
+    for event in run.read_events():
+        is_started |= event["kind"] == "started"
+        # A checkpoint may be in the local tier, or in the memory of the ranks.
+        if event["kind"] in ("checkpoint", "memory_copy"):
+            return False
+        if event["kind"] == "emergency_checkpoint" and event["step"] is not None:
+            return False
+    return is_started
 
 
 def _last_failure(run: RunDir) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.orphans import kill_orphans
 from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
+from hpctrain.cluster.processes import title_writer
 from hpctrain.errors import EXIT_CONTINUE, DiskFull
 from hpctrain.files import make_folder, own_file
 from hpctrain.lossy_stdio import make_stdio_lossy
@@ -96,7 +97,13 @@ def main(argv: list[str]) -> NoReturn:
         # A killed agent cannot end its ranks.
         die_with_parent()
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    show_title, program_name = title_writer(words), Path(json.loads(words)[1]).name
+    if STANDBY_VARIABLE in os.environ:
+        show_title(f"standby worker: {program_name}")
     ranks, printed, connect = _join_attempt(environment[0] if environment else "slurm", attempt, words)
+    title = f"rank {ranks.rank} of {ranks.world_size}: {program_name}"
+    show_title(title)
+    os.register_at_fork(after_in_child=partial(show_title, f"child of {title}"))
     log, failure_file = run.rank_log(attempt, ranks.rank), run.failure(attempt, ranks.rank)
     _redirect_output(log, printed)
     start_log_index(run.log_index(attempt, ranks.node_rank), ranks.rank)

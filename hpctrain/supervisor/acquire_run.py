@@ -15,7 +15,7 @@ from hpctrain.files import try_lock
 from hpctrain.records.lease import LeaseHeld
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.records.successor import claim_successor, record_successor
-from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.rundir import STOPPED_EARLY, RunDir, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control.base import JobControl, SuccessorJobs
 from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
@@ -141,7 +141,7 @@ def recorded_end(events: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     for event in events:
         if event["kind"] == "finished":
             end = event
-        elif event["kind"] == "started" or (event["kind"] == "submitted" and "after" not in event):
+        elif event["kind"] == "started" or is_new_submission(event):
             end = None
     return end
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.telemetry.accounting.time_spans import TimeCategory, TimeSpan
 from hpctrain.telemetry.hparams import merge_hparams
 from hpctrain.telemetry.report.run_data import RunContext, RunData, read_run_data
@@ -43,7 +43,7 @@ def write_outcome(run: RunDir) -> None:
 
 def summarize_run(run_data: RunData) -> RunOutcome | None:
     """Return the outcome of a run; None if it has not started, has not ended, or was submitted again."""
-    submissions = [one for one in run_data.events if one.get("kind") == "submitted" and not one.get("after")]
+    submissions = [event for event in run_data.events if is_new_submission(event)]
     if len(submissions) != 1 or not run_data.attempts or run_data.state in ("PENDING", "RUNNING", "UNKNOWN"):
         return None
     totals, attempts, spec = run_data.breakdown.totals_us, run_data.attempts, run_data.spec

@@ -51,7 +51,7 @@ def test_async_save_stores_state_at_the_call(tmp_path, gate):
     state["log"].append(3)
     state["scheduler"]["milestones"].clear()
     gate.open.set()
-    assert store.wait(10)
+    assert store.wait(120)
     loaded = store.load_newest()[0]
     assert torch.equal(loaded.state["x"], torch.arange(1000.0))
     assert torch.equal(loaded.rank_state["rng"], torch.arange(1000.0))
@@ -65,7 +65,7 @@ def test_outcome_of_async_save_is_collected_once_without_waiting(tmp_path, gate)
     assert store.collect_outcomes() == []
     assert not store.wait(0.05)
     gate.open.set()
-    assert store.wait(10)
+    assert store.wait(120)
     (saved,) = store.collect_outcomes()
     assert (saved.step, saved.score, saved.world_size, saved.notes) == (1, 0.5, 1, ())
     assert saved.path == tmp_path / "step-00000001"
@@ -78,13 +78,13 @@ def test_second_async_save_waits_for_the_first(tmp_path, gate):
     store.async_save(1, {"x": torch.zeros(2)}, {})
     second = threading.Thread(target=store.async_save, args=(2, {"x": torch.ones(2)}, {}))
     second.start()
-    gate.reached.wait(10)
+    gate.reached.wait(120)
     second.join(0.2)
     assert second.is_alive()
     assert steps(tmp_path) == []
     gate.open.set()
     second.join(10)
-    assert store.wait(10)
+    assert store.wait(120)
     first, second_outcome = store.collect_outcomes()
     assert (first.step, second_outcome.step) == (1, 2)
     assert torch.equal(store.load_newest()[0].state["x"], torch.ones(2))
@@ -132,7 +132,7 @@ def test_smaller_staging_memory_is_freed_before_larger_is_allocated(tmp_path, mo
     monkeypatch.setattr(staging, "allocate_memory", check_and_allocate)
     for step, size in enumerate((1, 1 << 20), 1):
         store.async_save(step, {"x": torch.ones(size)}, {})
-        store.wait(10)
+        store.wait(120)
     store.close()
     assert still_allocated == [[], [False]]
 
@@ -152,9 +152,9 @@ def test_prepare_allocates_staging_memory_in_background(tmp_path):
 def test_abandoned_save_fails_and_leaves_no_files(tmp_path, gate):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": torch.zeros(2)}, {})
-    gate.reached.wait(10)
+    gate.reached.wait(120)
     store.abandon()
-    assert store.wait(10)
+    assert store.wait(120)
     (error,) = store.collect_outcomes()
     assert isinstance(error, CheckpointError)
     assert "was aborted" in str(error)
@@ -178,7 +178,7 @@ def test_close_waits_for_save_and_abandons_it_after_timeout(tmp_path, gate):
 def test_unsupported_value_is_reported_as_failed_save(tmp_path):
     store = CheckpointStore(tmp_path)
     store.async_save(1, {"x": object()}, {})
-    assert store.wait(10)
+    assert store.wait(120)
     assert "state/x has type builtins.object" in str(store.collect_outcomes()[0])
 
 
@@ -203,7 +203,7 @@ def test_process_exit_without_close_abandons_save_and_keeps_exit_code(tmp_path):
     """
     process = subprocess.Popen([sys.executable, "-c", script], env=environment())
     try:
-        assert process.wait(60) == 3
+        assert process.wait(120) == 3
     finally:
         process.kill()
         process.wait()
@@ -232,7 +232,7 @@ def test_gpu_tensors_are_copied_in_stream_order(tmp_path):
     for step in (1, 2):
         store.async_save(step, state, {})
         x.add_(1.0)  # at once: the copy must not include it
-        assert store.wait(60)
+        assert store.wait(120)
         loaded = store.load_newest()[0].state
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
         expected = {name: tensor.cpu().clone() for name, tensor in state.items()}

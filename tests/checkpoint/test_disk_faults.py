@@ -46,7 +46,7 @@ def test_save_on_full_disk_fails_and_leaves_no_files(small_disk, background):
     filler.write_bytes(bytes(1_200_000))
     if background:
         store.async_save(2, MEGABYTE, {})
-        assert store.wait(10)
+        assert store.wait(120)
         error = str(store.collect_outcomes()[0])
     else:
         with pytest.raises(CheckpointError) as raised:

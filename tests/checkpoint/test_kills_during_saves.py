@@ -51,7 +51,7 @@ def server() -> Iterator[subprocess.Popen]:
     assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
-    process.wait(10)
+    process.wait(120)
 
 
 def outcome_lines(folder: Path) -> list[str]:
@@ -74,7 +74,7 @@ def kill_at_call(server: subprocess.Popen, folder: Path, mode: str, call: str, n
                 (folder / "go").touch()
                 pytest.skip(f"strace may not attach here: {line.strip()}")
             (folder / "go").touch()
-            strace.communicate(timeout=60)
+            strace.communicate(timeout=120)
         finally:
             strace.kill()
     assert int(pid) > 1

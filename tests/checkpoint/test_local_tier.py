@@ -47,7 +47,7 @@ def save_on_own_node(folder: Path) -> None:
     store, copied = open_on_node(folder, rank), []
     for step in (1, 2):
         rank_checkpoints.begin(store, step)
-        assert store.wait(30)
+        assert store.wait(120)
         outcomes = store.collect_outcomes()
         copied += [outcome for outcome in outcomes if "shared" in outcome.path.parts]
         (saved,) = (outcome for outcome in outcomes if "shared" not in outcome.path.parts)
@@ -90,7 +90,7 @@ def save_without_folder_on_node_1(folder: Path) -> None:
         (folder / "node-1").write_text("no folder")
     store = open_on_node(folder, dist.get_rank())
     rank_checkpoints.begin(store, 1)
-    assert store.wait(30)
+    assert store.wait(120)
     (saved,) = store.collect_outcomes()
     assert saved.path == rank_checkpoints.shared_folder(folder) / "step-00000001"
     assert "local_checkpoints" in saved.notes[0]
@@ -109,7 +109,7 @@ def save_step_2_on_nodes_only(folder: Path) -> None:
     rank_checkpoints.save(store, 1)
     with failing_copies(folder):
         rank_checkpoints.begin(store, 2)
-        assert store.wait(30)
+        assert store.wait(120)
         assert store.close() == []
     # The copy may fail before the save is reported.
     failed, saved = sorted(store.collect_outcomes(), key=lambda outcome: isinstance(outcome, CommittedSave))
@@ -227,7 +227,7 @@ def slow_copying(monkeypatch) -> threading.Event:
         part = file_copy_write(path)
 
         def wait_and_read():
-            assert released.wait(20)
+            assert released.wait(120)
             yield from part.blocks()
 
         return file_writer.FileWrite(part.name, wait_and_read)
@@ -240,7 +240,7 @@ def test_slow_copies_skip_to_the_newest_and_tier_stays_small(tmp_path, tier, slo
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     for step in range(1, 9):
         store.async_save(step, state(step), {})
-    assert store.wait(20)
+    assert store.wait(120)
     assert [saved.step for saved in store.collect_outcomes()] == list(range(1, 9))
     (run_tier,) = tier.iterdir()
     assert steps(run_tier) == [1, 8]
@@ -256,7 +256,7 @@ def test_permanent_checkpoints_are_copied_however_slow(tmp_path, tier, slow_copy
     )
     for step in range(1, 9):
         store.async_save(step, state(step), {})
-    assert store.wait(20)
+    assert store.wait(120)
     slow_copying.set()
     store.close()
     assert steps(tmp_path / "run" / "checkpoints") == [3, 6, 8]
@@ -309,7 +309,7 @@ def test_tier_open_to_other_users_is_refused(tmp_path, tier, attack, pattern):
     checkpoints = tmp_path / "run" / "checkpoints"
     first = CheckpointStore(checkpoints, second_tier=tier)
     first.async_save(1, state(1), {})
-    first.wait(20)
+    first.wait(120)
     (folder,) = tier.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     first.close()
@@ -337,7 +337,7 @@ def test_tier_cleanup_never_exposes_partial_checkpoints(tmp_path, tier, monkeypa
     """A kill at any moment of it leaves whole checkpoints and hidden folders."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     store.async_save(1, state(1), {})
-    assert store.wait(60)
+    assert store.wait(120)
     (folder,) = tier.iterdir()
     seen = []
     unlink = os.unlink

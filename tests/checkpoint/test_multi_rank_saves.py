@@ -87,7 +87,7 @@ def save_both_ways(folder: Path) -> tuple:
     store = open_store(folder)
     saved = save(store, 5)
     begin(store, 6)
-    assert store.wait(30)
+    assert store.wait(120)
     assert [saved.step for saved in store.collect_outcomes()] == [6]
     assert_loads(store, 6)
     return saved.step, saved.path, saved.total_bytes, saved.world_size
@@ -183,7 +183,7 @@ def abandon_on_rank_1(folder: Path) -> str:
     begin(store, 2)
     if dist.get_rank() == 1:
         store.abandon()
-    assert store.wait(10)
+    assert store.wait(120)
     (outcome,) = store.collect_outcomes()
     return str(outcome)
 
@@ -202,7 +202,7 @@ def save_while_rank_1_dies(folder: Path) -> tuple[str, str]:
     if dist.get_rank() == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
-    assert store.wait(20)
+    assert store.wait(120)
     (outcome,) = store.collect_outcomes()
     return str(outcome), error_of(lambda: save(store, 3))
 
@@ -225,7 +225,7 @@ def save_while_rank_1_is_stopped(folder: Path) -> tuple[str, bool]:
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    assert store.wait(60)
+    assert store.wait(120)
     committed = list(folder.glob("step-*")) != []
     (outcome,) = store.collect_outcomes()
     os.kill(pids[1], signal.SIGCONT)
@@ -246,7 +246,7 @@ def save_while_disk_of_rank_1_hangs(folder: Path) -> list[str]:
     errors = [error_of(lambda: save(store, 1)), error_of(lambda: save(store, 2))]
     if dist.get_rank() == 1:
         release()
-        store._saver.hung_writer.ended.wait(10)
+        store._saver.hung_writer.ended.wait(120)
     dist.barrier()
     save(store, 3)
     assert_loads(store, 3)
@@ -265,7 +265,7 @@ def save_while_commit_hangs(folder: Path) -> list[str]:
     released, commit = threading.Event(), CheckpointDir.commit
 
     def hang(*args: Any) -> bool:
-        released.wait(30)
+        released.wait(120)
         return commit(*args)
 
     CheckpointDir.commit = hang

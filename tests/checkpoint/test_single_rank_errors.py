@@ -40,7 +40,7 @@ def open_on_own_node(folder: Path) -> CheckpointStore:
 def save_in_background(store: CheckpointStore, step: int) -> list[object]:
     """Save within the time that a rank may delay the others."""
     rank_checkpoints.begin(store, step)
-    assert store.wait(60)
+    assert store.wait(120)
     return list(store.collect_outcomes())
 
 
@@ -117,7 +117,7 @@ def fail_to_copy_on_rank_1(folder: Path) -> None:
 
 
 def wait_for_copies(store: CheckpointStore) -> None:
-    store._tier._copier._thread.join(15)
+    store._tier._copier._thread.join(120)
     assert not store._tier._copier._thread.is_alive()
 
 
@@ -130,7 +130,7 @@ def fail_to_prune_after_copy(folder: Path) -> None:
     prune = CheckpointDir.prune
     CheckpointDir.prune = fail_to_read
     save_in_background(store, 1)
-    store._tier._copier._thread.join(15)
+    store._tier._copier._thread.join(120)
     CheckpointDir.prune = prune
     dist.barrier()
     save_in_background(store, 2)

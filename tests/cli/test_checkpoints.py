@@ -22,6 +22,10 @@ from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli.main import cli
 from hpctrain.rundir import RunDir, list_checkpoint_steps
+from hpctrain.telemetry.report.run_data import RunContext, read_run_data
+from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.run_results import describe_results, read_results
+from hpctrain.telemetry.report.summary import key_figures
 
 Command = Callable[..., Result]
 
@@ -94,6 +98,30 @@ def test_list_shows_step_size_ranks_newest_and_best(command: Command, run: RunDi
         assert record["files"] == len(files)
         assert record["bytes"] == sum(path.stat().st_size for path in files)
         assert (record["world_size"], record["tier"], record["problems"]) == (1, "shared", [])
+
+
+class ScoredNet(Net):
+    """A module with given accuracies, of which the best ones are equal."""
+
+    def validation_step(self, batch, batch_idx):
+        num_steps = int(self.net[1].num_batches_tracked)
+        return {"loss": 0.5, "acc": {4: 0.9, 6: 0.9}.get(num_steps, 0.1)}
+
+
+@pytest.mark.parametrize(("keep_best", "kept"), [(1, [6, 8]), (0, [4, 6, 8])])
+def test_all_views_name_the_same_best_checkpoint(command, tmp_path, keep_best, kept) -> None:
+    settings = {"keep_best": keep_best, "keep_last": len(kept) - keep_best, "monitor": "acc"}
+    train(tmp_path / "run", 8, ScoredNet(), mode="max", validate_every=2, **settings)
+    run = RunDir(tmp_path / "run")
+    assert list_checkpoint_steps(run.checkpoints) == kept
+    records = json.loads(command("run", "--json").stdout)
+    assert [record["step"] for record in records if record["best"]] == [6]
+    assert command("export", "run", "best.pt", "--best").stdout.count("(step 6)") == 1
+    status = describe_results(read_results(run))["best"]
+    assert status == "acc 0.9 at step 6; best checkpoint: step 6"
+    run_data = read_run_data(run, RunContext("COMPLETED"), now=0.0)
+    assert ("acc", "0.9", "best, at step 6; best checkpoint: step 6") in key_figures(run_data)
+    assert f"Best checkpoint: <code>{run.checkpoint(6)}<" in render_run_page(run_data)
 
 
 def test_list_imports_no_torch_and_is_the_default_command(run: RunDir) -> None:

@@ -229,7 +229,7 @@ def test_interrupting_follow_keeps_the_run_alive(hpctrain, tmp_path):
         # Following has begun when the output of the rank is shown.
         assert process.stdout.readline() == "here\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "hpctrain logs -f r" in err
     assert json.loads(hpctrain("status", "r", "--json").stdout)["state"] == "RUNNING"
@@ -261,7 +261,7 @@ def test_folder_with_foreign_spec_is_not_a_run(hpctrain, tmp_path):
 def test_run_stays_locked_when_standard_streams_are_closed(hpctrain, tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)\n")
     command = f"{sys.executable} -m hpctrain submit --backend local --run-dir r slow.py <&- >&- 2>&-"
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), check=True, timeout=60)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), check=True, timeout=120)
     assert json.loads(hpctrain("status", "r", "--json").stdout)["state"] == "RUNNING"
     refused = hpctrain("submit", "--run-dir", "r", "train.py")
     assert "still active" in refused.stderr

@@ -64,7 +64,7 @@ def test_exec_ends_with_exit_code_or_signal_of_program(hpctrain, command, return
 def test_exec_keeps_its_process_id(tmp_path):
     command = [sys.executable, "-m", "hpctrain", "exec", "sh", "-c", "echo $$"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
     assert out == f"{process.pid}\n"
 
 

@@ -13,6 +13,7 @@ import sys
 import pytest
 from helpers.commands import environment
 from helpers.processes import assert_no_process_left
+from helpers.run_histories import RunHistory, write_run
 from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
@@ -67,7 +68,24 @@ def test_logs_of_all_ranks_are_merged_by_time(hpctrain, crashed_once):
     assert hpctrain("logs", "-f", "r", "--errors").stdout == errors.stdout
     empty = hpctrain("logs", "r", "--errors", "--attempt", "1")
     assert (empty.returncode, empty.stdout) == (0, "")
-    assert "Run r has no recorded failures." in empty.stderr
+    assert "Run r has no recorded failures in attempt 1." in empty.stderr
+
+
+def test_failures_before_the_last_submission_are_found_by_attempt(hpctrain, tmp_path):
+    history = RunHistory().after(0, "submitted", job_id="1", backend="local").after(1, "started", nodes=1)
+    history.after(1, "failure", rank=0, cause="rank 0: ValueError: first")
+    history.after(1, "finished", state="FAILED", exit_code=4, cause="rank 0: ValueError: first")
+    history.after(9, "submitted", job_id="2", backend="local").after(1, "started", nodes=1)
+    write_run(tmp_path / "r", history.after(1, "finished", state="COMPLETED", exit_code=0), script="train.py")
+
+    none = hpctrain("logs", "r", "--errors")
+    assert none.stdout == ""
+    assert "no recorded failures since the last submission. For the failures of attempt 0" in none.stderr
+    for options in ([], ["-f"]):
+        result = hpctrain("logs", "r", "--errors", "--attempt", "0", *options)
+        assert result.stdout.splitlines()[0] == "attempt 0: rank 0: ValueError: first"
+        none = hpctrain("logs", "r", "--errors", "--attempt", "1", *options)
+        assert none.stdout == ""
 
 
 @pytest.mark.extended
@@ -173,7 +191,7 @@ def test_interrupting_follow_of_an_array_keeps_all_tasks_alive(hpctrain, tmp_pat
         lines = sorted(process.stdout.readline() for _ in range(2))
         assert lines == ["[task-0] here\n", "[task-1] here\n"]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Detached. The run continues. Follow it again: hpctrain logs -f r" in err
     assert json.loads(hpctrain("status", "r", "--json").stdout)["tasks"] == {"RUNNING": 2}
@@ -195,7 +213,7 @@ def test_interrupting_logs_keeps_the_run_alive(hpctrain, tmp_path):
         lines = sorted(process.stdout.readline() for _ in range(2))
         assert lines == ["[0] here\n", "[1] here\n"]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Detached. The run continues." in err
     assert '"state": "RUNNING"' in hpctrain("status", "r", "--json").stdout
@@ -219,7 +237,7 @@ def test_terminal_output_keeps_colours_but_no_other_escapes(hpctrain, tmp_path, 
     run.failure(0, 0).write_text(json.dumps({"rank": 0, "traceback": HOSTILE}))
     master, slave = pty.openpty()
     argv = [sys.executable, "-m", "hpctrain", "logs", "r", *options]
-    subprocess.run(argv, cwd=tmp_path, env=environment(), stdout=slave, check=True, timeout=60)
+    subprocess.run(argv, cwd=tmp_path, env=environment(), stdout=slave, check=True, timeout=120)
     os.close(slave)
     output = os.read(master, 65536).decode()
     os.close(master)

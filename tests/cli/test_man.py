@@ -24,7 +24,7 @@ def test_pages_of_all_commands_are_rendered_without_a_warning(tmp_path):
         ["hpctrain.1", *(f"hpctrain-{name}.1" for name in commands)]
     )
     argv = ["groff", "-man", "-ww", "-k", "-Tutf8", "-P-cbou", *map(str, pages)]
-    shown = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     assert shown.stderr == ""
     text = " ".join(shown.stdout.split())
     for part in (

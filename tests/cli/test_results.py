@@ -33,7 +33,7 @@ def array(tmp_path) -> RunDir:
 
 def test_status_shows_the_best_value_and_the_hyper_parameters(hpctrain, array):
     text = hpctrain("status", "a/task-1").stdout
-    assert "best        val_loss 0.25 at step 9\n" in text
+    assert "best        val_loss 0.25 at step 9; best checkpoint: step 9\n" in text
     assert "hparams     lr=0.01 seed=1\n" in text
     document = json.loads(hpctrain("status", "a/task-1", "--json").stdout)
     assert document["hparams"] == {"lr": 0.01, "seed": 1}

@@ -124,7 +124,7 @@ def serving(folder: Path) -> Iterator[ReportServer]:
         yield server
     finally:
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(120) == 0
         server.process.stdout.close()
     assert server.errors.read_text() == ""
 

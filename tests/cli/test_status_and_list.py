@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_on_terminal
+from helpers.run_histories import started_run, write_run
 
 from hpctrain.cli.serve import RunPages
 from hpctrain.errors import RunFailed
@@ -112,6 +113,20 @@ def test_run_without_reported_steps_is_shown_as_such(hpctrain, tmp_path):
     pages = RunPages(tmp_path / "runs")
     assert 'data-name="step">not reported</td>' in pages.page(())
     assert "the script reports no steps" in pages.page(("plain",))
+
+
+def test_status_of_a_restarted_run_without_checkpoints(hpctrain, tmp_path):
+    history = started_run().after(1, "failure", rank=0, cause="SIGKILL").after(0, "restart")
+    history.after(1, "started", nodes=1).after(1, "finished", state="COMPLETED", exit_code=0)
+    run = write_run(tmp_path / "r", history, script="train.py")
+    for attempt in (0, 1):
+        assert "checkpoint  none" not in hpctrain("status", "r").stdout
+        run.attempt_logs(attempt).mkdir(parents=True)
+    text = "checkpoint  none in r/checkpoints; restarts start over, unless the script saves elsewhere"
+    assert text in hpctrain("status", "r").stdout
+    run.checkpoints.mkdir()
+    (run.checkpoints / "last.pt").touch()
+    assert "checkpoint  r/checkpoints/last.pt" in hpctrain("status", "r").stdout
 
 
 def test_list_prints_a_header(hpctrain, tmp_path):

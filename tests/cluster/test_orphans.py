@@ -36,7 +36,7 @@ def test_orphans_of_earlier_attempts_of_this_run_are_killed(start, tmp_path, mon
     first, second, current = (start(tmp_path / "run", attempt) for attempt in range(3))
     other = start(tmp_path / "other", 0)
     assert sorted(kill_orphans(str(tmp_path / "run"), 2)) == sorted([first.pid, second.pid])
-    assert [first.wait(5), second.wait(5)] == [-9, -9]
+    assert [first.wait(120), second.wait(120)] == [-9, -9]
     assert current.poll() is None
     assert kill_orphans(str(tmp_path / "run"), 2) == []
     assert kill_orphans(str(tmp_path / "run")) == [current.pid]

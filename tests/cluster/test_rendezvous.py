@@ -18,6 +18,7 @@ from itertools import count, islice
 
 import pytest
 from helpers.commands import run_command
+from helpers.waiting import slowness
 
 from hpctrain.authentication import new_secret
 from hpctrain.cluster.port_candidates import port_candidates
@@ -166,7 +167,7 @@ def test_more_single_processes_than_candidates_get_distinct_ports():
     ]
     ports = [process.stdout.readline() for process in processes]
     for process in processes:
-        process.communicate(b"\n", timeout=30)
+        process.communicate(b"\n", timeout=120)
     assert len(set(ports)) == 7
 
 
@@ -238,7 +239,7 @@ def test_missing_ranks_are_reported_to_all_present(key):
     present = [ranks for ranks in world(key, 6) if ranks.rank not in (2, 4, 5)]
     start = time.monotonic()
     texts = failures(join_all(*present, timeout_s=SHORT_S))
-    assert time.monotonic() - start < LIMIT_S
+    assert time.monotonic() - start < LIMIT_S * slowness()
     for text, ranks in zip(texts, present, strict=True):
         assert text.startswith(f"rank {ranks.rank} on ")
         assert (
@@ -316,7 +317,7 @@ def test_hanging_resolver_does_not_block_rendezvous(key, monkeypatch):
     start = time.monotonic()
     (text,) = failures(join_all(ranks_of(key, 1, 2, "n1"), timeout_s=SHORT_S))
     hanging.set()
-    assert time.monotonic() - start < LIMIT_S
+    assert time.monotonic() - start < LIMIT_S * slowness()
     assert "the name n1: the name was not resolved within" in text
 
 
@@ -342,7 +343,7 @@ def test_rank_that_joins_after_a_failure_gets_it_at_once(key):
         wait(futures[1:], timeout=LIMIT_S)
         start = time.monotonic()
         (text,) = failures([pool.submit(rendezvous, ranks_of(key, 2, 4), {}, timeout_s=LIMIT_S)])
-        assert time.monotonic() - start < LIMIT_S / 2
+        assert time.monotonic() - start < LIMIT_S / 2 * slowness()
     assert "two processes claim rank 1 of 4" in text
 
 
@@ -378,7 +379,7 @@ def connect(port: int) -> socket.socket:
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=5)
+            return socket.create_connection(("127.0.0.1", port), timeout=60)
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
@@ -450,7 +451,7 @@ except HpctrainError as error:
         if hard > 30:
             strangers.enter_context(connect(number))
             for _ in range(100):
-                strangers.enter_context(socket.create_connection(("127.0.0.1", number), timeout=5))
+                strangers.enter_context(socket.create_connection(("127.0.0.1", number), timeout=60))
             futures = join_all(*(ranks_of(key, rank, 30) for rank in range(1, 30)))
             assert {future.result().port for future in futures} == {number}
         output = main.communicate(timeout=LIMIT_S)[0]

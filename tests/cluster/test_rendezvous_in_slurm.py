@@ -29,7 +29,7 @@ if ranks.is_main:
             heard.append(line)
 else:
     heard = None
-    socket.create_connection((meeting.address, meeting.port), timeout=30).sendall(mine.encode() + b"\\n")
+    socket.create_connection((meeting.address, meeting.port), timeout=60).sendall(mine.encode() + b"\\n")
 print(json.dumps({"step": mine, "rank": ranks.rank, "port": meeting.port, "heard": heard}), flush=True)
 """
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 from helpers.separate_hosts import SeparateHosts, need_separate_hosts
+from helpers.waiting import slowness
 
 pytestmark = pytest.mark.ranks
 
@@ -93,7 +94,7 @@ class Ranks:
 
 
 def _output(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out
 
@@ -168,7 +169,7 @@ def test_unresolvable_name_times_out_with_a_message(hosts):
         hosts.set_hosts(host, {})
     start = time.monotonic()
     results = Ranks(hosts, "n1.cluster").join(timeout_s=SHORT_S)
-    assert time.monotonic() - start < LIMIT_S
+    assert time.monotonic() - start < LIMIT_S * slowness()
     texts = [str(result["failed"]) for result in results]
     assert "1 of 3 peers have connected to n1.cluster, port " in texts[0]
     assert "missing: ranks 2-3" in texts[0]
@@ -201,7 +202,7 @@ def test_unresponsive_host_times_out(hosts):
         hosts.set_hosts(host, {"n1": unreachable})
     start = time.monotonic()
     results = Ranks(hosts, "n1").join(0, 1, timeout_s=SHORT_S)
-    assert time.monotonic() - start < LIMIT_S
+    assert time.monotonic() - start < LIMIT_S * slowness()
     for result in results:
         assert any(
             f"{unreachable}:" in str(result["failed"]) and reason in str(result["failed"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.commands import run_command
+from helpers.waiting import deadline_in
 
 from hpctrain.sandbox import Sandbox
 
@@ -33,7 +34,7 @@ def _free_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _cluster_problem(cluster: Sandbox, limit_s: float) -> str:
     """Return jobs and unavailable nodes that remain after the limit; an empty string if there are none."""
-    deadline = time.monotonic() + limit_s
+    deadline = deadline_in(limit_s)
     while True:
         jobs = run_command(["squeue", "--noheader", "--format=%i %j %T %r"], cluster.env).stdout.strip()
         nodes = {node: state for node, state in cluster.node_states().items() if state != "idle"}

@@ -43,7 +43,7 @@ def endpoint(tmp_path_factory) -> Iterator[str]:
         yield f"127.0.0.1:{ports[0]}"
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
 
 
 def is_listening(port: int) -> bool:

@@ -61,7 +61,7 @@ def executor(backend, tmp_path) -> Iterator[Executor]:
     for run in runs:
         run.cancel()
     for run in runs:
-        run.wait_for_end(timeout=60)
+        run.wait_for_end(timeout=120)
         for each in (run, *run.tasks()):
             assert_no_process_left(each.dir.path, timeout=30)
 

@@ -68,7 +68,7 @@ class Training:
         """Train to the end and return the digest of the weights."""
         with self.started() as ranks:
             for rank in ranks:
-                rank.join(60)
+                rank.join(120)
             assert [rank.exitcode for rank in ranks] == [0, 0], self.output()
         (digest,) = set(re.findall(r"^weights (\w+)$", self.output(), re.MULTILINE))
         return digest
@@ -90,10 +90,10 @@ class Training:
                     if "attached" not in (line := strace.stderr.readline()):
                         pytest.skip(f"strace may not attach here: {line.strip()}")
                     (self.run.path / "go").touch()
-                    ranks[victim].join(60)
+                    ranks[victim].join(120)
                     assert ranks[victim].exitcode is not None, self.output()
                     self.exitcode = ranks[victim].exitcode
-                    strace.communicate(timeout=20)
+                    strace.communicate(timeout=120)
                 finally:
                     strace.kill()
         return log.read_text().splitlines()

@@ -143,7 +143,7 @@ def test_manually_started_job_is_recorded_and_a_second_one_refused(tmp_path):
         refused = run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), str(JOB), check=False)
         assert refused.returncode == 2
         assert "still active" in refused.stderr
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
     assert run.status()["state"] == "COMPLETED"
 
 

@@ -303,7 +303,7 @@ def test_signal_cancels_the_training_and_leaves_nothing(number, own_code, tmp_pa
             wait_for(paused.exists, 60, "the import of pause.py")
             (folder,) = scratch.iterdir()
             process.send_signal(number)
-            assert process.wait(60) == 128 + number
+            assert process.wait(120) == 128 + number
         finally:
             process.kill()
     assert list(scratch.iterdir()) == []

@@ -11,9 +11,7 @@ from click.testing import CliRunner
 from helpers.run_histories import START, disturbed_run, started_run, write_run
 
 from hpctrain.cli.main import cli
-from hpctrain.forecast.forecast_check import calibrate, check_forecast
 from hpctrain.forecast.run_forecast import (
-    LEVELS,
     RunForecast,
     RunForecaster,
     TimeDistribution,
@@ -22,10 +20,7 @@ from hpctrain.forecast.run_forecast import (
 )
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.telemetry.report.json_report import json_report
-from hpctrain.telemetry.report.markdown_report import markdown_report
 from hpctrain.telemetry.report.run_data import RunContext, read_run_data
-from hpctrain.telemetry.report.run_page import render_run_page
 from hpctrain.telemetry.run_outcome import RunOutcome, kind_of, read_outcomes
 from hpctrain.telemetry.summarize_run import summarize_run
 
@@ -186,47 +181,11 @@ def test_damaged_outcomes_are_skipped(tmp_path):
     assert read_outcomes(tmp_path / "missing") == []
 
 
-def test_report_compares_the_run_with_its_forecast(tmp_path):
-    spec = {"backend": "slurm", "program": "script", "script": "/a.py", "nodes": 2, "gpus_per_node": 8}
-    history = started_run(60).steps(1, 1000, every=1).after(5, "finished", state="COMPLETED")
-    # The actual start is in the same second as the earliest one.
-    quantiles = {"start": [START + 60.4] * 4 + [START + 70], "end": [START + 900] * 4 + [START + 1000]}
-    history.events[0]["forecast"] = {
-        "runs": 4,
-        **quantiles,
-        "ettr": [0.9] * 5,
-        "gpu_hours": [4.0] * 4 + [5.0],
-    }
-    run_data = read_run_data(write_run(tmp_path / "r", history, **spec), RunContext(), now=START)
-    own = summarize_run(run_data)
-    earlier = [
-        replace(own, submitted=0.0, started=wait_s, ended=1000.0, forecast=None)
-        for wait_s in (1.0, 2, 3, 400, 500)
-    ]
-    run_data.forecast = check_forecast(run_data, [*earlier, own])
-    values = {one.name: (one.actual, one.is_in_range) for one in run_data.forecast.values}
-    assert values["start"][1] is True
-    assert values["end"][1] is False
-    assert values["GPU-hours"] == ("4.47", True)
-    assert run_data.forecast.calibration == [(level, 0.0) for level in LEVELS]
-    assert (
-        "time in the queue: higher than in 60.0% of 5 earlier runs of this kind"
-        in run_data.forecast.percentiles
-    )
-    assert json_report(run_data)["forecast"]["in_range"] == 0.0
-    for text in (markdown_report(run_data), render_run_page(run_data)):
-        assert (
-            "Of 1 completed run with a prediction in this folder, 0.0% ended in the predicted range." in text
-        )
-    assert 'id="calibration"' in render_run_page(run_data)
-
-
 @pytest.mark.parametrize(
     "record", [None, [], {"runs": 1}, {"runs": 1, "start": [1], "end": [1] * 5, "ettr": [1] * 5}]
 )
 def test_damaged_forecast_is_ignored(record):
     assert RunForecast.from_record(record) is None
-    assert calibrate([replace(OUTCOME, forecast=record)]) == ([], [])
 
 
 def test_submission_shows_and_records_the_forecast(tmp_path, monkeypatch):

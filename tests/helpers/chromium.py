@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from helpers.waiting import deadline_in
+
 _LIMIT_S = 30.0
 _NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
@@ -80,7 +82,7 @@ class Chromium:
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + _LIMIT_S
+        deadline = deadline_in(_LIMIT_S)
         while (answer := self._read(deadline)).get("id") != self._number:
             self._note(answer)
         assert "error" not in answer, answer
@@ -104,7 +106,7 @@ class Chromium:
         )
         self.emulate_media(dark=dark)
         self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
-        deadline = time.monotonic() + _LIMIT_S
+        deadline = deadline_in(_LIMIT_S)
         ready = "document.readyState == 'complete' && document.documentElement.dataset.ready == 'yes'"
         while not self.evaluate(ready):
             assert time.monotonic() < deadline, f"the page is not ready after {_LIMIT_S} s: {self.console}"

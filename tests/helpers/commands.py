@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from helpers import REPOSITORY
+from helpers.waiting import deadline_in, scaled
 
 _SCHEDULER_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "HPCTRAIN_")
 
@@ -60,7 +61,7 @@ def run_command(
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=scaled(timeout))
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
@@ -81,7 +82,7 @@ def run_on_terminal(argv: list[str], cwd: Path, columns: int, limit_s: float = 6
     env = environment({"COLUMNS": str(columns), "LINES": "20", "TERM": "xterm", "NO_COLOR": "1"})
     process = subprocess.Popen(argv, cwd=cwd, env=env, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
-    output, deadline = b"", time.monotonic() + limit_s
+    output, deadline = b"", deadline_in(limit_s)
     try:
         while True:
             ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
@@ -93,7 +94,7 @@ def run_on_terminal(argv: list[str], cwd: Path, columns: int, limit_s: float = 6
             if not new:
                 break
             output += new
-        assert process.wait(10) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         process.wait()

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from helpers.commands import environment
+from helpers.waiting import deadline_in
 from hpctrain.errors import EXIT_CONTINUE
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -90,7 +91,7 @@ def _wait_for_all(processes: list, timeout: float) -> str | None:
 
     If a rank stops, the others do so, too, so they are not killed.
     """
-    deadline, stop = time.monotonic() + timeout, None
+    deadline, stop = deadline_in(timeout), None
     running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
     while running:
         ready = wait(list(running), max(0.0, deadline - time.monotonic()))

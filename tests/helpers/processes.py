@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from helpers.waiting import deadline_in
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.rundir import RUN_DIR_VARIABLE
 
@@ -26,7 +27,7 @@ def run_processes(run_dir: Path) -> list[ProcessInfo]:
 
 def assert_no_process_left(run_dir: Path, timeout: float = 10.0) -> None:
     """Fail if processes of the run remain after `timeout` seconds, and list them."""
-    deadline = time.monotonic() + timeout
+    deadline = deadline_in(timeout)
     while remaining := run_processes(run_dir):
         if time.monotonic() > deadline:
             lines = "\n".join(f"{process.pid}: {' '.join(process.argv)}" for process in remaining)

@@ -20,6 +20,7 @@ from typing import Any
 
 from helpers.commands import environment
 from helpers.fork_server import CONTEXT, enter_rank, free_port, start_process, torchrun_variables
+from helpers.waiting import deadline_in
 
 _VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -113,7 +114,7 @@ class _Rank:
 
 def _wait_for_results(ranks: list[_Rank], timeout: float, killed: Sequence[int]) -> str | None:
     """Wait until all ranks have returned and ended; return the first problem otherwise."""
-    deadline = time.monotonic() + timeout
+    deadline = deadline_in(timeout)
     waiting = dict(enumerate(ranks))
     while waiting:
         connections = {rank.connection: number for number, rank in waiting.items()}

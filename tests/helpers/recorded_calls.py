@@ -12,6 +12,7 @@ import pytest
 
 from helpers import fork_server
 from helpers.crash_states import Call, Disk
+from helpers.waiting import deadline_in
 
 _TRACED = (
     "openat,open,creat,write,pwrite64,writev,pwritev,pwritev2,ftruncate,truncate,fallocate,fsync,fdatasync,"
@@ -43,8 +44,8 @@ def record(folder: Path, processes: Sequence[tuple[Callable[..., None], tuple[ob
     try:
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
             for process in started:
-                process.join(90)
-            _, errors = strace.communicate(timeout=60)
+                process.join(120)
+            _, errors = strace.communicate(timeout=120)
     finally:
         for process in started:
             process.kill()
@@ -60,7 +61,7 @@ def record(folder: Path, processes: Sequence[tuple[Callable[..., None], tuple[ob
 
 
 def _call_traced(function: Callable[..., None], arguments: tuple[object, ...]) -> None:
-    status, deadline = Path("/proc/self/status"), time.monotonic() + 60
+    status, deadline = Path("/proc/self/status"), deadline_in(60)
     while "TracerPid:\t0\n" in status.read_text() and time.monotonic() < deadline:
         time.sleep(0.002)
     function(*arguments)

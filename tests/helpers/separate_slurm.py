@@ -14,7 +14,7 @@ from typing import Any, Self
 from helpers.commands import run_command
 from helpers.separate_hosts import SeparateHosts
 from helpers.training_runs import Run
-from helpers.waiting import wait_for
+from helpers.waiting import scaled, wait_for
 from hpctrain.sandbox import setup, teardown
 from hpctrain.sandbox.daemons import Daemon, daemons
 from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of
@@ -89,7 +89,7 @@ class SeparateSlurm:
     def _start(self, daemon: Daemon) -> None:
         host = "n1" if daemon.node is None else self._host(daemon.node)
         process = self._hosts.start(host, daemon.argv, daemon.environ)
-        out, err = process.communicate(timeout=_START_LIMIT_S)
+        out, err = process.communicate(timeout=scaled(_START_LIMIT_S))
         assert process.returncode == 0, f"{daemon.label}: {out}{err}{daemon.log_tail()}"
 
     def _write_conf(self) -> None:

@@ -25,7 +25,7 @@ import pytest
 
 from helpers import REPOSITORY
 from helpers.commands import environment, run_command
-from helpers.waiting import wait_for
+from helpers.waiting import deadline_in, wait_for
 from hpctrain.remote.ssh_connection import SshConnection
 
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -87,7 +87,7 @@ class Laptop:
             os.chdir(self.project)
             argv = [sys.executable, "-m", "hpctrain", *args]
             os.execve(sys.executable, argv, environment({**self.env, "TERM": "xterm"}))
-        shown, left, deadline = "", list(answers), time.monotonic() + timeout
+        shown, left, deadline = "", list(answers), deadline_in(timeout)
         try:
             while True:
                 ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from helpers.commands import environment
-from helpers.waiting import wait_for
+from helpers.waiting import deadline_in, wait_for
 
 
 class Terminal:
@@ -53,7 +53,7 @@ class Terminal:
 
     def expect(self, text: str, limit_s: float = 60.0) -> str:
         """Read until `text` appears; return the output before it."""
-        deadline = time.monotonic() + limit_s
+        deadline = deadline_in(limit_s)
         while text.encode() not in self._output:
             if not self._read(deadline):
                 raise AssertionError(f"no {text!r} within {limit_s} s, but: {self._output.decode()}")
@@ -62,7 +62,7 @@ class Terminal:
 
     def wait(self, limit_s: float = 60.0) -> int:
         """Return the exit code of the command."""
-        deadline = time.monotonic() + limit_s
+        deadline = deadline_in(limit_s)
         while self._read(deadline):
             pass
         assert time.monotonic() < deadline, f"no end within {limit_s} s: {self._output.decode()}"

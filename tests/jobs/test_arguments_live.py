@@ -34,7 +34,7 @@ if sys.argv[1] == "-m":
     command = [spec.python, "rank", json.dumps([spec.script, *spec.args])]
     variables = {{"HPCTRAIN_ATTEMPT": "0", "OUT": str(run.path / "seen.json")}}
     step = SrunLauncher(spec, os.environ).start(command, variables, events.put)
-    while not isinstance(events.get(timeout=60), StepEnded):
+    while not isinstance(events.get(timeout=120), StepEnded):
         pass
     step.close()
     run.log_event("finished", 0, state="COMPLETED", exit_code=0)
@@ -97,7 +97,7 @@ def test_ranks_receive_exactly_what_was_given(
         path.name, args, options, environ=environment(slurm.env), cwd=cwd, python=launcher
     )
     run = submit_prepared(submission)
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     seen = json.loads((run.dir.path / "seen.json").read_text())
     assert (seen["script"], seen["args"], seen["cwd"]) == (str(path), args, str(cwd))
     assert {key: seen["env"][key] for key in env} == env

@@ -47,7 +47,7 @@ def max_concurrent(run: Run) -> int:
 def test_tasks_run_in_their_own_folders_within_the_throttle(prepared, array, at_once):
     submission = prepared("meet", str(at_once), array=array, run_dir="r")
     run = submit_prepared(submission)
-    assert run.wait(timeout=30).state is RunState.COMPLETED
+    assert run.wait(timeout=120).state is RunState.COMPLETED
     assert max_concurrent(run) == at_once
     assert run.dir.tasks() == list(range(len(run.tasks())))
     for index, task in enumerate(run.tasks()):
@@ -92,7 +92,7 @@ def test_pending_or_running_task_is_cancelled_alone(prepared):
     wait_for(lambda: states(run) == ["CANCELLED", "RUNNING", "RUNNING", "CANCELLED"], 20, "the third to run")
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
-        run.wait(timeout=20)
+        run.wait(timeout=120)
     assert states(run) == ["CANCELLED"] * 4
     assert not last.dir.attempts()
     assert_no_process_left(run.dir.path)
@@ -102,7 +102,7 @@ def test_end_of_the_array_supervisor_ends_its_tasks(prepared):
     run = submit_prepared(prepared("sleep", array="0-2%2", run_dir="r"))
     wait_for(lambda: states(run).count("RUNNING") == 2, 20, "two tasks to run")
     os.kill(int(run.dir.lock.read_text()), signal.SIGTERM)
-    assert run.wait_for_end(timeout=20).state is RunState.CANCELLED
+    assert run.wait_for_end(timeout=120).state is RunState.CANCELLED
     assert_no_process_left(run.dir.path)
 
 
@@ -111,7 +111,7 @@ def test_vanished_task_fails_and_the_others_continue(prepared):
     with pytest.raises(
         RunFailed, match="task-1: the supervisor of this task exited with code 9 without reporting a cause"
     ):
-        run.wait(timeout=20)
+        run.wait(timeout=120)
     assert states(run) == ["COMPLETED", "FAILED", "COMPLETED"]
 
 
@@ -132,9 +132,9 @@ def test_pending_tasks_fail_when_the_array_supervisor_is_killed(prepared):
 
 def test_some_tasks_of_an_array_are_resubmitted(prepared):
     run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
-    run.wait_for_end(timeout=20)
+    run.wait_for_end(timeout=120)
     resubmitted = submit_prepared(prepared(array="1,3", run_dir="r"))
-    assert resubmitted.wait(timeout=20).state is RunState.COMPLETED
+    assert resubmitted.wait(timeout=120).state is RunState.COMPLETED
     assert [task.status().attempt for task in resubmitted.tasks()] == [0, 1, 0, 0]
     first_id = next(run.dir.read_events())["job_id"]
     jobs = [f"{first_id}_0", f"{resubmitted.job_id}_1", f"{first_id}_2", f"{resubmitted.job_id}_3"]
@@ -148,12 +148,12 @@ def test_active_array_refuses_another_submission(prepared):
         submit_prepared(prepared(array="5", run_dir="r"))
     assert run.dir.tasks() == [0, 1]
     run.cancel()
-    run.wait_for_end(timeout=20)
+    run.wait_for_end(timeout=120)
 
 
 def test_script_of_an_array_can_be_started_manually(prepared, monkeypatch):
     run = submit_prepared(prepared(array="0-1", run_dir="r"))
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     # No submission is about to be recorded, so there is nothing to wait for. The supervisor runs in this
     # process.
     monkeypatch.setattr("hpctrain.supervisor.acquire_run._RECORD_LIMIT_S", 0.0)
@@ -177,7 +177,7 @@ def test_script_of_an_array_can_be_started_manually(prepared, monkeypatch):
     ],
 )
 def test_array_and_single_run_cannot_continue_as_each_other(prepared, first, second, message):
-    submit_prepared(prepared(run_dir="r", **first)).wait(timeout=20)
+    submit_prepared(prepared(run_dir="r", **first)).wait(timeout=120)
     with pytest.raises(SpecError, match=message):
         prepared(**{"run_dir": "r", **second})
 
@@ -192,7 +192,7 @@ def test_failed_submission_removes_only_its_own_files(prepared, tmp_path, monkey
             submit_prepared(prepared(array="0-2", run_dir="r"))
     assert not (tmp_path / "r").exists()
     run = submit_prepared(prepared(array="0-1", run_dir="r"))
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
     with pytest.raises(SchedulerError, match="no more processes"):
         submit_prepared(prepared(array="1-2", run_dir="r"))

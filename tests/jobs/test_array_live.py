@@ -57,7 +57,7 @@ def test_twenty_tasks_with_a_throttle_have_their_folders_and_logs(prepared, envi
     """In a folder named like a file name pattern, with fake supervisors."""
     folder = tmp_path / "a%j %a"
     run = submit_prepared(prepared(array="0-38:2%4", run_dir=folder, backend="slurm", environ=environ))
-    assert run.wait(timeout=60).state is RunState.COMPLETED
+    assert run.wait(timeout=120).state is RunState.COMPLETED
     assert run.dir.tasks() == list(range(0, 39, 2))
     for task in run.tasks():
         seen = json.loads((task.dir.path / "seen.json").read_text())["env"]
@@ -74,7 +74,7 @@ def test_requeue_and_cancel_affect_one_task_only(submit):
     first, middle, last = run.tasks()
     wait_for(lambda: all(has_started(task) for task in run.tasks()), 40, "all tasks to start")
     last.requeue()
-    assert last.wait(timeout=40).attempt == 1
+    assert last.wait(timeout=120).attempt == 1
     middle.cancel()
     wait_for(lambda: middle.status().state is RunState.CANCELLED, 20, "the end of the task")
     assert first.status().state is RunState.RUNNING
@@ -85,7 +85,7 @@ def test_requeue_and_cancel_affect_one_task_only(submit):
     run.cancel()
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
     resubmitted = submit(array="1")
-    assert resubmitted.wait_for_end(timeout=40).tasks == {RunState.CANCELLED: 1, RunState.COMPLETED: 2}
+    assert resubmitted.wait_for_end(timeout=120).tasks == {RunState.CANCELLED: 1, RunState.COMPLETED: 2}
 
 
 @pytest.mark.long
@@ -97,7 +97,7 @@ def test_requeue_reports_the_task_without_ranks_and_requeues_the_others(submit):
     )
     with pytest.raises(SchedulerError, match=rf"No rank of job {last.job_id} is .* The other jobs"):
         run.requeue()
-    assert first.wait(timeout=40).attempt == 1
+    assert first.wait(timeout=120).attempt == 1
     run.cancel()
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
 
@@ -108,7 +108,7 @@ def test_preemption_affects_one_task_only(submit, environ):
     wait_for(lambda: all(has_started(task) for task in run.tasks()), 40, "all tasks to start")
     node = next(event["hosts"][0] for event in run.tasks()[1].dir.read_events() if event["kind"] == "started")
     run_command(["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true"], environ)
-    assert run.tasks()[1].wait(timeout=60).attempt == 1
+    assert run.tasks()[1].wait(timeout=120).attempt == 1
     assert run.tasks()[0].status().state is RunState.RUNNING
     assert attempts(run) == [1, 2]
     run.cancel()
@@ -133,10 +133,10 @@ def test_dependent_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_pa
     assert f"afterok:{array.job_id}_*(unfulfilled)" in dependency(after)
     assert f"afterok:{array.job_id}_1(unfulfilled)" in dependency(after_task)
     run_command(["scontrol", "release", f"{array.job_id}_1"], environ)
-    assert after_task.wait(timeout=20).state is RunState.COMPLETED
+    assert after_task.wait(timeout=120).state is RunState.COMPLETED
     assert after.status().state is RunState.PENDING
     run_command(["scontrol", "release", f"{array.job_id}_0"], environ)
-    assert after.wait(timeout=30).state is RunState.COMPLETED
+    assert after.wait(timeout=120).state is RunState.COMPLETED
 
 
 @pytest.mark.extended
@@ -147,10 +147,10 @@ def test_sweep_is_extended_while_it_is_pending(prepared, environ):
     sweep = submit_prepared(prepared(array=small.array([0, 1]), sbatch={"hold": ""}, **options), sweep=small)
     large = replace(small, space={"n": "0:3"}).with_trials()
     submit_prepared(prepared(array=large.array([2]), **options), sweep=large)
-    assert sweep.tasks()[2].wait(timeout=40).state is RunState.COMPLETED
+    assert sweep.tasks()[2].wait(timeout=120).state is RunState.COMPLETED
     assert sweep.status().tasks == {"PENDING": 2, "COMPLETED": 1}
     run_command(["scontrol", "release", sweep.tasks()[0].job_id.partition("_")[0]], environ)
-    assert sweep.wait(timeout=40).tasks == {"COMPLETED": 3}
+    assert sweep.wait(timeout=120).tasks == {"COMPLETED": 3}
     assert [load_spec(task.dir.spec).args for task in sweep.tasks()] == [("--n", str(n)) for n in range(3)]
     assert read_sweep(sweep.dir) == large
 

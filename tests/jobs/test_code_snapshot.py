@@ -13,7 +13,7 @@ from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
+from hpctrain.jobs.submit.code_snapshot import CodeSnapshot, plan_snapshot
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.load_spec import load_spec
 
@@ -61,7 +61,7 @@ def repo(tmp_path) -> Path:
 def submit_and_get_copy(prepared, repo: Path, **options) -> Path:
     """Return the code snapshot of a submission."""
     run = submit_prepared(prepared(script=repo / "train.py", **options))
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     code = load_spec(run.dir.spec).code
     assert code is not None
     assert code.script == f"{code.copy}/train.py"
@@ -193,7 +193,7 @@ def test_resubmitted_run_gets_a_new_copy(prepared, repo):
 @pytest.mark.slow
 def test_array_tasks_share_one_copy(prepared, repo):
     run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     codes = {load_spec(run.dir.task(index).spec).code for index in (0, 1)} | {load_spec(run.dir.spec).code}
     (code,) = codes
     assert code is not None
@@ -203,20 +203,21 @@ def test_array_tasks_share_one_copy(prepared, repo):
 def test_ignored_script_is_copied(prepared, repo):
     (repo / "data" / "train.py").touch()
     run = submit_prepared(prepared(script=repo / "data" / "train.py"))
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     code = load_spec(run.dir.spec).code
     assert code is not None
     assert Path(code.script).read_text() == ""
     assert not (Path(code.copy) / "data" / "x.txt").exists()
 
 
-def test_missing_repository_is_noted(prepared, script):
+def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
+    _, (note,) = plan_snapshot(str(script), 1, environment())
+    assert "the code is not copied (not in a git repository)" in note
     submission = prepared(script=script)
     assert submission.snapshot is None
-    (note,) = [note for note in submission.notes if "not copied" in note]
-    assert "(not in a git repository)" in note
+    assert submission.notes == ()
     run = submit_prepared(submission)
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     spec = load_spec(run.dir.spec)
     assert (spec.code, spec.entry) == (None, str(script))
     assert not (run.dir.path / "code").exists()
@@ -339,7 +340,7 @@ def test_requeued_run_uses_the_submitted_code(prepared, repo):
     for name in sources:
         (repo / name).write_text("raise SystemExit('edited')\n")
     run.requeue()
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     before, after = (json.loads(path.read_text()) for path in seen)
     assert before == after == ["submitted", "submitted", "submitted", "data", str(repo)]
 

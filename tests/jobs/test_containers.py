@@ -125,7 +125,7 @@ def project(tmp_path) -> ContainerProject:
 
 def test_ranks_run_in_fake_apptainer(project):
     run = project.submit({}, "none", backend="local", ntasks_per_node=2)
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     for rank in (0, 1):
         env = project.check(run, 0, rank)
         assert env["CUDA_VISIBLE_DEVICES"] == ""
@@ -135,7 +135,7 @@ def test_ranks_run_in_fake_apptainer(project):
 @pytest.mark.long
 def test_modules_run_in_fake_apptainer(project):
     run = project.submit({}, "none", script="train", program="module", backend="local", ntasks_per_node=2)
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     for rank in (0, 1):
         project.check(run, 0, rank)
 
@@ -145,7 +145,7 @@ def test_commands_run_in_fake_apptainer(project):
     script.write_text('#!/bin/sh\necho "rank $RANK in the $ONLY: $2"\n')
     script.chmod(0o755)
     run = project.submit({}, "none", script="./train.sh", program="command", backend="local")
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     assert "rank 0 in the image: none" in run.dir.rank_log(0, 0).read_text()
 
 
@@ -153,7 +153,7 @@ def test_requeue_in_fake_apptainer(project):
     run = project.submit({}, "0", backend="local", ntasks_per_node=2)
     wait_for(lambda: (run.dir.path / "seen-0-1.json").exists(), 60, "the first attempt")
     run.requeue()
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     project.check(run, 1, 1)
 
 
@@ -164,21 +164,21 @@ def test_ranks_run_and_are_requeued_in_fake_pyxis(project, slurm):
         lambda: all((run.dir.path / f"seen-0-{rank}.json").exists() for rank in range(4)), 60, "attempt 0"
     )
     run.requeue()
-    run.wait(timeout=90)
+    run.wait(timeout=120)
     devices = [project.check(run, 1, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(4)]
     assert all(set(device.split(",")) <= {"0", "1"} for device in devices)
 
 
 def test_ranks_run_in_fake_apptainer_under_slurm(project, slurm):
     run = project.submit(slurm.env, "none", backend="slurm", nodes=2, container_runtime="apptainer")
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     assert [project.check(run, 0, rank)["SLURM_PROCID"] for rank in (0, 1)] == ["0", "1"]
 
 
 @pytest.mark.long
 def test_torchrun_agents_in_fake_apptainer(project):
     run = project.submit({}, "none", backend="local", ntasks_per_node=2, launcher="torchrun")
-    run.wait(timeout=90)
+    run.wait(timeout=120)
     for rank in (0, 1):
         assert "TORCHELASTIC_RUN_ID" in project.check(run, 0, rank)
 
@@ -186,7 +186,7 @@ def test_torchrun_agents_in_fake_apptainer(project):
 def test_missing_runtime_on_the_path_of_the_job_is_reported(project):
     run = project.submit({}, "none", backend="local", setup=["export PATH=/usr/bin:/bin"])
     with pytest.raises(RunFailed, match=r"Neither apptainer nor singularity is on the PATH.*--module"):
-        run.wait(timeout=30)
+        run.wait(timeout=120)
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def test_ranks_have_the_resources_of_the_job(slurm, tmp_path):
             script, (), options, environ=environment(slurm.env), cwd=tmp_path, python=sys.executable
         )
     )
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     seen = json.loads(run.dir.rank_log(0, 1).read_text())
     assert "TRES=cpu=6," in seen["step"]
     expected = {

@@ -81,3 +81,11 @@ def test_failures_before_the_last_submission_are_ignored(run):
     for kind, cause in (("submitted", ""), ("failure", "old"), ("submitted", ""), ("failure", "new")):
         run.log_event(kind, 0, cause=cause, job_id="1", backend="local")
     assert [failure["cause"] for failure in failures_since_submission(run.read_events())] == ["new"]
+
+
+def test_successor_job_continues_the_submission(run):
+    run.log_event("submitted", 0, job_id="1", backend="slurm")
+    run.log_event("failure", 0, cause="in the first job")
+    run.log_event("submitted", 1, job_id="2", backend="slurm", after="1")
+    failures = failures_since_submission(run.read_events())
+    assert [failure["cause"] for failure in failures] == ["in the first job"]

@@ -33,7 +33,7 @@ HOSTILE = ["a b", "a'b", 'a"b', "$(touch pwned)", "a;touch pwned", "#SBATCH --x"
 
 def test_run_completes_and_reports_its_status(prepared):
     run = submit_prepared(prepared())
-    status = run.wait(timeout=20)
+    status = run.wait(timeout=120)
     assert (status.state, status.step, status.loss, status.attempt) == (RunState.COMPLETED, 7, 0.5, 0)
     assert (status.backend, status.job_id) == ("local", run.job_id)
     seen = json.loads((run.dir.path / "seen.json").read_text())
@@ -48,7 +48,7 @@ def test_arguments_arrive_unchanged(prepared, tmp_path):
     script = tmp_path / "my $(touch pwned)\n.py"
     script.write_text("")
     run = submit_prepared(prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}))
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     spec = load_spec(run.dir.spec)
     assert spec.args == tuple(HOSTILE)
     assert spec.env == {"V": "\n".join(HOSTILE)}
@@ -66,7 +66,7 @@ def test_active_run_refuses_another_submission_and_can_be_cancelled(prepared, tm
         run.wait(timeout=0.1)
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
-        run.wait(timeout=20)
+        run.wait(timeout=120)
     assert run.cancel().state is RunState.CANCELLED
     with pytest.raises(SpecError, match="CANCELLED"):
         run.requeue()
@@ -78,25 +78,25 @@ def test_requeue_waits_until_the_ranks_can_be_signalled(prepared, script):
     script.write_text("import os, time\ntime.sleep(60 * (os.environ['HPCTRAIN_ATTEMPT'] == '0'))\n")
     run = submit_prepared(prepared(python=sys.executable))
     run.requeue()
-    assert run.wait(timeout=60).attempt == 1
+    assert run.wait(timeout=120).attempt == 1
 
 
 @pytest.mark.ranks
 def test_ranks_use_the_requested_cpus(prepared, script):
     script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
     run = submit_prepared(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
 
 
 @pytest.mark.ranks
 def test_background_processes_of_the_job_script_end_with_the_run(prepared):
     run = submit_prepared(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
-    assert run.wait(timeout=60).state is RunState.COMPLETED
+    assert run.wait(timeout=120).state is RunState.COMPLETED
     background_process = Path("/proc", (run.dir.path / "pid").read_text().strip())
     wait_for(lambda: not (background_process / "exe").exists(), 10, "its end")
     resubmitted = submit_prepared(prepared(run_dir="r"))  # takes the lock
-    resubmitted.wait(timeout=20)
+    resubmitted.wait(timeout=120)
 
 
 def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monkeypatch):
@@ -107,16 +107,16 @@ def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monk
     assert run.status().state is RunState.RUNNING
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
-        run.wait(timeout=20)  # Processes of the script would still hold the lock.
+        run.wait(timeout=120)  # Processes of the script would still hold the lock.
 
 
 def test_ended_run_can_be_resubmitted(prepared):
     run = submit_prepared(prepared("fail", run_dir="r"))
     with pytest.raises(RunFailed, match=r"rank 3 crashed: RuntimeError: boom\. Log: .*rank-00000.log"):
-        run.wait(timeout=20)
+        run.wait(timeout=120)
     run.dir.cancel_request.touch()
     resubmitted = submit_prepared(prepared(run_dir="r", nodes=2))
-    status = resubmitted.wait(timeout=20)
+    status = resubmitted.wait(timeout=120)
     assert (status.attempt, resubmitted.dir.cancel_request.exists()) == (1, False)
     assert [event["attempt"] for event in resubmitted.dir.read_events() if event["kind"] == "submitted"] == [
         0,
@@ -126,7 +126,7 @@ def test_ended_run_can_be_resubmitted(prepared):
 
 def test_changes_of_a_resubmitted_run_are_reported(prepared):
     run = submit_prepared(prepared("--lr", "0.1", run_dir="r"))
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     (note,) = prepared("--lr", "0.5", run_dir="r").notes
     assert "continues with arguments '--lr 0.5' instead of '--lr 0.1'" in note
     assert prepared("--lr", "0.1", run_dir="r").notes == ()
@@ -138,7 +138,7 @@ def test_run_that_is_still_starting_cannot_be_attached_to(prepared):
         require_running(run, [0], option="--rank", done="attached to")
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
-        run.wait(timeout=20)
+        run.wait(timeout=120)
     status = run.status()
     assert (status.state, status.words) == (RunState.CANCELLED, "")
 
@@ -146,7 +146,7 @@ def test_run_that_is_still_starting_cannot_be_attached_to(prepared):
 def test_vanished_supervisor_is_a_failure_with_a_log(prepared):
     run = submit_prepared(prepared("vanish"))
     with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
-        run.wait(timeout=20)
+        run.wait(timeout=120)
 
 
 def test_supervisor_that_cannot_start_is_reported_in_the_log(prepared, tmp_path, fake_python):
@@ -154,7 +154,7 @@ def test_supervisor_that_cannot_start_is_reported_in_the_log(prepared, tmp_path,
     script = submission.script.replace(fake_python, "/nowhere/python")
     run = submit_prepared(type(submission)(**{**vars(submission), "script": script}))
     with pytest.raises(RunFailed, match="exited without reporting a result"):
-        run.wait(timeout=20)
+        run.wait(timeout=120)
     assert "/nowhere/python" in run.dir.slurm_log.read_text()
 
 
@@ -183,12 +183,12 @@ def test_one_of_several_concurrent_submissions_wins(prepared):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     (run,) = [outcome for outcome in outcomes if not isinstance(outcome, SpecError)]
     assert len(outcomes) == 4
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     run.cancel()
-    run.wait_for_end(timeout=20)
+    run.wait_for_end(timeout=120)
 
 
 def test_follow_shows_every_attempt_and_ends_with_the_status(prepared):
@@ -208,7 +208,7 @@ def test_follow_shows_every_attempt_and_ends_with_the_status(prepared):
 
 def test_follow_of_a_resubmitted_run_starts_at_the_new_attempt(prepared):
     first = submit_prepared(prepared(run_dir="r"))
-    first.wait(timeout=20)
+    first.wait(timeout=120)
     second = submit_prepared(prepared(run_dir="r"))
     for whole in (True, False):
         *items, _ = list(follow_run(second, whole=whole))
@@ -217,7 +217,7 @@ def test_follow_of_a_resubmitted_run_starts_at_the_new_attempt(prepared):
 
 def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
     run = submit_prepared(prepared())
-    run.wait(timeout=20)
+    run.wait(timeout=120)
     runs_dir = tmp_path / "runs"
     assert find_run(run.run_id, runs_dir, {}).dir == run.dir
     assert find_run(str(run.dir.path), tmp_path / "elsewhere", {}).dir == run.dir
@@ -282,7 +282,7 @@ def test_lock_file_names_the_supervisor(prepared):
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         assert str(run.dir.path) in shlex.join(map(os.fsdecode, file.read().split(b"\0")))
     run.cancel()
-    run.wait_for_end(timeout=20)
+    run.wait_for_end(timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_script_started_manually_runs_the_next_attempt(backend, extra_options, t
     run = submit_prepared(
         prepare_submission(script, args, all_options, environ=environ, cwd=tmp_path, python=sys.executable)
     )
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     assert "Written by `hpctrain submit` " in run.dir.job_script.read_text()
     command = _MANUALLY.search(run.dir.job_script.read_text())
     assert command is not None
@@ -40,7 +40,7 @@ def test_script_started_manually_runs_the_next_attempt(backend, extra_options, t
         log = each.dir.rank_log(1, 0)
         wait_for(lambda log=log: log.exists() and log.read_text(), 60, "the second start")
         assert log.read_text() == f"attempt 1 {list(args)}\n"
-    assert run.wait(timeout=60).state is RunState.COMPLETED
+    assert run.wait(timeout=120).state is RunState.COMPLETED
 
 
 @pytest.mark.long
@@ -79,7 +79,7 @@ def test_script_started_manually_during_its_run_is_refused(backend, tmp_path, re
         assert run.status().state is RunState.RUNNING
     finally:
         flag.touch()
-    assert run.wait(timeout=60).attempt == 0
+    assert run.wait(timeout=120).attempt == 0
 
 
 @pytest.mark.long
@@ -97,7 +97,7 @@ def test_pending_manual_job_is_cancelled_with_the_run(tmp_path, slurm):
     waiting = run_command(sbatch, environ).stdout.strip()
     time.sleep(1.1)  # Slurm reports submission times in whole seconds.
     run.cancel()
-    assert run.wait_for_end(timeout=60).state is RunState.CANCELLED
+    assert run.wait_for_end(timeout=120).state is RunState.CANCELLED
     before = list(run.dir.read_events())
     query = ["scontrol", "show", "job", waiting]
     ended = re.compile("JobState=(FAILED|COMPLETED|CANCELLED|TIMEOUT)")
@@ -107,4 +107,4 @@ def test_pending_manual_job_is_cancelled_with_the_run(tmp_path, slurm):
     assert list(run.dir.read_events()) == before
     resubmitted = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
     wait_for(lambda: run.job_id == resubmitted, 60, "the record of the second start")
-    assert run.wait(timeout=60).attempt == 1
+    assert run.wait(timeout=120).attempt == 1

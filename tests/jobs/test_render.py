@@ -37,7 +37,7 @@ HOSTILE = [
 @pytest.mark.parametrize("name", JOBS)
 def test_scripts_match_the_golden_files(name):
     assert golden_text(name) == golden_file(name).read_text(), "see golden_scripts.py"
-    result = subprocess.run(["bash", "-n", golden_file(name)], capture_output=True, text=True, timeout=10)
+    result = subprocess.run(["bash", "-n", golden_file(name)], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -82,7 +82,7 @@ def test_names_are_never_executed(make_spec, tmp_path, word):
         make_spec(run_dir=str(run_dir), python=str(python), name=word, script=f"/x/{word}\ntouch pwned")
     )
     (tmp_path / "job").write_text(text)
-    result = subprocess.run(["bash", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=10)
+    result = subprocess.run(["bash", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (result.stdout, result.stderr) == (f"{run_dir}\n", "")
     assert not list(tmp_path.rglob("pwned"))
 
@@ -142,7 +142,7 @@ def prefix_and_variables_of_rank(prepared, script, python, environ=None, **optio
     script.write_text(DUMP)
     submission = prepared(python=python, environ=environment(environ), **options)
     run = submit_prepared(submission)
-    run.wait(timeout=60)
+    run.wait(timeout=120)
     return json.loads(run.dir.rank_log(0, 0).read_text())
 
 
@@ -167,7 +167,7 @@ def test_setup_lines_run_in_order_and_reach_the_ranks(prepared, script):
 @pytest.mark.ranks
 def test_failed_setup_line_ends_the_job(prepared):
     with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
-        submit_prepared(prepared(setup=["cat /nowhere"])).wait(timeout=20)
+        submit_prepared(prepared(setup=["cat /nowhere"])).wait(timeout=120)
 
 
 @pytest.mark.ranks

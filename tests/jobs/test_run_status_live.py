@@ -12,7 +12,7 @@ import pytest
 from helpers.batch_jobs import SlurmJobs
 from helpers.commands import environment
 from helpers.slurm_states import JobStates, check_status
-from helpers.waiting import wait_for
+from helpers.waiting import deadline_in, wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
@@ -195,7 +195,7 @@ def run_scenarios(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path
         runs[name] = slurm.submit(folder / name, scenario.script, "--ntasks=1", "--time=5", *options)
         waiting[name] = scenario.steps(slurm, runs[name])
         awaited[name] = next(waiting[name])
-    deadline = time.monotonic() + limit_s
+    deadline = deadline_in(limit_s)
     last: dict[str, RunStatus] = {}
     checked: Counter[str] = Counter()
     states = JobStates(slurm.environ)
@@ -258,7 +258,7 @@ def follow_tasks(run: Run, limit_s: float, paths: dict[int, str] | None = None) 
     """Yield the status of an array until its end, and check that each task is on its path."""
     seen: dict[str, list[str]] = {task.run_id: [] for task in run.tasks()}
     allowed = {run.tasks()[index].run_id: path for index, path in (paths or {}).items()}
-    deadline = time.monotonic() + limit_s
+    deadline = deadline_in(limit_s)
     states, checked = JobStates(run.environ), 0
     while True:
         assert time.monotonic() < deadline, f"no end after {limit_s} s: {seen}"

@@ -84,7 +84,7 @@ def test_texts_arrive_unchanged(prepared, environ, tmp_path, text):
         environ={**environ, "SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SBATCH_NO_REQUEUE": "1"},
     )
     run = submit_prepared(submission)
-    run.wait(timeout=30)
+    run.wait(timeout=120)
     spec = load_spec(run.dir.spec)
     assert (spec.args, spec.env, spec.script, spec.name) == (tuple(HOSTILE), {"V": text}, str(script), text)
     seen = json.loads((run.dir.path / "seen.json").read_text())
@@ -104,10 +104,10 @@ def test_all_states_of_a_run_are_reported(prepared, environ):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=environ))
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
-        run.wait(timeout=45)
+        run.wait(timeout=120)
     resubmitted = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
     with pytest.raises(RunFailed, match=r"failed: Slurm reports FAILED\. Log: .*slurm\.log"):
-        resubmitted.wait(timeout=30)
+        resubmitted.wait(timeout=120)
 
 
 def test_held_run_can_be_cancelled(prepared, environ):

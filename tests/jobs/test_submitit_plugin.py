@@ -219,6 +219,6 @@ def test_hydra_submits_a_multirun_without_waiting(tmp_path):
     run = find_run(str(array), tmp_path, environment())
     assert run.status().state is RunState.PENDING
     run.cancel()
-    assert run.wait_for_end(timeout=60).state is RunState.CANCELLED
+    assert run.wait_for_end(timeout=120).state is RunState.CANCELLED
     (array / "go").touch()
     wait_for(lambda: not run_processes(array), 60, "the end of the job script")

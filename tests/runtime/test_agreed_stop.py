@@ -49,7 +49,7 @@ def test_rank_waits_after_the_step_in_progress_until_the_common_step(activity):
     with pytest.raises(queue.Empty):
         stopped.get(timeout=0.1)
     stop.stop_after(9)
-    assert stopped.get(timeout=5) is False
+    assert stopped.get(timeout=120) is False
     activity.step = 9
     assert stop.after_step()
     thread.join()

@@ -53,7 +53,7 @@ def assign_all(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     return [results[index] for index in range(len(all_ranks))]
 
 

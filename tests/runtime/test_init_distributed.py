@@ -97,7 +97,7 @@ def test_store_tolerates_strangers():
         address = listener.getsockname()
 
         def connect_stranger() -> None:
-            strangers.enter_context(socket.create_connection(address, timeout=5)).sendall(data)
+            strangers.enter_context(socket.create_connection(address, timeout=60)).sendall(data)
 
         connect_stranger()
         server = TCPStore(

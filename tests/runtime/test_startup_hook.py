@@ -32,7 +32,7 @@ def run(
     python: str | Path, variables: dict[str, str], script: str = PRINT_PATHS
 ) -> subprocess.CompletedProcess[str]:
     environ = {"PATH": os.environ["PATH"], **variables}
-    return subprocess.run([python, "-c", script], env=environ, capture_output=True, text=True, timeout=30)
+    return subprocess.run([python, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
 
 
 def test_environment_without_hpctrain_runs_the_users_sitecustomize(tmp_path, variables):

@@ -60,7 +60,7 @@ def run_script(run: RunDir, text: str) -> int:
     script.write_text(HEAD + text)
     command = [sys.executable, "-P", "-m", "hpctrain.runtime.worker", json.dumps(["script", str(script)])]
     env = environment({**STEP, "HPCTRAIN_RUN_DIR": str(run.path)})
-    return subprocess.run(command, env=env, timeout=60).returncode
+    return subprocess.run(command, env=env, timeout=120).returncode
 
 
 def failure(run: RunDir) -> dict:

@@ -61,19 +61,34 @@ def test_script_has_its_arguments_folder_and_rank(run):
         "print(sys.argv[1:], os.path.samefile(sys.path[0], os.path.dirname(__file__)), __name__)\n"
         "print({name: os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR')})\n"
     )
-    assert start(run, source, "--lr", ":").wait(30) == 0
+    assert start(run, source, "--lr", ":").wait(120) == 0
     assert "['--lr', ':'] True __main__" in log(run)
     assert "{'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'n1'}" in log(run)
 
 
+def test_rank_and_its_forks_are_named_in_ps(run):
+    source = (
+        "import os\n"
+        "words = open('/proc/self/cmdline').read().split('\\0')\n"
+        "print(words[-2].strip(), words[2:-2])\n"
+        "if os.fork() == 0:\n"
+        "    print(open('/proc/self/cmdline').read().split('\\0')[-2].strip(), flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    assert start(run, source, *["--some-option"] * 3).wait(120) == 0
+    assert "rank 1 of 2: script.py ['-m', 'hpctrain.runtime.worker']" in log(run)
+    assert "child of rank 1 of 2: script.py" in log(run)
+
+
 def test_modules_in_the_users_folder_do_not_shadow_ours(run, tmp_path):
     (tmp_path / "runpy.py").write_text("raise SystemExit('the wrong runpy')")
-    assert start(run, "print('fine')", cwd=tmp_path).wait(30) == 0
+    assert start(run, "print('fine')", cwd=tmp_path).wait(120) == 0
     assert "fine" in log(run)
 
 
 def test_exception_writes_a_failure_file_and_its_traceback(run):
-    assert start(run, "def f():\n    raise ValueError('bad\\udcff data')\nf()\n").wait(30) == 1
+    assert start(run, "def f():\n    raise ValueError('bad\\udcff data')\nf()\n").wait(120) == 1
     failure = json.loads(run.failure(4, 1).read_text())
     assert (failure["rank"], failure["node"], failure["kind"]) == (1, "n1", "exception")
     assert failure["error"] == "ValueError"
@@ -88,14 +103,14 @@ def test_exception_writes_a_failure_file_and_its_traceback(run):
     [("3", 3, True), ("'no data'", 1, True), ("75", 75, False), ("0", 0, False), ("None", 0, False)],
 )
 def test_sys_exit_sets_exit_code_and_failure_file(run, argument, code, failed):
-    assert start(run, f"import sys\nsys.exit({argument})").wait(30) == code
+    assert start(run, f"import sys\nsys.exit({argument})").wait(120) == code
     assert run.failure(4, 1).exists() is failed
     assert ("no data" in log(run)) is ("data" in argument)
 
 
 def test_cause_of_an_exit_contains_the_last_output(run):
     source = "import argparse\nargparse.ArgumentParser().parse_args(['--lrr', '0.5'])"
-    assert start(run, source).wait(30) == 2
+    assert start(run, source).wait(120) == 2
     failure = json.loads(run.failure(4, 1).read_text())
     assert failure["message"].startswith("the script called sys.exit(2) after the output '")
     assert failure["message"].endswith("error: unrecognized arguments: --lrr 0.5'")
@@ -106,7 +121,7 @@ def test_endless_thread_does_not_keep_a_failed_rank_alive(run):
     source = (
         "import threading, time, sys\nthreading.Thread(target=time.sleep, args=(300,)).start()\nsys.exit(3)"
     )
-    assert start(run, source).wait(30) == 3
+    assert start(run, source).wait(120) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
@@ -114,7 +129,7 @@ def test_unhandled_stop_signal_exits_with_75(run, number):
     with start(run, "import time\nprint('here')\ntime.sleep(300)") as process:
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         process.send_signal(number)
-        assert process.wait(30) == 75
+        assert process.wait(120) == 75
     assert signal.Signals(number).name not in log(run), "rank 0 alone prints it"
     assert not run.failure(4, 1).exists()
 
@@ -157,7 +172,7 @@ def test_rank_0_prints_the_signal_and_what_is_lost(run, number, source, message)
     with start(run, f"{head}{source}\nprint('here')\ntime.sleep(300)", env=RANK_0) as process:
         wait_for(lambda: run.rank_log(4, 0).exists() and "here" in log(run, 0), 30, "the script")
         process.send_signal(number)
-        assert process.wait(30) == 75
+        assert process.wait(120) == 75
     (line,) = [line for line in log(run, 0).splitlines() if line.startswith("hpctrain: received ")]
     assert message.format(checkpoints=run.checkpoints) in line
 
@@ -221,7 +236,7 @@ def test_stop_during_a_finalizer_is_not_lost(run):
     with start(run, source) as process:
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         process.send_signal(signal.SIGUSR2)
-        assert process.wait(20) == 75
+        assert process.wait(120) == 75
     assert "Exception ignored in" in log(run)
     assert "after a stop signal, so it exits now" in log(run)
 
@@ -236,7 +251,7 @@ def test_stop_signal_during_interpreter_exit_is_ignored(run, number):
         "        write(1, b'deaf')\n"
         "sys.late = Late()\n"
     )
-    assert start(run, source).wait(30) == 0
+    assert start(run, source).wait(120) == 0
     assert log(run).endswith("deaf")
 
 
@@ -253,7 +268,7 @@ except BaseException:
     pass
 {ending}
 """
-    assert start(run, source).wait(30) == 75
+    assert start(run, source).wait(120) == 75
     assert not run.failure(4, 1).exists()
 
 
@@ -266,7 +281,7 @@ def test_training_that_starts_after_a_swallowed_stop_receives_it(run):
     with start(run, source) as process:
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         process.send_signal(signal.SIGUSR2)
-        process.wait(20)
+        process.wait(120)
     assert "told SIGUSR2" in log(run)
 
 
@@ -278,7 +293,7 @@ def test_rank_dies_when_its_lifeline_is_closed(run):
         os.close(read_fd)
         wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
         os.close(write_fd)
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.wait(120) == -signal.SIGKILL
         wait_for(lambda: not group_alive(process.pid), 10, "the end of the rank's children")
 
 
@@ -331,7 +346,7 @@ def stop():
 )
 def test_stopped_script_is_complete_only_if_it_ignored_the_signal(run, rest, code):
     """Exit code 0 does not prove completion; if it was complete, the next attempt ends at once."""
-    assert start(run, STOP_SELF + rest).wait(30) == code
+    assert start(run, STOP_SELF + rest).wait(120) == code
     assert ("the run will continue in a new attempt" in log(run)) is (code == 75)
     assert ("it went on" in log(run)) is ("it went on" in rest)
     assert run.failure(4, 1).exists() is (code == 3)
@@ -344,7 +359,7 @@ def test_command_that_a_signal_reaches_before_its_rank_is_continued(run, tmp_pat
     if is_signalled:
         time.sleep(0.2)
         process.terminate()
-    assert process.wait(30) == code
+    assert process.wait(120) == code
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -355,7 +370,7 @@ if __name__ == "__main__":
     with multiprocessing.get_context("{method}").Pool(2) as pool:
         print(pool.map(abs, [-1, 2]))
 """
-    assert start(run, source).wait(30) == 0
+    assert start(run, source).wait(120) == 0
     assert "[1, 2]" in log(run)
     assert "to be continued" not in log(run)
 
@@ -371,7 +386,7 @@ with capture_stop_signals() if {listening} else contextlib.nullcontext():
             pool.map(abs, [-1, 2])
 print("all ended")
 """
-    assert start(run, source).wait(30) == 0
+    assert start(run, source).wait(120) == 0
     assert "all ended" in log(run)
 
 
@@ -396,7 +411,7 @@ print(sum(len(batch) for batch in batches) if "{ends}" == "after all" else len(n
         wait_for(lambda: run.rank_log(4, 1).exists() and "ready" in log(run), 30, "the workers")
         for number in (signal.SIGTERM, signal.SIGUSR2):
             os.killpg(process.pid, number)
-        assert process.wait(60) == 75, log(run)
+        assert process.wait(120) == 75, log(run)
         assert f"ready\n{printed} read" in log(run)
         wait_for(lambda: not is_group_alive(process.pid), 10, "the end of the workers")
     finally:
@@ -420,7 +435,7 @@ if child == 0:
     os._exit(17)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 """
-    assert start(run, source).wait(30) == 0
+    assert start(run, source).wait(120) == 0
 
 
 def test_handler_that_waits_for_other_ranks_forever_is_abandoned(run):
@@ -434,7 +449,7 @@ exec("def broadcast(): time.sleep(300)", names)
 signal.signal(signal.SIGTERM, lambda *_: names["broadcast"]())
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    assert start(run, source).wait(30) == 75
+    assert start(run, source).wait(120) == 75
     assert "the script's SIGTERM handler has been waiting for other ranks" in log(run)
     assert "in broadcast" in log(run)
 
@@ -447,12 +462,12 @@ stop_notes.STUCK_HANDLER_TIMEOUT_S, stop_notes.HANDLER_POLL_S = 0.2, 0.05
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print("saved"), sys.exit(0)))
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    assert start(run, source).wait(30) == 75
+    assert start(run, source).wait(120) == 75
     assert "saved" in log(run)
 
 
 @pytest.mark.parametrize(("error", "final"), [("UserError", True), ("CheckpointError", False)])
 def test_user_error_is_final_and_checkpoint_error_is_not(run, error, final):
     source = f"from hpctrain.errors import {error}\nraise {error}('seed is 2, and was 1')"
-    assert start(run, source).wait(30) == 1
+    assert start(run, source).wait(120) == 1
     assert json.loads(run.failure(4, 1).read_text())["final"] is final

@@ -38,7 +38,7 @@ def test_losing_trial_is_stopped_with_a_reason(trials):
     with EarlyStoppingMonitor(trials[2], events):
         for step in range(1, 12):
             trials[2].storage.append(trials[2].metrics, {"step": step, "loss": 5 - step / 10})
-        request = events.get(timeout=30)
+        request = events.get(timeout=120)
     assert request == StopRequested(
         "stopped early at step 10 by ASHA: 2 trials of 3 had a better loss than 4, and the best 1 continue"
     )
@@ -57,7 +57,7 @@ def test_better_trial_continues_until_others_overtake_it(trials):
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
         trials[2].storage.append(trials[2].early_stopping, {"step": 10, "best": 0.5, "mean": 0.5})
-        assert "by ASHA" in events.get(timeout=30).reason
+        assert "by ASHA" in events.get(timeout=120).reason
 
 
 def test_damaged_records_do_not_stop_a_trial(trials):

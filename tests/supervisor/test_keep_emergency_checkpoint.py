@@ -26,7 +26,7 @@ class Launcher:
             for local_rank in (0, 1):
                 own = [word.replace("/dev/shm", str(self.memory / host)) for word in command]
                 ranks = {"SLURM_LOCALID": str(local_rank), "SLURM_NODEID": str(node)}
-                codes.append(subprocess.run(own, env=ranks, timeout=30, check=False).returncode)
+                codes.append(subprocess.run(own, env=ranks, timeout=120, check=False).returncode)
         emit(StepEnded(max(codes)))
         return SimpleNamespace(close=lambda: None)
 

@@ -175,5 +175,5 @@ def test_one_of_many_concurrent_holders_wins(run):
         outputs = sorted(process.stdout.readline().strip() for process in processes)
     finally:
         for process in processes:
-            process.communicate(timeout=30)
+            process.communicate(timeout=120)
     assert outputs == ["mine"] + ["taken"] * 5

@@ -54,7 +54,7 @@ def run_monitor(tmp_path, monkeypatch):
 
 def test_stuck_launcher_of_an_ended_step_is_reported(run_monitor):
     _, events = run_monitor(True)
-    assert events.get(timeout=5) == LauncherStuck()
+    assert events.get(timeout=120) == LauncherStuck()
 
 
 @pytest.mark.parametrize("answer", [False, SchedulerError("out of reach")], ids=["goes on", "unknown"])

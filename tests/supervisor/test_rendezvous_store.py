@@ -18,14 +18,14 @@ def test_store_is_reachable_by_ipv4_and_ipv6(address):
         pytest.skip("this machine has no IPv6")
     with RendezvousStore("n1") as rendezvous:
         port = int(rendezvous.variables["MASTER_PORT"])
-        socket.create_connection((address, port), timeout=5).close()
+        socket.create_connection((address, port), timeout=60).close()
 
 
 def test_store_of_a_single_host_is_not_reachable_by_others():
     with RendezvousStore("127.0.0.1") as rendezvous:
         port = int(rendezvous.variables["MASTER_PORT"])
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), timeout=5)
+            socket.create_connection(("127.0.0.2", port), timeout=60)
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def test_orphans_are_killed_when_the_supervisor_itself_fails(run):
 
     with pytest.raises(RuntimeError, match="temporarily unavailable"):
         supervise(run, [[fail]])
-    assert orphans[0].wait(10) == -signal.SIGKILL
+    assert orphans[0].wait(120) == -signal.SIGKILL
 
 
 def test_three_crashes_fail_the_run_with_the_cause(run):
@@ -269,6 +269,8 @@ def test_checkpoints_of_the_script_count_as_progress(run):
     assert supervise(run, [KILLED, KILLED, saved, KILLED, saved, KILLED, DONE]) == 0
     paths = [event["path"] for event in run.read_events() if event["kind"] == "checkpoint"]
     assert paths == [str(run.checkpoints / "last.ckpt")] * 2
+    started = [event for event in run.read_events() if event["kind"] == "started"]
+    assert [event.get("starts_over", False) for event in started] == [False, True, True, *[False] * 4]
 
 
 def test_script_that_rewrites_the_same_files_and_crashes_is_ended(run):

@@ -188,11 +188,12 @@ def test_temporary_straggler_gives_no_advice(tmp_path):
 
 
 def test_driver_and_memory_errors_give_advice(tmp_path):
-    run = write_run(tmp_path / "run", started_run(0).steps(1, 5, every=1))
-    node_lines(run, 0, "n1", seconds=5, gpu_xids=[[79], [31]], gpu_ecc_errors=[0, 3])
-    (advice,) = advice_in_all_reports(run)
-    assert "--exclude n1" in advice.what
-    assert advice.evidence == "The driver reported Xid 31, Xid 79; 3 uncorrected memory errors."
+    for backend in ("slurm", "local"):
+        run = write_run(tmp_path / backend, started_run(0).steps(1, 5, every=1), backend=backend)
+        node_lines(run, 0, "n1", seconds=5, gpu_xids=[[79], [31]], gpu_ecc_errors=[0, 3])
+        (advice,) = advice_in_all_reports(run)
+        assert ("--exclude n1" in advice.what) == (backend == "slurm")
+        assert advice.evidence == "The driver reported Xid 31, Xid 79; 3 uncorrected memory errors."
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,7 @@ def test_driver_and_memory_errors_give_advice(tmp_path):
         ({"checkpoint_async": False}, "checkpoint_async=True"),
         ({"checkpoint_every": "auto"}, "local_checkpoints"),
         ({"checkpoint_every": 10}, "checkpoint_every='auto'"),
+        ({"checkpoint_every": "auto", "local_checkpoints": "/tmp"}, None),
         (None, "async_save()"),
     ],
 )
@@ -213,6 +215,9 @@ def test_blocking_saves_give_advice(tmp_path, settings, message):
     run = write_run(tmp_path / "run", history.steps(31, 40, every=1))
     if settings is not None:  # otherwise a script without the Trainer
         environment(run, **settings)
+    if message is None:
+        assert advice_in_all_reports(run) == []
+        return
     (advice,) = advice_in_all_reports(run)
     assert message in advice.what
     assert "3 saves paused training for 6.0 s" in advice.evidence
@@ -230,6 +235,50 @@ def test_lost_work_gives_advice(tmp_path):
     )
     environment(run, checkpoint_every="auto")
     assert advice_in_all_reports(run) == []
+
+
+@pytest.fixture
+def run_from_zero(tmp_path: Path) -> RunDir:
+    """A run without the Trainer that was restarted without a checkpoint."""
+    history = started_run(0).steps(1, 40, every=1).after(0, "failure", rank=0, cause="SIGKILL")
+    history.after(0, "restart").after(1, "started", starts_over=True).steps(1, 60, every=1)
+    return write_run(tmp_path / "run", history)
+
+
+def test_script_that_saves_nothing_gets_advice(run_from_zero):
+    (advice,) = advice_in_all_reports(run_from_zero)
+    assert "Trainer" not in advice.what
+    assert "Save checkpoints in $HPCTRAIN_RUN_DIR/checkpoints" in advice.what
+    assert advice.evidence == (
+        "This script saved no checkpoint there, so every restart starts over, unless it loads a checkpoint "
+        "from elsewhere (1 restart so far)."
+    )
+
+
+def test_advice_on_saving_depends_on_the_training_loop(run_from_zero):
+    environment(run_from_zero, checkpoint_every=100)
+    (advice,) = advice_in_all_reports(run_from_zero)
+    assert "Trainer(checkpoint_every='auto')" in advice.what
+    run_from_zero.environment.unlink()
+    run_from_zero.log_event("checkpoint", 1, step=None, path="last.ckpt")
+    (advice,) = advice_in_all_reports(run_from_zero)
+    assert advice.what == "Save checkpoints more often."
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (None, "Lower the learning rate, or clip gradients."),
+        ({"gradient_clip_norm": None}, "or clip gradients with Trainer(gradient_clip_norm=1.0)."),
+        ({"gradient_clip_norm": 1.0}, "Lower the learning rate."),
+    ],
+)
+def test_advice_on_a_nan_loss_depends_on_the_training_loop(tmp_path, settings, message):
+    run = write_run(tmp_path / "run", started_run(0).steps(1, 9, every=1, loss=math.nan))
+    if settings is not None:
+        environment(run, **settings)
+    (advice,) = advice_in_all_reports(run)
+    assert advice.what.endswith(message)
 
 
 def test_free_gpu_memory_gives_advice(tmp_path):

@@ -204,7 +204,7 @@ def test_metrics_before_the_end_are_delivered(run):
     thread.start()
     train(run, 0, 1, 5)
     ended.set()
-    thread.join(10)
+    thread.join(120)
     assert sorted(logger.points) == expected((1, 5, 1))
     assert logger.endings == ["stopped"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.chromium import Chromium, find
 from helpers.run_histories import disturbed_run, write_run
 from test_report_page import SPEC, facts_of, hostile_page, run_with_losses
 
+from hpctrain.telemetry.report import run_page
 from hpctrain.telemetry.report.comparison_page import render_comparison
 from hpctrain.telemetry.report.run_page import render_run_page
 
@@ -61,6 +63,19 @@ def test_figures_do_not_wrap(tmp_path, clean_browser, width):
     )
     loss = next(value for value in values if "0.00046787" in value[0])
     assert loss[1] < 1.5 * loss[2]
+
+
+@pytest.mark.parametrize("number", [6, 7, 8, 9])
+def test_last_row_of_figures_is_not_a_single_one(page, clean_browser, monkeypatch, number):
+    run, facts = page
+    monkeypatch.setattr(run_page, "key_figures", lambda _: [("figure", "0.5", "text")] * number)
+    run.report.write_text(render_run_page(facts))
+    clean_browser.open(run.report, width=1200)
+    tops = clean_browser.evaluate(
+        "[...document.querySelectorAll('.figures > div')].map(each => each.offsetTop)"
+    )
+    assert len(tops) == number
+    assert Counter(tops)[max(tops)] >= number // 2
 
 
 def legend(browser: Chromium, chart: str) -> list[str]:

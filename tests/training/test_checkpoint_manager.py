@@ -73,7 +73,7 @@ def test_failed_copy_is_not_confused_with_the_save_in_flight(tmp_path, monkeypat
     tier.mkdir()
 
     def no_copy(self, step):
-        gate.wait(20)
+        gate.wait(120)
         raise CheckpointError(f"step {step} was not copied")
 
     write = file_writer.FileWriter._write
@@ -135,7 +135,7 @@ def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys)
     released, commit = threading.Event(), CheckpointDir.commit
 
     def hang(directory, path, step, files):
-        assert step != 4 or released.wait(40)
+        assert step != 4 or released.wait(120)
         return commit(directory, path, step, files)
 
     def release():

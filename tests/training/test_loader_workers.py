@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.commands import environment
-from helpers.waiting import wait_for
+from helpers.waiting import slowness, wait_for
 from torch.utils.data import Dataset
 
 import hpctrain
@@ -94,7 +94,7 @@ def test_dead_worker_is_reported_with_its_sample():
     message = r"Data worker 1 \(pid \d+\) was killed by SIGKILL at sample 7 of train_dataset, epoch 3.*memory"
     with pytest.raises(hpctrain.HpctrainError, match=message):
         list(batches(Numbers(kill_self)))
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 100 * slowness()
 
 
 @pytest.mark.slow
@@ -106,14 +106,14 @@ def test_stuck_worker_is_abandoned_after_the_limit(monkeypatch):
         match=r"within 0.5 s \(dataloader_timeout_s\)(.|\n)*sample 7 of train_dataset, epoch 3",
     ):
         list(batches(Numbers(lambda: time.sleep(300)), timeout_s=0.5))
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 100 * slowness()
 
 
 def test_closing_early_ends_busy_workers():
     start = time.monotonic()
     with closing(batches(Numbers(lambda: time.sleep(300), at=30))) as loaded_batches:
         assert next(loaded_batches).tolist() == [0, 1, 2, 3]
-    assert time.monotonic() - start < 100  # and the autouse fixture finds no process left
+    assert time.monotonic() - start < 100 * slowness()  # and the autouse fixture finds no process left
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
@@ -192,4 +192,4 @@ raise SystemExit(3)
     )
     env = environment({"PYTHONPATH": os.pathsep.join(sys.path)})
     with subprocess.Popen([sys.executable, str(script)], env=env) as rank:
-        assert rank.wait(60) == 3
+        assert rank.wait(120) == 3

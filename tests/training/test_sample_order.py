@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.waiting import slowness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ def test_huge_dataset_starts_at_once():
     start = time.perf_counter()
     order = SampleOrder(10**12, 1)
     assert len(set(order.indices(5, 10**12 - 100, 10**12).tolist())) == 100
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < 30 * slowness()
 
 
 def test_positions_out_of_range_are_refused():

@@ -101,7 +101,7 @@ def test_sigterm_without_a_supervisor_saves_and_the_run_resumes_bitwise(tmp_path
     with subprocess.Popen([sys.executable, str(SMALL), "12", "step_s=0.2"], env=env) as process:
         wait_for(lambda: len(losses(run.path)) >= 3, 60, "three steps")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 75
+        assert process.wait(120) == 75
     stopped = max(losses(run.path))
     assert stopped < 12
     assert run.checkpoint(stopped).is_dir()
@@ -144,7 +144,7 @@ def test_progress_is_a_bar_on_a_terminal_and_plain_lines_in_a_log(tmp_path):
         output = b""
         while block := _read(parent):
             output += block
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     os.close(parent)
     assert "training" in output.decode()
     assert "6/6" in output.decode()

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 from helpers import REPOSITORY
-from helpers.waiting import wait_for
+from helpers.waiting import slowness, wait_for
 
 import hpctrain
 from hpctrain.buffered_writer import BufferedLineWriter
@@ -175,7 +175,7 @@ def test_saved_state_is_that_of_the_step_even_if_written_late(tmp_path, monkeypa
     commit = saver.write_and_commit
 
     def late(site, step, own_files):
-        assert step == 6 or reached.wait(20)
+        assert step == 6 or reached.wait(120)
         return commit(site, step, own_files)
 
     monkeypatch.setattr(saver, "write_and_commit", late)
@@ -588,7 +588,7 @@ def test_error_during_a_save_ends_the_training_at_once(tmp_path, monkeypatch):
     start = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, 6, Line(at={3: crash}))
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 60 * slowness()
     stuck.set()
 
 

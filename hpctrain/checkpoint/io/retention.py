@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.errors import UserError
+from hpctrain.rundir import rank_steps
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,7 @@ class Retention:
             stay.update([step for step in steps if step <= verified_step][-1:])
         if self.every is not None:
             stay.update(step for step in steps if step % self.every == 0)
-        scored = {
-            step: score for step, score in scores.items() if score is not None and not math.isnan(score)
-        }
-        sign = 1 if self.mode == "min" else -1
-        # Of equal scores, the newer checkpoint is better, because it was trained longer.
-        stay.update(sorted(scored, key=lambda step: (sign * scored[step], -step))[: self.best])
+        stay.update(rank_steps(scores, self.mode)[: self.best])
         return stay
 
     def may_skip(self, step: int, score: float | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.crash_output import useful_lines
 from hpctrain.files import read_json
 from hpctrain.records.log_tail import read_last_lines
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.text import format_ranks
 from hpctrain.tracebacks import fold
 
@@ -21,14 +21,20 @@ _SEARCHED_LINES = 500
 
 
 def failures_since_submission(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the failures in these events since the last submission, oldest first."""
-    found: list[dict[str, Any]] = []
+    """Return the failures in these events since the user's last submission, oldest first."""
+    failures: list[dict[str, Any]] = []
     for event in events:
-        if event.get("kind") == "submitted":
-            found = []
+        if is_new_submission(event):
+            failures = []
         elif event.get("kind") == "failure":
-            found.append(event)
-    return found
+            failures.append(event)
+    return failures
+
+
+def failures_of_attempt(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
+    """Return the failures of an attempt of any submission, oldest first."""
+    failures = (event for event in events if event.get("kind") == "failure")
+    return [event for event in failures if event.get("attempt", 0) == attempt]
 
 
 def report_failure(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hpctrain.jobs.runs.error_report import details, report_failure
 from hpctrain.jobs.runs.rank_logs import RankLogReader
 from hpctrain.records.log_tail import RecordTail
-from hpctrain.rundir import RunDir, is_event
+from hpctrain.rundir import RunDir, is_event, is_new_submission
 from hpctrain.telemetry.startup_parts import StartupDurations, describe_staging
 
 
@@ -134,7 +134,9 @@ class RunLogReader:
 
     def _start_attempt_logs(self) -> _AttemptLogs:
         past = list(self._events.read_in_parts())
-        start = max((i for i, event in enumerate(past) if event.get("kind") == "submitted"), default=-1) + 1
+        start = max((i for i, event in enumerate(past) if is_new_submission(event)), default=-1) + 1
+        if self._shown.attempt is not None:
+            start = 0  # The attempt may belong to an earlier submission.
         first = past[start - 1].get("attempt", 0) if self._whole and start else None
         announces, offsets = self._whole, {}
         if (known := self._position) is not None:
@@ -210,7 +212,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
     match event.get("kind"):
         case "started":
             size = f"world size {event.get('world_size')}, nodes {event.get('nodes')}"
-            return f"attempt {attempt}: starting, {size}"
+            over = "; no checkpoint to resume from" if event.get("starts_over") else ""
+            return f"attempt {attempt}: starting, {size}{over}"
         case "staged":
             words = describe_staging(event)
             return None if words is None else f"attempt {attempt}: {words}"

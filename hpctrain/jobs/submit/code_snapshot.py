@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.errors import SpecError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
-from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
+from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository, OutsideRepository
 from hpctrain.jobs.submit.sent_code import SentCode
 from hpctrain.rundir import RunDir
 from hpctrain.spec.code_ref import CodeRef
@@ -157,9 +157,16 @@ class CodeSnapshot:
 
 
 def plan_snapshot(
-    script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
+    script: str,
+    limit_mb: int,
+    environ: Mapping[str, str],
+    *,
+    folder: Path | None = None,
+    starts_now: bool = False,
 ) -> tuple[CodeSnapshot | None, list[str]]:
     """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`.
+
+    A script outside a repository that starts now needs no note: its user is not likely to change it first.
 
     Raises:
         SpecError: the code exceeds the maximum size.
@@ -172,6 +179,8 @@ def plan_snapshot(
     try:
         return CodeSnapshot.plan(script, limit_mb, environ, folder=folder), []
     except NotARepository as reason:
+        if starts_now and isinstance(reason, OutsideRepository):
+            return None, []
         return None, [
             f"Warning: the code is not copied ({reason}). If you change it, later attempts run the new code."
         ]

@@ -39,6 +39,10 @@ class NotARepository(HpctrainError):
     """git is missing, or the folder is not in a repository; the message is a short reason."""
 
 
+class OutsideRepository(NotARepository):
+    """The folder is not in a repository."""
+
+
 #: Output of rev-parse: the root of the working tree, which may have any name, and the commit if any.
 _PLACE = re.compile(r"(.*?)(?:\n([0-9a-f]{40,}))?\n", re.DOTALL)
 
@@ -92,7 +96,7 @@ class GitCommand:
         if process.returncode:
             words = err.strip().splitlines()
             if words and "not a git repository" in words[0]:
-                raise NotARepository("not in a git repository")
+                raise OutsideRepository("not in a git repository")
             raise NotARepository(f"git failed: {words[0] if words else f'exit code {process.returncode}'}")
         return out
 
@@ -120,7 +124,7 @@ class GitRepository:
         real = Path(os.path.realpath(folder))
         if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
             # Git would give the same result, but starting git takes time.
-            raise NotARepository("not in a git repository")
+            raise OutsideRepository("not in a git repository")
         kept = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
         # Reading must not write anything, including a refreshed index.
         quiet = {**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}

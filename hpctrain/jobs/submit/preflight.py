@@ -333,7 +333,9 @@ def check_code(job: PreparedSubmission) -> Iterable[str]:
     from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 
     script, limit_mb = job.spec.script, asked["code_snapshot_limit"]
-    job.snapshot, notes = plan_snapshot(script, limit_mb, job.environ, folder=job.code)
+    job.snapshot, notes = plan_snapshot(
+        script, limit_mb, job.environ, folder=job.code, starts_now=job.backend.name == "local"
+    )
     return notes
 
 

@@ -14,6 +14,7 @@ from hpctrain import system
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.crash_output import file_size
+from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
@@ -104,7 +105,15 @@ class AttemptRunner:
         hosts, begun = self.launcher.hosts, system.time()
         script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints)
         with RendezvousStore(self.launcher.address, on_demand=self.world_size == 1) as rendezvous:
-            self.run.log_event("started", attempt, nodes=len(hosts), world_size=self.world_size, hosts=hosts)
+            fields = {"nodes": len(hosts), "world_size": self.world_size, "hosts": hosts}
+            if starts_over(self.run):
+                fields["starts_over"] = True
+                log.warning(
+                    "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere",
+                    self.run.checkpoints,
+                    attempt,
+                )
+            self.run.log_event("started", attempt, **fields)
             said = file_size(self.run.slurm_log)
             ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
             log.info("attempt %d: starting %s on %s", attempt, ranks, nodes)
@@ -141,7 +150,9 @@ class AttemptRunner:
         begun: float,
     ) -> AttemptResult:
         is_stopping = monitor.is_stopping or self.run.is_asked_to_requeue(attempt)
-        return AttemptResult(attempt, outcome, monitor, has_process_group, said, begun, self.world_size, is_stopping)
+        return AttemptResult(
+            attempt, outcome, monitor, has_process_group, said, begun, self.world_size, is_stopping
+        )
 
     def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
         """True if a plugin has already recorded the checkpoint in this attempt."""

@@ -41,7 +41,7 @@ class Advice:
 
 def advise(run_data: RunData) -> list[Advice]:
     """Return all recommendations with evidence, most important first."""
-    told = [*_no_number(run_data), *_faults(run_data), *_slow_nodes(run_data)]
+    told = [*_no_number(run_data), *_faults(run_data), *_slow_nodes(run_data), *_no_checkpoint(run_data)]
     if len(run_data.curves.effective) >= _MIN_STEPS and steps_us(run_data) > _MIN_S * 1e6:
         told += [
             *_data(run_data),
@@ -67,6 +67,11 @@ def more_workers(run_data: RunData) -> tuple[int, int] | None:
     return (workers, more) if more > workers else None
 
 
+def _uses_trainer(run_data: RunData) -> bool:
+    """True if hpctrain's own loop trained, which records its settings."""
+    return "settings" in run_data.environment
+
+
 def _setting(run_data: RunData, name: str) -> Any:
     settings = run_data.environment.get("settings")
     return settings.get(name) if isinstance(settings, dict) else None
@@ -76,7 +81,11 @@ def _no_number(run_data: RunData) -> Iterator[Advice]:
     """Detect a NaN or infinite loss, which makes all later steps useless."""
     if (since := run_data.curves.no_number_since("loss")) is None:
         return
-    what = "Lower the learning rate, or clip gradients with Trainer(gradient_clip_norm=1.0)"
+    what = "Lower the learning rate"
+    if not _uses_trainer(run_data):
+        what += ", or clip gradients"
+    elif _setting(run_data, "gradient_clip_norm") is _setting(run_data, "gradient_clip_value") is None:
+        what += ", or clip gradients with Trainer(gradient_clip_norm=1.0)"
     if saved := [
         one.step for one in run_data.checkpoints if one.kept and one.step is not None and one.step < since
     ]:
@@ -144,11 +153,10 @@ def _faults(run_data: RunData) -> Iterator[Advice]:
         if node.ecc_errors:
             evidence.append(pluralize(node.ecc_errors, "uncorrected memory error"))
         if evidence:
-            yield Advice(
-                f"Ask the administrator to check the GPUs of {node.host}, and exclude the node until then: "
-                f"--exclude {node.host}.",
-                _sentence(evidence),
-            )
+            what = f"Ask the administrator to check the GPUs of {node.host}"
+            if run_data.spec.get("backend") != "local":
+                what += f", and exclude the node until then: --exclude {node.host}"
+            yield Advice(f"{what}.", _sentence(evidence))
 
 
 def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
@@ -207,11 +215,13 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
     num_saves = count_saves(run_data.checkpoints)
     if part < _MUCH_SAVING or num_saves < 3:
         return
-    if "settings" not in run_data.environment:
+    if not _uses_trainer(run_data):
         what = "Save less often, or in the background: with hpctrain.Checkpointer, call async_save()."
     elif _setting(run_data, "checkpoint_async") is False:
         what = "Set Trainer(checkpoint_async=True), so that training pauses only while the state is copied."
     elif _setting(run_data, "checkpoint_every") == "auto":
+        if _setting(run_data, "local_checkpoints") is not None:
+            return
         what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
         what = "Save less often: set Trainer(checkpoint_every='auto') for an optimal interval."
@@ -219,19 +229,30 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
     yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
 
 
+def _no_checkpoint(run_data: RunData) -> Iterator[Advice]:
+    """Detect a script that saves nothing. The Trainer saves by itself."""
+    restarts = sum(event.get("starts_over") is True for event in run_data.events)
+    if not restarts or _uses_trainer(run_data) or run_data.checkpoints:
+        return
+    yield Advice(
+        "Save checkpoints in $HPCTRAIN_RUN_DIR/checkpoints, and load the newest one at the start.",
+        "This script saved no checkpoint there, so every restart starts over, unless it loads a checkpoint "
+        f"from elsewhere ({pluralize(restarts, 'restart')} so far).",
+    )
+
+
 def _lost_work(run_data: RunData) -> Iterator[Advice]:
     lost_us = run_data.breakdown.totals_us[TimeCategory.LOST]
     part = lost_us / (lost_us + steps_us(run_data))
     every = _setting(run_data, "checkpoint_every")
-    if part < _MUCH_LOST or every == "auto":
+    if part < _MUCH_LOST or every == "auto" or (not run_data.checkpoints and not _uses_trainer(run_data)):
         return
     steps = [attempt for attempt in run_data.interruptions if attempt.lost_us]
     evidence = [f"{format_share(part)} of the work was lost in {pluralize(len(steps), 'interruption')}"]
     if is_finite(every):
         evidence.append(f"checkpoints were saved every {every:g} steps")
-    yield Advice(
-        "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval.", _sentence(evidence)
-    )
+    what = "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval."
+    yield Advice(what if _uses_trainer(run_data) else "Save checkpoints more often.", _sentence(evidence))
 
 
 def _memory(run_data: RunData) -> Iterator[Advice]:

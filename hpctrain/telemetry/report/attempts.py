@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.rundir import is_new_submission
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.accounting.timeline_events import microseconds
@@ -135,7 +136,7 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
         elif last.end is None:
             last.end, last.cause = "vanished", f"{VANISHED_CAUSE} (Slurm state: {state})"
     elif kind == "submitted" and last.end is not None:
-        last.followed_by = last.followed_by or "submission"
+        last.followed_by = last.followed_by or ("submission" if is_new_submission(event) else "successor")
     elif kind == "finished":
         _finish(last, event, time)
 

@@ -59,7 +59,6 @@ def json_report(run_data: RunData) -> dict[str, Any]:
         ],
         "advice": [asdict(one) for one in advise(run_data)],
         "what_if": [asdict(one) for one in run_data.what_if],
-        "forecast": asdict(run_data.forecast),
         "next_request": [asdict(one) for one in next_request(run_data)],
         "environment": run_data.environment,
         "spec": run_data.spec,

@@ -10,12 +10,10 @@ from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import time_breakdown_rows
 from hpctrain.telemetry.report.summary import (
-    calibration_words,
     comparison_rows,
     describe_attempt_cost,
     describe_attempt_end,
     describe_follow_up,
-    forecast_table,
     key_figures,
     spec_differences,
     summarize,
@@ -54,9 +52,6 @@ def markdown_report(run_data: RunData) -> str:
     if run_data.what_if:
         saved = [(one.change, format_duration(one.saved_us / 1e6)) for one in run_data.what_if]
         parts += ["## What if", _table(("change", "would save"), saved)]
-    if values := run_data.forecast.values:
-        parts += ["## Prediction", _table(*forecast_table(values))]
-    parts += map(_safe, [*calibration_words(run_data.forecast), *run_data.forecast.percentiles])
     if requests := next_request(run_data):
         uses = [(one.option, one.requested, one.used, one.next) for one in requests]
         parts += ["## Next request", _table(("option", "requested", "used", "next time"), uses)]

@@ -54,32 +54,6 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class PredictedValue:
-    """A value that was predicted at the submission, as text."""
-
-    name: str
-    predicted: str
-    actual: str
-    is_in_range: bool | None
-    """None while the value is unknown."""
-
-
-@dataclass(frozen=True)
-class ForecastCheck:
-    """Comparison of a run with its forecast, and of earlier runs with theirs."""
-
-    values: list[PredictedValue] = field(default_factory=list)
-    num_checked: int = 0
-    """Number of completed runs in the folder that had a forecast."""
-    in_range: float | None = None
-    """Fraction of these runs that ended in the predicted range."""
-    calibration: list[tuple[float, float]] = field(default_factory=list)
-    """Fraction of these runs that ended before each quantile of the forecast."""
-    percentiles: list[str] = field(default_factory=list)
-    """Comparisons with earlier runs of the same kind."""
-
-
-@dataclass(frozen=True)
 class EnergyUse:
     """Measured energy of the nodes of a run, in kWh."""
 
@@ -122,8 +96,6 @@ class RunData:
     notes: list[str] = field(default_factory=list)
     what_if: list[WhatIf] = field(default_factory=list)
     """Set by the command line, largest saving first."""
-    forecast: ForecastCheck = field(default_factory=ForecastCheck)
-    """Set by the command line."""
 
     @property
     def start(self) -> float:

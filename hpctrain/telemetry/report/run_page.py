@@ -20,11 +20,9 @@ from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData, format_setting
 from hpctrain.telemetry.report.summary import (
     CATEGORY_TEXT,
-    calibration_words,
     describe_attempt_cost,
     describe_attempt_end,
     describe_follow_up,
-    forecast_table,
     key_figures,
     summarize,
 )
@@ -87,8 +85,6 @@ def render_run_page(run_data: RunData, *, live: LiveParts | None = None) -> str:
         advice=advise(run_data),
         next_request=next_request(run_data),
         what_if=_what_if(run_data),
-        forecast=forecast_table(run_data.forecast.values) if run_data.forecast.values else None,
-        forecast_words=[*calibration_words(run_data.forecast), *run_data.forecast.percentiles],
         environment=_environment(run_data),
         checkpoints=[_checkpoint(one) for one in run_data.checkpoints[:-13:-1]],
         checkpoint_words=_checkpoint_words(run_data.checkpoints),

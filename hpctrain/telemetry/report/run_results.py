@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hpctrain.files import read_json
-from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps
+from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
 from hpctrain.telemetry.report.artifacts import read_environment, read_spec
 from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
@@ -123,26 +123,32 @@ def find_best(
         return None
     if mode is None:
         mode = "max" if metric == monitor and direction == "max" else "min"
-    sign = -1 if mode == "max" else 1
-    known = {step: value for step, value in curves.points(metric) if value is not None}
-    if not known:
+    values = {int(step): value for step, value in curves.points(metric)}
+    steps, kept = rank_steps(values, mode), set(list_checkpoint_steps(checkpoints))
+    if not steps or (value := values[steps[0]]) is None:
         return None
-    step = min(known, key=lambda at: (sign * known[at], at))
-    kept = [at for at in list_checkpoint_steps(checkpoints) if at in known]
-    kept_step = min(kept, key=lambda at: (sign * known[at], at), default=None)
+    kept_step = next((step for step in steps if step in kept), None)
     folder = None if kept_step is None else str(checkpoints / checkpoint_folder_name(kept_step))
-    return BestValue(metric, mode, known[step], int(step), folder, kept_step)
+    return BestValue(metric, mode, value, steps[0], folder, kept_step)
 
 
 def _validation_first(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: (not name.startswith("val"), name != "loss"))
 
 
+def describe_best(best: BestValue) -> str:
+    """Return the step of the best value, and the best checkpoint unless it is only of the training loss."""
+    text = f"at step {format_count(best.step)}"
+    if best.checkpoint_step is not None and best.metric != "loss":
+        text += f"; best checkpoint: step {format_count(best.checkpoint_step)}"
+    return text
+
+
 def describe_results(results: RunResults) -> dict[str, str]:
     """Return the best value and the hyper-parameters as text, by title."""
     told = {}
     if (best := results.best) is not None:
-        told["best"] = f"{best.metric} {format_number(best.value)} at step {format_count(best.step)}"
+        told["best"] = f"{best.metric} {format_number(best.value)} {describe_best(best)}"
     if results.hparams:
         told["hparams"] = " ".join(f"{name}={value}" for name, value in results.hparams.items())
     return told

@@ -9,8 +9,9 @@ from hpctrain.telemetry.accounting.metric_fields import describe_step, why_unkno
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.attempts import Attempt
-from hpctrain.telemetry.report.run_data import ForecastCheck, PredictedValue, RunData, format_setting
-from hpctrain.text import format_count, format_duration, format_number, format_share, pluralize
+from hpctrain.telemetry.report.run_data import RunData, format_setting
+from hpctrain.telemetry.report.run_results import describe_best
+from hpctrain.text import format_duration, format_number, format_share, pluralize
 
 #: Short description of each category of the time breakdown.
 CATEGORY_TEXT = {
@@ -166,30 +167,11 @@ def format_energy(kwh: float) -> str:
     return f"{format_number(float(f'{kwh / size:.3g}'))} {unit}"
 
 
-def forecast_table(values: Sequence[PredictedValue]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Return the head and the rows of a table with predicted and actual values."""
-    words = {None: "", True: "yes", False: "no"}
-    rows = [[one.name, one.predicted, one.actual, words[one.is_in_range]] for one in values]
-    return ("", "predicted (90%)", "actual", "in the range"), rows
-
-
-def calibration_words(check: ForecastCheck) -> list[str]:
-    """Return a sentence on the predictions of the runs in the folder; empty without predictions."""
-    if check.in_range is None:
-        return []
-    runs = pluralize(check.num_checked, "completed run")
-    in_range = format_share(check.in_range)
-    return [f"Of {runs} with a prediction in this folder, {in_range} ended in the predicted range."]
-
-
 def _best(run_data: RunData) -> list[tuple[str, str, str]]:
     """Return the best value of the metric that the user optimizes, unless it is the training loss."""
     if (best := run_data.best) is None or best.metric == "loss":
         return []
-    saved = ""
-    if best.checkpoint_step is not None:
-        saved = f"; best checkpoint: step {format_count(best.checkpoint_step)}"
-    return [(best.metric, format_number(best.value), f"best, at step {format_count(best.step)}{saved}")]
+    return [(best.metric, format_number(best.value), f"best, {describe_best(best)}")]
 
 
 def _rate(run_data: RunData) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from hpctrain.text import NOTHING, format_count, format_number
 
 #: Size of the drawing, and its largest number of axes.
 _WIDTH, _HEIGHT, _MAX_AXES = 1000, 260, 10
-#: Values over more than this ratio are drawn on a logarithmic axis.
-_LOG_RATIO = 30.0
+#: Values over at least this ratio are drawn on a logarithmic axis, and all learning rates.
+_LOG_RATIO = 10.0
+_LEARNING_RATE = re.compile(r"(.*[._])?(lr|learning_rate)")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class TrialTable:
     titles: list[str]
     rows: list[list[str]]
     axes: list[dict[str, Any]]
-    """Name, position, and labels of each axis."""
+    """Name, position, and labels of each axis; empty if less than two hyper-parameters or runs differ."""
     lines: list[dict[str, Any]]
     """Name, points and opacity of each run, worst first, so that the best are drawn on top."""
     height: int = _HEIGHT
@@ -76,7 +78,7 @@ def make_trial_table(ordered: Sequence[RunData]) -> TrialTable | None:
     drawn = [place for place, run in enumerate(ordered) if value_of(run) is not None]
     axes, positions = [], []
     for number, (name, values) in enumerate(columns.items()):
-        ys, low, high = _scale([values[place] for place in drawn])
+        ys, low, high = _scale(name, [values[place] for place in drawn])
         x = round(60 + number * (_WIDTH - 120) / max(1, len(columns) - 1), 1)
         axes.append({"name": name, "x": x, "low": low, "high": high})
         positions.append([(x, y) for y in ys])
@@ -89,15 +91,17 @@ def make_trial_table(ordered: Sequence[RunData]) -> TrialTable | None:
         for number, place in enumerate(drawn)
     ]
     titles = ["run", "state", *names, metric, "at step"]
-    return TrialTable(titles, rows, axes, lines[::-1])
+    is_drawn = len(names) > 1 and len(drawn) > 1
+    return TrialTable(titles, rows, axes if is_drawn else [], lines[::-1] if is_drawn else [])
 
 
-def _scale(values: Sequence[HparamValue]) -> tuple[list[float], str, str]:
+def _scale(name: str, values: Sequence[HparamValue]) -> tuple[list[float], str, str]:
     """Return the heights of values on an axis, and the labels of its ends; text values are in order."""
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     if len(numbers) == len(values) and numbers and all(map(math.isfinite, numbers)):
         labels = format_number(min(numbers)), format_number(max(numbers))
-        if min(numbers) > 0 and max(numbers) / min(numbers) > _LOG_RATIO:
+        is_rate = _LEARNING_RATE.fullmatch(name) is not None
+        if min(numbers) > 0 and (is_rate or max(numbers) / min(numbers) >= _LOG_RATIO):
             numbers = [math.log(number) for number in numbers]
     else:
         texts = sorted({str(value) for value in values})
