@@ -78,7 +78,15 @@ class _Size(TypedDict, total=False):
         OptionInfo(
             metavar="[TYPE:]G",
             default=JobSpec.gpus_per_node,
-            help="GPUs per node (one rank per GPU), optionally with a type, as in h100:8. 0 uses only CPUs.",
+            help="GPUs per node, optionally with a type, as in h100:8. 0 uses only CPUs.",
+        ),
+    ]
+    gpus_per_task: Annotated[
+        int,
+        OptionInfo(
+            metavar="G",
+            default_words="1 for runs on GPUs",
+            help="GPUs per rank. With several, a rank can use dp, ddp2 or device_map, or start processes.",
         ),
     ]
     ntasks_per_node: Annotated[
@@ -87,7 +95,7 @@ class _Size(TypedDict, total=False):
             aliases=("--tasks-per-node", "--nproc-per-node"),
             metavar="T",
             default_words="one per GPU; 1 for runs on CPUs",
-            help="Ranks per node. Needed only for runs on CPUs.",
+            help="Ranks per node. With fewer ranks than GPUs, each rank has several GPUs.",
         ),
     ]
     cpus_per_task: Annotated[
