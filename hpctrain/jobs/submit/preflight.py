@@ -212,6 +212,12 @@ def check_environment(job: PreparedSubmission) -> None:
             f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with "
             "another interpreter."
         )
+    rdzv_backend = "c10d" if spec.torchrun is None or spec.container else spec.torchrun.rdzv_backend
+    if rdzv_backend != "c10d" and python == Path(sys.executable) and not _has_module("etcd", sys.path):
+        raise SpecError(
+            f"--rdzv-backend {rdzv_backend} requires the module 'etcd', which is not installed. Run "
+            "`pip install python-etcd`, or use --rdzv-backend c10d."
+        )
     spec.shell.check_files(job.environ)
     if spec.container is not None:
         spec.container.check_files()
