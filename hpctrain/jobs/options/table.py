@@ -305,7 +305,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="LINE",
             example="[ulimit -c 0]",
-            help="Shell line to run verbatim in the batch script.",
+            help="Shell line to run verbatim in the batch script, which starts in the run folder.",
         ),
     ]
 
