@@ -492,7 +492,7 @@ class _Nodes(TypedDict, total=False):
         str,
         OptionInfo(
             aliases=("-w",),
-            metavar="NODES",
+            metavar="NODES|FILE",
             example="n[01-04]",
             directive=True,
             help="Nodes that the allocation must include.",
@@ -501,7 +501,11 @@ class _Nodes(TypedDict, total=False):
     exclude: Annotated[
         str,
         OptionInfo(
-            aliases=("-x",), metavar="NODES", example="n[07,12]", directive=True, help="Nodes to exclude."
+            aliases=("-x",),
+            metavar="NODES|FILE",
+            example="n[07,12]",
+            directive=True,
+            help="Nodes to exclude.",
         ),
     ]
     switches: Annotated[
