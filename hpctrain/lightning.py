@@ -37,7 +37,7 @@ try:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.lightning requires Lightning: {error}. Run `pip install 'hpctrain[lightning]'`."
+        f"hpctrain.lightning requires Lightning: {error}. Run `pip install lightning`."
     ) from error
 
 __all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]

@@ -17,7 +17,7 @@ from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE
-from hpctrain.runtime.snapshot_imports import describe_missing_import
+from hpctrain.runtime.snapshot_imports import describe_missing_copy
 from hpctrain.tracebacks import PEER_LOST, fold
 
 #: Keys in the attempt's store: the number of failures, which orders them without a common clock, and the
@@ -46,7 +46,7 @@ def suggest_micro_batch_size(error: BaseException, size: int) -> None:
 
 def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a record of `error` for `write_failure`, without references to the exception's objects."""
-    if hint := describe_missing_import(error, environ) or _describe_earlier_output(error, environ):
+    if hint := describe_missing_copy(error, environ) or _describe_earlier_output(error, environ):
         error.add_note(f"{hint}.")
     return {
         "kind": "exception",

@@ -322,7 +322,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="LINE",
             example="[ulimit -c 0]",
-            help="Shell line to run verbatim in the batch script.",
+            help="Shell line to run verbatim in the batch script, which starts in the run folder.",
         ),
     ]
     teardown: Annotated[
@@ -517,7 +517,7 @@ class _Nodes(TypedDict, total=False):
         str,
         OptionInfo(
             aliases=("-w",),
-            metavar="NODES",
+            metavar="NODES|FILE",
             example="n[01-04]",
             directive=True,
             help="Nodes that the allocation must include.",
@@ -526,7 +526,11 @@ class _Nodes(TypedDict, total=False):
     exclude: Annotated[
         str,
         OptionInfo(
-            aliases=("-x",), metavar="NODES", example="n[07,12]", directive=True, help="Nodes to exclude."
+            aliases=("-x",),
+            metavar="NODES|FILE",
+            example="n[07,12]",
+            directive=True,
+            help="Nodes to exclude.",
         ),
     ]
     switches: Annotated[
