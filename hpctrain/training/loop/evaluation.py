@@ -56,6 +56,8 @@ class Evaluation:
             context,
             name="dataset",
         )
+        if isinstance(settings.micro_batch_size, int):
+            self._data.max_batch_size = settings.micro_batch_size
         cast_module(module, settings.precision)
         self._strategy = strategy(module, context, settings)
         self._determinism = settings.grain_size and ElasticDeterminism(context, settings.grain_size)
