@@ -131,7 +131,7 @@ class Trainer(TrainerConfig):
         # because the ranks cannot agree on a stop yet.
         context = with_devices(init_distributed(self.ranks, os.environ), devices)
         with (
-            capture_stop_signals() as stop,
+            capture_stop_signals(repeats_late=True) as stop,
             self._lightning(module, context, datamodule, "fit") as lightning,
         ):
             callbacks = list(self.callbacks)
