@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -127,6 +128,8 @@ class RunCheckpoint(lightning.Callback):
                     flush=True,
                 )
             return loader
+        # Lightning does not detect that the position is restored.
+        warnings.filterwarnings("ignore", r"You're resuming from a checkpoint that ended before the epoch")
         return self._loader
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:

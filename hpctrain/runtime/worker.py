@@ -241,8 +241,8 @@ def _exit_with(
         _exit_now(1, sampler)
     if (told := pending_stop_signal()) and code in _STOPPED_EXIT_CODES:
         print(
-            f"hpctrain: the script exited with code {code} after {told.name}; the run will continue in a new "
-            "attempt."
+            f"hpctrain: the script exited with code {code} after {told.name}, which counts as a stop, not as "
+            "the end of the run."
         )
         _exit_normally(EXIT_CONTINUE, sampler)
     if code != 0:
