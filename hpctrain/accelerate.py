@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +17,9 @@ from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.program.step_hook import restored_steps
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
+from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
@@ -27,6 +31,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["AcceleratorCheckpointer"]
+
+#: File with the values of optimizers and schedulers that the script of the first attempt has set.
+_CONFIGURED = "hpctrain-configured.json"
 
 
 class AcceleratorCheckpointer:
@@ -63,6 +70,7 @@ class AcceleratorCheckpointer:
             to_optimizer_step=self._to_optimizer_step,
         )
         self._loaded_step: int | None = None
+        self._configured: dict[str, Any] = {}
         should_stop()
 
     def load(self) -> int:
@@ -72,10 +80,24 @@ class AcceleratorCheckpointer:
         for model in self._accelerator._models:
             regroup_buckets(replicas.get(id(model)))
         newest = self._checkpoints.newest()
+        own = self._accelerator
+        optimizers, schedulers = own._optimizers, own._schedulers
+        script = self._configured = configured_values(optimizers, schedulers)
+        ignored: list[IgnoredValue] = []
         if newest is not None:
             self._accelerator.load_state(str(newest))
             self._checkpoints.log_resumed(newest)
             self._loaded_step = self._checkpoints.step_of(newest)
+            file = newest / _CONFIGURED
+            self._configured = json.loads(file.read_text()) if file.exists() else script
+            ignored = ignored_after_load(optimizers, schedulers, script, self._configured)
+        saved = (own._models, optimizers, schedulers, own._custom_objects, own.scaler, own._dataloaders)
+        unsaved = remark_on_unsaved(
+            saved, "Pass them to accelerator.prepare() or register_for_checkpointing()."
+        )
+        self._checkpoints.report(
+            ignored, [unsaved], "To change the value in a resumed run, set it after load()."
+        )
         self._checkpoints.watch(*self._accelerator._models, *self._accelerator._optimizers)
         return self._loaded_step or 0
 
@@ -136,7 +158,12 @@ class AcceleratorCheckpointer:
 
     def save(self, step: int) -> None:
         """Save the state after `step` batches."""
-        self._checkpoints.save(step, lambda path: self._accelerator.save_state(str(path)))
+        self._checkpoints.save(step, self._write)
+
+    def _write(self, path: Path) -> None:
+        self._accelerator.save_state(str(path))
+        if self._accelerator.is_main_process:
+            (path / _CONFIGURED).write_text(json.dumps(self._configured))
 
 
 def _is_replica(value: object) -> TypeGuard[DistributedDataParallel]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,15 @@ _TRACEBACK = re.compile(
 _SLURM_LINES = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILINE)
 
 
+#: Output of crash handlers without a cause: native stacks, and the list of loaded modules.
+_NOISE = re.compile(
+    r"\s*(?:frame #\d+: |Binary file \".*\", at |Current thread's C stack trace |Extension modules: "
+    r"|#\d+ +0x[0-9a-f]+|@ +0x[0-9a-f]+|\*\*\* SIG[A-Z]+ received at |PC: @ |<truncated rest of calls>)"
+    r"|\s*Exception raised from .* \(most recent call first\):"
+)
+#: Cause of an abort, as printed by the C++ runtime.
+_WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
+
 #: Failure kind of a rank that exited with code 0 during training.
 UNFINISHED = "unfinished"
 #: Remedy for a script that exited during training.
@@ -40,7 +50,7 @@ class CrashOutput:
     log: Path
     """The file with the output, if any."""
     message: str = ""
-    """The last line of the traceback, or the likely meaning of the signal."""
+    """The last line of the traceback, or the meaning of the signal."""
     traceback: str = ""
 
 
@@ -58,11 +68,24 @@ def find_crash_output(
     message = ""
     if number == signal.SIGKILL:
         message = "sent by a user (kill -9), or by the kernel because memory ran out"
+    if number == signal.SIGABRT:
+        message = _abort_reason(log)
     if file_size(log) > 0:
         return CrashOutput(log, message)
     if number is None and not log.exists() and (found := _newest_traceback(outer_log, since)):
         return CrashOutput(outer_log, found["last"], f"{found[0]}\n")
     return CrashOutput(outer_log if file_size(outer_log) > since or not log.exists() else log, message)
+
+
+def useful_lines(lines: Iterable[str]) -> list[str]:
+    """Return the lines without native stacks and lists of modules."""
+    return [line for line in lines if not _NOISE.match(line)]
+
+
+def _abort_reason(log: Path) -> str:
+    """Return the message of the C++ exception that aborted a process, from the end of its log."""
+    reasons = _WHAT.findall(_end_of(log, 0))
+    return reasons[-1].strip() if reasons else ""
 
 
 def describe_unfinished(what: str, step: int | None, last_step: int | None) -> str:
@@ -86,11 +109,15 @@ def file_size(path: Path) -> int:
         return 0
 
 
-def _newest_traceback(path: Path, since: int) -> re.Match[str] | None:
+def _end_of(path: Path, since: int) -> str:
     try:
         with open_regular(path) as file:
             file.seek(max(since, file.seek(0, os.SEEK_END) - _SEARCHED_BYTES))
-            text = file.read().decode(errors="replace")
+            return file.read().decode(errors="replace")
     except OSError:
-        return None
+        return ""
+
+
+def _newest_traceback(path: Path, since: int) -> re.Match[str] | None:
+    text = _end_of(path, since)
     return max(_TRACEBACK.finditer(_SLURM_LINES.sub("", text)), key=re.Match.start, default=None)

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.training.optim.resumed_values import configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
@@ -58,7 +60,23 @@ def prepare(trainer: T) -> T:
     keep, trainer.args.save_total_limit = trainer.args.save_total_limit, None
     trainer.args.output_dir = str(checkpoints.run.checkpoints)
     trainer.add_callback(RunCallback(trainer, checkpoints, keep))
-    train = trainer.train
+    train, load = trainer.train, trainer._load_optimizer_and_scheduler
+
+    @functools.wraps(load)
+    def load_and_compare(checkpoint: Any) -> None:
+        optimizers, schedulers = [trainer.optimizer], [trainer.lr_scheduler]
+        script = configured_values(optimizers, schedulers)
+        load(checkpoint)
+        ignored = ignored_after_load(optimizers, schedulers, script, None)
+        remedy = "To change the value in a resumed run, set it in the on_train_begin() of a callback."
+        unsaved = remark_on_unsaved(
+            [trainer.model, *optimizers, *schedulers, trainer.accelerator],
+            "Pass schedulers to the Trainer. Assign averaged models to the model.",
+            steps_by_script=False,
+        )
+        checkpoints.report(ignored, [unsaved], remedy)
+
+    setattr(trainer, "_load_optimizer_and_scheduler", load_and_compare)  # noqa: B010 (a method)
 
     @functools.wraps(train)
     def resume(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

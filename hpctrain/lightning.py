@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import warnings
@@ -26,7 +27,9 @@ from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
+from hpctrain.training.optim.resumed_values import check_ends, configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.saving.unsaved_objects import overrides_any, remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
@@ -102,6 +105,7 @@ class RunCheckpoint(lightning.Callback):
         self.is_saving = self._is_final = False
         self._trainer: lightning.Trainer | None = None
         self.resumed: dict[str, Any] = {}
+        self._script: dict[str, Any] = {}
         self._handlers: dict[int, Any] = {}
 
     def begin(self, trainer: lightning.Trainer) -> None:
@@ -117,6 +121,8 @@ class RunCheckpoint(lightning.Callback):
             self._loader = _StatefulLoader(loader, self)
         elif is_loader and _is_replaceable(loader) and not _has_own_shards(trainer, loader):
             self._loader = _ResumableLoader(trainer, loader, self)
+            # Lightning does not know that this callback restores the position.
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
         else:
             if trainer.is_global_zero:
                 name = type(loader).__name__
@@ -132,6 +138,10 @@ class RunCheckpoint(lightning.Callback):
         warnings.filterwarnings("ignore", r"You're resuming from a checkpoint that ended before the epoch")
         return self._loader
 
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        # Lightning has created the optimizers, but has not loaded their states yet.
+        self._script = configured_values(trainer.optimizers, _schedulers(trainer))
+
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         # Lightning's handler of SIGTERM communicates with other ranks, which may be in another collective.
         for number, handler in self._handlers.items():
@@ -139,6 +149,40 @@ class RunCheckpoint(lightning.Callback):
         self._checked_step = trainer.global_step
         regroup_buckets(trainer.strategy.model)
         self.checkpoints.watch(pl_module, *trainer.optimizers)
+        self._report_differences(trainer, pl_module)
+
+    def _report_differences(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Report values and objects of the script that a resumed run does not use or restore."""
+        schedulers = _schedulers(trainer)
+        configured = self.resumed.get("configured")
+        ignored = ignored_after_load(trainer.optimizers, schedulers, self._script, configured)
+        self._script = configured or self._script
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        hooks = ("state_dict", "on_save_checkpoint")
+        stateful = [
+            each
+            for each in callbacks
+            if overrides_any(each, hooks) or type(each).__module__.startswith("lightning.")
+        ]
+        saved = [pl_module, *trainer.optimizers, *schedulers, trainer.precision_plugin, *stateful]
+        if overrides_any(pl_module, ("on_save_checkpoint",)):
+            saved.append(vars(pl_module))
+        unsaved = remark_on_unsaved(
+            saved,
+            "Return schedulers from configure_optimizers(). Assign averaged models to the module, or save "
+            "them in the state_dict() of a callback.",
+            steps_by_script=False,
+        )
+        ends: list[str] = []
+        if pl_module.automatic_optimization and math.isfinite(trainer.estimated_stepping_batches):
+            ends = check_ends(
+                [_Schedule(each) for each in trainer.lr_scheduler_configs],
+                int(trainer.estimated_stepping_batches),
+                math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches),
+                ignored,
+            )
+        remedy = "To change the value in a resumed run, set it in the on_train_start() of the module."
+        self.checkpoints.report(ignored, [unsaved, *ends], remedy)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Between two steps of the optimizer there are gradients, which are not saved.
@@ -166,7 +210,13 @@ class RunCheckpoint(lightning.Callback):
             random, position = loader.before_fetch
         gathered = self.checkpoints.context.all_gather(random, "the random state")
         ended = self._is_final and self._trainer is not None and self._trainer.should_stop
-        return {"position": position, "random": gathered, "step": self._checked_step, "ended": ended}
+        return {
+            "position": position,
+            "random": gathered,
+            "step": self._checked_step,
+            "ended": ended,
+            "configured": self._script,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.resumed.update(state_dict, restore=True)
@@ -376,6 +426,24 @@ class _StatefulLoader:
         self._callback.restore_rng_state()
         self.before_fetch = rng.capture_rng_state(), None
         self._state_before = self._original.state_dict()
+
+
+class _Schedule:
+    """Scheduler of Lightning with its period, for `check_ends`."""
+
+    def __init__(self, config: Any) -> None:
+        self.scheduler, self._config = config.scheduler, config
+
+    def period(self, steps_per_epoch: int | None) -> int | None:
+        """Return the number of optimizer steps from one advance to the next; None if it is unknown."""
+        if self._config.reduce_on_plateau:
+            return None
+        steps = steps_per_epoch if self._config.interval == "epoch" else 1
+        return steps and steps * self._config.frequency
+
+
+def _schedulers(trainer: lightning.Trainer) -> list[Any]:
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
 def _fetch(batches: Iterator[Any], record: Callable[[], None]) -> Iterator[Any]:

@@ -166,6 +166,8 @@ CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
 CHILD_VARIABLE = "HPCTRAIN_COMMAND"
 #: The predecessor of this job, on sites without requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
+#: Process of a local batch script that runs commands after the supervisor.
+BATCH_PID_VARIABLE = "HPCTRAIN_BATCH_PID"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")

@@ -108,8 +108,12 @@ def format_time(seconds: float | None) -> str:
 
 
 def format_clock(seconds: float | None) -> str:
-    """Format seconds since the epoch as local time, preceded by day and month."""
-    return NOTHING if seconds is None else _local(seconds).strftime("%d %b %H:%M:%S")
+    """Format seconds since the epoch as local time, preceded by day, month and, if not the current, year."""
+    if seconds is None:
+        return NOTHING
+    time = _local(seconds)
+    year = "" if time.year == datetime.now().year else " %Y"
+    return time.strftime(f"%d %b{year} %H:%M:%S")
 
 
 def _local(seconds: float) -> datetime:

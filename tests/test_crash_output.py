@@ -4,7 +4,10 @@ import signal
 
 import pytest
 
-from hpctrain.crash_output import find_crash_output
+from hpctrain.crash_output import find_crash_output, useful_lines
+from hpctrain.spec.restart_policy import EndKind
+from hpctrain.supervisor.failures.classify import classify
+from hpctrain.supervisor.failures.failure_files import RankFailure
 
 IMPORT = """Traceback (most recent call last):
   File "worker.py", line 12, in <module>
@@ -73,3 +76,44 @@ def test_possible_senders_of_a_kill_are_named(logs, number, is_explained):
     logs[0].write_text("here\n")
     message = find_crash_output(*logs, number).message
     assert ("kill -9" in message, "memory" in message) == (is_explained, is_explained)
+
+
+#: An abort in a collective of gloo, as printed by C++, PyTorch and Python 3.14.
+ABORT = """Received SIGTERM: 15
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at /pytorch/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4
+Exception raised from read at pair.cc:446 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9c (0x7f66 in libc10.so)
+Fatal Python error: Aborted
+
+Current thread 0x00007f66 (most recent call first):
+  File "train.py", line 12 in <module>
+
+Current thread's C stack trace (most recent call first):
+  Binary file "/usr/lib/libpython3.so", at _Py_DumpStack+0x50 [0x7f66]
+  <truncated rest of calls>
+
+Extension modules: numpy._core, torch._C (total: 117)
+"""
+
+
+def test_reason_of_an_abort_is_found_above_the_native_stack(logs):
+    logs[0].write_text(ABORT)
+    message = find_crash_output(*logs, signal.SIGABRT).message
+    assert message.startswith("[enforce fail at /pytorch/gloo/transport/tcp/pair.cc:446] op.preamble.length")
+    failure = RankFailure(1, "n1", "signal", "SIGABRT", message, "rank.log", None, 0.0)
+    assert classify(failure) is EndKind.NCCL
+
+
+def test_native_stacks_are_not_useful():
+    assert useful_lines(ABORT.splitlines()) == [
+        "Received SIGTERM: 15",
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+        ABORT.splitlines()[2],
+        "Fatal Python error: Aborted",
+        "",
+        "Current thread 0x00007f66 (most recent call first):",
+        '  File "train.py", line 12 in <module>',
+        "",
+        "",
+    ]

@@ -31,6 +31,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
+def test_wheel_has_every_template(wheel: list[str]) -> None:
+    templates = {path.name for path in (REPO / "slurm_templates").iterdir()}
+    assert templates == {f"{name}.sbatch.j2" for name in ("base", "cpu", "ddp", "ddp2", "torchrun", "plain")}
+    assert {f"hpctrain/slurm_templates/{name}" for name in templates} <= set(wheel)
+
+
 def test_wheel_has_type_marker_and_licence(wheel: list[str]) -> None:
     assert "hpctrain/py.typed" in wheel
     assert any(name.endswith("licenses/LICENSE") for name in wheel)

@@ -1,4 +1,4 @@
-"""`hpctrain cancel`: end a run permanently."""
+"""`hpctrain cancel`: end runs permanently."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
+from hpctrain.cli.common import echo_documents, json_option, open_run, runs_argument
 
 
 @click.command("cancel")
-@run_argument
+@runs_argument
 @json_option
-def command(run: str, runs_dir: Path, as_json: bool) -> None:
-    """Cancel RUN after saving its state. Does nothing if RUN has already finished."""
+def command(runs: tuple[str, ...], runs_dir: Path, as_json: bool) -> None:
+    """Cancel every RUN after saving its state. Does nothing to runs that have already finished."""
     from hpctrain.slurm.states import RunState
 
-    found = open_run(run, runs_dir)
-    before = found.cancel()
+    documents = []
+    for run in [open_run(name, runs_dir) for name in runs]:
+        before = run.cancel()
+        documents.append({"run_id": run.run_id, "job_id": before.job_id, "cancelled": not before.state.ended})
+        if as_json:
+            continue
+        if before.state.ended:
+            click.echo(f"Run {run.run_id} has already finished ({before.state}).")
+        elif before.state is RunState.PENDING:
+            click.echo(f"Cancelled run {run.run_id} before it started.")
+        else:
+            limit = "Slurm's KillWait time" if before.backend == "slurm" else "a minute"
+            click.echo(
+                f"Cancelling run {run.run_id}. The script saves a checkpoint first, if it can. The run ends "
+                f"within {limit}."
+            )
     if as_json:
-        echo_json({"run_id": found.run_id, "job_id": before.job_id, "cancelled": not before.state.ended})
-    elif before.state.ended:
-        click.echo(f"Run {found.run_id} has already finished ({before.state}).")
-    elif before.state is RunState.PENDING:
-        click.echo(f"Cancelled run {found.run_id} before it started.")
-    else:
-        limit = "Slurm's KillWait time" if before.backend == "slurm" else "a minute"
-        click.echo(
-            f"Cancelling run {found.run_id}. The script saves a checkpoint first, if it can. The run ends "
-            f"within {limit}."
-        )
+        echo_documents(documents)

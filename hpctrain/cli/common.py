@@ -68,6 +68,12 @@ def run_argument(function: _Function) -> _Function:
     return click.argument("run", metavar="RUN", shell_complete=complete_runs)(runs_dir_option(function))
 
 
+def runs_argument(function: _Function) -> _Function:
+    """Add the argument RUN, which may be repeated, and the option `--runs-dir` to a command."""
+    add = click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_runs)
+    return add(runs_dir_option(function))
+
+
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
     """Complete the ids of runs, newest first; if no id matches, complete folders."""
     from hpctrain.jobs.runs.run import list_runs
@@ -104,6 +110,11 @@ def walk_commands(
         yield name, click.Context(command, context, name)
         if isinstance(command, click.Group):
             yield from ((f"{name} {inner}", its) for inner, its in walk_commands(command, context))
+
+
+def echo_documents(documents: Sequence[Any]) -> None:
+    """Print the JSON document of the only run, or a list with that of each run."""
+    echo_json(documents[0] if len(documents) == 1 else documents)
 
 
 def echo_json(document: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -61,12 +60,9 @@ def command(runs_dir: Path, as_json: bool, array: str | None, sort: str | None, 
 
 def print_runs(found: Sequence[RunStatus], clusters: Sequence[str] = ()) -> None:
     """Print one line per run, preceded by its cluster, if given."""
-    rows = [_row(status, time.time()) for status in found]
-    if sys.stdout.isatty():
-        rows.insert(0, _HEADER)
+    rows = [_HEADER, *(_row(status, time.time()) for status in found)]
     if clusters:
-        names = [*["CLUSTER"] * (len(rows) - len(clusters)), *clusters]
-        rows = [(name, *row) for name, row in zip(names, rows, strict=True)]
+        rows = [(name, *row) for name, row in zip(["CLUSTER", *clusters], rows, strict=True)]
     echo_table(rows)
 
 

@@ -9,19 +9,18 @@ from typing import Any
 
 from hpctrain.jobs.options.table import all_options
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
+from hpctrain.spec.code_ref import DEFAULT_SNAPSHOT_LIMIT_MB
+from hpctrain.spec.directives import directives_after_start
+from hpctrain.spec.job_spec import JobSpec, default_stop_before_limit_s
 from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
 from hpctrain.text import is_finite
 
 #: Fields that every specification has; they are omitted if they have their default value.
 _DEFAULTS = {
-    "stop_before_limit_s": DEFAULT_STOP_BEFORE_LIMIT_S,
     "spare_nodes": JobSpec.spare_nodes,
     "node_check": JobSpec.node_check,
     "scale_up_after_s": JobSpec.scale_up_after_s,
     "max_failures": JobSpec.max_failures,
-    "standby_workers_s": JobSpec.standby_workers_s,
-    "hang_timeout_s": JobSpec.hang_timeout_s,
     "resume_mode": JobSpec.resume_mode,
     "mpi": JobSpec.mpi,
     "cpu_binding": JobSpec.cpu_binding,
@@ -43,8 +42,13 @@ def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
     return [*_code_lines(spec), f"cd {shlex.quote(workdir)}", shlex.join(words)]
 
 
-def submit_arguments(spec: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the options of `hpctrain submit` for a specification, and the script with its arguments."""
+def submit_arguments(spec: Mapping[str, Any], *, started: bool = True) -> tuple[list[str], list[str]]:
+    """Return the options of `hpctrain submit` for a specification, and the script with its arguments.
+
+    For a run that has started, options that delay the start are omitted.
+    """
+    if started and isinstance(directives := spec.get("directives"), Mapping):
+        spec = {**spec, "directives": directives_after_start(directives)}
     marks = {"module": ["-m"], "command": ["--"]}.get(str(spec.get("program")), [])
     return list(_options(spec)), [*marks, str(spec["script"]), *_texts(spec.get("args"))]
 
@@ -65,13 +69,19 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
             if spec.get("gpu_type")
             else f"--gpus-per-node={gpus}"
         )
-    if (tasks := spec.get("ntasks_per_node")) and tasks != gpus:
+    if (tasks := spec.get("ntasks_per_node")) and tasks != (gpus or 1):
         yield f"--ntasks-per-node={tasks}"
     for name in ("array", "cpus_per_task", "template", "backend", "name"):
         if (value := spec.get(name)) is not None:
             yield f"--{name.replace('_', '-')}={value}"
     if is_finite(limit_s := spec.get("time_limit_s")) or limit_s == math.inf:
         yield f"--time={format_time_limit(None if limit_s == math.inf else limit_s)}"
+    lead_s = spec.get("stop_before_limit_s")
+    if lead_s is not None and lead_s != default_stop_before_limit_s(limit_s if is_finite(limit_s) else None):
+        yield f"--stop-before-limit={lead_s}"
+    for name in ("standby_workers_s", "hang_timeout_s"):
+        if (seconds := spec.get(name, missing := getattr(JobSpec, name))) != missing:
+            yield f"--{name.removesuffix('_s').replace('_', '-')}={'never' if seconds is None else seconds}"
     for name, default in _DEFAULTS.items():
         if spec.get(name) not in (None, default):
             yield f"--{name.removesuffix('_s').replace('_', '-')}={spec[name]}"
@@ -110,8 +120,12 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
         yield "--stage-environment"
     if spec.get("independent_ranks"):
         yield "--independent-ranks"
-    if not spec.get("code"):
+    for option in _texts(spec.get("srun_args")):
+        yield f"--srun-arg={option}"
+    if not spec.get("code") and spec.get("supervised", True):
         yield "--no-code-snapshot"
+    elif (limit_mb := _mapping(spec["code"]).get("limit_mb")) not in (None, DEFAULT_SNAPSHOT_LIMIT_MB):
+        yield f"--code-snapshot-limit={limit_mb}"
 
 
 def _directive(name: str, value: str) -> str:
@@ -126,7 +140,7 @@ def _directive(name: str, value: str) -> str:
 
 
 def _shell(shell: Mapping[str, Any]) -> Iterator[str]:
-    for name, option in (("modules", "module"), ("setup", "setup")):
+    for name, option in (("modules", "module"), ("setup", "setup"), ("teardown", "teardown")):
         for value in _texts(shell.get(name)):
             yield f"--{option}={value}"
     for name in ("conda", "venv"):

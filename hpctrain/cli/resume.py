@@ -28,10 +28,9 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     """Submit an ended RUN as a new job that resumes from the newest valid checkpoint.
 
     The job uses the script, arguments and options of the last submission. OPTIONS of `hpctrain submit`, such
-    as --nodes 8 or --time 4:00:00, override them.
+    as --nodes 8 or --time 4:00:00, override them. To change the arguments, use `hpctrain submit --run-dir`.
     """
     from hpctrain.cli import submit
-    from hpctrain.cli.resubmit_command import submit_arguments
     from hpctrain.spec.load_spec import load_spec
 
     opened = open_run(run, runs_dir)
@@ -50,12 +49,10 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     _check_state(opened.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
     # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.
     target = found.array or found
-    task = [] if spec.array_task is None else [f"--array={spec.array_task}"]
-    words, call = submit_arguments(asdict(spec))
-    run_dir = str(target.path.absolute())
-    os.chdir(spec.workdir)
-    arguments = [*words, *task, *options, "--run-dir", run_dir, *call]
-    with submit.command.make_context("submit", arguments, parent=context.parent) as inner:
+    fields = asdict(spec) | ({} if spec.array_task is None else {"array": spec.array_task})
+    started = bool(found.attempts())
+    with submit.resubmission(context, fields, target, options, started=started) as inner:
+        os.chdir(spec.workdir)
         submit.command.invoke(inner)
 
 

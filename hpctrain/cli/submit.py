@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache
@@ -25,10 +26,11 @@ from hpctrain.cli.common import (
     run_reference,
     short_path,
 )
-from hpctrain.errors import SchedulerError
+from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.options.extra_directives import explain_foreign
 from hpctrain.jobs.options.option import Option
-from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
+from hpctrain.jobs.options.option_value import OptionValue
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values, resolve_options
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 #: Key of the context: true if the program follows a `--`.
 _IS_COMMAND = "hpctrain.is_command"
+#: Key of the context: the options of the submission that this one repeats.
+_PREVIOUS = "hpctrain.previous"
 
 
 def heading(param: click.Parameter) -> str:
@@ -230,6 +234,7 @@ def command(
     where: Any = {
         "source": COMMAND_LINE_SOURCE,
         "assignments": assignments,
+        "previous": previous(ctx),
         "environ": os.environ,
         "cwd": Path.cwd(),
     }
@@ -248,11 +253,16 @@ def command(
         dry_run=dry_run,
         **where,
     )
-    _print_lines(submission.notes)
+    _print_lines([*submission.notes, *([] if previous(ctx) else misplaced_options(script, args))])
     forecaster = None if submission.spec.array else _forecaster(submission.spec)
     forecast = cache(lambda: None if forecaster is None else _forecast(forecaster, submission))
     if dry_run:
         _print_lines([*submission.forecast, *map(str, filter(None, [forecast()]))])
+        click.echo(
+            "Nothing was submitted. This script needs the run folder that `hpctrain submit` creates, so it "
+            "cannot be submitted on its own.",
+            err=True,
+        )
         click.echo(submission.script, nl=False)
         if words := submission.preflight.refusal():
             raise SchedulerError(f"Slurm would reject this job: {words}")
@@ -319,6 +329,73 @@ def options() -> list[click.Option]:
 def is_command(ctx: click.Context) -> bool:
     """Return true if the program follows a `--`."""
     return bool(ctx.meta.get(_IS_COMMAND))
+
+
+def misplaced_options(script: str, args: Sequence[str]) -> list[str]:
+    """Return a note for each argument of the script that is probably an option of `submit`."""
+    try:
+        source = Path(script).read_text(errors="replace")
+    except (OSError, ValueError):
+        return []  # a module or a command
+    own = {name for param in command.params if isinstance(param, click.Option) for name in param.opts}
+    names = dict.fromkeys(word.partition("=")[0] for word in args)
+    return [
+        f"Note: {name} is passed to {Path(script).name}. Put options of hpctrain before the script."
+        for name in names
+        if name.startswith("--")
+        and name in own
+        and name[2:].replace("-", "_") not in source.replace("-", "_")
+    ]
+
+
+def previous(ctx: click.Context) -> list[OptionValue] | None:
+    """Return the options of the submission that this one repeats, if any."""
+    return ctx.meta.get(_PREVIOUS)
+
+
+def resubmission(
+    ctx: click.Context, spec: Mapping[str, Any], run: RunDir, options: Sequence[str], *, started: bool = True
+) -> click.Context:
+    """Return the context of a submission that continues a run with its program and changed options.
+
+    Args:
+        ctx: the context of the calling command.
+        spec: content of the run's `spec.yaml`.
+        run: the run.
+        options: options of `hpctrain submit`, which override those of the run.
+        started: false if the run has not started yet.
+
+    Raises:
+        SpecError: `options` names another program or another run folder.
+    """
+    from hpctrain.cli.resubmit_command import submit_arguments
+    from hpctrain.redaction import redact_args
+
+    words, call = submit_arguments(spec, started=started)
+    called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"
+    alone = click.Context(command, info_name="submit", **command.context_settings)
+    with suppress(click.NoSuchOption):  # reported below
+        values, _, _ = command.make_parser(alone).parse_args(list(options))
+        if "--" in options or values.get("as_module") or isinstance(values.get("script"), str):
+            shown = redact_args([word for word in words if not word.startswith(("--env=", "--notify="))])
+            again = ["hpctrain", "submit", *shown, f"--run-dir={short_path(run.path)}", *options]
+            raise SpecError(
+                f"{called} continues run {run.run_id} with its script and arguments, and accepts only "
+                f"options. To continue the run with other arguments, use: {shlex.join(again)}"
+            )
+        keys = [text.partition("=")[0] for text in values.get("assignments") or ()]
+        if isinstance(values.get("run_dir"), str) or {"run_dir", "runs_dir"}.intersection(keys):
+            raise SpecError(
+                f"{called} continues run {run.run_id} in its folder, so --run-dir cannot be changed. Remove "
+                "it, or use `hpctrain submit` for a new run."
+            )
+    with command.make_context("submit", [*words, *call], parent=ctx.parent) as earlier:
+        asked: Any = {name: value for name, value in earlier.params.items() if name in all_options()}
+        repeated = previous_values(asked, earlier.params["assignments"])
+    arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
+    context = command.make_context("submit", arguments, parent=ctx.parent)
+    context.meta[_PREVIOUS] = repeated
+    return context
 
 
 command.params[:0] = map(_click_option, all_options().values())

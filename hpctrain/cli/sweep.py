@@ -24,6 +24,7 @@ from hpctrain.cli.common import (
     program_name,
     run_argument,
     run_reference,
+    runs_argument,
     short_path,
 )
 from hpctrain.errors import SchedulerError, SpecError, UserError
@@ -226,6 +227,7 @@ def _submit(
         asked,  # type: ignore[arg-type]
         source=COMMAND_LINE_SOURCE,
         assignments=[*params["assignments"], f"array={record.array(indices)}"],
+        previous=submit.previous(ctx),
         environ=os.environ,
         cwd=Path.cwd(),
         python=sys.executable,
@@ -421,11 +423,11 @@ def extend(
 
 
 @command.command("cancel")
-@run_argument
+@runs_argument
 @json_option
 @click.pass_context
 def cancel(ctx: click.Context, /, **arguments: Any) -> None:
-    """Cancel all trials of the sweep RUN that have not ended, after saving their states."""
+    """Cancel all trials of every sweep RUN that have not ended, after saving their states."""
     from hpctrain.cli.cancel import command as cancel_command
 
     ctx.invoke(cancel_command, **arguments)
@@ -447,15 +449,13 @@ def _resubmit(
     options: Sequence[str],
 ) -> None:
     """Submit trials with the options of the last submission."""
-    from hpctrain.cli.resubmit_command import submit_arguments
     from hpctrain.spec.load_spec import load_spec
 
     spec = load_spec(run.dir.spec)
-    words, call = submit_arguments({**asdict(spec), "array": None, "args": record.args})
-    os.chdir(spec.workdir)
-    arguments = [*words, *options, "--run-dir", str(run.dir.path.absolute()), *call]
+    fields = {**asdict(spec), "array": None, "args": record.args}
     record = replace(record, concurrent=concurrent or record.concurrent)
-    with submit.command.make_context("submit", arguments, parent=ctx.parent) as inner:
+    with submit.resubmission(ctx, fields, run.dir, options) as inner:
+        os.chdir(spec.workdir)
         if inner.params["follow"] or inner.params["explain"]:
             raise click.UsageError(
                 "Sweeps do not support --follow or --show-config. To follow the logs, use "

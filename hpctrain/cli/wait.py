@@ -1,26 +1,31 @@
-"""`hpctrain wait`: wait until a run has ended."""
+"""`hpctrain wait`: wait until runs have ended."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.common import (
     describe_end,
-    echo_json,
+    echo_documents,
     echo_log,
     exit_for,
     json_option,
     open_run,
-    run_argument,
+    runs_argument,
 )
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run_status import RunStatus
 
 
 @click.command("wait")
-@run_argument
+@runs_argument
 @click.option(
     "--timeout", type=click.FloatRange(min=0), metavar="S", help="Maximum time to wait, in seconds."
 )
@@ -33,16 +38,25 @@ from hpctrain.cli.common import (
 )
 @json_option
 def command(
-    run: str, runs_dir: Path, timeout: float | None, unknown_limit: float | None, as_json: bool
+    runs: tuple[str, ...],
+    runs_dir: Path,
+    timeout: float | None,
+    unknown_limit: float | None,
+    as_json: bool,
 ) -> None:
-    """Wait until RUN ends. Exits with 0 if RUN completed, 4 if not, and 1 after --timeout.
+    """Wait until every RUN ends. Exits with 0 if all completed, 4 if not, and 1 after --timeout.
 
     Exits with 3 if the state of RUN is unknown for longer than --unknown-limit.
     """
-    found = open_run(run, runs_dir)
-    status = found.wait_for_end(timeout, unknown_limit, report=partial(click.echo, err=True))
+    deadline = None if timeout is None else time.monotonic() + timeout
+    statuses: list[RunStatus] = []
+    for run in [open_run(name, runs_dir) for name in runs]:
+        left_s = timeout if deadline is None or not statuses else max(0.0, deadline - time.monotonic())
+        status = run.wait_for_end(left_s, unknown_limit, report=partial(click.echo, err=True))
+        statuses.append(status)
+        if not as_json:
+            echo_log(describe_end(status))
     if as_json:
-        echo_json(asdict(status))
-    else:
-        echo_log(describe_end(status))
-    exit_for(status)
+        echo_documents([asdict(status) for status in statuses])
+    for status in statuses:
+        exit_for(status)

@@ -25,7 +25,8 @@ from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.slurm.job_requests import cancel_jobs, submit_job, update_job
-from hpctrain.spec.directives import all_directives
+from hpctrain.slurm.parsing import parse_timestamp
+from hpctrain.spec.directives import all_directives, directives_after_start
 from hpctrain.spec.job_spec import JobSpec
 
 log = logging.getLogger(__name__)
@@ -201,10 +202,17 @@ def _submit_once(
 
 
 def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], changes: JobChanges) -> str:
-    options = [f"--dependency=afterany:{job_id}"]
+    kept = directives_after_start(spec.directives)
+    options = [f"--dependency={','.join(filter(None, [f'afterany:{job_id}', kept.get('dependency')]))}"]
     options += changes.options(spec)
     if "begin" in spec.directives:
         options.append("--begin=now")
+    if "deadline" in spec.directives:
+        # A relative time, such as now+1day, would be counted from now.
+        layout = ["squeue", "--noheader", f"--jobs={job_id}", "--Format=Deadline:0"]
+        deadline = run_slurm(layout, strip_job_env(environ)).strip()
+        if parse_timestamp(deadline) is not None:
+            options.append(f"--deadline={deadline}")
     if spec.array_task is not None:
         options.append(f"--array={spec.array_task}")
     options += _marked_script(run.array or run, job_id)

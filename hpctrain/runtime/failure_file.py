@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
+from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.snapshot_imports import describe_missing_import
 from hpctrain.tracebacks import PEER_LOST, fold
 
@@ -22,6 +24,10 @@ from hpctrain.tracebacks import PEER_LOST, fold
 #: first failure that is not a consequence of another failure.
 FAILURE_COUNT_KEY = "hpctrain/failures"
 _CAUSE_KEY = "hpctrain/cause"
+#: Messages of programs that refuse to overwrite output.
+_REFUSES_OUTPUT = re.compile(
+    r"already exist|file exists|to not exist|(directory|folder) (is )?not empty", re.IGNORECASE
+)
 _STORE_TIMEOUT = timedelta(seconds=2)
 #: Marks an exception that would recur in every attempt.
 _FINAL = "_hpctrain_final"
@@ -40,7 +46,7 @@ def suggest_micro_batch_size(error: BaseException, size: int) -> None:
 
 def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a record of `error` for `write_failure`, without references to the exception's objects."""
-    if hint := describe_missing_import(error, environ):
+    if hint := describe_missing_import(error, environ) or _describe_earlier_output(error, environ):
         error.add_note(f"{hint}.")
     return {
         "kind": "exception",
@@ -54,6 +60,17 @@ def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str
         "micro_batch_size": getattr(error, _MICRO_BATCH_SIZE, None),
         **(_corruption(error) if isinstance(error, SilentCorruption) else {}),
     }
+
+
+def _describe_earlier_output(error: BaseException, environ: Mapping[str, str]) -> str | None:
+    """Return advice for a program that refuses the output of its own earlier attempt; None otherwise."""
+    refuses = isinstance(error, FileExistsError) or _REFUSES_OUTPUT.search(str(error))
+    if not refuses or environ.get(ATTEMPT_VARIABLE, "0") == "0":
+        return None
+    return (
+        "The output may be that of an earlier attempt of the run. Change the script to continue from its "
+        "earlier output, or to overwrite it"
+    )
 
 
 def _corruption(error: SilentCorruption) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def main() -> None:
     own_folder = str(Path(__file__).parent)
     sys.path[:] = dict.fromkeys([*payload.sys_path, *(path for path in sys.path if path != own_folder)])
     redirect_imports(os.environ)
-    for name, value in _submitit_variables(run, ranks, os.environ).items():
+    for name, value in _submitit_variables(run, ranks).items():
         os.environ.setdefault(name, value)
     context = _init_process_group(ranks)
     try:
@@ -61,14 +61,12 @@ def main() -> None:
     clear_stop_signals()
 
 
-def _submitit_variables(run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of submitit.JobEnvironment, for functions that use it. Slurm sets the others."""
+def _submitit_variables(run: RunDir, ranks: Ranks) -> dict[str, str]:
+    """Return the variables of submitit.JobEnvironment, beyond those that the launcher sets."""
     return {
         "SUBMITIT_EXECUTOR": "slurm",
         "SUBMITIT_FOLDER": str(run.path),
         "SLURM_NTASKS": str(ranks.world_size),
-        "SLURM_JOB_NUM_NODES": str(ranks.num_nodes),
-        "SLURM_JOB_NODELIST": environ["SLURM_STEP_NODELIST"],
     }
 
 

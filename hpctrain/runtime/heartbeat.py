@@ -22,6 +22,7 @@ from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.program.debugger import debugger
 from hpctrain.runtime.program.emergency_save import emergency_save
+from hpctrain.runtime.program.process_group_check import has_process_group
 from hpctrain.runtime.program.requested_flips import request_flip
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
@@ -35,6 +36,10 @@ from hpctrain.telemetry.startup_times import startup_times
 
 #: Modules whose frames between the user's code and a wait are skipped in the reported position.
 _LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")
+#: Limit of the wait for a heartbeat; more than the interval of heartbeats of a small run.
+_REPORT_LIMIT_S = 3.0
+
+_has_reported, _has_reported_group = threading.Event(), threading.Event()
 
 
 def heartbeat_message(started_with: Mapping[str, str]) -> Message:
@@ -46,8 +51,13 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     stop = {"stop": True} if agreed_stop.signal else {}
     debugged = {"debugged": True} if debugger.check_attached() else {}
     startup = startup_times.report()
+    group = {"group": True} if has_process_group() else {}
+    _has_reported.set()
+    if group:
+        _has_reported_group.set()
     return {
         **stop,
+        **group,
         **debugged,
         **({} if startup is None else {"startup": startup}),
         "emergency": emergency_save.heartbeat(),
@@ -60,6 +70,12 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         "modules": select_slow_modules(sys.modules),
         "changed": changed_variables(started_with, os.environ),
     }
+
+
+def wait_until_group_is_reported() -> None:
+    """Wait for the heartbeat that reports the process group of this rank, which may exit soon after."""
+    if _has_reported.is_set() and has_process_group():
+        _has_reported_group.wait(_REPORT_LIMIT_S)
 
 
 def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, message: Message) -> None:

@@ -26,7 +26,8 @@ class RankActivity:
         is_managed: true if a `Trainer` or `session` sets these attributes.
         optimizer_steps: optimizer steps of this process, as counted by the step hook.
         logs_metrics: true if the script logs its metrics itself (`hpctrain.log_metrics`).
-        restored_steps: steps in the state restored by a script without the `Trainer`; None if unknown.
+        restored_steps: steps in the state that a script without the `Trainer` loaded; 0 if it loaded none,
+            and None if their number is unknown.
     """
 
     __slots__ = (

@@ -20,6 +20,7 @@ from typing import Any
 from hpctrain.authentication import new_nonce, sign_connection
 from hpctrain.cluster import Ranks
 from hpctrain.errors import Unauthenticated
+from hpctrain.runtime.stopping.signal_recorder import report_stop_signal
 
 _CONNECT_LIMIT_S = 10.0
 #: The longest line is the start message, with all variables of an attempt.
@@ -155,6 +156,7 @@ def start_heartbeat(
     def use(opened: Connection) -> None:
         # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.
         os.register_at_fork(after_in_child=opened.close)
+        report_stop_signal(lambda number: opened.send({"stop_signal": number.name}))
         last: Message | None = None
         while True:
             message = heartbeat_message()

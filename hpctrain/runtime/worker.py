@@ -41,7 +41,7 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.heartbeat import heartbeat_message, on_message
+from hpctrain.runtime.heartbeat import heartbeat_message, on_message, wait_until_group_is_reported
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.program.child_relay import ChildRelay
@@ -56,7 +56,6 @@ from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import (
-    STOP_SIGNALS,
     pending_stop_signal,
     start_signal_recorder,
     wait_for_stop_signal,
@@ -77,9 +76,6 @@ from hpctrain.runtime.unfinished_training import find_unfinished_training, has_s
 from hpctrain.telemetry.startup_parts import StartupPart
 from hpctrain.telemetry.startup_times import startup_times
 
-#: Exit codes of a script after a stop signal. 0 may mean complete or stopped; a complete script exits
-#: immediately when restarted.
-_STOPPED_EXIT_CODES = (0, *(128 + number for number in STOP_SIGNALS))
 #: Lines of the log in which the cause of an exit is searched.
 _LAST_LINES = 5
 #: Maximum seconds between the stop signals that Slurm sends to the processes of a step.
@@ -239,7 +235,8 @@ def _exit_with(
         print(f"hpctrain: {failure['error']}: {failure['message']}.", file=sys.stderr)
         write(failure)
         _exit_now(1, sampler)
-    if (told := pending_stop_signal()) and code in _STOPPED_EXIT_CODES:
+    if told := pending_stop_signal():
+        # Exit code 0 may mean complete or stopped; a complete script exits immediately when restarted.
         print(
             f"hpctrain: the script exited with code {code} after {told.name}, which counts as a stop, not as "
             "the end of the run."
@@ -253,6 +250,7 @@ def _exit_with(
         # Without a traceback, `logs --errors` shows the end of the log.
         write({**failure_record(RuntimeError(said), os.environ), "traceback": ""})
         _exit_now(code, sampler)
+    wait_until_group_is_reported()
     _exit_normally(0, sampler)
 
 

@@ -13,6 +13,7 @@ from hpctrain.cluster.env_defaults import env_default_names
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
+    BATCH_PID_VARIABLE,
     CHILD_VARIABLE,
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
@@ -37,6 +38,7 @@ _RANK_VARIABLES = frozenset(
         RUN_DIR_VARIABLE,
         ATTEMPT_VARIABLE,
         ARRAY_TASK_VARIABLE,
+        BATCH_PID_VARIABLE,
         CODE_VARIABLE,
         CODE_SOURCE_VARIABLE,
         CHILD_VARIABLE,
@@ -122,11 +124,15 @@ def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
         # torchrun's default, which would slow down every rank with more CPUs.
         names.add("OMP_NUM_THREADS")
     inner = tuple(prefixes)
-    return {
+    outer = {
         name: value
         for name, value in environ.items()
         if name in _CLUSTER_VARIABLES or not (name in names or name.startswith(inner))
     }
+    if clusters := outer.pop("SBATCH_CLUSTERS", None):
+        # All commands must use the cluster to which sbatch submits.
+        outer.setdefault("SLURM_CLUSTERS", clusters)
+    return outer
 
 
 def own_job_id(environ: Mapping[str, str]) -> str:

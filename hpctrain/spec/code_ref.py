@@ -17,3 +17,5 @@ class CodeRef:
     """Root of the copy, in the run folder."""
     script: str | None
     """Path of the copied script; None if the script is outside the working tree."""
+    limit_mb: int = DEFAULT_SNAPSHOT_LIMIT_MB
+    """Maximum size of the copy."""

@@ -40,7 +40,7 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
         "output": _log(spec),
         "open-mode": "append",
         "requeue": "expedite" if spec.expedite_requeue else "",
-        "signal": f"USR2@{spec.stop_before_limit_s}",
+        **({"signal": f"USR2@{spec.stop_before_limit_s}"} if spec.supervised else {}),
         "export": "ALL",
     }
     return directives | {key: value for key, value in spec.directives.items() if key not in directives}
@@ -52,6 +52,14 @@ def _gpus(spec: JobSpec) -> dict[str, str]:
     if spec.gpu_request_style != "gres":
         return {spec.gpu_request_style: gpus}
     return {"gres": ",".join(filter(None, [f"gpu:{gpus}", spec.directives.get("gres")]))}
+
+
+def directives_after_start(directives: Mapping[str, str]) -> dict[str, str]:
+    """Return the directives of a job that continues a run, without those that delayed the first job."""
+    kept = {key: value for key, value in directives.items() if key not in ("begin", "dependency", "hold")}
+    if "singleton" in re.split("[,?]", directives.get("dependency", "")):
+        kept["dependency"] = "singleton"
+    return kept
 
 
 def directive_lines(directives: Mapping[str, str]) -> list[str]:

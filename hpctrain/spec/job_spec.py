@@ -28,6 +28,13 @@ MpiPlugin = Literal["none", "pmi2", "pmix"]
 DEFAULT_STOP_BEFORE_LIMIT_S = 120
 
 
+def default_stop_before_limit_s(time_limit_s: float | None) -> int:
+    """Return the seconds between the stop signal and a time limit, unless the user sets them."""
+    if time_limit_s is None:
+        return DEFAULT_STOP_BEFORE_LIMIT_S
+    return min(DEFAULT_STOP_BEFORE_LIMIT_S, max(1, int(time_limit_s / 3)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """The request for a run, with all defaults filled in.
@@ -101,6 +108,8 @@ class JobSpec:
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
     mpi: MpiPlugin = "none"
     """Slurm's MPI plugin, for the rendezvous of MPI programs."""
+    srun_args: tuple[str, ...] = ()
+    """Options of the user for the srun that starts the ranks."""
     cpu_binding: CpuBindingMode = "auto"
     """Binding of ranks to the CPUs next to their GPU, unless Slurm binds them."""
     independent_ranks: bool = False
@@ -109,6 +118,8 @@ class JobSpec:
     """All other `#SBATCH` options, by long name without the leading dashes. A flag has an empty value."""
     template: str | None = None
     """Name or path of the batch script template; None selects a built-in template."""
+    supervised: bool = True
+    """False if the batch script starts the ranks without hpctrain, as the template `plain` does."""
     shell: ShellSetup = field(default_factory=ShellSetup)
     """Environment setup in the batch script, before the supervisor starts."""
     torchrun: TorchrunConfig | None = None
@@ -177,10 +188,7 @@ class JobSpec:
         if self.ntasks_per_node == 0:
             object.__setattr__(self, "ntasks_per_node", self.gpus_per_node or 1)
         if self.stop_before_limit_s == 0:
-            longest = DEFAULT_STOP_BEFORE_LIMIT_S
-            if self.time_limit_s is not None:
-                longest = min(longest, max(1, int(self.time_limit_s / 3)))
-            object.__setattr__(self, "stop_before_limit_s", longest)
+            object.__setattr__(self, "stop_before_limit_s", default_stop_before_limit_s(self.time_limit_s))
 
     def task(self, index: int) -> JobSpec:
         """Return the specification of one task of this array."""

@@ -105,7 +105,7 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "`hpctrain logs RUN` shows the traceback; fix the script, then submit again",
     ),
     EndKind.UNFINISHED: EndKindInfo(
-        "a rank exited with code 0 during training",
+        "a rank exited with code 0 before training was complete",
         "end",
         "look for `sys.exit`, `return` or a caught exception in the script",
     ),

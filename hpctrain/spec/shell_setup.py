@@ -27,6 +27,8 @@ class ShellSetup:
     """Absolute path of a virtual environment."""
     setup: tuple[str, ...] = ()
     """Shell lines, verbatim."""
+    teardown: tuple[str, ...] = ()
+    """Shell lines to run after the supervisor, verbatim."""
 
     def check(self) -> None:
         """Check that the steps do not contradict each other.

@@ -21,6 +21,7 @@ from hpctrain.spec.job_spec import (
 )
 from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
+from hpctrain.spec.step_options import check_srun_args
 
 #: Slurm stores the lead time of `--signal` in 16 bits.
 _MAX_SIGNAL_LEAD_S = 65535
@@ -59,12 +60,15 @@ def check_spec(spec: JobSpec) -> None:
     _check_time(spec)
     check_directive_conflicts(spec.directives, nodes=spec.most_granted, gpus_per_node=spec.gpus_per_node)
     spec.shell.check()
+    check_srun_args(spec.srun_args)
     if spec.torchrun is not None:
         spec.torchrun.check()
     if spec.container is not None:
         spec.container.check(spec.folders)
     spec.notify.check()
     _check_stage(spec)
+    if not spec.supervised:
+        _check_unsupervised(spec)
     _check_words(spec)
     check_argument_lengths(spec)
 
@@ -165,6 +169,30 @@ def _check_stage(spec: JobSpec) -> None:
         )
 
 
+def _check_unsupervised(spec: JobSpec) -> None:
+    """Reject what only the supervisor can do."""
+    if spec.backend == "local":
+        raise SpecError(
+            "--template plain starts the ranks with srun, but the backend is local (--backend). Submit to "
+            "Slurm, or use another template."
+        )
+    needs_supervisor = {
+        f"--nodes {spec.min_nodes}:{spec.nodes}": spec.is_elastic,
+        "--spare-nodes": spec.spare_nodes,
+        "--array": spec.array,
+        "--launcher torchrun": spec.torchrun,
+        "--container-image": spec.container,
+        "--stage": spec.stage,
+        "--stage-environment": spec.stage_environment,
+        "--notify": spec.notify.targets,
+    }
+    for option, is_requested in needs_supervisor.items():
+        if is_requested:
+            raise SpecError(
+                f"{option} needs hpctrain in the job, which --template plain leaves out. Remove one of them."
+            )
+
+
 def _check_words(spec: JobSpec) -> None:
     for what, path in (
         *([("script", spec.script)] if spec.program == "script" else []),
@@ -232,6 +260,8 @@ def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
         ("path of the working directory", spec.workdir),
         *(("argument", arg) for arg in spec.args),
         *(("line of --setup", line) for line in spec.shell.setup),
+        *(("line of --teardown", line) for line in spec.shell.teardown),
+        *(("value of --srun-arg", option) for option in spec.srun_args),
         *([("image", spec.container.image)] if spec.container else []),
         *(("target of --notify", target) for target in spec.notify.targets),
         *((f"source of {name} (--stage)", source) for name, source in spec.stage.items()),

@@ -15,7 +15,7 @@ from hpctrain import system
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.files import own_file, try_lock
 from hpctrain.records.run_record import read_run_record
-from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.rundir import BATCH_PID_VARIABLE, STOPPED_EARLY, RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.acquire_run import record_manual_submission, register_job
@@ -40,7 +40,7 @@ class LocalArray:
                 "the array with hpctrain submit --array."
             )
         self._run, self._spec, self._environ = run, spec, environ
-        self._job_id = str(system.getpid())
+        self._job_id = environ.get(BATCH_PID_VARIABLE) or str(system.getpid())
         self._array = JobArray.parse(spec.array)
         self._events: system.SimpleQueue[int | signal.Signals] = system.SimpleQueue()
         self._running: dict[int, system.Popen[bytes]] = {}

@@ -100,7 +100,9 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         staging = None if plan is None else (plan, launch(plan.host_spec, environ))
         launcher = launch(plan.ranks_spec, {**environ, **plan.variables}) if plan else launch(spec, environ)
         if spec.backend == "local":
-            return Supervisor(run, spec, launcher, LocalJobControl(spec), grace, staging=staging).run()
+            return Supervisor(
+                run, spec, launcher, LocalJobControl(spec, environ), grace, staging=staging
+            ).run()
         job = SlurmJobControl(run, spec, environ)
         try:
             # Slurm 22.05 does not set the variable. A restarted supervisor continues the job later.
@@ -148,7 +150,7 @@ def _with_trial_values(run: RunDir, spec: JobSpec) -> JobSpec:
 def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) -> int:
     """Report the failure of this job, and record it unless another job now owns the run."""
     print(f"Error: {cause}", file=sys.stderr)
-    own_id = LocalJobControl(spec).job_id if spec.backend == "local" else own_job_id(environ)
+    own_id = LocalJobControl(spec, environ).job_id if spec.backend == "local" else own_job_id(environ)
     try:
         record = read_run_record(run)
     except OSError as error:

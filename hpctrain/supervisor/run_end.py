@@ -52,7 +52,7 @@ def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) ->
 
 
 def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
-    if result is None or result.world_size == 1 or result.store_used or spec.independent_ranks:
+    if result is None or result.world_size == 1 or result.has_process_group or spec.independent_ranks:
         return None
     if spec.torchrun is not None:  # With agents, the ranks use the store of an agent.
         return None

@@ -62,6 +62,11 @@ class FinishedAttempt:
         return self.diagnosis.end.kind
 
     @property
+    def must_release(self) -> bool:
+        """True if the ranks were asked to stop, and not to continue on other nodes of the allocation."""
+        return self.result is not None and self.result.is_stopping and not self.result.monitor.draining
+
+    @property
     def is_clean(self) -> bool:
         """True if all ranks exited by themselves after a stop, so they left no files on the nodes."""
         if self.result is None:
@@ -196,6 +201,7 @@ class Supervisor:
             ended.intent,
             lead_s=self._spec.stop_before_limit_s,
             seconds=ended.seconds,
+            must_release=ended.must_release,
         )
         if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
             return known

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from hpctrain.redaction import REDACTED_TEXT, redact, redact_args
 HparamValue = str | int | float | bool | None
 
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+#: Interpreters whose option -c has a program as its value.
+_INTERPRETER = re.compile(r"(?:.*/)?(?:\w*sh|python[\d.]*)")
+_CODE_OPTION = re.compile(r"-[a-z]*c")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z][\w./@-]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 
@@ -92,10 +95,45 @@ def merge_hparams(spec: Mapping[str, Any], environment: Mapping[str, Any]) -> di
         environment: the newest fields of `environment.jsonl`.
     """
     args, recorded = spec.get("args"), environment.get("hparams")
-    found = parse_hparams(redact_args(args) if isinstance(args, list | tuple) else [])
+    if not isinstance(args, list | tuple):
+        args = []
+    is_interpreter = spec.get("program") == "command" and _INTERPRETER.fullmatch(str(spec.get("script")))
+    if is_interpreter and args and _CODE_OPTION.fullmatch(str(args[0])):
+        args = args[2:]
+    found = parse_hparams(redact_args(args))
     if isinstance(recorded, Mapping):
         found |= plain_hparams(recorded)
-    return _without_secrets(found)
+    return applied_hparams(_without_secrets(found), ignored_hparams(environment))
+
+
+def ignored_hparams(environment: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the values of the script that a resumed training ignores; see `applied_hparams`."""
+    ignored = environment.get("ignored")
+    return [
+        (each[0], each[1], each[2])
+        for each in (ignored if isinstance(ignored, list) else ())
+        if isinstance(each, list) and len(each) == 3 and isinstance(each[0], str)
+    ]
+
+
+def applied_hparams(
+    hparams: Mapping[str, HparamValue], ignored: Iterable[Sequence[Any]]
+) -> dict[str, HparamValue]:
+    """Return the hyper-parameters with the values that a resumed training uses.
+
+    Args:
+        hparams: the hyper-parameters as the script sets them.
+        ignored: name, value in the checkpoint, which applies, and value in the script.
+    """
+    result = dict(hparams)
+    for name, applied, asked in ignored:
+        aliases = (name.lower(), "learning_rate") if name == "lr" else (name.lower(),)
+        same = [
+            key for key, value in hparams.items() if value == asked and any(a in key.lower() for a in aliases)
+        ]
+        for key in same or [f"applied_{name}" if name in hparams else name]:
+            result |= plain_hparams({key: applied})
+    return result
 
 
 def varying_hparams(runs: Sequence[Mapping[str, HparamValue]]) -> list[str]:

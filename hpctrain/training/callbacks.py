@@ -10,6 +10,8 @@ from hpctrain.errors import UserError
 from hpctrain.text import format_number, pluralize
 
 if TYPE_CHECKING:
+    import torch
+
     from hpctrain.training.module import Module
 
 
@@ -18,6 +20,8 @@ class TrainerHandle(Protocol):
 
     step: int
     metrics: dict[str, float]
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[Any]
 
     @property
     def is_main(self) -> bool: ...
@@ -34,7 +38,10 @@ class Callback:
     """
 
     def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:
-        """Called after the newest checkpoint, if any, is loaded; `trainer.step` steps are completed."""
+        """Called after the newest checkpoint, if any, is loaded; `trainer.step` steps are completed.
+
+        To change a value of a resumed run, set it in `trainer.optimizers` or `trainer.schedulers`.
+        """
 
     def on_step_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of step `trainer.step`, one step later, to avoid delays."""

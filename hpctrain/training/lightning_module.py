@@ -371,6 +371,7 @@ class LightningSchedule:
     """Learning-rate schedule that advances when Lightning would advance it.
 
     Attributes:
+        scheduler: the module's scheduler.
         is_per_epoch: True if it advances at the end of an epoch, without a metric.
     """
 
@@ -386,7 +387,7 @@ class LightningSchedule:
         reduce_on_plateau: bool = False,
         **_: Any,
     ) -> None:
-        self._module, self._run, self._scheduler, self._frequency = module, run, scheduler, frequency
+        self._module, self._run, self.scheduler, self._frequency = module, run, scheduler, frequency
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
         needs_metric = reduce_on_plateau or isinstance(scheduler, plateau)
         self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
@@ -401,6 +402,13 @@ class LightningSchedule:
                 "'step'."
             )
 
+    def period(self, steps_per_epoch: int | None) -> int | None:
+        """Return the number of optimizer steps from one advance to the next; None if it is unknown."""
+        if self._monitor is not None:
+            return None
+        steps = steps_per_epoch if self.is_per_epoch else 1
+        return steps and steps * self._frequency
+
     def step(self) -> None:
         """Handle the end of an optimizer step."""
         run = self._run
@@ -408,7 +416,7 @@ class LightningSchedule:
         if self._monitor is not None or (self.is_per_epoch and not run.source.at_epoch_end):
             return
         if ((run.proxy.current_epoch if self.is_per_epoch else run.batch_idx) + 1) % self._frequency == 0:
-            self._module.lr_scheduler_step(self._scheduler, None)
+            self._module.lr_scheduler_step(self.scheduler, None)
 
     def step_after_validation(self, metrics: Mapping[str, float]) -> None:
         """Handle the end of a validation.
@@ -425,7 +433,7 @@ class LightningSchedule:
                 f"A scheduler monitors {self._monitor!r}, but validation returned only these metrics: "
                 f"{names}."
             )
-        self._module.lr_scheduler_step(self._scheduler, value)
+        self._module.lr_scheduler_step(self.scheduler, value)
 
 
 class LightningHooks(Callback):

@@ -25,10 +25,13 @@ from hpctrain.training.lightning_module import LightningHooks, LightningRun, lig
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
+from hpctrain.training.optim.resumed_values import inner_scheduler
+from hpctrain.training.saving.unsaved_objects import overrides_any, remark_on_unsaved
 from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.training_state import TrainingState
 
 #: Run folders in which this process has completed a training.
 _TRAINED: set[Path] = set()
@@ -43,6 +46,8 @@ class Trainer(TrainerConfig):
         ranks: rank, world size and node of this process.
         step: number of completed optimizer steps.
         metrics: results of the latest validation.
+        optimizers: optimizers of the module, from the start of `fit`.
+        schedulers: learning-rate schedulers of the module, from the start of `fit`.
         ending: reason to end training before its last step; None if `end` has not been called.
     """
 
@@ -52,6 +57,8 @@ class Trainer(TrainerConfig):
         self.ranks: Ranks = detect(os.environ)
         self.step = 0
         self.metrics: dict[str, float] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
         self.ending: str | None = None
         seed_all(self.seed)
 
@@ -113,7 +120,7 @@ class Trainer(TrainerConfig):
                 f"fit() received a module of type {type(module).__name__}, which has no "
                 "configure_optimizers method. Pass an hpctrain.Module or a LightningModule."
             )
-        self.ending = None
+        self.ending, self.optimizers, self.schedulers = None, [], []
         devices = self._own_devices()
         if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.single_process)):
             data = {"train_dataset": train_dataset, "val_dataset": val_dataset, "datamodule": datamodule}
@@ -145,6 +152,10 @@ class Trainer(TrainerConfig):
                 stop=stop,
             )
             training.set_last_step(loop.last_step)
+            if self.is_main and (remark := self._remark_on_unsaved(module, loop.state)):
+                print(f"hpctrain: {remark}", flush=True)
+            self.optimizers = list(loop.state.optimizers)
+            self.schedulers = [inner_scheduler(each) for each in loop.state.schedulers]
             try:
                 loop.run()
             finally:
@@ -251,6 +262,16 @@ class Trainer(TrainerConfig):
         module.load_state_dict(result.weights)
         self.step, self.metrics = result.step, result.metrics
         CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
+
+    def _remark_on_unsaved(self, module: Any, state: TrainingState) -> str | None:
+        stateful = [each for each in self.callbacks if overrides_any(each, ["state_dict"])]
+        attributes = vars(module) if overrides_any(module, ["on_save_checkpoint"]) else None
+        return remark_on_unsaved(
+            [module, attributes, *stateful, *state.optimizers, *map(inner_scheduler, state.schedulers)],
+            "Return schedulers from configure_optimizers(). Assign averaged models to the module, "
+            "or save them in the state_dict() of a callback.",
+            steps_by_script=False,
+        )
 
     def _find_run(self) -> RunDir | None:
         """Return `run_dir`, otherwise the run folder, which can contain only one training."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hpctrain.checkpoint.convert.external_formats import match_names
 from hpctrain.checkpoint.store import LoadedCheckpoint
 from hpctrain.errors import UserError
 from hpctrain.text import pluralize
@@ -17,8 +18,8 @@ from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.optim.optimizer_setup import (
     OptimizerSetup,
     check_optimizer_class,
-    ignored_hyperparameters,
 )
+from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_values
 
 
 class Stateful(Protocol):
@@ -37,6 +38,7 @@ class TrainingState:
         finished: True if that step was the last step of training.
         micro_batches: world size, and the micro-batch size found for this world size; None without a search.
         remarks: parts of a loaded checkpoint that could not be restored, as sentences.
+        ignored: values of the script that differ from those in the loaded checkpoint.
         is_position_restored: False if the loaded checkpoint lacks the position in the data.
         scaler: float16 loss scaler; None for other precisions.
         callbacks: the user's callbacks, or None.
@@ -55,6 +57,8 @@ class TrainingState:
     ) -> None:
         self.module, self.source, self.loss_guard = module, source, loss_guard
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
+        self._script = self._configured = configured_values(self.optimizers, self.schedulers)
+        self.ignored: list[IgnoredValue] = []
         self.scaler: Stateful | None = None
         self.callbacks: Stateful | None = None
         self.algorithm: Stateful | None = None
@@ -85,6 +89,7 @@ class TrainingState:
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "configured": self._configured,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
             "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
@@ -113,7 +118,8 @@ class TrainingState:
         Raises:
             UserError: the checkpoint belongs to another model, data set or batch size.
         """
-        tree = loaded.state
+        tree = {**loaded.state}
+        tree["module"] = match_names(tree["module"], self.module.state_dict())
         # An imported checkpoint has no sample order, so training starts a new order.
         if tree["plan"] is not None and tree["plan"] != self.source.identity():
             raise UserError(
@@ -121,7 +127,9 @@ class TrainingState:
                 f"{self.source.identity()}. The order of samples depends on these values. Restore the old "
                 "values, or start a new run in a new folder."
             )
-        ignored = ignored_hyperparameters(self.optimizers, tree["optimizers"])
+        self.ignored = ignored_values(
+            self.schedulers, self._script, (tree["optimizers"], tree["schedulers"]), tree.get("configured")
+        )
         try:
             self.module.load_state_dict(tree["module"])
             _load_each("optimizer", self.optimizers, tree["optimizers"])
@@ -149,7 +157,8 @@ class TrainingState:
             self.is_position_restored = not unrestored
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
             remarks = [*remarks, *unrestored]
-        self.remarks = [*ignored, *remarks]
+        self._configured = tree.get("configured") or self._script
+        self.remarks = remarks
         self.step = loaded.step
         # A state that was not verified before is the beginning of the verified steps.
         known_good = self.step if loaded.verified_step is None else loaded.verified_step

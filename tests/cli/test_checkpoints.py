@@ -260,6 +260,30 @@ def test_import_of_state_dict_starts_a_run(command: Command) -> None:
     assert next(RunDir(Path("new")).read_events())["kind"] == "resumed"
 
 
+@pytest.mark.parametrize(
+    "wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"]
+)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_wrapped_submodules_are_imported(command: Command, wrapper: str, *, compiles: bool) -> None:
+    module = Net()
+    state = {key.replace(".", f".{wrapper}.", 1): value for key, value in module.state_dict().items()}
+    torch.save(state, "plain.pt")
+    result = command("import", "new", "plain.pt", "--step", "1")
+    assert result.exit_code == 0, result.stderr
+    assert ("removed" in result.stdout) == (wrapper != "module")
+
+    class Compiled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            if compiles:
+                self.net = torch.compile(self.net, backend="eager")
+
+    new = Compiled()
+    hpctrain.Trainer(max_steps=1, global_batch_size=4, run_dir="new").fit(new, list(torch.randn(12, 4)))
+    for ours, theirs in zip(new.state_dict().values(), module.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.slow
 def test_lightning_checkpoint_is_imported_with_its_optimizer(command: Command, monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it and does not restore it

@@ -129,6 +129,15 @@ def test_dry_run_prints_only_the_script_and_creates_nothing(hpctrain, tmp_path):
     assert result.stdout.startswith("#!/bin/bash\n")
     assert result.stdout.endswith(f"-m hpctrain.supervisor '{tmp_path}/a b'\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+    assert "Nothing was submitted. This script needs the run folder" in result.stderr
+
+
+def test_option_after_the_script_is_reported(hpctrain, tmp_path):
+    (tmp_path / "train.py").write_text("'--num-nodes', config.max_failures")
+    words = ["--json", "--num-nodes=2", "--max_failures", "3", "--max-failures=4", "--lr=1"]
+    result = hpctrain("submit", "--dry-run", "--backend=local", "train.py", *words)
+    notes = [line for line in result.stderr.splitlines() if line.startswith("Note: ")]
+    assert notes == ["Note: --json is passed to train.py. Put options of hpctrain before the script."]
 
 
 @pytest.mark.ranks
@@ -150,7 +159,7 @@ def test_run_is_submitted_followed_inspected_and_continued(hpctrain, tmp_path):
     status = json.loads(hpctrain("status", "r", "--json").stdout)
     assert (status["state"], status["attempt"], status["backend"]) == ("COMPLETED", 0, "local")
     assert "state       COMPLETED" in hpctrain("status", "r").stdout
-    assert hpctrain("status", "--runs-dir=.").stdout.startswith("r  COMPLETED")
+    assert "\nr    COMPLETED" in hpctrain("status", "--runs-dir=.").stdout
     list_args = ("--runs-dir=.", "--json")
     assert hpctrain("status", *list_args).stdout == hpctrain("list", *list_args).stdout
     assert hpctrain("logs", "r", "--rank", "3").stdout == f"args {args!r}\n"

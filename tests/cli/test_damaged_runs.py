@@ -127,7 +127,7 @@ def test_damaged_run_does_not_hide_others(tmp_path, kind):
     ODD[kind](run.events)
     result = invoke(tmp_path, "list")
     assert result.exit_code == 0
-    good, bad = sorted(result.stdout.splitlines(), reverse=True)
+    good, bad = sorted(result.stdout.splitlines()[1:], reverse=True)
     assert good.startswith("good  FAILED")
     assert bad.startswith("bad   UNKNOWN")
     assert f"cannot read {run.events}: " in bad

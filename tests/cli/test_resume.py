@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from helpers.waiting import wait_for
 from hpctrain.cli.main import cli
 from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
+from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
 
 pytestmark = pytest.mark.ranks
@@ -86,6 +88,58 @@ def test_resume_refuses_an_unknown_option_without_a_suggestion(workdir: Path) ->
     invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
     invoke("wait", "a")
     assert "No such option '--bogus'. `hpctrain submit --help`" in refusal("resume", "a", "--bogus")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["train.py", "--lr", "0.2"], ["--nodes=2", "train.py"], ["-m", "train"], ["--", "echo"], ["-m"]],
+)
+def test_resume_refuses_a_script(workdir: Path, options: list[str]) -> None:
+    """With a script among the options, --run-dir would become an argument of the script."""
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "--max-failures=5", "train.py", "--lr", "0.1")
+    invoke("wait", "a")
+    message = refusal("resume", "a", *options)
+    assert "`hpctrain resume` continues run a with its script and arguments" in message
+    assert f"--max-failures=5 --no-code-snapshot --run-dir=runs/a {' '.join(options)}" in message
+    assert os.listdir("runs") == ["a"]
+
+
+@pytest.mark.parametrize("options", [["--run-dir=runs/b"], ["--set", "run_dir=runs/b"], ["--set=runs_dir=b"]])
+def test_resume_refuses_another_run_folder(workdir: Path, options: list[str]) -> None:
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
+    invoke("wait", "a")
+    assert "continues run a in its folder, so --run-dir cannot be changed" in refusal("resume", "a", *options)
+
+
+def resumed_spec(*options: str) -> JobSpec:
+    invoke("resume", "a", "--set", "comment=", *options)
+    invoke("wait", "a")
+    return load_spec(RunDir(Path("runs/a")).spec)
+
+
+def test_resumed_run_keeps_options_that_equal_the_defaults(workdir: Path) -> None:
+    """Options that have changed in the configuration files since the submission do not apply."""
+    invoke(
+        *("submit", "--backend=local", "--run-dir=runs/a", "--standby-workers=never", "--hang-timeout=never"),
+        *("--time=1", "--setup=: a", "--env=A=1", "train.py"),
+    )
+    invoke("wait", "a")
+    (workdir / "hpctrain.yaml").write_text(
+        "max_failures: 7\nhang_timeout: 600\nsetup: ['true']\nntasks_per_node: 3\nenv: {B: 2}\n"
+        "profiles: {long: {stop_before_limit: 30}}\n"
+    )
+    before = load_spec(RunDir(Path("runs/a")).spec)
+    assert resumed_spec() == before
+    changed = resumed_spec("--profile=long", "--setup=: b", "--env=C=3", "--max-failures=9", "--time=60")
+    assert changed == replace(
+        before,
+        shell=replace(before.shell, setup=(": b",)),
+        env={"A": "1", "C": "3"},
+        max_failures=9,
+        stop_before_limit_s=30,
+        time_limit_s=3600.0,
+    )
+    assert resumed_spec("--set", "stop_before_limit=").stop_before_limit_s == 120
 
 
 @pytest.mark.long

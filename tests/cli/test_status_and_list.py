@@ -8,12 +8,14 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers.commands import run_on_terminal
 from helpers.run_histories import started_run, write_run
 
 from hpctrain.cli.serve import RunPages
+from hpctrain.errors import RunFailed
 from hpctrain.rundir import RunDir
 
 #: They start many processes or trainings, so `make test-fast` leaves them out.
@@ -127,14 +129,10 @@ def test_status_of_a_restarted_run_without_checkpoints(hpctrain, tmp_path):
     assert "checkpoint  r/checkpoints/last.pt" in hpctrain("status", "r").stdout
 
 
-def test_list_prints_a_header_only_on_a_terminal(hpctrain, tmp_path):
+def test_list_prints_a_header(hpctrain, tmp_path):
     for name, loss in (("one", 2.7978244721005296e-12), ("other", math.nan)):
-        run = RunDir(tmp_path / "runs" / name)
-        run.path.mkdir(parents=True)
-        run.spec.touch()
-        run.log_event("submitted", 0, job_id="17", backend="local")
+        run = finished_run(tmp_path / "runs" / name, "COMPLETED")
         run.metrics.write_text(json.dumps({"step": 1200, "loss": loss, "time": time.time()}) + "\n")
-        run.log_event("finished", 0, state="COMPLETED")
         past = {"time": time.time() - 7260}
         lines = [json.loads(line) | past for line in run.events.read_text().splitlines()]
         run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -145,8 +143,36 @@ def test_list_prints_a_header_only_on_a_terminal(hpctrain, tmp_path):
         assert header.index(title) == lines[0].index(cell)
     assert lines[0].split("  ")[-2:] == ["1\u202f200", "2.7978e-12"]
     assert lines[1].split()[-1] == "NaN"
-    assert hpctrain("list").stdout.splitlines() == lines
+    assert hpctrain("list").stdout.splitlines() == [header, *lines]
     assert "loss        2.7978e-12\n" in hpctrain("status", "one").stdout
+
+
+def finished_run(folder: Path, state: str) -> RunDir:
+    run = RunDir(folder)
+    run.path.mkdir(parents=True)
+    run.spec.touch()
+    run.log_event("submitted", 0, job_id="17", backend="local")
+    run.log_event("finished", 0, state=state)
+    return run
+
+
+def test_wait_and_cancel_accept_several_runs(hpctrain, tmp_path):
+    for name, state in (("a", "COMPLETED"), ("b", "FAILED"), ("c", "COMPLETED")):
+        finished_run(tmp_path / "runs" / name, state)
+    result = hpctrain("wait", "a", "b", "c", "--timeout=20")
+    assert result.returncode == RunFailed.exit_code
+    ends = [line.split() for line in result.stdout.splitlines() if line.startswith("run ")]
+    assert [(name, state) for _, name, state in ends] == [
+        ("a:", "COMPLETED"),
+        ("b:", "FAILED"),
+        ("c:", "COMPLETED"),
+    ]
+    assert hpctrain("wait", "a", "c").returncode == 0
+    assert json.loads(hpctrain("wait", "a", "--json").stdout)["run_id"] == "a"
+    assert [run["run_id"] for run in json.loads(hpctrain("wait", "a", "c", "--json").stdout)] == ["a", "c"]
+    assert "Run b has already finished (FAILED)" in hpctrain("cancel", "a", "b").stdout
+    assert "There is no run 'x'" in hpctrain("cancel", "a", "x").stderr
+    assert hpctrain("wait").returncode == 2
 
 
 @pytest.mark.ranks

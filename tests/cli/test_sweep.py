@@ -37,6 +37,7 @@ def test_optuna_chooses_the_trials(hpctrain, tmp_path):
         one["run_id"]: one["state"] == "FAILED" for one in document("status", "s")["trials"]
     }
     # A resumed trial keeps its values.
+    assert "accepts only options" in hpctrain("sweep", "resume", "s", "train.py", "--y=1").stderr
     assert hpctrain("sweep", "resume", "s").returncode == 0
     hpctrain("wait", "s")
     assert "Add only --optuna N" in hpctrain("sweep", "extend", "s", "--random", "2").stderr

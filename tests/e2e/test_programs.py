@@ -262,6 +262,49 @@ def test_ranks_that_train_alone_fail_the_run(workdir, program, arguments, code):
         assert "--independent-ranks" in printed
 
 
+#: Two ranks that meet through a file, and never use the store of the run.
+OWN_STORE = """
+import os, torch, torch.distributed as dist
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+url = "file://" + os.path.abspath("meeting")
+dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.extended
+def test_ranks_with_their_own_store_are_not_said_to_be_alone(workdir):
+    (workdir / "train.py").write_text(OWN_STORE)
+    run, code, printed = submit(workdir, "train.py")
+    assert code == 0, printed
+    (finished,) = (event for event in run.read_events() if event["kind"] == "finished")
+    assert "note" not in finished
+
+
+#: A script for torch.distributed.launch, which passed --local_rank.
+LOCAL_RANK = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+if parser.parse_args().local_rank != -1:
+    torch.distributed.init_process_group("gloo")
+weight = torch.nn.Parameter(torch.zeros(2))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(60):
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.extended
+def test_argument_local_rank_is_part_of_the_advice(workdir):
+    (workdir / "train.py").write_text(LOCAL_RANK)
+    _, code, printed = submit(workdir, "train.py")
+    assert code != 0
+    assert "Read the environment variable LOCAL_RANK instead" in printed
+
+
 @pytest.mark.long
 def test_step_hook_can_be_turned_off(workdir):
     (workdir / "train.py").write_text(STOPPED)
@@ -352,3 +395,45 @@ def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
     run, code, printed = submit(workdir, "--hang-timeout=2", "evaluate.py")
     assert code == 0, printed
     assert [event for event in run.read_events() if event["kind"] == "failure"] == []
+
+
+#: Two ranks that train without saving. Rank 1 fails in step 16 of each attempt, or only of the first one.
+FAILING = """
+import os, signal, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+mark = os.path.join(os.environ["HPCTRAIN_RUN_DIR"], "trained-before")
+if sys.argv[1] == "refuse" and os.path.exists(mark):
+    sys.exit()
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for step in range(40):
+    if step == 15 and os.environ["RANK"] == "1":
+        open(mark, "w").close()
+        if sys.argv[1] == "raise":
+            raise ValueError("bad sample")
+        os.kill(os.getpid(), signal.SIGKILL)
+    layer(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("failure", "attempts", "cause"),
+    [
+        ("raise", 2, "ValueError: bad sample"),
+        pytest.param("kill", 3, "SIGKILL", marks=pytest.mark.long),
+        ("refuse", 2, "attempt 1 trained no step and exited with code 0"),
+    ],
+)
+def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, attempts, cause):
+    (workdir / "train.py").write_text(FAILING)
+    run, code, printed = submit(workdir, "train.py", failure)
+    assert code != 0
+    assert cause in printed
+    assert run.attempts() == list(range(attempts))
+    assert not any(event["kind"] == "resumed" for event in run.read_events())
+    # Each attempt counts its steps from 1.
+    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    assert max(steps) <= 15

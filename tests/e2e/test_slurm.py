@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,6 +166,37 @@ def test_plain_scancel_does_not_requeue(slurm, tmp_path):
 
 def test_arguments_arrive_unchanged_and_are_not_executed(slurm, tmp_path):
     check_arguments(["--nodes", "2", "--ntasks-per-node", "1"], slurm.env, tmp_path)
+
+
+#: Variables that differ between any two jobs, and the distribution of ranks, which hpctrain sets.
+DIFFERENT = {"SLURM_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_TASK_PID"}
+DIFFERENT |= {"SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "SLURM_STEP_RESV_PORTS"}
+DIFFERENT |= {"SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SLURM_DISTRIBUTION"}
+
+
+def test_ranks_have_the_variables_of_sbatch_and_srun(slurm, tmp_path):
+    """Scripts read the shape of the job from variables such as SLURM_JOB_NUM_NODES."""
+    script = tmp_path / "variables.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "name = f'{sys.argv[1]}-{os.environ[\"SLURM_PROCID\"]}.json'\n"
+        "json.dump({k: v for k, v in os.environ.items() if k.startswith('SLURM')}, open(name, 'w'))\n"
+    )
+    (node, other), (home, ours) = slurm.nodes[:2], (tmp_path / "plain", tmp_path / "ours")
+    shape = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=200"]
+    shape += ["--time=10", "--job-name=shape", f"--nodelist={node},{other}"]
+    command = f"srun --cpus-per-task=2 {sys.executable} {script} {home}"
+    run_command(["sbatch", "--wait", "--output=/dev/null", *shape, f"--wrap={command}"], slurm.env)
+    run = Run(tmp_path / "run", slurm.env)
+    options = [*shape, "--independent-ranks", f"--run-dir={run.path}"]
+    run.hpctrain("submit", *options, str(script), str(ours))
+    assert run.wait() == 0
+    for rank in range(4):
+        expected, found = (
+            {name: value for name, value in json.loads(path.read_text()).items() if name not in DIFFERENT}
+            for path in (tmp_path / f"plain-{rank}.json", tmp_path / f"ours-{rank}.json")
+        )
+        assert found == expected
 
 
 @pytest.mark.long

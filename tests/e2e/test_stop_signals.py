@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import SCRIPTS
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run, samples_by_epoch
+from helpers.training_runs import Run, preempt, samples_by_epoch
 from helpers.waiting import wait_for
 from pause_in_phase import NUM_EPOCHS, NUM_SAMPLES
 
@@ -102,3 +102,36 @@ def test_stop_during_a_restart_of_the_ranks_resumes(losses, tmp_path, backend, e
     send_stop(run)
     assert_requeued_and_completed(run, losses)
     assert len(run.events("failure")) == 1
+
+
+#: A rank whose handler uses the process group, as Lightning's does, and is aborted in the collective.
+ABORTING = """
+import os, signal, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+def stop(*_):
+    print("stopping", flush=True)
+    time.sleep(0.1)
+    os.abort()
+signal.signal(signal.SIGTERM, stop)
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for step in range(10_000 if os.environ["HPCTRAIN_ATTEMPT"] == "0" else 5):
+    layer(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.extended
+def test_abort_after_a_preemption_is_part_of_the_stop(slurm, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ABORTING)
+    run = Run(tmp_path / "run", slurm.env)
+    run.hpctrain("submit", "--nodes=2", "--ntasks-per-node=1", "--run-dir", str(run.path), str(script))
+    wait_for(run.dir.metrics.exists, 150, "a step")
+    preempt(slurm.env, seconds=1)
+    assert run.wait() == 0, run.describe()
+    assert "stopping" in run.dir.rank_log(0, 0).read_text()
+    assert [event["class"] for event in run.events("requeue")] == ["preempted"]
+    assert run.events("failure") == run.events("excluded") == run.events("restart") == []

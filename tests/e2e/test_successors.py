@@ -181,6 +181,29 @@ def test_refused_requeue_continues_in_a_successor(slurm, reference, tmp_path):
 
 
 @pytest.mark.long
+def test_start_options_apply_to_the_first_job_only(site, tmp_path):
+    """Evaluated again, a relative time would delay the successor, and move the deadline."""
+
+    def field(name: str, job: str) -> str:
+        shown = run_command(["squeue", "--noheader", f"--jobs={job}", f"--Format={name}:0"], site.env)
+        return shown.stdout.strip()
+
+    starts = ["--begin=now+3", "--dependency=singleton", "--sbatch=deadline=now+1day", "--time=30"]
+    run = submit(tmp_path / "run", site.env, SHAPE, options=starts, step_s=0.3)
+    run.wait_for_step(2)
+    deadline = field("Deadline", run.events("submitted")[0]["job_id"])
+    run.hpctrain("requeue", str(run.path))
+    wait_for(lambda: len(run.events("submitted")) == 2, 60, "the successor")
+    assert field("Deadline", run.events("submitted")[1]["job_id"]) == deadline
+    assert run.wait() == 0
+    assert_chained(run, 2)
+    resumed = run.hpctrain("resume", str(run.path), "--dry-run", "--nodes=1").stdout
+    assert "--dependency=singleton" in resumed
+    assert "--begin" not in resumed
+    assert "--deadline=now+1day" in resumed
+
+
+@pytest.mark.long
 def test_dependent_job_waits_for_the_successor(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
     run.wait_for_step(2)

@@ -32,7 +32,7 @@ if spec.array is not None:
     # Only the tasks of an array pretend.
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 # As the real supervisor, it waits until its submission is recorded.
-job_id, deadline = LocalJobControl(spec).job_id, time.monotonic() + 60
+job_id, deadline = LocalJobControl(spec, os.environ).job_id, time.monotonic() + 60
 while events_since_submission(run.read_events(), job_id) is None and time.monotonic() < deadline:
     time.sleep(0.01)
 seen = {{"argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ)}}

@@ -13,6 +13,26 @@ from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
 from hpctrain.spec.directives import all_directives, directive_lines, quote_directive
 
+
+def test_node_files_are_read_at_the_submission(tmp_path):
+    """A later job of the run is submitted in another folder, and excludes further nodes."""
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists/nodes").write_text("n1  # the fast one\n\nn[2-3],n5\n# n6\n")
+
+    def directives(**options: object) -> dict[str, str]:
+        shape = {"backend": "slurm", "cwd": tmp_path, "python": "/usr/bin/python3"}
+        return build_spec("train.py", [], options, **shape).directives
+
+    assert directives(exclude="lists/nodes") == {"exclude": "n1,n[2-3],n5"}
+    assert directives(nodelist=f"{tmp_path}/lists/nodes", nodes=9) == {"nodelist": "n1,n[2-3],n5"}
+    assert directives(sbatch={"bbf": "b.txt", "container": "../c"}) == {
+        "bbf": str(tmp_path / "b.txt"),
+        "container": str(tmp_path.parent / "c"),
+    }
+    with pytest.raises(SpecError, match=r"--exclude '.*/lists/gone' contains a slash, .* No such file"):
+        directives(exclude="lists/gone")
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"))
 
 

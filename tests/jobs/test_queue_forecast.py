@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 import pytest
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.site.forecast import StartForecast, read_waits
+from hpctrain.jobs.site.forecast import StartForecast, expected_start, read_waits
+from hpctrain.jobs.site.job_request import JobRequest
 
 
 class FakeCall:
@@ -35,6 +36,18 @@ def test_seconds_until_the_expected_start():
     )
     assert StartForecast(FakeCall(words)).start_s() == pytest.approx(3600, abs=10)
     assert StartForecast(FakeCall(words.replace(f"{start:%Y}", "2020"))).start_s() == 0.0
+
+
+def test_start_after_jobs_without_a_time_limit_is_unknown(make_spec):
+    """Slurm then predicts a start in centuries."""
+    forecast = StartForecast(
+        FakeCall(
+            "sbatch: Job 7 to start at 2282-02-06T05:56:00 using 2 processors on nodes n1 in partition gpu"
+        )
+    )
+    assert forecast.start_s() is None
+    sentence = expected_start(JobRequest.from_spec(make_spec(), {}), forecast)
+    assert sentence == "No estimated start: according to Slurm, the job waits for jobs without a time limit."
 
 
 @pytest.mark.parametrize("words", ["", "sbatch: something else", None])

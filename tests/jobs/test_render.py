@@ -14,8 +14,7 @@ from helpers.golden_scripts import FOLDER, JOBS, golden_file, golden_text
 
 import hpctrain
 from hpctrain.errors import RunFailed, SpecError
-from hpctrain.jobs.submit.batch_script import BUILT_IN_TEMPLATES
-from hpctrain.jobs.submit.render import render
+from hpctrain.jobs.submit.render import built_in_templates, render
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.shell_setup import ShellSetup
@@ -59,8 +58,8 @@ def test_script_names_its_origin_and_ends_with_the_supervisor(make_spec):
     text = render(make_spec(gpus_per_node=2))
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
-    assert f"`hpctrain submit` {hpctrain.__version__} from the template ddp" in lines[1]
-    assert lines[2].startswith("# To submit manually:  sbatch job.sbatch ")
+    assert f"hpctrain {hpctrain.__version__} from slurm_templates/ddp.sbatch.j2" in lines[1]
+    assert "sbatch job.sbatch, in the run folder" in lines[2]
     assert lines[-1] == "exec /usr/bin/python3 -m hpctrain.supervisor /home/me/runs/train-1"
     assert "NCCL_DEBUG" in text
     assert "CUDA_VISIBLE_DEVICES" in render(make_spec())
@@ -68,7 +67,7 @@ def test_script_names_its_origin_and_ends_with_the_supervisor(make_spec):
 
 def test_manual_start_uses_the_backend_of_the_run(make_spec):
     text = render(make_spec(backend="local"))
-    assert "# To submit manually:  bash job.sbatch " in text
+    assert "bash job.sbatch, in the run folder" in text
     assert "sbatch job.sbatch" not in text.replace(" bash job.sbatch", "")
 
 
@@ -122,6 +121,7 @@ def test_template_blocks_can_be_replaced_individually(make_spec, tmp_path):
         (ShellSetup(conda="torch"), "omits torch (--conda)"),
         (ShellSetup(venv="/v"), "omits /v/bin/activate (--venv)"),
         (ShellSetup(setup=("ulimit -c 0",)), "omits ulimit -c 0 (--setup)"),
+        (ShellSetup(teardown=("rm -r /x",)), "omits rm -r /x (--teardown)"),
     ],
 )
 def test_template_without_requested_setup_is_refused(make_spec, tmp_path, shell, message):
@@ -269,7 +269,7 @@ def test_template_with_a_failing_expression_is_reported(make_spec, tmp_path, sou
         render(make_spec(template=str(tmp_path / "mine.j2")))
 
 
-@pytest.mark.parametrize("template", BUILT_IN_TEMPLATES)
+@pytest.mark.parametrize("template", [name for name in built_in_templates() if name != "plain"])
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_template_that_only_extends_a_built_in_one_gives_the_same_script(make_spec, tmp_path, template, gpus):
     own_template = tmp_path / "mine.j2"
@@ -282,5 +282,5 @@ def test_template_that_only_extends_a_built_in_one_gives_the_same_script(make_sp
     spec = make_spec(gpus_per_node=gpus, torchrun=TorchrunConfig(), shell=shell)
     built_in = render(replace(spec, template=template))
     assert render(replace(spec, template=str(own_template))) == built_in.replace(
-        f"from the template {template};", f"from the template {own_template};"
+        f"from slurm_templates/{template}.sbatch.j2.", f"from {own_template}."
     )

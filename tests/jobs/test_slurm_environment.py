@@ -105,6 +105,12 @@ CONTEXTS = {
 }
 
 
+def test_sbatch_clusters_applies_to_all_commands():
+    assert strip_job_env({"SBATCH_CLUSTERS": "west"}) == {"SLURM_CLUSTERS": "west"}
+    both = {"SBATCH_CLUSTERS": "west", "SLURM_CLUSTERS": "east"}
+    assert sbatch_env(both, []) == {"SLURM_CLUSTERS": "east"}
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_variables_around_the_submission_are_removed(context):
     environ = {**USERS, **CONTEXTS[context]}

@@ -12,6 +12,7 @@ from torch import nn
 from train_with_blocks import Net
 
 from hpctrain.errors import UserError
+from hpctrain.rundir import RUN_DIR_VARIABLE
 
 pytestmark = [
     pytest.mark.ranks,
@@ -89,3 +90,46 @@ def refuse_on_several_ranks() -> None:
 
 def test_unrestorable_order_is_refused_on_several_ranks():
     run_on_ranks(refuse_on_several_ranks)
+
+
+def train_with_schedule(lr: float, sets_rate: bool) -> str:
+    """Train and save one step; return the output."""
+    import io
+    from contextlib import redirect_stdout
+
+    from accelerate import Accelerator
+    from torch.optim.swa_utils import AveragedModel
+
+    from hpctrain.accelerate import AcceleratorCheckpointer
+
+    accelerator, output = Accelerator(cpu=True), io.StringIO()
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    ema = AveragedModel(model)
+    prepared = (model, optimizer) if sets_rate else (model, optimizer, schedule)
+    accelerator.prepare(*prepared)
+    if sets_rate:
+        del schedule
+    with redirect_stdout(output):
+        checkpointer = AcceleratorCheckpointer(accelerator)
+        step = checkpointer.load()
+        if sets_rate:
+            optimizer.param_groups[0]["lr"] = lr / (step + 2)
+        checkpointer.save(step + 1)
+    del ema
+    return output.getvalue()
+
+
+def test_differences_of_a_resumed_run_are_reported(tmp_path):
+    def output_of(folder: str, lr: float, *, sets_rate: bool = False) -> str:
+        env = {RUN_DIR_VARIABLE: str(tmp_path / folder)}
+        return run_on_ranks(train_with_schedule, lr, sets_rate, world_size=1, env=env, group=False)[0]
+
+    first = output_of("scheduled", 0.1)
+    assert "so a resumed run starts them anew: ema (AveragedModel). " in first
+    assert "remains" not in first
+    second = output_of("scheduled", 0.5)
+    assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.5." in second
+    for _ in range(3):
+        assert "remains" not in output_of("manual", 0.1, sets_rate=True)

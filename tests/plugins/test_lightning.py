@@ -154,3 +154,45 @@ def test_lightning_cli_accepts_the_trainer(tmp_path):
     # LightningCLI refuses to overwrite it by itself.
     assert (run.path / "config.yaml").exists()
     assert (run.dir.checkpoints / "lightning-64").exists()
+
+
+def train_with_schedule(lr: float, period: int, max_steps: int) -> str:
+    """Train six steps per epoch; return the output and the warnings."""
+    import io
+    import warnings
+    from contextlib import redirect_stdout
+
+    from torch.optim.swa_utils import AveragedModel
+
+    from hpctrain.lightning import Trainer
+
+    class Scheduled(type(make_recorder(lambda _: None))):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=lr, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, period)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    module, output = Scheduled(), io.StringIO()
+    ema = AveragedModel(module)
+    with redirect_stdout(output), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = Trainer(max_steps=max_steps, max_epochs=-1, **QUIET)
+        trainer.fit(module, DataLoader(list(range(24)), batch_size=4, shuffle=True))
+    del ema
+    return output.getvalue() + "".join(f"{each.message}\n" for each in caught)
+
+
+def test_differences_of_a_resumed_run_are_reported(tmp_path):
+    def output_of(*arguments: Any) -> str:
+        env = {RUN_DIR_VARIABLE: str(tmp_path)}
+        return run_on_ranks(train_with_schedule, *arguments, world_size=1, env=env, group=False)[0]
+
+    first = output_of(0.1, 4, 4)
+    assert "so a resumed run starts them anew: ema (AveragedModel). " in first
+    assert "remains" not in first
+    second = output_of(0.5, 8, 8)
+    assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.5." in second
+    assert "T_max of CosineAnnealingLR remains 4, the value in the checkpoint, although the" in second
+    assert "CosineAnnealingLR ends after step 4 (T_max=4, the value in the checkpoint" in second
+    assert second.count("remains") == 2
+    assert "not resumable" not in second

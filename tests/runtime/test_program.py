@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -38,3 +39,41 @@ def test_optimizer_state_contains_the_number_of_steps(name):
 
 def test_steps_of_sgd_are_unknown():
     assert restored_steps(trained("SGD", 3, momentum=0.9)) is None
+
+
+#: Trains an optimizer, with or without the state of another one, and prints the counted steps.
+COUNT = """
+import sys, torch
+from hpctrain.runtime.program.step_hook import install_step_hook
+from hpctrain.runtime.rank_activity import activity
+name, momentum, loads = sys.argv[1:]
+layer = torch.nn.Linear(1, 1)
+options = {"momentum": float(momentum)} if name == "SGD" else {}
+trained, optimizer = (getattr(torch.optim, name)(layer.parameters(), lr=0.1, **options) for _ in range(2))
+layer(torch.ones(1, 1)).sum().backward()
+for _ in range(3):
+    trained.step()
+install_step_hook()
+if loads == "loads":
+    optimizer.load_state_dict(trained.state_dict())
+optimizer.step()
+print(activity.restored_steps, activity.optimizer_steps)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "restored"),
+    [
+        (("Adam", "0", "loads"), "3"),
+        (("Adam", "0", "starts over"), "0"),
+        (("SGD", "0.9", "loads"), "None"),
+        (("SGD", "0", "loads"), "None"),
+        (("SGD", "0", "starts over"), "0"),
+    ],
+)
+def test_steps_count_as_restored_only_if_a_state_was_loaded(arguments, restored):
+    printed = subprocess.run(
+        [sys.executable, "-c", COUNT, *arguments], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.split() == [restored, "1"]

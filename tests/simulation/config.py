@@ -69,6 +69,8 @@ _FREQUENT = (
     "kill-node",
 )
 _DRAIN_PROBABILITY = 0.1
+#: Probability of a program that loads nothing, and fails in each attempt.
+_START_OVER_PROBABILITY = 0.1
 #: Duration of an I/O error that a run survives.
 _BRIEF_S = 45.0
 _SURVIVABLE = frozenset(
@@ -179,6 +181,8 @@ def make_faults(seed: int) -> list[Fault]:
     # Drawn separately, so that the other faults of a seed do not change.
     if (drain := random.Random(f"drain-{seed}")).random() < _DRAIN_PROBABILITY:
         faults.append(Fault("drain-node", round(drain.uniform(0.0, 200.0), 1), drain.randint(0, 3)))
+    if (program := random.Random(f"start-over-{seed}")).random() < _START_OVER_PROBABILITY:
+        faults.append(Fault("start-over", 0.0, program.randint(0, 15)))
     return faults
 
 

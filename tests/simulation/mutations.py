@@ -85,7 +85,10 @@ MUTATIONS: dict[str, list[Patch]] = {
         )
     ],
     "a step saved again is progress": [
-        _edit(History, "from_events", "is None or step > newest", "is None or step >= newest")
+        _edit(History, "from_events", "(step or 0) > newest", "(step or 0) >= newest")
+    ],
+    "a counted step is progress": [
+        _edit(History, "from_events", 'kind == "resumed" and "checkpoint" in event', 'kind == "resumed"')
     ],
     "a spare in use remains a spare": [
         _edit(NodeChoice, "change", "if host not in hosts and host not in gone", "if host not in gone")
@@ -135,6 +138,7 @@ PLANTED_SEEDS: dict[str, tuple[int, str]] = {
             "crash@8.8 hang@8.5:4"
         ),
     ),
+    "a counted step is progress": (0, "start-over@0:5"),
     "a spare in use remains a spare": (3146, "gpu-fault@9.5:1 kill-node@20.3:2"),
     "unusable standby workers are not ended": (265, "kill-node@7.2 kill-node@251:3"),
 }

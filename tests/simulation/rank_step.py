@@ -182,6 +182,9 @@ class RankStep:
         if not self._can_progress:
             return
         self._progress("load")
+        if self.world.start_over is not None:
+            self._start_over(self.world.start_over)
+            return
         committed = list_checkpoint_steps(self.run.checkpoints)
         self.base = self.last_commit = self.steps_done = max(committed, default=0)
         self.world.on_resume(self)
@@ -192,6 +195,32 @@ class RankStep:
                 self._log_event("checkpoint", step=self.base, path=str(self.run.checkpoint(self.base)))
             self.later(0.5, 2.0, self._crash_again)
         self.later(0.5, 2.0, self._begin)
+
+    def _start_over(self, program: int) -> None:
+        """Train a few steps without a checkpoint, then fail; the program selects how."""
+        self.base = self.last_commit = self.steps_done = 0
+        if program & 4:  # The script counts its steps over all attempts.
+            self._log_event("resumed", step=3 * self.attempt)
+        if program & 8:
+            path = self.run.checkpoints / "last.ckpt"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(str(self.attempt))
+        self._progress("step")
+        self.later(*self.world.config.step_range_s, lambda: self._fail_again(program & 3))
+
+    def _fail_again(self, how: int) -> None:
+        rank = self.ranks[-1]
+        if not rank.is_alive or rank.is_hung:
+            return
+        self.world.on_crash_again()
+        if how == 0:
+            self.fail(rank, "ValueError", f"bad value in attempt {self.attempt}")
+        elif how == 1:
+            rank.exit(None, signal.SIGKILL)
+        elif how == 2:
+            rank.is_hung = True
+        else:
+            rank.exit(0)
 
     def _crash_again(self) -> None:
         if self.ranks[0].is_alive:

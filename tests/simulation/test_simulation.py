@@ -126,6 +126,16 @@ def test_no_seed_violates_an_invariant(seeds):
     assert failure is None, command_of(shrink(failure))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("program", range(16))
+def test_program_that_loads_nothing_and_always_fails_ends(program):
+    for seed in range(5):
+        result = run_seed(seed, [Fault("start-over", 0.0, program)])
+        assert result.violation is None, command_of(result)
+        # Slurm ends a job whose ranks hang at its time limit.
+        assert result.outcome in ("FAILED", "none (TIMEOUT)")
+
+
 def plant(stack: ExitStack, bug: str) -> None:
     for target, name, replacement in MUTATIONS[bug]:
         stack.enter_context(mock.patch.object(target, name, replacement))

@@ -17,6 +17,7 @@ from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.job_control.slurm import prepare_job_end
+from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 from simulation import simulated_system as system
 from simulation.config import Fault, SimConfig
 from simulation.rank_step import HeartbeatServer, RankStep, SimRank
@@ -51,6 +52,8 @@ class World:
         """Step and attempt of each commit."""
         self.has_trained = False
         self.user_cancelled = self.crashes_again = False
+        self.start_over: int | None = None
+        """A program that loads nothing, and fails in each attempt."""
         self._num_crashes = 0
         """Number of crashes at the same place."""
         self._notified: set[tuple[str, float]] = set()
@@ -169,6 +172,8 @@ class World:
                 self._steal_lease(running[0].batch.supervisor)
             case "crash-again":
                 self.crashes_again = True
+            case "start-over":
+                self.start_over = int(fault.value)
             case "start-by-hand" if running:
                 self.slurm.submit(is_by_hand=True)
             case "requeue" if step is not None:
@@ -279,7 +284,12 @@ class World:
         num_kills = sum(
             fault.kind in ("kill-batch", "kill-supervisor", "torn-write") for fault in self.faults
         )
-        most = self.config.spec.max_failures * num_runs + num_kills
+        allowed = self.config.spec.max_failures
+        if self.start_over is not None:
+            # Another fault may become the recorded end of the attempt.
+            num_kills = len(self.faults)
+            allowed *= CRASHES_PER_FAILURE if self.start_over & 8 else 1
+        most = allowed * num_runs + num_kills
         if self._num_crashes > most and not self.disk.windows:
             self.fail(f"the run continues after {self._num_crashes - 1} crashes at the same place")
 
@@ -315,7 +325,7 @@ class World:
         others = [other for other in self._steps if other.attempt != step.attempt and other.trains]
         if others:
             self.fail(f"attempt {step.attempt} starts while attempt {others[0].attempt} is alive")
-        if step.attempt > _MAX_ATTEMPTS:
+        if step.attempt > _MAX_ATTEMPTS and self.start_over is None:
             self.fail(f"{_MAX_ATTEMPTS} attempts")
         if self.run.cancel_request.exists() and any(other.is_cancelled for other in self._steps):
             self.fail(f"attempt {step.attempt} starts although its ranks were cancelled")

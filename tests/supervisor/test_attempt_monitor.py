@@ -17,6 +17,7 @@ from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
+    RankSignalled,
     SignalReceived,
     StepEnded,
     StopRequested,
@@ -116,6 +117,22 @@ def test_ranks_that_do_not_stop_are_killed_and_the_attempt_is_stopped():
     assert step.killed
 
 
+@pytest.mark.parametrize(
+    "stop", [SignalReceived(signal.SIGTERM), RankSignalled(1, "SIGTERM"), StopRequested("x"), TaskExit(0, 75)]
+)
+def test_a_failure_after_a_stop_request_is_part_of_the_stop(stop):
+    aborted = TaskExit(1, None, signal.SIGABRT)
+    assert monitor(stop, aborted, StepEnded(1))[2].is_stopping
+    assert not monitor(aborted, stop, StepEnded(1))[2].is_stopping
+    assert not monitor(aborted, StepEnded(1))[2].is_stopping
+
+
+def test_ranks_that_hang_after_a_stop_signal_of_slurm_are_stopped():
+    hang = HangDetected("hung", 1, "n1")
+    assert monitor(RankSignalled(1, "SIGTERM"), hang)[0] is AttemptOutcome.STOPPED
+    assert monitor(hang)[0] is AttemptOutcome.FAILED
+
+
 def test_step_that_could_not_start():
     assert monitor(StepEnded(1, "srun: error: Unable to create step"))[0] is AttemptOutcome.NOT_STARTED
 
@@ -194,7 +211,7 @@ def test_job_id_of_a_local_run_is_the_process_id():
     spec = JobSpec(
         script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"
     )
-    assert LocalJobControl(spec).job_id == str(os.getpid())
+    assert LocalJobControl(spec, {}).job_id == str(os.getpid())
 
 
 def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):

@@ -483,9 +483,12 @@ def test_same_failure_is_recognized_on_any_rank_and_at_any_address():
 def test_resumption_from_a_later_step_is_progress():
     """Copies in memory have no checkpoint event of their own."""
     failure = {"kind": "failure", "class": "killed", "rank": 1, "host": "n1", "cause": "x"}
-    events = [{"kind": "checkpoint", "step": 10}, failure, {"kind": "resumed", "step": 10}, failure]
+    resumed = {"kind": "resumed", "step": 10, "checkpoint": "x"}
+    events = [{"kind": "checkpoint", "step": 10}, failure, resumed, failure]
     assert len(History.from_events(events).failures) == 2
-    assert History.from_events([*events, {"kind": "resumed", "step": 12}]).failures == ()
+    assert History.from_events([*events, resumed | {"step": 12}]).failures == ()
+    # The steps that a script counts prove no checkpoint.
+    assert len(History.from_events([*events, {"kind": "resumed", "step": 12}]).failures) == 2
 
 
 def test_limit_to_verified_checkpoints_ends_when_the_run_has_resumed():

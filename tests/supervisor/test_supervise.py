@@ -22,7 +22,7 @@ from hpctrain.runtime.failure_file import failure_record
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor import acquire_run, requeuer
-from hpctrain.supervisor.launch.job_step import StepEnded, TaskExit
+from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, StepEnded, TaskExit
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
@@ -423,6 +423,42 @@ def test_wrong_results_without_a_majority_exclude_no_node(run):
 def test_stop_requeues_and_completes(run):
     assert supervise(run, [STOPPED, DONE]) == 0
     assert kinds(run) == ["started", "requeue", "started", "finished"]
+
+
+SIGNALLED = RankSignalled(1, "SIGTERM")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        TaskExit(1, None, signal.SIGABRT),
+        TaskExit(1, None, signal.SIGKILL),
+        TaskExit(1, 1),
+        HangDetected("hung", 1, "n2"),
+    ],
+    ids=["abort", "kill", "exit code", "hang"],
+)
+def test_end_of_a_rank_after_a_stop_request_is_part_of_the_stop(run, end):
+    job = FakeJob(nodes=FakeNodes(fits=True))
+    assert supervise(run, [*([SIGNALLED, end, StepEnded(1)] for _ in range(4)), DONE], job) == 0
+    assert job.num_requeues == 4
+    assert {*kinds(run)} == {"started", "requeue", "finished"}
+
+
+def test_requeue_request_also_explains_an_abort_that_no_rank_announced(run):
+    def ask(_variables, _emit):
+        run.requeue_request.write_text("0\n")
+
+    job = FakeJob()
+    assert supervise(run, [[ask, TaskExit(1, None, signal.SIGABRT), StepEnded(1)], DONE], job) == 0
+    assert [event["class"] for event in run.read_events() if event["kind"] == "requeue"] == ["requested"]
+
+
+def test_exception_after_a_stop_request_is_a_failure_but_releases_the_nodes(run):
+    run.log_event("checkpoint", 0, step=1, path="x")
+    job = FakeJob()
+    assert supervise(run, [[SIGNALLED, *raise_on_rank_1(run)], DONE], job) == 0
+    assert kinds(run) == ["checkpoint", "started", "failure", "requeue", "started", "finished"]
 
 
 def test_refused_requeue_fails_with_the_schedulers_message(run):
@@ -933,6 +969,59 @@ def test_unfinished_training_is_the_cause_of_lost_peers(run):
     events = [lose_peer, TaskExit(1, 0), TaskExit(0, 1), StepEnded(1)]
     assert supervise(run, [end_unfinished(run, events, (0, 1))]) == 4
     assert finished(run)["cause"].startswith("rank 1 on n2: the script exited with code 0")
+
+
+def train_steps(run, attempt=0, step=31, checkpoint=None):
+    """Make the ranks of an attempt train steps and, if given, write a checkpoint."""
+
+    def train(_variables, _emit):
+        with open(run.metrics, "a") as metrics:
+            metrics.write(json.dumps({"step": step, "attempt": attempt, "time": 1.0}) + "\n")
+        if checkpoint is not None:
+            run.log_event("checkpoint", attempt, path="x", **checkpoint)
+
+    return train
+
+
+@pytest.mark.parametrize("checkpoint", [None, {"step": 30}])
+def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoint):
+    assert supervise(run, [[train_steps(run, checkpoint=checkpoint), *KILLED], DONE]) == 4
+    assert finished(run)["state"] == "FAILED"
+    assert finished(run)["cause"].startswith("attempt 0 failed after step 31 (rank 1 on n2: SIGKILL")
+    assert "attempt 1 trained no step and exited with code 0" in finished(run)["cause"]
+    assert [event["class"] for event in run.read_events() if event["kind"] == "failure"] == [
+        "killed",
+        "unfinished",
+    ]
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        # A crash after the last step, whose checkpoint shows that training is complete.
+        lambda run: [[train_steps(run, checkpoint={"step": 31}), *KILLED], DONE],
+        lambda run: [[train_steps(run, checkpoint={"step": None}), *KILLED], DONE],
+        lambda run: [[train_steps(run), *KILLED], [train_steps(run, 1, 5), *DONE]],
+        # The `Trainer` ended training right after it had loaded a checkpoint.
+        lambda run: [
+            [train_steps(run, checkpoint={"step": 30}), *KILLED],
+            [lambda *_: run.log_event("resumed", 1, step=30, checkpoint="x"), *DONE],
+        ],
+        # A crash before the first step, such as of a script that only evaluates.
+        lambda run: [KILLED, DONE],
+        # A script may exit with code 0 after its last step and a stop signal.
+        lambda run: [[train_steps(run), *STOPPED], DONE],
+    ],
+)
+def test_restart_that_trains_no_step_may_be_complete(run, attempts):
+    assert supervise(run, attempts(run)) == 0
+    assert finished(run)["state"] == "COMPLETED"
+
+
+def test_new_submission_may_train_no_step(run):
+    assert supervise(run, [[train_steps(run), *KILLED]], max_failures=1) == 4
+    run.log_event("submitted", 1, job_id="7", backend="slurm")
+    assert supervise(run, [DONE]) == 0
 
 
 def test_restart_policy_can_retry_unfinished_training(run):

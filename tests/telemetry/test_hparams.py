@@ -32,6 +32,21 @@ def test_arguments_are_parsed(args, hparams):
     assert parse_hparams(args) == hparams
 
 
+@pytest.mark.parametrize(
+    ("command", "hparams"),
+    [
+        ("bash -c a=b", {}),
+        ("/bin/sh -euc a=b --lr 0.1", {"lr": 0.1}),
+        ("python3.11 -c a=b --lr 0.1", {"lr": 0.1}),
+        ("python train.py --lr 0.1", {"lr": 0.1}),
+        ("trainer -c a.yaml", {"c": "a.yaml"}),
+    ],
+)
+def test_program_in_an_argument_is_not_a_hyper_parameter(command, hparams):
+    script, *args = command.split()
+    assert merge_hparams({"program": "command", "script": script, "args": args}, {}) == hparams
+
+
 def test_values_of_the_training_override_the_arguments():
     @dataclass
     class Model:

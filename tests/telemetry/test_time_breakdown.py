@@ -75,6 +75,12 @@ def test_all_steps_are_lost_without_a_checkpoint():
     assert breakdown_of(history).lost_steps == 10
 
 
+def test_attempt_that_logs_its_first_step_late_repeats_all_steps():
+    history = started_run(0).steps(5, 10, every=1).after(0, "failure", rank=0).after(1, "restart")
+    history.after(0, "started").steps(8, 8, every=5, first_step=1).steps(9, 20, every=1)
+    assert breakdown_of(history).lost_steps == 10
+
+
 def test_jointly_logged_steps_are_lost_from_the_checkpoint_on():
     history = started_run(0).steps(10, 10, every=30)
     history.metrics += [{"step": 20, "time": history.now + 10, "attempt": 0, "loss": 1.0}]

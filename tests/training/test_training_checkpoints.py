@@ -27,7 +27,6 @@ from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.training.optim.optimizer_setup import ignored_hyperparameters
 from hpctrain.training.saving import checkpoint_schedule as cadence_module
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 from hpctrain.training.saving.stop_deadline import FinalSavePlan, StopDeadline, plan_final_save
@@ -278,28 +277,6 @@ def test_ignored_learning_rate_is_reported(tmp_path, capsys):
     )
     fit(tmp_path, 6)
     assert "the value in the checkpoint" not in capsys.readouterr().out
-
-
-def test_schedule_does_not_count_as_changed_learning_rate():
-    parameter = torch.nn.Parameter(torch.ones(1))
-
-    def make(rate, **kwargs):
-        optimizer = torch.optim.SGD([parameter], lr=rate, **kwargs)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    old, schedule = make(0.1)
-    old.step()
-    schedule.step()
-    assert old.param_groups[0]["lr"] < 0.1
-    state = old.state_dict()
-    assert ignored_hyperparameters([make(0.1)[0]], [state]) == []
-    (message,) = ignored_hyperparameters([make(0.2)[0]], [state])
-    assert message.startswith(
-        "lr remains 0.1, the value in the checkpoint, although the script now sets 0.2."
-    )
-    (message,) = ignored_hyperparameters([make(0.1, momentum=0.9)[0]], [state])
-    assert message.startswith("momentum remains 0")
-    assert ignored_hyperparameters([old], None) == []
 
 
 def test_run_with_only_corrupt_checkpoints_is_not_restarted_silently(tmp_path):

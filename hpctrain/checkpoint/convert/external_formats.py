@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,15 @@ _SCHEDULERS = (
     *("scheduler_state_dict", "lr_scheduler_state_dict"),
 )
 _STEPS = ("global_step", "step", "steps", "iteration", "iter", "num_steps")
-#: Prefixes that wrappers add to the names of the wrapped module, by wrapper.
-_WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
+#: Prefix that DistributedDataParallel adds to all names. Within a name, it may belong to the model.
+_DDP_PREFIX = "module."
+#: Segments that other wrappers add to the names of a wrapped module or submodule, by wrapper.
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+    "_fsdp_wrapped_module.": "FullyShardedDataParallel",
+    "_forward_module.": "Lightning Fabric",
+}
 
 
 @dataclass(frozen=True)
@@ -114,14 +121,36 @@ def _first(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str | No
     return None, None
 
 
+def match_names(weights: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Return `weights` with the `names` of a module, if they differ only in what wrappers add."""
+    by_plain_name = {_plain_name(name): name for name in names}
+    if weights.keys() == set(by_plain_name.values()):
+        return weights
+    renamed = {by_plain_name.get(_plain_name(name), name): value for name, value in weights.items()}
+    return renamed if len(renamed) == len(weights) else weights
+
+
+def _plain_name(name: str) -> str:
+    for segment in (_DDP_PREFIX, *_WRAPPERS):
+        name = _without(segment, name)
+    return name
+
+
+def _without(segment: str, name: str) -> str:
+    """Return the name without all occurrences of a segment such as `module.`."""
+    return f".{name}".replace(f".{segment}", ".").removeprefix(".")
+
+
 def _unwrapped(weights: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the weights without the wrappers' prefixes, and a remark for each prefix removed."""
+    """Return the weights without what wrappers add to the names, and a remark for each removed segment."""
     plain, remarks = dict(weights), []
-    found = True
-    while found:
-        found = False
-        for prefix, wrapper in _WRAPPERS.items():
-            if plain and all(name.startswith(prefix) for name in plain):
-                plain, found = {name.removeprefix(prefix): value for name, value in plain.items()}, True
-                remarks.append(f"removed the prefix {prefix!r} (added by {wrapper}) from all names")
+    for segment, wrapper in _WRAPPERS.items():
+        if any(f".{segment}" in f".{name}" for name in plain):
+            plain = {_without(segment, name): value for name, value in plain.items()}
+            remarks.append(f"removed {segment!r} (added by {wrapper}) from the names")
+    while plain and all(name.startswith(_DDP_PREFIX) for name in plain):
+        plain = {name.removeprefix(_DDP_PREFIX): value for name, value in plain.items()}
+        remarks.append(
+            f"removed the prefix {_DDP_PREFIX!r} (added by DistributedDataParallel) from all names"
+        )
     return plain, tuple(remarks)

@@ -57,6 +57,9 @@ class Backend(Protocol):
     def expedites_requeues(self) -> bool:
         """Return true if a requeued job can start without a delay."""
 
+    def site(self, profile: Site) -> Site | None:
+        """Return the facts about the site; None if there is no site, or it does not respond."""
+
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         """Check the request against the available resources. Nothing is changed.
 

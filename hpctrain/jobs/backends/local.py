@@ -43,6 +43,9 @@ class LocalBackend:
     def expedites_requeues(self) -> bool:
         return False
 
+    def site(self, profile: Site) -> None:
+        """Return None: there is no site."""
+
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:  # noqa: ARG002 (there is no site)
         at_once = _tasks_at_once(spec)
         most = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))

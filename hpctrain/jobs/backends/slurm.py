@@ -64,6 +64,13 @@ class SlurmBackend:
         answer = self._answers[1] if self._answers is not None else None
         return isinstance(answer, str) and parse_config(answer).expedites_requeues
 
+    def site(self, profile: Site) -> Site | None:
+        if self._answers is None:
+            return None
+        from hpctrain.slurm.site_discovery import parse_site
+
+        return parse_site(self._answers, profile)[0]
+
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         if self._trouble is not None:
             warning = (

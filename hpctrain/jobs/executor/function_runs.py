@@ -85,7 +85,12 @@ def submit_calls(
             python=sys.executable,
             code=_program_folder(),
         )
-        if (spec := submission.spec).is_elastic:
+        if not (spec := submission.spec).supervised:
+            raise SpecError(
+                "Functions run in hpctrain's ranks, which the template 'plain' leaves out (template). Choose "
+                "another template."
+            )
+        if spec.is_elastic:
             raise SpecError(
                 f"{spec.min_nodes} to {spec.nodes} nodes were requested (--nodes), but a function returns "
                 "one result per rank, so the number of nodes must be fixed. Request a single number, "

@@ -22,8 +22,6 @@ _HINTS = {
     (
         "python"
     ): "The ranks use the Python of this program. For another Python, set venv, conda or container_image.",
-    "srun_args": "The supervisor chooses the srun options itself.",
-    "teardown": "This callback would not run if the job were killed or requeued. Clean up in the function.",
     "use_srun": "The supervisor starts the ranks with srun. To use torchrun, set launcher to torchrun.",
     "visible_gpus": "Set CUDA_VISIBLE_DEVICES in the environment of the program that submits the jobs.",
 }
@@ -32,6 +30,7 @@ _RENAMED = {
     "cpus_per_gpu": "cpus_per_task",  # One rank per GPU.
     "num_gpus": "gpus_per_node",
     "signal_delay_s": "stop_before_limit",
+    "srun_args": "srun_arg",
 }
 #: submitit's parameters that `to_options` converts, because they are a part of an option.
 _CONVERTED = {"additional_parameters", "array_parallelism", "gpus_per_task", "max_num_timeout", "wckey"}

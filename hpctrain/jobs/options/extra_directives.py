@@ -24,6 +24,7 @@ _OURS = {
     "gpus-per-task": "Use --gpus-per-node: each rank has one GPU",
     "input": "Ranks have no standard input. Pass arguments to the script instead",
     "job-name": "Use --name",
+    "nodefile": "Use --nodelist with the path of the file, such as --nodelist ./nodes.txt",
     "no-kill": "The supervisor already handles lost nodes",
     "no-requeue": "Use --resume-mode successor to continue without requeues",
     "nodes": "Use --nodes",
@@ -49,7 +50,7 @@ _WITH_VALUE = """
     acctg-freq batch bb bbf bell cluster-constraint consolidate-segments container container-id core-spec
     cores-per-socket cpu-freq deadline delay-boot distribution extra extra-node-info get-user-env gid
     gpu-bind gpu-freq gres-flags hint immediate kill-on-invalid-dep mcs-label mem-bind mincpus network
-    nodefile power prefer priority profile propagate resv-ports segment sockets-per-node thread-spec
+    power prefer priority profile propagate resv-ports segment sockets-per-node thread-spec
     threads-per-core time-min tmp tres-bind tres-per-job tres-per-task uid wait-all-nodes wckey x11
 """
 _FLAGS = """

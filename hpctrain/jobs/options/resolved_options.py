@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 COMMAND_LINE_SOURCE = OptionSource("command line")
 PYTHON_SOURCE = OptionSource("submit()")
 _SET = OptionSource("--set")
+_PREVIOUS = OptionSource("previous submission")
 
 _FLAG = re.compile(r"--[a-z][a-z-]*[a-z]")
 
@@ -104,6 +105,7 @@ def resolve_options(
     *,
     source: OptionSource = PYTHON_SOURCE,
     assignments: Sequence[str] = (),
+    previous: Sequence[OptionValue] | None = None,
     cwd: Path,
     environ: Mapping[str, str],
 ) -> ResolvedOptions:
@@ -113,6 +115,7 @@ def resolve_options(
         options_given: options of this submission; None counts as not given.
         source: source of these options.
         assignments: strings of the form KEY=VALUE, which override all other sources.
+        previous: all options of the submission that this one repeats. They replace those of the files.
         cwd: folder from which to search for the project's file.
         environ: defines the locations of the user's and the site's files.
 
@@ -124,13 +127,18 @@ def resolve_options(
     standing = _read(config_search_path(cwd, environ), environ)
     named = _read([cwd / chosen["config"]] if "config" in chosen else [], environ)
     settled: dict[str, OptionValue] = {}
-    for given in (*_from_files(standing, named, chosen.get("profile")), *last):
+    for given in (*_from_files(standing, named, chosen.get("profile"), previous), *last):
         if given.value is None:
             for key in [key for key in settled if f"{key}.".startswith(f"{given.key}.")]:
                 del settled[key]
         else:
             settled[given.key] = given
     return ResolvedOptions({**_defaults(), **settled}, (*standing, *named))
+
+
+def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
+    """Return the options of an earlier submission, for `resolve_options`."""
+    return [*_from_caller(options, _PREVIOUS), *map(_from_assignment, assignments)]
 
 
 def _read(paths: Sequence[Path], environ: Mapping[str, str]) -> list[ConfigFile]:
@@ -152,7 +160,10 @@ def _defaults() -> dict[str, OptionValue]:
 
 
 def _from_files(
-    standing: Sequence[ConfigFile], named: Sequence[ConfigFile], profile: str | None
+    standing: Sequence[ConfigFile],
+    named: Sequence[ConfigFile],
+    profile: str | None,
+    previous: Sequence[OptionValue] | None,
 ) -> Iterator[OptionValue]:
     """Yield the files' values, weakest first: a profile overrides all files except the file of `--config`."""
     if profile is not None:
@@ -165,8 +176,11 @@ def _from_files(
             )
             raise SpecError(f"Unknown profile {profile!r} (--profile). {hint}")
     for group in (standing, named):
-        for file in group:
-            yield from file.plain
+        if group is standing and previous is not None:
+            yield from previous
+        else:
+            for file in group:
+                yield from file.plain
         for file in group:
             yield from file.profiles.get(profile or "", ())
 

@@ -28,8 +28,14 @@ from hpctrain.text import is_count
 #: Default parent of run folders, relative to the folder of the submission.
 RUNS_FOLDER = "runs"
 
+#: Options of sbatch that name a file.
+_PATH_DIRECTIVES = {"bbf", "container"}
+#: Options of sbatch that list nodes, or name a file with a list if the value contains a slash.
+_NODE_DIRECTIVES = {"nodelist", "exclude"}
+
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
 _MAX_NAME_IN_ID = 40
+_EXTENDS_PLAIN = re.compile(r"""\{%-?\s*extends\s+["']plain\.sbatch\.j2["']""")
 
 
 def build_spec(
@@ -60,8 +66,8 @@ def build_spec(
     """
     path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
     name = given.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
-    gpu_type, gpus_per_node = _gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
-    time_limit_s, directives = _time(given), _directives(given)
+    gpu_type, gpus_per_node = parse_gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
+    time_limit_s, directives = _time(given), _directives(given, cwd)
     if "time" in given and time_limit_s is None and backend == "slurm":
         # Without the option, the default of the partition would apply.
         directives["time"] = "UNLIMITED"
@@ -98,11 +104,13 @@ def build_spec(
         ),
         hang_timeout_s=_seconds("hang-timeout", given.get("hang_timeout", JobSpec.hang_timeout_s), 1),
         mpi=given.get("mpi", JobSpec.mpi),
+        srun_args=tuple(given.get("srun_arg", ())),
         cpu_binding=given.get("cpu_binding", JobSpec.cpu_binding),
         independent_ranks=given.get("independent_ranks", JobSpec.independent_ranks),
         resume_mode=given.get("resume_mode", JobSpec.resume_mode),
         directives=directives,
-        template=_template(given.get("template"), cwd),
+        template=(template := _template(given.get("template"), cwd)),
+        supervised=not is_plain_template(template),
         shell=shell,
         torchrun=_torchrun(given),
         container=container,
@@ -141,7 +149,7 @@ def validate_option(name: str, value: object) -> None:
         taken = option.kind.parse(value)
     except ValueError:
         raise SpecError(invalid_value_message(name, value, option)) from None
-    readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": _gpus}
+    readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": parse_gpus}
     if (read := readers.get(name)) is not None:
         read(taken)
 
@@ -202,8 +210,12 @@ def _nodes(value: int | str) -> tuple[int, int]:
     )
 
 
-def _gpus(value: int | str) -> tuple[str | None, int]:
-    """Return type and number of GPUs from `h100:8` or a single number."""
+def parse_gpus(value: int | str) -> tuple[str | None, int]:
+    """Return type and number of GPUs from `h100:8` or a single number.
+
+    Raises:
+        SpecError: the value has another form.
+    """
     if isinstance(value, int):
         return None, value
     gpu_type, _, number = value.rpartition(":")
@@ -220,14 +232,33 @@ def _time(given: SubmitOptions) -> float | None:
     return None if (limit := given.get("time")) is None else parse_duration(str(limit))
 
 
-def _directives(given: SubmitOptions) -> dict[str, str]:
+def _directives(given: SubmitOptions, cwd: Path) -> dict[str, str]:
+    """Return the options of sbatch. Files are read, or their paths made absolute, for all jobs of the run."""
     values = cast(Mapping[str, object], given)
     named = {
         option.flag[2:]: "" if value is True else str(value)
         for name, option in all_options().items()
         if option.about.directive and (value := values.get(name)) is not None and value is not False
     }
-    return named | check_extra_directives(given.get("sbatch", {}))
+    directives = named | check_extra_directives(given.get("sbatch", {}))
+    for name in _PATH_DIRECTIVES & directives.keys():
+        directives[name] = os.path.normpath(cwd / directives[name])
+    for name in _NODE_DIRECTIVES & directives.keys():
+        if "/" in directives[name]:
+            directives[name] = _read_nodes(cwd / directives[name], name)
+    return directives
+
+
+def _read_nodes(path: Path, option: str) -> str:
+    """Return the nodes in a file, which has a name per line, and comments after `#`."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"--{option} {str(path)!r} contains a slash, so it is the path of a file, which cannot be "
+            f"read: {error}. Check its path, or name the nodes."
+        ) from error
+    return ",".join(filter(None, lines))
 
 
 def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:
@@ -240,6 +271,7 @@ def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:
         conda=None if conda is None else os.fspath(conda),
         venv=None if venv is None else os.path.normpath(cwd / venv),
         setup=tuple(given.get("setup", ())),
+        teardown=tuple(given.get("teardown", ())),
     )
 
 
@@ -274,3 +306,14 @@ def _template(asked: str | os.PathLike[str] | None, cwd: Path) -> str | None:
         return None
     text = os.fspath(asked)
     return os.path.normpath(cwd / text) if is_template_path(text) else text
+
+
+def is_plain_template(template: str | None) -> bool:
+    """Return true if a template, given by its name or path, is `plain` or extends it."""
+    if template is None or "/" not in template:
+        return template == "plain"
+    try:
+        text = Path(template).read_text(errors="replace")
+    except OSError:
+        return False  # reported when the template is rendered
+    return _EXTENDS_PLAIN.search(text) is not None

@@ -166,7 +166,8 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="NAME|PATH",
             default_words="ddp; cpu for runs on CPUs; torchrun with --launcher torchrun",
-            help="Name of the batch script's template, or its path if the value contains / or ends in .j2.",
+            help="Name of the batch script's template, or its path if the value contains / or ends in .j2. "
+            "plain starts the ranks without hpctrain.",
             is_path=is_template_path,
         ),
     ]
@@ -222,6 +223,14 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             default=JobSpec.mpi,
             help="Slurm's MPI plugin (srun --mpi), for programs that use MPI or mpi4py.",
+        ),
+    ]
+    srun_arg: Annotated[
+        Sequence[str],
+        OptionInfo(
+            metavar="OPTION",
+            example="[--cpu-bind=cores]",
+            help="Option for the srun that starts the ranks, such as --cpu-bind=cores.",
         ),
     ]
     cpu_binding: Annotated[
@@ -306,6 +315,14 @@ class _Shell(TypedDict, total=False):
             metavar="LINE",
             example="[ulimit -c 0]",
             help="Shell line to run verbatim in the batch script.",
+        ),
+    ]
+    teardown: Annotated[
+        Sequence[str],
+        OptionInfo(
+            metavar="LINE",
+            example="[rm -rf /scratch/$USER/cache]",
+            help="Shell line to run in the batch script after the supervisor has exited.",
         ),
     ]
 

@@ -15,6 +15,12 @@ from hpctrain.jobs.options.table import SubmitOptions, all_options
 if TYPE_CHECKING:
     from hpctrain.spec.job_spec import JobSpec
 
+#: Options that only the supervisor and its ranks use.
+_OF_SUPERVISOR = (
+    *("node_check", "max_failures", "restart_policy", "standby_workers", "hang_timeout", "cpu_binding"),
+    *("independent_ranks", "resume_mode", "code_snapshot", "code_snapshot_limit", "stop_before_limit"),
+)
+
 
 def check_unused_options(
     settings: Mapping[str, OptionValue], given: SubmitOptions, spec: JobSpec
@@ -54,6 +60,8 @@ def check_unused_options(
 
 def _reasons(given: SubmitOptions, spec: JobSpec) -> Iterator[tuple[str, str]]:
     """Yield the options that change nothing in this job, with the reason."""
+    if not spec.supervised:
+        yield from ((name, "hpctrain does not run in the job (--template plain)") for name in _OF_SUPERVISOR)
     if spec.min_nodes == spec.nodes:
         yield "scale_up_after", f"the number of nodes is fixed (--nodes {spec.nodes})"
     if spec.gpus_per_node == 0:

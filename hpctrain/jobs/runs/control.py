@@ -16,6 +16,7 @@ from hpctrain.records.run_record import JobRecord, read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.job_spec import BackendName
+from hpctrain.spec.load_spec import load_spec
 
 _Answer = TypeVar("_Answer")
 
@@ -57,6 +58,11 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
         raise SpecError(
             f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be requeued. To continue a "
             "run that has ended, use `hpctrain resume`."
+        )
+    if running and not load_spec((run.array or run).spec).supervised:
+        raise SpecError(
+            f"Run {run.run_id} runs without hpctrain in the job (--template plain), so its ranks cannot be "
+            f"asked to save. To restart them from their own checkpoint: scontrol requeue {status.job_id}"
         )
     _request(_jobs_of(held), environ, lambda backend, these: backend.release_hold(these))
     # Preemptions send the same signal: without this file, the ranks expect to be killed soon.

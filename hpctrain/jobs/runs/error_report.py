@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hpctrain.crash_output import useful_lines
 from hpctrain.files import read_json
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import RunDir, is_new_submission
@@ -15,6 +16,8 @@ from hpctrain.tracebacks import fold
 
 #: Lines of the log to show if a rank exited without a traceback.
 _LAST_LINES = 20
+#: Lines of the log in which these are searched: crash handlers print long native stacks.
+_SEARCHED_LINES = 500
 
 
 def failures_since_submission(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -87,7 +90,7 @@ def _details(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _end_of(log: str) -> Iterator[str]:
-    lines = read_last_lines(Path(log), _LAST_LINES)
+    lines = useful_lines(read_last_lines(Path(log), _SEARCHED_LINES))[-_LAST_LINES:]
     yield f"last lines of {log}:" if lines else f"log: {log}"
     yield from (f"  {line}" for line in lines)
 

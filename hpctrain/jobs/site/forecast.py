@@ -22,6 +22,8 @@ FORECAST_TIMEOUT_S = 10.0
 _IMMEDIATE_S = 60
 #: Number of the newest waits that are used.
 _MAX_WAITS = 1000
+#: Seconds: Slurm predicts later starts if running jobs have no time limit.
+_MAX_START_S = 365 * 86400.0
 _NOW = "now"
 
 # Slurm 26.05 prints "a" after the time.
@@ -80,7 +82,7 @@ class StartForecast:
         except SchedulerError:
             return None
         start = None if match is None else parse_timestamp(match[1])
-        return None if start is None else max(0.0, start - datetime.now().timestamp())
+        return None if start is None or _is_too_late(start) else max(0.0, start - datetime.now().timestamp())
 
 
 def query_waits(
@@ -121,6 +123,8 @@ def expected_start(request: JobRequest, forecast: SlurmCall | StartForecast) -> 
     if (match := _START.search(words)) is None:
         return f"No estimated start: {' '.join(words.split()) or 'sbatch printed nothing'}."
     time, nodes, partition = match.groups()
+    if (start := parse_timestamp(time)) is not None and _is_too_late(start):
+        return "No estimated start: according to Slurm, the job waits for jobs without a time limit."
     where = f"on {nodes}" + (f", partition {partition}" if partition else "")
     # The forecast ignores dependencies (seen with Slurm 22.05).
     when = _when(time)
@@ -162,6 +166,10 @@ def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Si
 def _gets_whole_nodes(request: JobRequest, partitions: Sequence[Partition], site: Site) -> bool:
     is_linear = site.slurm is not None and site.slurm.select == "linear"
     return request.whole_nodes or is_linear or any(partition.whole_nodes for partition in partitions)
+
+
+def _is_too_late(start: float) -> bool:
+    return start - datetime.now().timestamp() > _MAX_START_S
 
 
 def _when(time: str) -> str:

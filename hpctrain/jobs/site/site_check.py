@@ -13,7 +13,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.site.node_requirements import node_problems, nodes_in_service
 from hpctrain.jobs.site.partition_limits import limit_problems
-from hpctrain.jobs.site.problem import SiteProblem
+from hpctrain.jobs.site.problem import SiteProblem, format_memory
 from hpctrain.jobs.site.requeue_notes import requeue_notes
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.site_discovery import RunQuery, query_qos
@@ -147,6 +147,21 @@ def _qos_notes(request: JobRequest, site: Site, ask: RunQuery) -> Iterator[str]:
                 )
 
 
+def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
+    """Yield what the site's defaults mean for a job without a time limit or a memory request."""
+    if not request.is_given("time"):
+        limit = partition.time_without_option_s
+        limited = "no time limit" if limit is None else f"a time limit of {format_time_limit(limit)}"
+        yield f"Without --time, the job has {limited}, the default of partition {partition.name}."
+    if request.memory_option is None and site.slurm is not None and site.slurm.hands_out_memory:
+        per_cpu = partition.def_mem_per_cpu_mib or site.slurm.def_mem_per_cpu_mib
+        memory = partition.def_mem_per_node_mib or site.slurm.def_mem_per_node_mib
+        if per_cpu is not None and partition.def_mem_per_node_mib is None:
+            memory = per_cpu * request.cpus_per_node
+        amount = f"{format_memory(memory)} of memory" if memory else "all memory"
+        yield f"Without --mem, the job has {amount} on each node, the default of partition {partition.name}."
+
+
 def _refusal(problems: Sequence[SiteProblem], mend: str = "") -> SpecError:
     lines = list(dict.fromkeys(problem.message for problem in problems))
     return SpecError("\n".join([*lines, *([mend] if mend else [])]))
@@ -180,5 +195,6 @@ def _notes(request: JobRequest, partition: Partition, site: Site, ask: RunQuery)
             f"The job requests {pluralize(request.spec.least_granted, 'node')}, but according to sinfo, "
             f"partition {partition.name} has {number} in service now. The job will wait for more nodes."
         )
+    notes += _default_notes(request, partition, site)
     notes += _qos_notes(request, site, ask)
     return [*notes, *requeue_notes(partition, site, request.spec.resume_mode)]

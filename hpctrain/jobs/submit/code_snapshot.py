@@ -34,6 +34,7 @@ class CodeSnapshot:
     files: Mapping[str, bool]
     """Paths of the files; True for new files, which git does not track."""
     size_bytes: int
+    limit_mb: int
 
     @classmethod
     def plan(
@@ -68,7 +69,7 @@ class CodeSnapshot:
                     "link. Remove this file, or submit without a copy of the code (--no-code-snapshot)."
                 )
         sizes = {name: entry.st_size for name, entry in entries.items()}
-        snapshot = cls(repository, place, files, sum(sizes.values()))
+        snapshot = cls(repository, place, files, sum(sizes.values()), limit_mb)
         if (total := sum(max(size, _LEAST) for size in sizes.values())) > limit_mb * 1e6:
             largest = max(sizes, key=lambda name: sizes[name])
             raise SpecError(
@@ -96,7 +97,8 @@ class CodeSnapshot:
             self._record(copy, diff.text() if diff else "")
             os.rename(temporary, copy)
             script = None if self.script is None else str(copy / self.script)
-            yield CodeRef(source=str(self.repository.root), copy=str(copy), script=script)
+            root = str(self.repository.root)
+            yield CodeRef(source=root, copy=str(copy), script=script, limit_mb=self.limit_mb)
         except Exception as error:
             # Other exceptions, such as Ctrl-C, may occur while the scheduler accepts the job.
             if not isinstance(error, SubmissionUnconfirmed):

@@ -34,6 +34,10 @@ _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
 _MIN_S = 300.0
 #: Maximum number of seconds by which Slurm may send its signal early.
 _EARLY_S = 60.0
+_WITHOUT_SUPERVISOR = (
+    "Without hpctrain in the job (--template plain), a crash, a hang or the time limit ends the run. Slurm "
+    "requeues the job only after a preemption or a node failure, and the script must load its own checkpoint."
+)
 
 
 @dataclass
@@ -323,7 +327,7 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
 def check_code(job: PreparedSubmission) -> Iterable[str]:
     """Choose the code to copy; check its size, and that git can list the files."""
     asked = job.settings.options
-    if not asked.get("code_snapshot", True):
+    if not asked.get("code_snapshot", True) or not job.spec.supervised:
         return ()
     # Imported only if needed, because this import is slow.
     from hpctrain.jobs.submit.code_snapshot import plan_snapshot
@@ -335,11 +339,12 @@ def check_code(job: PreparedSubmission) -> Iterable[str]:
     return notes
 
 
-def check_template(job: PreparedSubmission) -> None:
+def check_template(job: PreparedSubmission) -> list[str]:
     """Render the batch script; a custom template must still start the supervisor."""
     if job.settings.site.habits.requeue and job.backend.expedites_requeues():
         job.spec = replace(job.spec, expedite_requeue=True)
     job.script = render(job.spec)
+    return [] if job.spec.supervised else [_WITHOUT_SUPERVISOR]
 
 
 def check_backend(job: PreparedSubmission) -> Iterable[str]:

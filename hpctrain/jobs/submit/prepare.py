@@ -8,11 +8,12 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import choose_backend
-from hpctrain.jobs.options.option_value import OptionSource
+from hpctrain.jobs.options.option_value import OptionSource, OptionValue
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
-from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec
+from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec, parse_gpus
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.submit.preflight import CHECKS, Check, PreparedSubmission, run_preflight
+from hpctrain.slurm.site_facts import Site
 from hpctrain.spec.container import Container
 from hpctrain.spec.job_spec import BackendName
 from hpctrain.spec.program import ProgramKind
@@ -28,6 +29,7 @@ def prepare_submission(
     *,
     source: OptionSource = PYTHON_SOURCE,
     assignments: Sequence[str] = (),
+    previous: Sequence[OptionValue] | None = None,
     environ: Mapping[str, str],
     cwd: Path,
     python: str,
@@ -44,6 +46,7 @@ def prepare_submission(
         options: options of this submission; option files supply the rest.
         source: origin of `options`.
         assignments: strings of the form KEY=VALUE, which override everything else.
+        previous: options of the submission that this one repeats. See `resolve_options`.
         environ: the environment variables of the submission.
         cwd: the working directory of the script.
         python: the interpreter of supervisor and ranks.
@@ -61,7 +64,9 @@ def prepare_submission(
             f"The arguments of the script are {args!r}, but must be a list of strings, numbers and "
             "paths, such as ['--steps', 100]."
         )
-    settings = resolve_options(options, source=source, assignments=assignments, cwd=cwd, environ=environ)
+    settings = resolve_options(
+        options, source=source, assignments=assignments, previous=previous, cwd=cwd, environ=environ
+    )
     try:
         return _prepare(script, args, settings, environ, cwd, python, code, program, dry_run, checks)
     except SpecError as error:
@@ -85,6 +90,11 @@ def _prepare(
     asked = settings.options
     backend, notes = choose_backend(asked.get("backend", "auto"), environ, dry_run=dry_run)
     notes += _resolve_runs(asked, backend.name, cwd, environ)
+    if backend.name == "slurm":
+        notes += [
+            *_read_srun_variables(asked, environ),
+            *_choose_cpus(asked, backend.site(settings.site), environ),
+        ]
     container = _container(settings, backend.name, cwd, environ)
     spec = build_spec(
         script,
@@ -129,3 +139,37 @@ def _resolve_runs(
     else:
         del asked["dependency"]
     return notes
+
+
+def _read_srun_variables(asked: SubmitOptions, environ: Mapping[str, str]) -> list[str]:
+    """Turn the user's variables of srun into options; in a job, they would belong to that job."""
+    if "SLURM_JOB_ID" in environ:
+        return []
+    notes = []
+    for name, option in (("SLURM_CPU_BIND", "--cpu-bind"), ("SLURM_DISTRIBUTION", "--distribution")):
+        srun_args = list(asked.get("srun_arg", ()))
+        if (value := environ.get(name)) and not any(arg.startswith(option) for arg in srun_args):
+            asked["srun_arg"] = [*srun_args, f"{option}={value}"]
+            notes.append(f"The ranks start with srun {option}={value}, from the variable {name}.")
+    return notes
+
+
+def _choose_cpus(asked: SubmitOptions, site: Site | None, environ: Mapping[str, str]) -> list[str]:
+    """Choose the CPUs per rank of a job with GPUs, unless they were requested."""
+    gpu_type, gpus = parse_gpus(asked.get("gpus_per_node", 0))
+    if not gpus or site is None or "cpus_per_task" in asked:
+        return []
+    from hpctrain.jobs.site.node_share import choose_cpus_per_task
+
+    partitions = str(asked.get("partition") or environ.get("SBATCH_PARTITION", ""))
+    cpus, note = choose_cpus_per_task(
+        site,
+        [name for name in partitions.split(",") if name],
+        gpus_per_node=gpus,
+        gpu_type=gpu_type,
+        ntasks_per_node=asked.get("ntasks_per_node", gpus),
+        whole_nodes=asked.get("exclusive") is True,
+    )
+    if cpus is not None:
+        asked["cpus_per_task"] = cpus
+    return [note]

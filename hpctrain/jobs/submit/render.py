@@ -1,20 +1,57 @@
-"""Batch script of a job: a built-in one, or one from the user's template."""
+"""Render the batch script of a job from a template in `slurm_templates/`, or from the user's template."""
 
 from __future__ import annotations
 
 import os
+import shlex
+from pathlib import Path
 
-from hpctrain.jobs.submit.batch_script import built_in_blocks, template_of
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hpctrain._version import __version__
+from hpctrain.errors import SpecError
+from hpctrain.jobs.submit.describe_job import describe_job
+from hpctrain.jobs.submit.template_checks import check_blocks, check_rendered_script
+from hpctrain.spec.directives import all_directives, directive_lines
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.shell_setup import ShellSetup
+from hpctrain.spec.step_options import program_words, srun_options
+from hpctrain.text import suggest
+
+TEMPLATE_SUFFIX = ".sbatch.j2"
+#: Exceptions that an invalid expression in a template may raise.
+_EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+def template_folder() -> Path:
+    """Return the folder of the built-in templates: in the package of a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    inside = package / "slurm_templates"
+    return inside if inside.is_dir() else package.parent / "slurm_templates"
+
+
+def built_in_templates() -> list[str]:
+    """Return the names of the built-in templates."""
+    return sorted(path.name.removesuffix(TEMPLATE_SUFFIX) for path in template_folder().glob("*.j2"))
 
 
 def render(spec: JobSpec) -> str:
     """Return the batch script of the job.
 
+    A template has access to `spec`, the list `directives` of `#SBATCH` lines, the list `summary` of comments,
+    the `version` of hpctrain and the filter `quote`, and may extend a built-in template by its file name.
+
     Raises:
         SpecError: there is no such template, it cannot be rendered, or it omits a requested setting.
     """
-    return _render(spec, None)
+    text = _render(spec, launch=None)
+    if spec.template is not None and os.sep in spec.template:
+        _check_preparations(spec.shell, text, spec.template)
+        check_rendered_script(
+            text, directive_lines(all_directives(spec)), spec.template, supervised=spec.supervised
+        )
+    return text
 
 
 def render_setup(spec: JobSpec) -> str:
@@ -23,15 +60,112 @@ def render_setup(spec: JobSpec) -> str:
     Raises:
         SpecError: see `render`; or the template starts the supervisor outside the `launch` block.
     """
-    return _render(spec, 'exec "$@"')
+    text = _render(spec, launch='exec "$@"')
+    if "hpctrain.supervisor" in text:
+        raise SpecError(
+            f"The template {template_of(spec)!r} (--template) starts the supervisor outside its block "
+            "'launch', so it cannot start a shell instead. Extend a built-in template."
+        )
+    return text
 
 
-def _render(spec: JobSpec, launch: str | None) -> str:
-    """Return the batch script; `launch` replaces the block that starts the supervisor."""
-    template = template_of(spec)
-    if os.sep in template:
-        from hpctrain.jobs.submit.custom_template import render_custom_template
+def template_of(spec: JobSpec) -> str:
+    """Return the name or path of the job's template."""
+    if spec.template is not None:
+        return spec.template
+    if spec.torchrun is not None:
+        return "torchrun"
+    return "ddp" if spec.gpus_per_node else "cpu"
 
-        return render_custom_template(spec, template, launch)
-    blocks = built_in_blocks(spec, template)
-    return "".join(launch if launch and name == "launch" else text for name, text in blocks)
+
+def _render(spec: JobSpec, *, launch: str | None) -> str:
+    """Return the script, without checking it; `launch` replaces the block that starts the supervisor."""
+    name = template_of(spec)
+    path = _find_template(name)
+    environment = _jinja_environment(name, path.parent)
+    try:
+        check_blocks(environment, path.name)
+        template = environment.get_template(path.name)
+        if launch is not None:
+            template = environment.from_string(
+                f"{{% extends parent %}}{{% block launch %}}{launch}{{% endblock %}}"
+                "{% block teardown %}{% endblock %}",
+                {"parent": template},
+            )
+        return template.render(
+            spec=spec,
+            directives=directive_lines(all_directives(spec)),
+            summary=describe_job(spec),
+            step=[shlex.quote(option) for option in srun_options(spec, spec.nodes)],
+            program=shlex.join(program_words(spec)),
+            template=name if os.sep in name else f"slurm_templates/{path.name}",
+            version=__version__,
+        )
+    except jinja2.TemplateSyntaxError as error:
+        reason = str(error.message).rstrip(".")
+        raise SpecError(
+            f"Syntax error on line {error.lineno} of the template {error.filename}: {reason}."
+        ) from error
+    except jinja2.exceptions.SecurityError as error:
+        reason = str(error).rstrip(".")
+        raise SpecError(
+            f"The template {name!r} (--template) uses a blocked expression: {reason}. Templates are rendered "
+            "in a sandbox. Put Python code into the script, and add shell lines with --setup."
+        ) from error
+    except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
+        reason = str(error).rstrip(".")
+        raise SpecError(f"Cannot render the template {name!r} (--template): {reason}.") from error
+
+
+def _find_template(name: str) -> Path:
+    """Return the file of a template, given its name or path."""
+    if os.sep in name:
+        path = Path(name)
+        if not path.is_file():
+            raise SpecError(f"Template {name!r} (--template) not found. Check its path.")
+        return path
+    if name not in (names := built_in_templates()):
+        raise SpecError(
+            f"Unknown template {name!r} (--template). {suggest(name, names)} "
+            "A path contains / or ends in .j2."
+        )
+    return template_folder() / f"{name}{TEMPLATE_SUFFIX}"
+
+
+def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
+    """Return a Jinja environment for the templates in `folder` and the built-in ones.
+
+    Templates cannot run Python or change the request: they may come from a cloned repository.
+    """
+
+    def require(option: str) -> None:
+        raise SpecError(f"The template {name!r} (--template) requires {option}. Add this option.")
+
+    environment = ImmutableSandboxedEnvironment(
+        loader=jinja2.FileSystemLoader([folder, template_folder()]),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.globals["require"] = require
+    return environment
+
+
+def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
+    """Check that a template does not omit requested setup."""
+    requested = {
+        "--module": [shlex.quote(module) for module in shell.modules],
+        "--conda": [shlex.quote(shell.conda)] if shell.conda else [],
+        "--venv": [shlex.quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
+        "--setup": shell.setup,
+        "--teardown": shell.teardown,
+    }
+    for option, lines in requested.items():
+        if missing := [line for line in lines if line not in text]:
+            raise SpecError(
+                f"The template {template!r} (--template) omits {missing[0]} ({option}). Call super() in the "
+                "block that the template replaces, or remove the option."
+            )

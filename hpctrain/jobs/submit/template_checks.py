@@ -58,19 +58,20 @@ def check_blocks(environment: jinja2.Environment, file_name: str) -> None:
             )
 
 
-def check_rendered_script(text: str, lines: Sequence[str], template: str) -> None:
+def check_rendered_script(text: str, lines: Sequence[str], template: str, *, supervised: bool = True) -> None:
     """Check that a script starts the supervisor, and that its directives match the request.
 
     Args:
         text: the script.
         lines: the expected `#SBATCH` lines.
         template: the template of the script.
+        supervised: False if the script must not start the supervisor.
 
     Raises:
         SpecError: it does not start the supervisor, a directive contradicts the request, or hpctrain sets it
             itself.
     """
-    if "hpctrain.supervisor" not in text:
+    if supervised and "hpctrain.supervisor" not in text:
         raise SpecError(
             f"The template {template!r} (--template) does not start the supervisor, so no rank would "
             "run. Extend a built-in template. If you replace its block 'launch', call super() in that block."

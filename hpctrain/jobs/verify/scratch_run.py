@@ -33,6 +33,7 @@ from hpctrain.rundir import (
 )
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.code_ref import CodeRef
+from hpctrain.spec.directives import directives_after_start
 from hpctrain.spec.job_spec import BackendName, JobSpec
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.notify import NotifyConfig
@@ -200,7 +201,7 @@ class ScratchRun:
                     "this machine. Restore the script."
                 )
         in_job = self._backend.name == "slurm"
-        directives = {name: value for name, value in spec.directives.items() if name != "dependency"}
+        directives = directives_after_start(spec.directives)
         return replace(
             spec,
             name="verify",

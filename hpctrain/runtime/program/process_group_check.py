@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.rundir import INDEPENDENT_RANKS_VARIABLE
@@ -22,6 +25,10 @@ _ADVICE = {
     "accelerate": "If the nodes have no GPUs, set ACCELERATE_USE_CPU=true or pass cpu=True to Accelerator",
 }
 _OTHER_ADVICE = "Call torch.distributed.init_process_group and wrap the model in DistributedDataParallel"
+_LOCAL_RANK_ADVICE = (
+    ". The script has an argument --local_rank, which neither hpctrain nor torchrun passes. Read the "
+    "environment variable LOCAL_RANK instead, for example as the default of the argument"
+)
 
 
 class ProcessGroupCheck:
@@ -38,7 +45,7 @@ class ProcessGroupCheck:
             EnvironmentMismatch: the rank has completed `MAX_STEPS_ALONE` steps without a process group.
         """
         if not self._is_settled:
-            self._is_settled = _has_process_group()
+            self._is_settled = has_process_group()
             if not self._is_settled and activity.optimizer_steps >= MAX_STEPS_ALONE:
                 self.check_end()
 
@@ -51,7 +58,7 @@ class ProcessGroupCheck:
         if self._is_settled or activity.is_managed or not activity.optimizer_steps:
             return
         self._is_settled = True
-        advice = next((words for module, words in _ADVICE.items() if module in sys.modules), _OTHER_ADVICE)
+        advice = _describe_advice()
         steps = activity.optimizer_steps
         raise EnvironmentMismatch(
             f"The run has {self._world_size} ranks, but rank {os.environ['RANK']} completed {steps} "
@@ -60,9 +67,31 @@ class ProcessGroupCheck:
         )
 
 
-def _has_process_group() -> bool:
-    """Return true if this process has a process group of torch, or communicates in another way."""
+def has_process_group() -> bool:
+    """Return true if this process has or had a process group of torch, or communicates in another way."""
     if any(name in sys.modules for name in _OTHER_COMMUNICATION):
         return True
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if distributed is None or not distributed.is_available():
+        return False
+    # torch keeps the address of a group that was destroyed.
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return distributed.is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None
+
+
+def _describe_advice() -> str:
+    """Return the remedy for the framework of this process, or for its `--local_rank` argument."""
+    for module, advice in _ADVICE.items():
+        if module in sys.modules:
+            return advice
+    return _OTHER_ADVICE + (_LOCAL_RANK_ADVICE if _takes_local_rank() else "")
+
+
+def _takes_local_rank() -> bool:
+    """Return true if the script has an argument `--local_rank` or `--local-rank`."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not isinstance(path, str):
+        return False
+    with suppress(OSError, ValueError):
+        return bool(re.search(r"--local[-_]rank\b", Path(path).read_text(errors="replace")))
+    return False

@@ -5,6 +5,7 @@ The hooks are installed when the script imports torch, so there is no cost for r
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import weakref
@@ -46,14 +47,25 @@ class _StepHook:
         self._counted: Any = lambda: None
         self._restored: dict[int, int | None] = {}
         """Restored steps of each optimizer that has begun its first step, by id."""
+        self._loaded: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers that have loaded a state, which has no number of steps for SGD."""
 
     def register(self, module: ModuleType) -> None:
         """Register the hooks in torch's module."""
         self._first_step_handle = module.register_optimizer_step_pre_hook(self._before_first_step)
         module.register_optimizer_step_post_hook(self)
+        load = module.Optimizer.load_state_dict
+
+        @functools.wraps(load)
+        def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            load(optimizer, *args, **kwargs)
+            self._loaded.add(optimizer)
+
+        module.Optimizer.load_state_dict = load_state_dict
 
     def _before_first_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
-        self._restored.setdefault(id(optimizer), restored_steps(optimizer))
+        unknown = None if optimizer in self._loaded else 0
+        self._restored.setdefault(id(optimizer), restored_steps(optimizer) or unknown)
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         counted = self._counted()
@@ -63,8 +75,7 @@ class _StepHook:
             self._counted = weakref.ref(optimizer)
             if not activity.optimizer_steps:
                 self._first_step_handle.remove()
-                # The state of an optimizer without state, such as plain SGD, does not indicate a restore.
-                activity.restored_steps = self._restored.get(id(optimizer)) if optimizer.state else None
+                activity.restored_steps = self._restored.get(id(optimizer), 0)
         activity.optimizer_steps += 1
         if step_profiler.is_active:
             step_profiler.after_step()

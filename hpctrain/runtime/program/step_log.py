@@ -18,8 +18,8 @@ from hpctrain.runtime.unfinished_training import has_started
 class StepLog:
     """Writes a line for the steps since the last line. Only rank 0 of an attempt has a log.
 
-    The number of the first step is based on the optimizer's restored state. If the state has no number of
-    steps, such as for SGD, the attempt is assumed to continue after the last recorded step.
+    The number of the first step is based on the state that the optimizer has loaded. If the state has no
+    number of steps, such as for SGD, the attempt is assumed to continue after the last recorded step.
     """
 
     def __init__(self, run: RunDir, attempt: int) -> None:
@@ -39,6 +39,7 @@ class StepLog:
         step, now = activity.optimizer_steps, time.perf_counter()
         if activity.logs_metrics or has_started() or step == self._written:
             return
+        is_first = self._first_step is None
         if self._first_step is None:
             try:
                 self._first_step, self._since = self._begin(), now
@@ -57,6 +58,7 @@ class StepLog:
                 "step": self._first_step + step,
                 "time": time.time(),
                 "attempt": self._attempt,
+                **({"first_step": self._first_step + 1} if is_first else {}),
                 "spent": {name: round(seconds, 6) for name, seconds in spent.items()},
             }
         )
@@ -64,16 +66,15 @@ class StepLog:
         self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
 
     def _begin(self) -> int:
-        """Return the number of steps before this attempt, and record this number if the script resumed."""
+        """Return the number of steps before this attempt, and record this number if a state was loaded."""
         restored = activity.restored_steps
+        for event in self._run.read_events():
+            if event["kind"] == "resumed" and event["attempt"] == self._attempt:
+                return restored or int(event["step"])  # recorded by a plugin
         if restored is None:
             last = next(iter(read_last_records(self._run.metrics, is_metrics)), {})
             restored = int(last.get("step", 0))
-        is_recorded = any(
-            event["kind"] == "resumed" and event["attempt"] == self._attempt
-            for event in self._run.read_events()
-        )
-        if (self._attempt or restored) and not is_recorded:
+        if restored:
             BufferedLineWriter(self._run.events, _print).append(
                 event_record("resumed", self._attempt, step=restored)
             )

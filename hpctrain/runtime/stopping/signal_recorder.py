@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import CodeType
 from typing import NoReturn
 
@@ -45,6 +46,7 @@ class _SignalRecord:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self._lock = threading.Lock()
         self._stop_signals: list[signal.Signals] = []
+        self._report: Callable[[signal.Signals], None] | None = None
 
     def first_stop_signal(self) -> signal.Signals | None:
         """Return the first stop signal that is not handled."""
@@ -53,6 +55,18 @@ class _SignalRecord:
                 numbers = os.read(self._reading, 4096)
                 self._stop_signals += [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
             return self._stop_signals[0] if self._stop_signals else None
+
+    def report_to(self, report: Callable[[signal.Signals], None]) -> None:
+        """Report the first stop signal, now or when it arrives."""
+        self._report = report
+        if (number := self.first_stop_signal()) is not None:
+            report(number)
+
+    def report_first(self) -> None:
+        """Report the first stop signal, if any; the supervisor may be gone."""
+        if self._report is not None and (number := self.first_stop_signal()) is not None:
+            with contextlib.suppress(OSError):
+                self._report(number)
 
     def clear(self) -> None:
         """Forget the signals so far."""
@@ -80,6 +94,12 @@ def pending_stop_signal() -> signal.Signals | None:
     return _record.first_stop_signal() if _record else None
 
 
+def report_stop_signal(report: Callable[[signal.Signals], None]) -> None:
+    """Report the first stop signal as soon as it arrives: the script's reaction may end this process."""
+    if _record:
+        _record.report_to(report)
+
+
 def wait_for_stop_signal(timeout_s: float) -> bool:
     """Return true if a stop signal is pending, or arrives within the time limit."""
     deadline = time.monotonic() + timeout_s
@@ -101,6 +121,7 @@ def _watch(notes: _SignalRecord) -> None:
     assert main is not None
     while True:
         notes.wait()
+        notes.report_first()
         place, since = None, time.monotonic()
         while (told := notes.first_stop_signal()) is not None:
             if (now := _handler_instruction(main, told)) is None or now != place:

@@ -23,7 +23,9 @@ _GPU = re.compile(
 _GPU_OOM = re.compile(r"cuda out of memory|cublas_status_alloc_failed|hip out of memory", re.IGNORECASE)
 _OOM = re.compile(r"can't allocate memory|cannot allocate memory|\bbad_alloc\b", re.IGNORECASE)
 _NCCL = re.compile(
-    r"\bncc?l\b.*(?:error|timeout|timed out|abort)|\bgloo\b.*(?:error|timeout|timed out)", re.IGNORECASE
+    r"\bncc?l\b.*(?:error|timeout|timed out|abort)|\bgloo\b.*(?:error|timeout|timed out)"
+    r"|enforce fail at .*\bgloo\b",
+    re.IGNORECASE,
 )
 
 #: Xids of the device, its memory or its links, not of a kernel: they require a reset of the GPU or an

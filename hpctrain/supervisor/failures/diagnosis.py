@@ -33,6 +33,10 @@ from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 
 log = logging.getLogger(__name__)
 
+#: Failures after a stop request that are part of the stop, in addition to exit codes: ranks that stop at
+#: different times lose each other.
+_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.NCCL, EndKind.UNFINISHED})
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -56,7 +60,14 @@ class FailureAnalyzer:
         left_early = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
             case AttemptOutcome.DONE if not left_early:
-                return Diagnosis(AttemptEnd(EndKind.DONE))
+                if (cause := self._describe_missing_steps(result.attempt)) is None:
+                    return Diagnosis(AttemptEnd(EndKind.DONE))
+                log_path = str(self.run.rank_log(result.attempt, 0))
+                return Diagnosis(
+                    self._record(
+                        result.attempt, EndKind.UNFINISHED, cause, rank=0, host=hosts[0], log=log_path
+                    )
+                )
             case AttemptOutcome.DONE if self._agreed_to_stop(result.attempt):
                 return self._diagnose_stop(result)
             case AttemptOutcome.DONE:
@@ -142,6 +153,33 @@ class FailureAnalyzer:
             return None
         return record.get("step") if record.get("attempt") == attempt else None
 
+    def _describe_missing_steps(self, attempt: int) -> str | None:
+        """Return the cause if the steps of a failed attempt are lost, but this attempt trained none.
+
+        After a checkpoint of the last step, or of an unknown step, training may be complete.
+        """
+        newest = next(read_last_records(self.run.metrics, is_metrics), {})
+        trained, step = newest.get("attempt", attempt), newest.get("step")
+        if trained == attempt or not step:
+            return None
+        failure = None
+        for event in self.run.read_events():
+            kind, by = event["kind"], event["attempt"]
+            has_loaded = kind == "resumed" and by == attempt
+            is_saved = kind == "checkpoint" and by >= trained and (event.get("step") or step) >= step
+            if has_loaded or is_saved:
+                return None
+            if kind == "submitted" and "after" not in event:
+                failure = None
+            elif kind == "failure" and by == trained and event.get("rank") is not None:
+                failure = event
+        if failure is None:
+            return None
+        return (
+            f"attempt {trained} failed after step {step} ({failure.get('cause')}), and attempt {attempt} "
+            "trained no step and exited with code 0, so training is not complete"
+        )
+
     def _agreed_to_stop(self, attempt: int) -> bool:
         """True if the ranks of the attempt agreed to stop."""
         for event in read_last_records(self.run.events, is_event):
@@ -167,6 +205,8 @@ class FailureAnalyzer:
         if lost:
             # The loss of the node explains all reports of the ranks.
             return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
+        if not failures and result.is_stopping:
+            return self._diagnose_stop(result)
         if not failures:
             cause = "the job step failed, but no rank reported a cause"
             return Diagnosis(self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=None))
@@ -177,6 +217,9 @@ class FailureAnalyzer:
         if first.corruption is not None:
             return Diagnosis(self._record_corruption(attempt, first, first.corruption, hosts))
         kind = EndKind.GPU if gpu_faults(self.run, [first.host], result.started_at) else classify(first)
+        if result.is_stopping and (kind in _PART_OF_STOP or first.kind == "exit"):
+            log.info("after the stop request, %s: this is part of the stop", first)
+            return self._diagnose_stop(result)
         # A rank whose peers have stopped may fail with a subsequent error.
         if kind is EndKind.PYTHON and not told_to_leave and self._is_user_error(result, first):
             kind = EndKind.USER_ERROR

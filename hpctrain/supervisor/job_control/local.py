@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping
 
 from hpctrain import system
+from hpctrain.rundir import BATCH_PID_VARIABLE
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
@@ -22,9 +23,11 @@ class LocalJobControl:
     cancel_signals = frozenset({signal.SIGTERM, signal.SIGINT})
     nodes = successors = None
 
-    def __init__(self, spec: JobSpec) -> None:
-        in_array = spec.array_task is not None
-        self.job_id = f"{os.getppid()}_{spec.array_task}" if in_array else str(system.getpid())
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        batch_pid, index = environ.get(BATCH_PID_VARIABLE), spec.array_task
+        self.job_id = (
+            batch_pid or str(system.getpid()) if index is None else f"{batch_pid or os.getppid()}_{index}"
+        )
         self._limit_s = spec.time_limit_s
         self._started_at = system.monotonic()
 

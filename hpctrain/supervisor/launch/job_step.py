@@ -70,6 +70,14 @@ class SignalReceived:
 
 
 @dataclass(frozen=True)
+class RankSignalled:
+    """A stop signal that a rank received; Slurm signals the ranks directly."""
+
+    rank: int
+    signal: str
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """A request of the supervisor itself to stop the ranks."""
 
@@ -121,6 +129,7 @@ StepEvent = (
     TaskExit
     | StepEnded
     | SignalReceived
+    | RankSignalled
     | StopRequested
     | HangDetected
     | StragglerDetected

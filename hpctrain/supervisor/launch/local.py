@@ -18,7 +18,7 @@ from hpctrain.rundir import CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
-from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
+from hpctrain.supervisor.launch.rank_env import job_variables, prefixed, restore_names_command
 from hpctrain.telemetry.sampling.nvml import count_gpus
 
 #: Maximum seconds for killed processes to exit; immediate unless the kernel blocks them.
@@ -55,7 +55,7 @@ class LocalLauncher:
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
         job = {
-            **apply_env_defaults({**self._environ, **spec.env}, defaults),
+            **apply_env_defaults({**self._environ, **job_variables(spec, self.hosts), **spec.env}, defaults),
             **variables,
             # Simulated nodes share the CPUs of the machine.
             **({CPU_BINDING_VARIABLE: "none"} if num_nodes > 1 else {}),

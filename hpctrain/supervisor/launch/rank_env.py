@@ -1,13 +1,29 @@
-"""Transfer of `--env` variables to a rank, through the environment and not on a command line.
+"""Variables of a rank: those of the job, and those of `--env`, which are not passed on a command line.
 
 Every user of a node can read the command lines of all processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from hpctrain.cluster import compress_hostlist
 from hpctrain.rundir import ENV_PREFIX
+from hpctrain.spec.job_spec import JobSpec
+
+
+def job_variables(spec: JobSpec, hosts: Sequence[str]) -> dict[str, str]:
+    """Return the variables that `sbatch` sets for a job, for the nodes of an attempt."""
+    nodes = compress_hostlist(hosts)
+    variables = {
+        "SLURM_JOB_NUM_NODES": str(len(hosts)),
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_NODELIST": nodes,
+    }
+    if spec.gpus_per_node:
+        kind = f"{spec.gpu_type}:" if spec.gpu_type else ""
+        variables["SLURM_GPUS_PER_NODE"] = f"{kind}{spec.gpus_per_node}"
+    return variables
 
 
 def prefixed(env: Mapping[str, str]) -> dict[str, str]:

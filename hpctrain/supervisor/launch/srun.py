@@ -19,15 +19,17 @@ from hpctrain.slurm.command import COMMAND_LIMIT_S, find_step, job_step_name
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_requests import signal_steps
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.step_options import srun_options
 from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
-from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
+from hpctrain.supervisor.launch.rank_env import job_variables, prefixed, restore_names_command
 
 #: Maximum number of nodes to try for a route: with a hanging resolver, each try takes seconds.
 _MAX_ROUTE_PROBES = 4
 #: Time limit for killed tasks to exit; usually shorter if the nodes are up.
 _KILL_TIMEOUT_S = 8.0
-#: Variables of the batch script that srun would use as options of the step.
+#: Variables of the batch script that srun would use as options of the step. srun or `job_variables` sets them
+#: for the ranks.
 _JOB_SHAPE = (
     "SLURM_NTASKS",
     "SLURM_NPROCS",
@@ -40,6 +42,8 @@ _JOB_SHAPE = (
     "SLURM_NTASKS_PER_NODE",
     "SLURM_CPU_BIND",
     "SLURM_DISTRIBUTION",
+    # From hpctrain's own directive. In a rank, it would apply to the user's calls of srun.
+    "SLURM_OPEN_MODE",
 )
 
 # srun's report of tasks that did not exit with 0, as in:
@@ -75,35 +79,17 @@ class SrunLauncher:
         """Start one task per rank. See `Launcher.start`."""
         spec = self._spec
         threads = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
-        processes = spec.processes_per_node
         name = job_step_name(int(variables[ATTEMPT_VARIABLE]), waits=beside)
         options = [
             f"--job-name={name}",
-            f"--nodes={len(self.hosts)}",
-            f"--ntasks={len(self.hosts) * processes}",
-            f"--ntasks-per-node={processes}",
-            "--distribution=block",
-            # The supervisor, not the site's default, decides how the exit of a task affects the others.
-            "--kill-on-bad-exit=0",
-            "--wait=0",
-            "--export=ALL",
-            "--input=none",
-            f"--mpi={spec.mpi}",
-            # For Slurm, another step holds the CPUs and GPUs. For standby workers, this is the running step.
-            # Otherwise it is the previous step, whose end Slurm may detect late, or only after marking a lost
-            # node down.
-            "--overlap",
-            f"--chdir={spec.workdir}",
+            *srun_options(spec, len(self.hosts)),
         ]
         if len(self.hosts) < self._num_granted:
             options.append(f"--nodelist={compress_hostlist(self.hosts)}")
-        if spec.cpus_per_task is not None or spec.torchrun is not None or spec.is_elastic:
-            # Since 22.05, srun does not inherit this from sbatch; an agent has the CPUs of all its ranks.
-            cpus = (spec.cpus_per_task or 1) * spec.ntasks_per_node // processes
-            options.append(f"--cpus-per-task={cpus}")
-        # The user's variables are for the ranks, not for srun. The same applies to the job name, which srun
-        # would replace with the step name.
-        own = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ} | spec.env
+        # The user's variables and those of the job are for the ranks, not for srun, which would replace the
+        # job name with the step name.
+        named = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ}
+        own = named | job_variables(spec, self.hosts) | spec.env
         hidden = prefixed(own)
         defaults = {name: value for name, value in threads.items() if name not in spec.env}
         environ = apply_env_defaults({**self._environ, **variables, **hidden}, defaults)

@@ -62,6 +62,8 @@ class RunSituation:
     """Duration of the attempt."""
     larger_memory: str | None = None
     """sbatch option with which the job can get more memory, such as `mem=96000`; None if there is none."""
+    must_release: bool = False
+    """True if the attempt failed after a request to release the nodes."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
     if end.kind.releases_nodes:
         return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
     in_time = situation.ends_at is None or situation.ends_at - now > situation.lead_s
-    if in_time and situation.intent is JobIntent.CONTINUE:
+    if in_time and situation.intent is JobIntent.CONTINUE and not situation.must_release:
         exclude = _nodes_to_exclude(situation, here=True)
         hosts = situation.nodes.usable(situation.history.excluded.union(exclude))
         if (

@@ -63,7 +63,8 @@ class History:
         """Compute the history from the run's events, oldest first.
 
         A successor job continues the counts; only a submission by the user resets them. A step saved twice is
-        not a new checkpoint. The step of checkpoints written by the script itself is unknown.
+        not a new checkpoint. The step of checkpoints written by the script itself is unknown, and a step that
+        such a script resumed from proves no checkpoint.
         """
         failures: list[PastFailure] = []
         crashes: list[EndKind] = []
@@ -78,13 +79,19 @@ class History:
         emergency: dict[str, Any] | None = None
         is_kept = False
         for event in events:
+            kind, step = event.get("kind"), event.get("step")
             # Copies of the state in memory are recorded only when a run resumes from one.
-            if event.get("kind") in ("resumed", "emergency_checkpoint") and (event.get("step") or 0) > newest:
-                newest, progressed = event["step"], True
+            is_loaded = kind == "resumed" and "checkpoint" in event
+            is_saved = kind in ("checkpoint", "emergency_checkpoint") or is_loaded
+            is_new = is_saved and (step or 0) > newest
+            if is_new or (kind == "checkpoint" and step is None):
+                progressed = True
                 failures.clear()
-                crashes.clear()
                 stops.clear()
-            match event.get("kind"):
+            if is_new:
+                newest = step
+                crashes.clear()
+            match kind:
                 case "submitted" if "after" not in event:
                     for count in (failures, crashes, stops, slow, excluded, faulty):
                         count.clear()
@@ -101,15 +108,9 @@ class History:
                     emergency = {name: event.get(name) for name in names}
                 case "checkpoint":
                     limit = None
-                    if emergency is not None and (event.get("step") or 0) >= emergency["step"]:
+                    saved = saved or is_new
+                    if emergency is not None and (step or 0) >= emergency["step"]:
                         emergency = None
-                    if (step := event.get("step")) is None or step > newest:
-                        progressed = True
-                        failures.clear()
-                        stops.clear()
-                    if step is not None and step > newest:
-                        newest, saved = step, True
-                        crashes.clear()
                 case "failure" if event.get("rank") is not None:
                     past = _parse_failure(event)
                     failures.append(past)
@@ -130,11 +131,11 @@ class History:
                 case "requeue":
                     emergency, is_kept = emergency if is_kept else None, False
                     memory = event.get("memory", memory)
-                    kind = _kind(event.get("class"), EndKind.PREEMPTED)
-                    if not shows_no_progress(kind, event.get("seconds", 0.0), agreed=agreed):
+                    end = _kind(event.get("class"), EndKind.PREEMPTED)
+                    if not shows_no_progress(end, event.get("seconds", 0.0), agreed=agreed):
                         stops.clear()
-                    elif kind.is_stop and not progressed:
-                        stops.append(kind)
+                    elif end.is_stop and not progressed:
+                        stops.append(end)
                     progressed = False
         kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
         return cls(*kept, agreed, saved, memory, micro_batch_size, tuple(faulty), emergency, limit)

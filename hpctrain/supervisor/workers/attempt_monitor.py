@@ -17,6 +17,7 @@ from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     JobStep,
     LauncherStuck,
+    RankSignalled,
     SignalReceived,
     StepEnded,
     StepEvent,
@@ -77,6 +78,8 @@ class AttemptMonitor:
     """The end of the emergency save; None without one."""
     end: StepEnded | None = None
     out_of_time: bool = False
+    is_stopping: bool = False
+    """True if the ranks were asked to stop before the first of them failed."""
     _deadline: float | None = None
     _awaited: str = ""
     _killed: bool = False
@@ -113,6 +116,7 @@ class AttemptMonitor:
                     self._kill(step)
             case StopRequested(reason, draining):
                 if not self._killed:
+                    self._begin_stop()
                     self.draining = draining
                     self.signals.append(signal.SIGTERM)
                     log.info("stopping the ranks: %s", reason)
@@ -127,7 +131,12 @@ class AttemptMonitor:
                         self.process_name,
                     )
                     self._kill(step)
+            case RankSignalled(rank, name):
+                if not self.is_stopping:
+                    log.info("%s %d received %s", self.process_name, rank, name)
+                self._begin_stop()
             case SignalReceived(number):
+                self._begin_stop()
                 self.signals.append(number)
                 if any(task.result is TaskResult.FAILED for task in self.exits):
                     # The nodes will be released, so an emergency checkpoint is not needed.
@@ -147,13 +156,20 @@ class AttemptMonitor:
                 grace = CANCEL_GRACE_S if cancels else STOP_GRACE_S
                 self._limit(grace, f"the ranks to stop after {number.name}")
 
+    def _begin_stop(self) -> None:
+        """Note a stop request, unless a rank has failed before, or the supervisor itself ends the ranks."""
+        if not self._killed and all(task.result is not TaskResult.FAILED for task in self.exits):
+            self.is_stopping = True
+
     def _task_ended(self, task: TaskExit, step: JobStep) -> None:
+        if task.result is TaskResult.CONTINUE:
+            self._begin_stop()
         self.exits.append(task)
         name = f"{self.process_name} {task.rank}"
         log.info("%s %s", name, task)
         if task.result is TaskResult.FAILED:
             # After a stop of the supervisor itself, the run continues on the other nodes.
-            continues = not self.signals or (bool(self.draining) and len(self.signals) == 1)
+            continues = not self.is_stopping or (bool(self.draining) and len(self.signals) == 1)
             if self.emergency is None and continues and self.request_state():
                 self._limit(_EMERGENCY_LIMIT_S, "the emergency checkpoint")
             else:
@@ -204,6 +220,7 @@ class AttemptMonitor:
         elif self.ends_at is not None and now >= self.ends_at - self.stop_before_limit_s:
             if not self._warned:
                 self._warned = True
+                self._begin_stop()
                 log.info(
                     "%.0f s left until the time limit: sending SIGUSR2 to the ranks",
                     self.stop_before_limit_s,
@@ -233,7 +250,7 @@ class AttemptMonitor:
         endings = {task.result for task in self.exits}
         if TaskResult.FAILED in endings:
             return AttemptOutcome.FAILED
-        if TaskResult.CONTINUE in endings or (self._killed and self.signals):
+        if TaskResult.CONTINUE in endings or (self._killed and self.is_stopping):
             return AttemptOutcome.STOPPED
         if self.end.returncode == 0:
             return AttemptOutcome.DONE

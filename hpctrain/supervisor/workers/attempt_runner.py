@@ -57,13 +57,15 @@ class AttemptResult:
     attempt: int
     outcome: AttemptOutcome
     monitor: AttemptMonitor
-    store_used: bool
-    """True if the ranks have used the store."""
+    has_process_group: bool
+    """True if ranks have used the store, or have reported a process group."""
     job_log_offset: int
     """Size of the job log in bytes at the start of the attempt."""
     started_at: float
     """Start of the attempt, in seconds since the epoch."""
     world_size: int
+    is_stopping: bool
+    """True if the ranks were asked to stop before the first of them failed."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class AttemptRunner:
                 copying = new_monitor(process_name="staging process")
                 outcome = self.stager.stage(attempt, hosts, copying)
                 if outcome is not AttemptOutcome.DONE:
-                    return AttemptResult(attempt, outcome, copying, False, said, begun, self.world_size)
+                    return self._result(attempt, outcome, copying, False, said, begun)
             variables = partial(self._variables, lead=lead)
             step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
             try:
@@ -135,7 +137,22 @@ class AttemptRunner:
         path = script_checkpoints.newest_since()
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        return AttemptResult(attempt, outcome, monitor, store_used, said, begun, self.world_size)
+        met = store_used or self.worker_group.has_process_group
+        return self._result(attempt, outcome, monitor, met, said, begun)
+
+    def _result(
+        self,
+        attempt: int,
+        outcome: AttemptOutcome,
+        monitor: AttemptMonitor,
+        has_process_group: bool,
+        said: int,
+        begun: float,
+    ) -> AttemptResult:
+        is_stopping = monitor.is_stopping or self.run.is_asked_to_requeue(attempt)
+        return AttemptResult(
+            attempt, outcome, monitor, has_process_group, said, begun, self.world_size, is_stopping
+        )
 
     def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
         """True if a plugin has already recorded the checkpoint in this attempt."""

@@ -16,6 +16,7 @@ from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     JobStep,
     LauncherStuck,
+    RankSignalled,
     StragglerDetected,
 )
 from hpctrain.supervisor.workers.emergency_request import EmergencyRequest
@@ -100,6 +101,8 @@ class RankMonitor:
         self._changed: set[str] = set()
         self._reported: set[int] = set()
         self._debugged: set[int] = set()
+        #: True if a rank has formed a process group.
+        self.has_process_group = False
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank."""
@@ -114,7 +117,10 @@ class RankMonitor:
             self._straggler_detector.on_heartbeat(rank, StepTimes(step, data_s, compute_s, exchange_s))
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
+            self.has_process_group |= "group" in message
             self._note_debugger(rank, is_debugged=bool(message.get("debugged")))
+        elif "stop_signal" in message:
+            self._emit(RankSignalled(rank, str(message["stop_signal"])))
         elif self._probe is not None and "told" in message:
             self._probe.snapshots[rank] = RankSnapshot(**message["told"])
         elif self._probe is not None and "written" in message:

@@ -55,6 +55,8 @@ class WorkerGroup:
         self._closed = system.Event()
         #: Folder on each node in which the ranks keep records and states; None if unknown.
         self.emergency_folder: str | None = None
+        #: True if a rank of the last attempt has formed a process group.
+        self.has_process_group = False
 
     def __enter__(self) -> Self:
         self._server = HeartbeatServer(self._launcher.address, self)
@@ -127,6 +129,7 @@ class WorkerGroup:
             monitor, self._monitor = self._monitor, None
         if monitor is not None:
             monitor.close()
+            self.has_process_group = monitor.has_process_group
             self.emergency_folder = monitor.emergency_folder or self.emergency_folder
         with suppress(OSError):
             write_atomic(

@@ -9,7 +9,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.text import format_count
 
 #: Fields that hpctrain writes to a line; metrics cannot have these names.
-RESERVED_FIELDS = frozenset({"step", "epoch", "time", "attempt", "spent", "last_step"})
+RESERVED_FIELDS = frozenset({"step", "epoch", "time", "attempt", "spent", "first_step", "last_step"})
 #: Fields that are not shown as curves. FLOPs are logged only for the model FLOPs utilization.
 NOT_CURVES = RESERVED_FIELDS | {"model_flops", "peak_flops"}
 

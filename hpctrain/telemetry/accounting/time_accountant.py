@@ -118,7 +118,7 @@ class TimeAccountant:
         if self._awaits_first_step and event.kind == "checkpoint" and event.step == self._step:
             return
         if self._phase is not None:
-            self._step = self._entered_at(event.step)
+            self._step = self._entered_at(event.step, event.first_step)
             self._mark_lost(self._step)
         if self._awaits_first_step:
             # If the start time of the steps is not recorded, the steps of ranks that loaded began after the
@@ -134,8 +134,10 @@ class TimeAccountant:
         if event.kind == "step" or self._step > first:
             self._work(event.time_us, spent, first, self._step)
 
-    def _entered_at(self, step: int) -> int:
+    def _entered_at(self, step: int, first_step: int | None) -> int:
         """Return the last step before an attempt with no recorded load, from its first logged step."""
+        if first_step is not None:
+            return max(0, first_step - 1)
         if self._first_logged is None:
             self._first_logged = step
         done = self._counted_intervals[-1].last if self._counted_intervals else 0

@@ -27,6 +27,8 @@ class TimelineEvent:
     attempt: int
     step: int | None = None
     """Number of completed steps, if known."""
+    first_step: int | None = None
+    """The first step of an attempt with this record, if it is recorded."""
     spent_us: dict[str, int] = field(default_factory=dict)
     """Microseconds before this event by category, as far as recorded."""
     saved: bool = False
@@ -64,14 +66,20 @@ def read_timeline_events(
             saves.setdefault(known_step, _save(event, time_us, seconds_us, known_step))
         elif kind in STATE_CHANGES and (kind != "failure" or is_finite(event.get("rank"))):
             spent = {"loading": seconds_us} if kind == "resumed" else {}
-            turns.append(TimelineEvent(time_us, kind, attempt, known_step, spent, event.get("saved") is True))
+            turns.append(
+                TimelineEvent(time_us, kind, attempt, known_step, None, spent, event.get("saved") is True)
+            )
             if kind == "started":
                 started_us[attempt] = time_us
     for record, time_us in _in_order(metrics):
         if _is_count(step := record.get("step")):
             attempt = _count(record.get("attempt"))
             time_us = max(time_us, started_us.get(attempt, 0))
-            steps.append(TimelineEvent(time_us, "step", attempt, step, _spent(record.get("spent"))))
+            first = record.get("first_step")
+            first_step = first if _is_count(first) else None
+            steps.append(
+                TimelineEvent(time_us, "step", attempt, step, first_step, _spent(record.get("spent")))
+            )
     steps.sort(key=lambda mark: mark.time_us)
     return list(_merged(turns, steps)), sorted(saves.values(), key=lambda save: save.start_us)
 

@@ -14,7 +14,7 @@ from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.hparams import HparamValue, merge_hparams
+from hpctrain.telemetry.hparams import HparamValue, ignored_hparams, merge_hparams
 from hpctrain.telemetry.report.artifacts import (
     CheckpointRecord,
     CodeVersion,
@@ -161,6 +161,11 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
     hparams = merge_hparams(spec, environment)
     devices = read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6)
     environment.pop("hparams", None)
+    remarks = [
+        f"# {name} remained {applied}, the value in the checkpoint, although the script set {asked}"
+        for name, applied, asked in ignored_hparams(environment)
+    ]
+    environment.pop("ignored", None)
     return RunData(
         run_id=run.run_id,
         folder=str(run.path),
@@ -182,7 +187,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         best=find_best(run.checkpoints, curves, environment, *read_ranking(run)),
         devices=devices,
         energy=_energy_use(devices, breakdown, num_steps, environment),
-        resubmit_command=list(state.resubmit_command),
+        resubmit_command=[*state.resubmit_command, *(remarks if state.resubmit_command else ())],
         reports_steps=reports,
         notes=[
             *breakdown.notes,

@@ -53,6 +53,8 @@ class StepSource(Protocol):
     """Maximum number of samples per forward pass of a rank; None for all samples. Set this before `steps`."""
     last_step: int | None
     """Last step of training; None if this step depends on the length of the data."""
+    steps_per_epoch: int | None
+    """Number of steps of an epoch; None if it is unknown."""
     exchanges_ends: bool
     """True if the ranks must exchange `local_ends` after every step."""
     has_position: bool
@@ -127,6 +129,7 @@ class MapStepSource:
         self.loading = loading
         self.has_position = not isinstance(self._plan, BatchPlan)
         self.last_step = until.steps or self._plan.last_step(until.epochs or 0)
+        self.steps_per_epoch = self._plan.last_step(1)
         self._step = 0
         self._batches: Generator[Any, None, None] | None = None
 

@@ -45,6 +45,7 @@ class StreamStepSource:
     micro_batch_size: int | None = None
     exchanges_ends = has_position = True
     remarks: Sequence[str] = ()
+    steps_per_epoch: int | None = None
 
     def __init__(
         self,

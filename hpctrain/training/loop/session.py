@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
@@ -30,6 +31,7 @@ from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
+from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers, broadcast_tensors
 from hpctrain.training.strategies.strategy_settings import resolve_strategy
@@ -139,7 +141,7 @@ class Session:
         """Put modules on this rank's device and synchronize their gradients; add all `things` to checkpoints.
 
         Args:
-            things: modules, optimizers and learning-rate schedules.
+            things: modules, optimizers, learning-rate schedules and gradient scalers.
 
         Returns:
             A tuple of the things in the same order; a single thing is returned without a tuple. With several
@@ -265,6 +267,10 @@ class Session:
 
     def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
         training.set_last_step(loop.last_step)
+        saved = (self._prepared, self._prepared.optimizers, self._prepared.schedulers)
+        remark = remark_on_unsaved(saved, "Pass them to prepare().")
+        if remark and self.is_main:
+            print(f"hpctrain: {remark}", flush=True)
         with self._restored_optimizers(), closing(loop.steps()) as steps:
             for step in steps:
                 training.step = self.step
@@ -358,7 +364,9 @@ class Session:
             if self._is_elastic and self._context.is_distributed:
                 broadcast_tensors([*thing.parameters(), *thing.buffers()])
                 return thing
-            if not self._context.is_distributed or not any(p.requires_grad for p in thing.parameters()):
+            # The copy in an AveragedModel is not trained.
+            is_trained = any(p.requires_grad for p in thing.parameters()) and type(thing) is not AveragedModel
+            if not self._context.is_distributed or not is_trained:
                 return thing
             return DistributedDataParallel(
                 thing,
@@ -379,7 +387,7 @@ class Session:
             return _DeferredScheduler(thing, self._defer(thing)) if self._is_elastic else thing
         raise UserError(
             f"prepare() received an object of type {type(thing).__name__}, but accepts only modules, "
-            "optimizers and learning-rate schedulers."
+            "optimizers, learning-rate schedulers and gradient scalers."
         )
 
 

@@ -19,6 +19,7 @@ from hpctrain.training.loop.bit_flipper import BitFlipper
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.validator import Validator
+from hpctrain.training.module import is_manual
 from hpctrain.training.observe.dataloader_hints import (
     can_request_cpus,
     count_rank_cpus,
@@ -29,9 +30,16 @@ from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, bad_loss
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
+from hpctrain.training.optim.resumed_values import check_ends
 from hpctrain.training.optim.torch_compile import compile_steps
 from hpctrain.training.saving.emergency_checkpoints import Recovery
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
+
+_TRAINER_REMEDY = (
+    "To change the value in a resumed run, set it in trainer.optimizers or trainer.schedulers, in the "
+    "on_fit_start() of a callback, which runs after the checkpoint is loaded."
+)
+_SESSION_REMEDY = "To change the value in a resumed run, set it in the first iteration of the loop."
 
 
 class TrainingLoop:
@@ -71,19 +79,23 @@ class TrainingLoop:
             SystemExit: with code 75, after a stop.
         """
         timer = self._parts.step_timer
-        with closing(self.steps()) as steps:
+        with closing(self.steps(advances_schedules=True)) as steps:
             for step in steps:
                 one = step.num_micro_batches == 1
                 micro_batches = step.micro_batches if one else timer.timed(step.micro_batches)
                 self.train_step.run(step, micro_batches, self.metrics)
 
-    def steps(self) -> Generator[StepData, None, None]:
+    def steps(self, *, advances_schedules: bool = False) -> Generator[StepData, None, None]:
         """Resume, and yield each step; the caller trains the step and adds to `metrics`.
 
         Joint work of the ranks runs between the steps. Close the generator if not all steps are used.
 
+        Args:
+            advances_schedules: true if each step advances the schedulers, whose length is then checked.
+
         Raises:
             SystemExit: with code 75, after a stop.
+            UserError: a scheduler ends before training does, and refuses further steps.
         """
         parts, settings = self._parts, self._parts.settings
         rng.seed_all(rng.derive_seed(settings.seed, "rank", parts.context.ranks.rank))
@@ -97,7 +109,7 @@ class TrainingLoop:
             compile_steps(parts.module, settings.compile),
             closing(parts.source),
         ):
-            self._resume()
+            self._resume(advances_schedules=advances_schedules)
             while not self.state.finished:
                 try:
                     yield from self._steps()
@@ -206,13 +218,20 @@ class TrainingLoop:
         can_skip = not self._parts.settings.elastic_determinism
         return bad_loss(bad.cause, reason, newest, self.state.loss_guard.policy, can_skip=can_skip)
 
-    def _resume(self) -> None:
+    def _resume(self, *, advances_schedules: bool) -> None:
         """Load the newest checkpoint, if any, and prepare the next step."""
         parts, state = self._parts, self.state
         activity.set_phase(RankPhase.LOAD)
         self._checkpoints.resume()
-        for remark in (*parts.source.remarks, *parts.strategy.remarks, *state.remarks):
+        remedy = _TRAINER_REMEDY if advances_schedules else _SESSION_REMEDY
+        ignored = [f"{each} {remedy}" for each in state.ignored]
+        if advances_schedules and parts.source.last_step is not None and not is_manual(parts.module):
+            last_step, steps_per_epoch = parts.source.last_step, parts.source.steps_per_epoch
+            ignored += check_ends(state.schedulers, last_step, steps_per_epoch, state.ignored)
+        for remark in (*parts.source.remarks, *parts.strategy.remarks, *ignored, *state.remarks):
             self._print_hint(remark)
+        parts.log.write_ignored(state.ignored)
+        self._loggers.start(state.ignored)
         parts.source.begin(state.step)
         state.finished = parts.source.finished
         if parts.replica_check is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,8 +12,10 @@ from hpctrain.buffered_writer import ReportMessage
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.sidecar import Sidecar
 from hpctrain.serialization import dumps
+from hpctrain.telemetry.hparams import applied_hparams
 from hpctrain.telemetry.loggers import Logger, TrainingEnd
 from hpctrain.telemetry.loggers.process import LoggerConfig
+from hpctrain.training.optim.resumed_values import IgnoredValue
 
 #: Seconds for the last lines of the loggers. The time is short after a stop or a failure, because others wait
 #: for the rank.
@@ -40,7 +43,8 @@ class LoggerProcess:
         Raises:
             UserError: a logger cannot be pickled.
         """
-        self._print_message, self._order = print_message, b""
+        self._print_message = print_message
+        self._config: LoggerConfig | None = None
         self._process: Sidecar | None = None
         if loggers and run is None:
             names = ", ".join(logger.name for logger in loggers)
@@ -54,21 +58,30 @@ class LoggerProcess:
             plain = {
                 name: value for name, value in environment.items() if name not in ("settings", "hparams")
             }
-            hparams = environment.get("hparams", {})
-            config = {**plain, **environment["settings"], **hparams}
-            self._order = LoggerConfig(str(run.path), config, [*sys.path], pickled, hparams).to_bytes()
+            config, hparams = {**plain, **environment["settings"]}, environment.get("hparams", {})
+            self._config = LoggerConfig(str(run.path), config, [*sys.path], pickled, hparams)
 
     def __enter__(self) -> Self:
-        if self._order:
-            try:
-                self._process = Sidecar("hpctrain.telemetry.loggers.process")
-            except OSError as error:
-                self._print_message(
-                    f"hpctrain: cannot start a process for the loggers, so they receive no metrics: {error}"
-                )
-            else:
-                self._process.write(self._order)
         return self
+
+    def start(self, ignored: Sequence[IgnoredValue] = ()) -> None:
+        """Start the process, after a checkpoint, if any, is loaded.
+
+        Args:
+            ignored: values of the script that do not apply, because the checkpoint has others.
+        """
+        if self._config is None:
+            return
+        try:
+            self._process = Sidecar("hpctrain.telemetry.loggers.process")
+        except OSError as error:
+            self._print_message(
+                f"hpctrain: cannot start a process for the loggers, so they receive no metrics: {error}"
+            )
+        else:
+            hparams = applied_hparams(self._config.hparams, [each.record for each in ignored])
+            config = replace(self._config, config={**self._config.config, **hparams}, hparams=hparams)
+            self._process.write(config.to_bytes())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -15,6 +15,7 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.observe.step_timer import TimingSample
+from hpctrain.training.optim.resumed_values import IgnoredValue
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ class RunWriter:
         """Write the environment of this attempt."""
         if self._environment is not None:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
+
+    def write_ignored(self, ignored: Sequence[IgnoredValue]) -> None:
+        """Write the values of the script that do not apply, because the checkpoint has others."""
+        self.write_environment({"ignored": [each.record for each in ignored]})
 
     def is_logged(self, step: int) -> bool:
         """Return true if this rank logs `step`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,29 +153,6 @@ def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Modul
                 )
 
 
-def ignored_hyperparameters(
-    optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any] | None
-) -> list[str]:
-    """Return messages on hyper-parameters that differ from those in the checkpoint, which apply.
-
-    Args:
-        optimizers: as created by the script, before their states are loaded.
-        states: their states in the checkpoint; None if the checkpoint contains none.
-    """
-    found: dict[str, None] = {}
-    for number, (optimizer, state) in enumerate(zip(optimizers, states or (), strict=False)):
-        groups = state.get("param_groups", ()) if isinstance(state, Mapping) else ()
-        for new, old in zip(optimizer.param_groups, groups, strict=False):
-            for name, saved, asked in _differences(new, old):
-                which = f" of optimizer {number}" if len(optimizers) > 1 else ""
-                found[
-                    f"{name}{which} remains {saved!r}, the value in the checkpoint, although the script "
-                    f"now sets {asked!r}. To change the value in a resumed run, set it in a callback's "
-                    "on_fit_start(), which runs after the checkpoint is loaded."
-                ] = None
-    return list(found)
-
-
 def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Check that a state belongs to this class of optimizer; other versions of torch may lack fields.
 
@@ -189,21 +166,3 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, 
             f"the optimizer in the checkpoint has the options {', '.join(sorted(more))}, but the "
             f"optimizer of the script has {', '.join(sorted(less))} instead"
         )
-
-
-def _differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    # A scheduler changes the rate at every step, and stores the configured rate as `initial_lr`.
-    scheduled = "initial_lr" in new and "initial_lr" in old
-    for name in new:
-        if name == "params" or name not in old or (scheduled and name == "lr"):
-            continue
-        saved, asked = _plain(old[name]), _plain(new[name])
-        if saved != asked:
-            yield "lr" if name == "initial_lr" else name, saved, asked
-
-
-def _plain(value: Any) -> Any:
-    """Convert tensors and sequences to lists or tuples that can be compared."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value

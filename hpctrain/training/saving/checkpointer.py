@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpctrain.checkpoint.format.state_tree import split_tree
 from hpctrain.checkpoint.io.retention import KEEP_ALL
@@ -28,12 +29,17 @@ from hpctrain.runtime.unfinished_training import pending_saves
 from hpctrain.training.base import rng
 from hpctrain.training.observe.environment_info import collect_platform, hash_code
 from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S
 from hpctrain.training.saving.training_checkpoints import is_trained, refuse_restart_from_zero
+from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.saving.verification_steps import VerificationSteps
 from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
 from hpctrain.training.strategies.ddp import regroup_buckets
 from hpctrain.training.training_state import Stateful, optimizer_parameters
+
+#: Key of the values of optimizers and schedulers that the script of the first attempt has set.
+_CONFIGURED = "hpctrain configured"
 
 
 class Checkpointer:
@@ -49,7 +55,7 @@ class Checkpointer:
         run_dir: str | os.PathLike[str] | None = None,
         keep_last: int = 3,
         keep_every: int | None = None,
-        **objects: Stateful,
+        **objects: Stateful | dict[str, Any],
     ) -> None:
         """Open the checkpoints of the run. Forms the process group if the script has not done so.
 
@@ -58,22 +64,27 @@ class Checkpointer:
             keep_last: number of newest checkpoints to keep.
             keep_every: also keep checkpoints whose step is a multiple of this number; None keeps no others.
             objects: everything with `state_dict` and `load_state_dict`: models, optimizers, schedules,
-                samplers, scalers. The wrapper `DistributedDataParallel` is not saved.
+                samplers, scalers; and dicts of your own values, which `load` updates in place. The wrapper
+                `DistributedDataParallel` is not saved.
 
         Raises:
             UserError: an object has no state, or an option is out of range.
         """
-        for name, value in objects.items():
+        stateful = {
+            name: _PlainValues(value) if isinstance(value, dict) else value for name, value in objects.items()
+        }
+        for name, value in stateful.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise UserError(
                     f"Checkpointer received {name}={type(value).__name__}(…), which lacks state_dict() or "
                     "load_state_dict(). Remove the object, or add the missing methods."
                 )
-        self._replicas = [each for each in objects.values() if isinstance(each, DistributedDataParallel)]
+        self._replicas = [each for each in stateful.values() if isinstance(each, DistributedDataParallel)]
         self._objects = {
             name: value.module if isinstance(value, DistributedDataParallel) else value
-            for name, value in objects.items()
+            for name, value in stateful.items()
         }
+        self._configured: dict[str, Any] = {}
         folder = output_folder(run_dir, os.environ)
         self._run = RunDir(Path(folder).absolute()) if folder else None
         self._context = init_distributed(detect(os.environ), os.environ)
@@ -87,6 +98,7 @@ class Checkpointer:
         self._log = RunWriter(self._run, self._context, os.environ, self._print)
         if self._context.ranks.is_main:
             self._log.write_environment({**collect_platform(self._context), "code": hash_code(os.environ)})
+            self._log.write_ignored(())
         self._verification = VerificationSteps.from_env(os.environ)
         self._store = CheckpointStore(
             self._run.checkpoints,
@@ -119,6 +131,10 @@ class Checkpointer:
             regroup_buckets(replica)
         if self._store is None or self._run is None:
             return 0
+        remedy = "Pass them to Checkpointer."
+        if remark := remark_on_unsaved([*self._objects.values(), *self._replicas], remedy):
+            self._print(remark)
+        self._configured = configured_values(self._optimizers(), self._schedulers())
         begun = time.monotonic()
         with activity.in_phase(RankPhase.LOAD):
             loaded, broken = self._store.load_newest(self._template())
@@ -210,26 +226,41 @@ class Checkpointer:
                         "save the position in the data, use a StatefulBatchSampler"
                     )
         self.wait()
-        return state
+        return {**state, _CONFIGURED: self._configured}
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [each for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
+
+    def _schedulers(self) -> list[LRScheduler]:
+        return [each for each in self._objects.values() if isinstance(each, LRScheduler)]
 
     def _template(self) -> dict[str, Any]:
         """Return the state, with parameters in place of the optimizer state; see `TrainingState.template`."""
         return {
-            name: optimizer_parameters(value)
-            if isinstance(value, torch.optim.Optimizer)
-            else value.state_dict()
-            if isinstance(value, nn.Module)
-            else None
-            for name, value in self._objects.items()
+            _CONFIGURED: None,
+            **{
+                name: optimizer_parameters(value)
+                if isinstance(value, torch.optim.Optimizer)
+                else value.state_dict()
+                if isinstance(value, nn.Module)
+                else None
+                for name, value in self._objects.items()
+            },
         }
 
     def _restore(self, loaded: LoadedCheckpoint) -> None:
+        configured = loaded.state.pop(_CONFIGURED, None)
         if loaded.state.keys() != self._objects.keys():
             raise UserError(
                 f"{loaded.path} contains {', '.join(sorted(loaded.state))}, but Checkpointer received "
                 f"{', '.join(sorted(self._objects))}. Pass objects with the same names, or start a new "
                 "run in a new folder."
             )
+        saved = [
+            [loaded.state[name] for name, value in self._objects.items() if isinstance(value, kind)]
+            for kind in (torch.optim.Optimizer, LRScheduler)
+        ]
+        ignored = ignored_values(self._schedulers(), self._configured, (saved[0], saved[1]), configured)
         for name, value in self._objects.items():
             try:
                 value.load_state_dict(loaded.state[name])
@@ -238,6 +269,10 @@ class Checkpointer:
                     f"{name} in {loaded.path} does not match the script: {str(error).rstrip('.')}. Restore "
                     f"the previous {name}, or start a new run in a new folder."
                 ) from error
+        self._configured = configured or self._configured
+        self._log.write_ignored(ignored)
+        for each in ignored:
+            self._print(f"{each} To change the value in a resumed run, set it after load().")
         rng.resume_rng_state(loaded.rank_state, "rank", self._context.ranks.rank, "step", loaded.step)
 
     def _collect(self) -> None:
@@ -264,3 +299,17 @@ class Checkpointer:
         # After a crash, the other ranks may have exited.
         if getattr(sys, "last_value", None) is None:
             self.wait()
+
+
+class _PlainValues:
+    """A dict of the script, whose values are part of the state."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._values.clear()
+        self._values.update(state_dict)

@@ -26,6 +26,7 @@ from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.base.dtensor_parts import local_part
 from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.optim.resumed_values import IgnoredValue
 
 #: Seconds between two checkpoints by default.
 EVERY_S = 600.0
@@ -129,6 +130,21 @@ class ForeignCheckpoints:
         self._log.write_resumed(self._to_optimizer_step(self._step), path, 0.0)
         if self.context.ranks.is_main:
             print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
+
+    def report(self, ignored: Sequence[IgnoredValue], remarks: Iterable[str | None], remedy: str) -> None:
+        """Record and print the values of the script that do not apply, and other remarks.
+
+        Args:
+            ignored: the values.
+            remarks: sentences; None is omitted.
+            remedy: a sentence on the values.
+        """
+        if not self.context.ranks.is_main:
+            return
+        if self.run is not None:
+            self._log.write_ignored(ignored)
+        for remark in filter(None, [*(f"{each} {remedy}" for each in ignored), *remarks]):
+            print(f"hpctrain: {remark}", flush=True)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
         """Return the action of all ranks after `step`: stop after a save, save, or neither."""

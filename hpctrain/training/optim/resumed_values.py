@@ -1,0 +1,213 @@
+"""Values of optimizers and schedulers that a resumed run takes from its checkpoint, not from the script."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hpctrain.errors import UserError
+
+#: State of torch's schedulers that changes during training.
+_PROGRESS = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
+#: Hyper-parameters that a scheduler may change at every step.
+_SCHEDULED = {"lr", "momentum", "betas"}
+
+#: Ratio of the lengths of training and schedule from which the difference is reported.
+_TOLERANCE = 1.05
+_REMEDY = (
+    "Create the scheduler for the length of the training. In a resumed run, the checkpoint determines the "
+    "length; only LambdaLR always uses the function of the script."
+)
+
+
+class IgnoredValue(NamedTuple):
+    """Value set by the script that a resumed run ignores."""
+
+    name: str
+    owner: str
+    """Optimizer or scheduler, such as "CosineAnnealingLR"; empty for the only optimizer."""
+    applied: Any
+    """Value in the checkpoint."""
+    asked: Any
+    """Value in the script."""
+
+    @property
+    def record(self) -> tuple[str, Any, Any]:
+        """Name, value in the checkpoint, and value in the script, for `applied_hparams`."""
+        return self.name, self.applied, self.asked
+
+    def __str__(self) -> str:
+        of = self.owner and f" of {self.owner}"
+        return (
+            f"{self.name}{of} remains {self.applied!r}, the value in the checkpoint, although the script now "
+            f"sets {self.asked!r}."
+        )
+
+
+def configured_values(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
+    """Return the values of newly created optimizers and schedulers, before training changes them."""
+    return {
+        "optimizers": [[_group_values(group) for group in each.param_groups] for each in optimizers],
+        "schedulers": [dict(_scheduler_values(each.state_dict())) for each in schedulers],
+    }
+
+
+def ignored_after_load(
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    script: Mapping[str, Any],
+    configured: Mapping[str, Any] | None,
+) -> list[IgnoredValue]:
+    """Return the `ignored_values` of objects whose states another library has just loaded."""
+    groups = [{"param_groups": each.param_groups} for each in optimizers]
+    return ignored_values(
+        schedulers, script, (groups, [each.state_dict() for each in schedulers]), configured
+    )
+
+
+def ignored_values(
+    schedulers: Sequence[Any],
+    script: Mapping[str, Any],
+    saved: tuple[Sequence[Any] | None, Sequence[Any] | None],
+    configured: Mapping[str, Any] | None,
+) -> list[IgnoredValue]:
+    """Return the values of the script that differ from those in the checkpoint, which apply.
+
+    A value that only training has changed, such as a scheduled learning rate, is not among them.
+
+    Args:
+        schedulers: the schedulers.
+        script: `configured_values` of this script.
+        saved: states of the optimizers and schedulers in the checkpoint.
+        configured: `configured_values` of the script that began the run; None if unknown.
+    """
+    ignored: dict[IgnoredValue, None] = {}
+    before = configured or {}
+    states = [each for each in saved[0] or () if isinstance(each, Mapping)]
+    for number, (groups, state) in enumerate(zip(script["optimizers"], states, strict=False)):
+        owner = f"optimizer {number}" if len(script["optimizers"]) > 1 else ""
+        began = _item(before.get("optimizers"), number)
+        for index, (new, group) in enumerate(zip(groups, state.get("param_groups", ()), strict=False)):
+            old, first = _group_values(group), _item(began, index)
+            # A scheduler stores the configured rate as `initial_lr`.
+            is_scheduled = "initial_lr" in new and "initial_lr" in old
+            for name, asked in new.items():
+                if is_scheduled and (name == "lr" or (first is None and name in _SCHEDULED)):
+                    continue
+                if _differs(asked, name, old, first):
+                    shown = "lr" if name == "initial_lr" else name
+                    ignored[IgnoredValue(shown, owner, old[name], asked)] = None
+    for number, (scheduler, new, state) in enumerate(
+        zip(schedulers, script["schedulers"], saved[1] or (), strict=False)
+    ):
+        old, first = dict(_scheduler_values(state)), _item(before.get("schedulers"), number)
+        kind = type(inner_scheduler(scheduler))
+        is_torch = kind.__module__ == torch.optim.lr_scheduler.__name__
+        for name, asked in new.items():
+            shown = name.rpartition(".")[2].removeprefix("_")
+            is_known = first is not None or (is_torch and shown not in _PROGRESS)
+            if is_known and _differs(asked, name, old, first):
+                ignored[IgnoredValue(shown, kind.__name__, old[name], asked)] = None
+    return list(ignored)
+
+
+def check_ends(
+    schedulers: Sequence[Any], last_step: int, steps_per_epoch: int | None, ignored: Sequence[IgnoredValue]
+) -> list[str]:
+    """Return messages on schedules that end before training does.
+
+    Args:
+        schedulers: the schedulers, after the checkpoint is loaded.
+        last_step: last step of training.
+        steps_per_epoch: steps of an epoch, for schedulers that advance once per epoch; None if unknown.
+        ignored: values of the script that do not apply.
+
+    Raises:
+        UserError: a scheduler refuses further steps after its end.
+    """
+    messages = []
+    for each in schedulers:
+        scheduler, end = inner_scheduler(each), _end(inner_scheduler(each))
+        period = each.period(steps_per_epoch) if hasattr(each, "period") else 1
+        if period is None or end is None or end[1] * period >= last_step:
+            continue
+        name, kind = end[0], type(scheduler).__name__
+        source = ""
+        for value in ignored:
+            if value.name == name and value.owner == kind:
+                source = f", the value in the checkpoint; the script sets {value.asked!r}"
+        sentence = (
+            f"{kind} ends after step {end[1] * period} ({name}={end[1]}{source}), but training ends after "
+            f"step {last_step}."
+        )
+        if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
+            raise UserError(f"{sentence} OneCycleLR refuses further steps. {_REMEDY}")
+        if end[1] * period * _TOLERANCE < last_step:
+            advance = "step" if period == 1 else f"{period} steps"
+            messages.append(f"{sentence} It advances once per {advance}. {_REMEDY}")
+    return messages
+
+
+def _end(scheduler: Any) -> tuple[str, int] | None:
+    """Return the name and value of the number of steps after which a schedule ends; None if it has no end."""
+    lr_scheduler = torch.optim.lr_scheduler
+    match scheduler:
+        case lr_scheduler.OneCycleLR():
+            return "total_steps", scheduler.total_steps
+        case lr_scheduler.CosineAnnealingLR():
+            return "T_max", scheduler.T_max
+        case lr_scheduler.PolynomialLR():
+            return "total_iters", scheduler.total_iters
+        case lr_scheduler.SequentialLR():
+            last = _end(scheduler._schedulers[-1])
+            return last and (last[0], scheduler._milestones[-1] + last[1])
+        case lr_scheduler.ChainedScheduler():
+            return min(filter(None, map(_end, scheduler._schedulers)), key=lambda end: end[1], default=None)
+        case lr_scheduler.LambdaLR():  # of Transformers
+            for function in scheduler.lr_lambdas:
+                steps = getattr(function, "keywords", {}).get("num_training_steps")
+                if isinstance(steps, int):
+                    return "num_training_steps", steps
+    return None
+
+
+def inner_scheduler(scheduler: Any) -> Any:
+    """Return the scheduler of torch, without the wrapper of another library."""
+    return getattr(scheduler, "scheduler", scheduler)
+
+
+def _differs(asked: Any, name: str, old: Mapping[str, Any], first: Mapping[str, Any] | None) -> bool:
+    return name in old and asked != old[name] and (first is None or asked != first.get(name))
+
+
+def _item(values: Sequence[Any] | None, number: int) -> Any:
+    return None if values is None or number >= len(values) else values[number]
+
+
+def _group_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in group.items() if name != "params"}
+
+
+def _scheduler_values(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and plain values in the state of a scheduler and of the schedulers that it contains."""
+    for name, value in state.items():
+        if name == "_schedulers" and isinstance(value, (list, tuple)):
+            for number, inner in enumerate(value):
+                yield from _scheduler_values(inner, f"{prefix}{number}.")
+        elif name == "_milestones" or not (str(name).startswith("_") or name == "base_lrs"):
+            if isinstance(value, Mapping):  # the milestones of MultiStepLR
+                value = sorted(value.elements()) if isinstance(value, Counter) else None
+            if (plain := _plain(value)) is not None:
+                yield f"{prefix}{name}", plain
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, a string or a list of these; None for other values."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str)) else None

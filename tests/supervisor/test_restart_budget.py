@@ -1,0 +1,81 @@
+"""The number of restarts without a new checkpoint is limited for every program."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind, RestartPolicy
+from hpctrain.supervisor.policy.decide import (
+    CRASHES_PER_FAILURE,
+    Action,
+    Allocation,
+    AttemptEnd,
+    RunSituation,
+    decide,
+)
+from hpctrain.supervisor.policy.history import History
+
+#: Ends of attempts that count as failures.
+FAILURES = sorted(kind for kind in DEFAULT_RULES if not kind.is_stop and kind is not EndKind.STRAGGLER)
+ENDS_RUN = (Action.COMPLETE, Action.FAIL)
+MOST_ATTEMPTS = 300
+
+
+def number_of_attempts(policy, ends, causes, *, counts_steps, writes_files, recorded=()) -> int:
+    """Run a program that loads nothing until the policy ends it; return the number of attempts."""
+    events = [{"kind": "submitted", "job_id": "1"}]
+    for attempt, kind, cause, seconds in zip(count(), ends, causes, count(1.0), strict=False):
+        assert attempt < MOST_ATTEMPTS, "the run never ends"
+        events.append({"kind": "started", "attempt": attempt})
+        if counts_steps:
+            events.append({"kind": "resumed", "step": 15 * attempt})
+        if writes_files:
+            events.append({"kind": "checkpoint", "step": None})
+        events += recorded
+        events.append({"kind": "failure", "rank": 1, "host": "n1", "cause": cause, "class": kind})
+        history = History.from_events(events)
+        situation = RunSituation(policy, history, nodes=Allocation(("n1", "n2")), seconds=seconds)
+        decision = decide(situation, AttemptEnd(kind, cause, 4), 0.0)
+        if decision.action in ENDS_RUN:
+            return attempt + 1
+        if decision.action is Action.REQUEUE:
+            events.append({"kind": "requeue", "class": kind, "seconds": seconds})
+    raise AssertionError("the program ended")
+
+
+def cycle(values):
+    while True:
+        yield from values
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ends=st.lists(st.sampled_from(FAILURES), min_size=1, max_size=4),
+    causes=st.lists(st.sampled_from(["ValueError: x", "ValueError: y", "hung"]), min_size=1, max_size=3),
+    max_failures=st.integers(1, 5),
+    counts_steps=st.booleans(),
+    writes_files=st.booleans(),
+    recorded=st.sampled_from([(), ({"kind": "checkpoint", "step": 10},)]),
+)
+def test_program_that_loads_nothing_ends(ends, causes, max_failures, counts_steps, writes_files, recorded):
+    policy = RestartPolicy.with_changes({}, max_failures)
+    sharing = {kind for kind in ends if policy[kind].retries is None}
+    most = max_failures * bool(sharing) + sum((policy[kind].retries or 0) + 1 for kind in {*ends} - sharing)
+    if writes_files:
+        most *= CRASHES_PER_FAILURE
+    program = {"counts_steps": counts_steps, "writes_files": writes_files, "recorded": recorded}
+    # The first checkpoint with a known step is progress.
+    first = max_failures if recorded else 0
+    assert number_of_attempts(policy, cycle(ends), cycle(causes), **program) <= most + first
+
+
+def test_each_new_checkpoint_renews_the_budget():
+    policy = RestartPolicy.with_changes({}, 3)
+    events = []
+    for step in range(1, 50):
+        events += [{"kind": "checkpoint", "step": step}, {"kind": "failure", "rank": 1, "class": "killed"}]
+        situation = RunSituation(policy, History.from_events(events))
+        assert decide(situation, AttemptEnd(EndKind.KILLED), 0.0).action is Action.RESTART

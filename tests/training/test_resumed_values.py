@@ -1,0 +1,248 @@
+"""Values of optimizers and schedulers that a resumed run takes from its checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import hpctrain
+from hpctrain.errors import UserError
+from hpctrain.rundir import RunDir
+from hpctrain.telemetry.hparams import applied_hparams
+from hpctrain.telemetry.report.markdown_report import markdown_report
+from hpctrain.telemetry.report.run_data import RunContext, read_run_data
+from hpctrain.telemetry.report.run_results import read_results
+from hpctrain.training.optim.resumed_values import configured_values, ignored_values
+
+torch.manual_seed(0)
+DATA = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+
+
+class Net(hpctrain.Module):
+    """Linear model with the optimizer and schedules that `configure` returns."""
+
+    def __init__(self, configure) -> None:
+        super().__init__()
+        self.layer, self.configure = nn.Linear(4, 1), configure
+        self.fails_at = None
+
+    def training_step(self, batch, batch_idx):
+        if self.fails_at == batch_idx + 1:
+            raise RuntimeError("planned")
+        group = self.optimizer.param_groups[0]
+        scalars = {name: torch.tensor(group[name]) for name in ("lr", "weight_decay")}
+        return {"loss": nn.functional.mse_loss(self.layer(batch[0]), batch[1]), **scalars}
+
+    def configure_optimizers(self):
+        self.optimizer, *schedules = self.configure(self.parameters())
+        return [self.optimizer], schedules
+
+
+def sgd(parameters, lr=0.1, **options):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, **options)
+
+
+def with_schedule(make):
+    def configure(parameters):
+        optimizer = sgd(parameters)
+        return optimizer, make(optimizer)
+
+    return configure
+
+
+def cosine(num_steps):
+    return with_schedule(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps))
+
+
+def one_cycle(num_steps):
+    make = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=num_steps)
+    return with_schedule(make)
+
+
+def warm_up_then_cosine(num_steps):
+    def make(optimizer):
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+        rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps - 2)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, rest], [2])
+
+    return with_schedule(make)
+
+
+def fit(folder, max_steps, configure, *, fails_at=None, **options):
+    trainer = hpctrain.Trainer(max_steps=max_steps, global_batch_size=8, run_dir=folder, **options)
+    module = Net(configure)
+    module.fails_at = fails_at
+    trainer.fit(module, DATA)
+    return trainer
+
+
+def trained(folder, name):
+    records = map(json.loads, RunDir(folder).metrics.read_text().splitlines())
+    return {record["step"]: record[name] for record in records}
+
+
+def test_longer_schedule_is_noted(tmp_path, capsys):
+    fit(tmp_path, 6, cosine(6))
+    assert "CosineAnnealingLR" not in capsys.readouterr().out
+    fit(tmp_path, 12, cosine(12))
+    output = capsys.readouterr().out
+    assert "T_max of CosineAnnealingLR remains 6, the value in the checkpoint, although the script" in output
+    assert (
+        "CosineAnnealingLR ends after step 6 (T_max=6, the value in the checkpoint; the script sets" in output
+    )
+    assert output.count("remains") == 1
+
+
+def test_longer_sequential_schedule_is_noted(tmp_path, capsys):
+    fit(tmp_path, 8, warm_up_then_cosine(8))
+    fit(tmp_path, 16, warm_up_then_cosine(16))
+    output = capsys.readouterr().out
+    assert "T_max of SequentialLR remains 6, the value in the checkpoint, although the script" in output
+    assert "SequentialLR ends after step 8" in output
+
+
+def test_schedule_that_cannot_continue_is_refused_before_the_first_step(tmp_path):
+    fit(tmp_path, 8, one_cycle(8))
+    with pytest.raises(
+        UserError,
+        match=r"OneCycleLR ends after step 8 \(total_steps=8, the value in the checkpoint; the script sets "
+        r"16\), but training ends after step 16",
+    ):
+        fit(tmp_path, 16, one_cycle(16))
+    assert max(trained(tmp_path, "lr")) == 8
+
+
+def test_schedule_that_ends_long_before_training_is_noted(tmp_path, capsys):
+    fit(tmp_path, 12, cosine(3))
+    assert "ends after step 3 (T_max=3), but training ends after step 12. It advances once per step." in (
+        capsys.readouterr().out
+    )
+
+
+def test_lambda_schedule_of_the_script_applies(tmp_path, capsys):
+    def linear(num_steps):
+        return with_schedule(
+            lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
+        )
+
+    fit(tmp_path, 4, linear(4))
+    fit(tmp_path, 8, linear(8))
+    assert trained(tmp_path, "lr")[6] == pytest.approx(0.1 * (1 - 5 / 8))
+    assert "remains" not in capsys.readouterr().out
+
+
+def test_schedule_of_transformers_that_ends_early_is_noted(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    make = functools.partial(
+        transformers.get_cosine_schedule_with_warmup, num_warmup_steps=1, num_training_steps=3
+    )
+    fit(tmp_path, 12, with_schedule(make))
+    assert "LambdaLR ends after step 3 (num_training_steps=3)" in capsys.readouterr().out
+
+
+class ScheduledDecay(hpctrain.Callback):
+    """Changes the weight decay after each step, as DINO does."""
+
+    def on_step_end(self, trainer, module, metrics):
+        trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * math.cos(trainer.step)
+
+
+def test_scheduled_values_are_not_noted(tmp_path, capsys):
+    options = {"checkpoint_every": 2, "callbacks": [ScheduledDecay()]}
+    for fails_at in (6, None):
+        try:
+            fit(tmp_path, 8, one_cycle(8), fails_at=fails_at, **options)
+        except RuntimeError:
+            assert fails_at == 6
+    output = capsys.readouterr().out
+    assert "resumed after step" in output
+    assert "remains" not in output
+
+
+class NewRate(hpctrain.Callback):
+    """Sets a new rate at the start, as the message recommends."""
+
+    def on_fit_start(self, trainer, module):
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.01
+
+
+def test_rate_can_be_changed_in_a_resumed_run(tmp_path, capsys):
+    fit(tmp_path, 2, lambda parameters: [sgd(parameters, 0.1)])
+    fit(tmp_path, 4, lambda parameters: [sgd(parameters, 0.01)], callbacks=[NewRate()])
+    assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.01." in (
+        capsys.readouterr().out
+    )
+    fit(tmp_path, 6, lambda parameters: [sgd(parameters, 0.01)], callbacks=[NewRate()])
+    assert [round(rate, 4) for rate in trained(tmp_path, "lr").values()] == [0.1, 0.1] + [0.01] * 4
+    assert "remains" not in capsys.readouterr().out
+
+
+def test_schedulers_are_available_at_the_start(tmp_path):
+    class NewBase(hpctrain.Callback):
+        def on_fit_start(self, trainer, module):
+            trainer.schedulers[0].base_lrs = [0.5]
+
+    constant = with_schedule(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+    fit(tmp_path, 2, constant)
+    fit(tmp_path, 4, constant, callbacks=[NewBase()])
+    assert trained(tmp_path, "lr")[4] == pytest.approx(0.5)
+
+
+def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
+    fit(tmp_path, 2, lambda parameters: [sgd(parameters, 0.1)])
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.001"])
+    fit(tmp_path, 4, lambda parameters: [sgd(parameters, 0.001)])
+    assert read_results(RunDir(tmp_path)).hparams == {"lr": 0.1}
+    context = RunContext("COMPLETED", resubmit_command=["hpctrain submit train.py --lr 0.001"])
+    report = markdown_report(read_run_data(RunDir(tmp_path), context, now=time.time()))
+    assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.001" in report
+
+
+@pytest.mark.parametrize(
+    ("hparams", "expected"),
+    [
+        ({"lr": 0.001, "wd": 0.001}, {"lr": 0.1, "wd": 0.001}),
+        ({"optim.learning_rate": 0.001}, {"optim.learning_rate": 0.1}),
+        ({"lr": 0.004}, {"lr": 0.004, "applied_lr": 0.1}),
+        ({"seed": 3}, {"seed": 3, "lr": 0.1}),
+    ],
+)
+def test_ignored_values_are_corrected_or_added(hparams, expected):
+    assert applied_hparams(hparams, [("lr", 0.1, 0.001)]) == expected
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_schedule_does_not_count_as_changed_rate(configured):
+    parameter = nn.Parameter(torch.ones(1))
+
+    def make(rate, **options):
+        optimizer = torch.optim.SGD([parameter], lr=rate, **options)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def messages(rate, **options):
+        new, new_schedule = make(rate, **options)
+        script = configured_values([new], [new_schedule])
+        found = ignored_values([new_schedule], script, states, began if configured else None)
+        return [str(each) for each in found]
+
+    old, schedule = make(0.1)
+    began = configured_values([old], [schedule])
+    old.step()
+    schedule.step()
+    assert old.param_groups[0]["lr"] < 0.1
+    states = [old.state_dict()], [schedule.state_dict()]
+    assert messages(0.1) == []
+    (message,) = messages(0.2)
+    assert message == "lr remains 0.1, the value in the checkpoint, although the script now sets 0.2."
+    (message,) = messages(0.1, weight_decay=0.5)
+    assert message.startswith("weight_decay remains 0,")
+    states = None, None
+    assert messages(0.2) == []
