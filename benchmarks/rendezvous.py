@@ -78,7 +78,10 @@ def meet(first: int, last: int, num_hosts: int, environ: dict[str, str], times: 
 def measure(num_hosts: int) -> float:
     """Return the seconds until all hosts have met."""
     secret, handler = new_secret(), Handler()
-    with RendezvousStore("127.0.0.1") as rendezvous, HeartbeatServer("127.0.0.1", handler) as server:
+    with (
+        RendezvousStore("127.0.0.1", hosted=True) as rendezvous,
+        HeartbeatServer("127.0.0.1", handler) as server,
+    ):
         rendezvous.serve()
         environ = {**secret, **rendezvous.variables, **server.variables}
         bounds = [num_hosts * part // NUM_PROCESSES for part in range(NUM_PROCESSES + 1)]

@@ -21,7 +21,8 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.connection_owners import foreign_users
 from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.cluster.fd_limit import raise_fd_limit
-from hpctrain.cluster.rendezvous import rendezvous
+from hpctrain.cluster.rendezvous import RendezvousInfo, rendezvous
+from hpctrain.cluster.rendezvous.port import bind_socket
 from hpctrain.errors import RendezvousError, Unauthenticated
 from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
@@ -33,6 +34,8 @@ from hpctrain.telemetry.startup_times import startup_times
 JOIN_TIMEOUT_S = 300.0
 #: Time after which a rank reports the missing peers.
 _REMIND_AFTER_S = 30.0
+#: Maximum pause between two attempts to connect to rank 0.
+_MAX_POLL_S = 0.2
 #: torch's time limit for a collective.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -133,15 +136,48 @@ def _describe_store(environ: Mapping[str, str]) -> str:
     return f"store at {address}:{port}; {seen}"
 
 
+def _listen(info: RendezvousInfo) -> int:
+    """Return the listening socket of the store: the one that the other ranks have found, or a new one.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    if info.reserved_port is not None:
+        return info.reserved_port.detach_listener()
+    with bind_socket(info.port, interface=info.address) as listener:
+        listener.listen(socket.SOMAXCONN)
+        return listener.detach()
+
+
+def _await_listener(info: RendezvousInfo, deadline: float) -> None:
+    """Wait until rank 0 listens. torch's store would wait up to a second between two attempts."""
+    pause_s = 0.01
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((info.address, info.port), timeout=1.0).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
+        except OSError:
+            return  # the store reports it
+
+
 def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device:
     begun = time.monotonic()
     rendezvous_info = rendezvous(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
     environ.update(apply_env_defaults(environ, rendezvous_info.gloo_variables(environ)))
-    # A supervisor (of hpctrain, or torchrun's agent) hosts the store itself; otherwise, rank 0 hosts it.
-    hosts_store = ranks.is_main and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # torchrun's agent may host the store; otherwise, rank 0 hosts it.
+    has_agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts_store = ranks.is_main and not has_agent_store
     if hosts_store:
         raise_fd_limit(ranks.world_size)
     try:
+        listener = None
+        if hosts_store:
+            listener = _listen(rendezvous_info)
+        elif not has_agent_store:
+            _await_listener(rendezvous_info, begun + JOIN_TIMEOUT_S)
         tcp_store = TCPStore(
             rendezvous_info.address,
             rendezvous_info.port,
@@ -149,10 +185,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
             is_master=hosts_store,
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
             wait_for_workers=False,
-            # Reuse the socket that the other ranks have found, so the port remains reserved.
-            master_listen_fd=rendezvous_info.reserved_port.detach_listener()
-            if rendezvous_info.reserved_port
-            else None,
+            master_listen_fd=listener,
         )
         # An agent's store may survive from one attempt to the next.
         prefix = f"hpctrain/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -175,7 +208,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
         )
     except (RendezvousError, Unauthenticated) as error:
         raise type(error)(f"{error} ({_describe_store(environ)})") from error
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         raise RendezvousError(
             f"rank {ranks.rank} on {socket.gethostname()} could not connect to its {ranks.world_size - 1} "
             f"peers at {rendezvous_info.address}:{rendezvous_info.port} ({ranks.sources.get('master_addr')}, "

@@ -46,8 +46,6 @@ def main(argv: list[str]) -> NoReturn:
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     log = run.agent_log(attempt, int(os.environ["SLURM_NODEID"]))
     _send_output_to(log)
-    # torchrun itself passes the rendezvous address to the ranks.
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 

@@ -44,14 +44,11 @@ _ROOT = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path("/tmp")
 class _Store:
     """Replacement for the rendezvous store."""
 
-    def __init__(self, address: str, *, on_demand: bool = False) -> None:
+    def __init__(self, address: str, *, hosted: bool = False) -> None:
         self.variables: dict[str, str] = {}
 
     def serve(self) -> None:
         pass
-
-    def was_used(self) -> bool:
-        return True
 
     def __enter__(self) -> _Store:
         return self

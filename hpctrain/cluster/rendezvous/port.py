@@ -30,8 +30,8 @@ class ReservedPort:
             if sys.platform == "linux":
                 # An abstract name: unique per network namespace, like a port, and released with its holder.
                 self._right.bind(f"\0hpctrain-port-{number}")
-            self._hold = on_error.enter_context(_bind(number))
-            self.listener = on_error.enter_context(_bind(number))
+            self._hold = on_error.enter_context(bind_socket(number))
+            self.listener = on_error.enter_context(bind_socket(number))
             self.listener.listen(socket.SOMAXCONN)
             on_error.pop_all()
 
@@ -77,13 +77,24 @@ def bind_port(candidates: Iterable[int]) -> ReservedPort:
     )
 
 
-def _bind(number: int) -> socket.socket:
-    """Return a socket bound to a port on all addresses, of IPv6 and IPv4 if the kernel has both."""
-    if socket.has_dualstack_ipv6():
+def bind_socket(number: int = 0, *, interface: str = "") -> socket.socket:
+    """Return a socket that is bound to a port, but does not listen.
+
+    While it does not listen, another socket with SO_REUSEADDR may listen on the port, as torch's store does.
+
+    Args:
+        number: the port; 0 chooses a free one.
+        interface: 127.0.0.1 for connections of this host only; otherwise, all addresses of IPv6 and IPv4.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    if interface != "127.0.0.1" and socket.has_dualstack_ipv6():
         sock, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), "::"
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     else:
-        sock, address = socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0"
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        address = interface if interface == "127.0.0.1" else "0.0.0.0"
     with contextlib.ExitStack() as on_error:
         on_error.enter_context(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -36,14 +36,14 @@ def run_auxiliary_step(
         limit_s: time limit in seconds, after which the step is killed.
         what: purpose of the step, for the log.
         variables: additional variables of each process.
-        uses_store: False if the processes need no store; it then starts only if a process connects.
+        uses_store: False if the processes need no store.
 
     Returns:
         Result of the step; None if the step was killed.
     """
     deadline = system.monotonic() + limit_s
     events: system.SimpleQueue[StepEvent] = system.SimpleQueue()
-    with RendezvousStore(launcher.address, on_demand=not uses_store) as rendezvous:
+    with RendezvousStore(launcher.address, hosted=uses_store) as rendezvous:
         told = {
             **rendezvous.variables,
             **new_secret(),

@@ -58,7 +58,7 @@ class AttemptResult:
     outcome: AttemptOutcome
     monitor: AttemptMonitor
     has_process_group: bool
-    """True if ranks have used the store, or have reported a process group."""
+    """True if ranks have reported a process group."""
     job_log_offset: int
     """Size of the job log in bytes at the start of the attempt."""
     started_at: float
@@ -104,7 +104,7 @@ class AttemptRunner:
         )
         hosts, begun = self.launcher.hosts, system.time()
         script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints)
-        with RendezvousStore(self.launcher.address, on_demand=self.world_size == 1) as rendezvous:
+        with RendezvousStore(self.launcher.address, hosted=self.spec.torchrun is not None) as rendezvous:
             fields = {"nodes": len(hosts), "world_size": self.world_size, "hosts": hosts}
             if starts_over(self.run):
                 fields["starts_over"] = True
@@ -127,7 +127,6 @@ class AttemptRunner:
             try:
                 rendezvous.serve()
                 outcome = monitor.wait(step)
-                store_used = rendezvous.was_used()
             finally:
                 self.worker_group.stop_monitoring()
                 step.close()
@@ -137,8 +136,8 @@ class AttemptRunner:
         path = script_checkpoints.newest_since()
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        met = store_used or self.worker_group.has_process_group
-        return self._result(attempt, outcome, monitor, met, said, begun)
+        has_process_group = self.worker_group.has_process_group
+        return self._result(attempt, outcome, monitor, has_process_group, said, begun)
 
     def _result(
         self,

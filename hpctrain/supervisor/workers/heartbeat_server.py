@@ -15,9 +15,9 @@ from typing import Any, Protocol, Self
 from hpctrain import system
 from hpctrain.authentication import NONCE_LENGTH, Signed, new_nonce, new_secret, sign_connection
 from hpctrain.cluster.connection_owners import connection_owner
+from hpctrain.cluster.rendezvous.port import bind_socket
 from hpctrain.errors import Unauthenticated
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
-from hpctrain.supervisor.launch.rendezvous_store import open_store_socket
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ class HeartbeatServer:
         """
         self._address, self._handler = address, handler
         (self._secret,) = new_secret().values()
-        self._socket = open_store_socket(address)
+        self._socket = bind_socket(interface=address)
+        self._socket.listen(socket.SOMAXCONN)
         self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]
         self._selector = selectors.DefaultSelector()

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,18 +19,16 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.authentication import new_secret
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
 from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.cluster.rendezvous.port import bind_socket
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
 from hpctrain.serialization import dumps
 
-#: Time limit of the rendezvous, in seconds.
-_RENDEZVOUS_TIMEOUT_S = 300.0
 #: Time for the other ranks to detect a failed rank, in seconds.
 _NOTICE_S = 5.0
 _POLL_INTERVAL_S = 0.05
@@ -83,20 +80,19 @@ def spawn_ranks(
         SystemExit: with code 75, if the ranks agreed to stop.
     """
     call = dumps((train, arguments), whose, list(arguments.items()))
-    store = TCPStore(
-        "127.0.0.1",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_RENDEZVOUS_TIMEOUT_S),
-    )
-    with tempfile.TemporaryDirectory(prefix="hpctrain-spawn-") as folder, capture_stop_signals() as stop:
+    with (
+        # Rank 0 listens on this port.
+        bind_socket(interface="127.0.0.1") as reserved,
+        tempfile.TemporaryDirectory(prefix="hpctrain-spawn-") as folder,
+        capture_stop_signals() as stop,
+    ):
+        port = reserved.getsockname()[1]
         Path(folder, "call").write_bytes(call)
         context, secret = mp.get_context("spawn"), new_secret()
         processes = [
             context.Process(
                 target=_run_rank,
-                args=(folder, rank, _variables(rank, places, store.port, environ) | secret, sys.argv),
+                args=(folder, rank, _variables(rank, places, port, environ) | secret, sys.argv),
                 name=f"hpctrain-rank-{rank}",
             )
             for rank in range(len(places))
@@ -128,7 +124,6 @@ def _variables(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"spawned-{os.getpid()}",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     gpus = [place for place in places if place is not None]

@@ -1,0 +1,106 @@
+"""Scripts that choose their own rendezvous, or start processes of their own, run as under plain srun."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from helpers.commands import environment, run_command
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+
+ADD = """
+import torch, torch.distributed as dist
+def add():
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {one.item():g}", flush=True)
+    dist.destroy_process_group()
+"""
+RANKS = 'rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])'
+SCRIPTS = {
+    "env": "import add\nadd.dist.init_process_group('gloo')\nadd.add()\n",
+    "own MASTER_PORT": f"""
+import os, socket, subprocess, sys, add
+{RANKS}
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", sys.argv[1]
+add.dist.init_process_group("gloo", rank=rank, world_size=world)
+add.add()
+""",
+    "tcp": f"""
+import os, sys, add
+{RANKS}
+address = f"tcp://127.0.0.1:{{sys.argv[1]}}"
+add.dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+add.add()
+""",
+    "file": f"""
+import os, sys, add
+{RANKS}
+address = f"file://{{sys.argv[2]}}/store"
+add.dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+add.add()
+""",
+}
+SPAWN = """
+import os, sys, add, torch.multiprocessing as mp
+def train(rank, world):
+    address = f"tcp://127.0.0.1:{sys.argv[1]}"
+    add.dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    add.add()
+if __name__ == "__main__":
+    mp.spawn(train, args=(2,), nprocs=2)
+"""
+SPAWN_WITH_ENV = """
+import os, sys, add, torch.multiprocessing as mp
+def train(rank, world):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+    add.dist.init_process_group("gloo")
+    add.add()
+if __name__ == "__main__":
+    mp.spawn(train, args=(2,), nprocs=2)
+"""
+NESTED = """
+import os, subprocess, sys
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+sys.exit(subprocess.call([*torchrun, f"--master-port={sys.argv[1]}", "env.py"]))
+"""
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return sock.getsockname()[1]
+
+
+def follow(folder, script: str, port: int, shape: list[str], environ=None) -> str:
+    (folder / "add.py").write_text(ADD)
+    (folder / "env.py").write_text(SCRIPTS["env"])
+    (folder / "train.py").write_text(script)
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--follow", "--run-dir", folder / "run", *shape]
+    run_command([*submit, folder / "train.py", port, folder], environ, cwd=folder, timeout=300)
+    return "".join(path.read_text() for path in sorted((folder / "run/logs/attempt-000").glob("rank-*.log")))
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_ranks_meet_at_the_address_of_the_script(tmp_path, free_port, script):
+    output = follow(tmp_path, script, free_port, ["--backend", "local", "--ntasks-per-node", "2"])
+    assert all(f"rank {rank} of 2: 2" in output for rank in range(2))
+    assert "note" not in (tmp_path / "run/events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("script", [SPAWN, SPAWN_WITH_ENV, NESTED], ids=["spawn", "spawn env", "torchrun"])
+def test_processes_of_a_single_rank_meet(tmp_path, free_port, script):
+    output = follow(tmp_path, script, free_port, ["--backend", "local"])
+    assert all(f"rank {rank} of 2: 2" in output for rank in range(2))
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("script", ["own MASTER_PORT", "env"])
+def test_ranks_on_slurm_meet_at_the_address_of_the_script(slurm, tmp_path, free_port, script):
+    shape = ["--nodes", "2", "--ntasks-per-node", "1"]
+    output = follow(tmp_path, SCRIPTS[script], free_port, shape, environment(slurm.env))
+    assert all(f"rank {rank} of 2: 2" in output for rank in range(2))
