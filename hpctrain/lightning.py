@@ -134,6 +134,8 @@ class RunCheckpoint(lightning.Callback):
                     flush=True,
                 )
             return loader
+        # Lightning does not detect that the position is restored.
+        warnings.filterwarnings("ignore", r"You're resuming from a checkpoint that ended before the epoch")
         return self._loader
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002

@@ -104,6 +104,8 @@ def _mark_newest_and_best(found: list[CheckpointInfo], rule: BestMetric | None) 
     whole = [one for one in found if one.manifest is not None and not one.problems]
     finite = [one for one in whole if one.manifest and one.manifest.finite is not False]
     newest = (finite or whole)[-1] if whole else None
-    scores = {one.step: one.manifest and one.manifest.score_by(rule.metric) for one in whole} if rule else {}
-    best = next(iter(rank_steps(scores, rule.mode)), None) if rule else None
+    best: int | None = None
+    if rule is not None:
+        scores = {one.step: one.manifest.score_by(rule.metric) for one in whole if one.manifest}
+        best = next(iter(rank_steps(scores, rule.mode)), None)
     return [replace(one, newest=one is newest, best=one.step == best and one in whole) for one in found]

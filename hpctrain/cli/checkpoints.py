@@ -68,7 +68,10 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     if broken := [one.step for one in found if one.problems]:
         if not as_json:
             count = "1 checkpoint is" if len(broken) == 1 else f"{len(broken)} checkpoints are"
-            click.echo(f"{count} damaged. A run skips damaged checkpoints and sets them aside.", err=True)
+            result = "A run skips damaged checkpoints and sets them aside."
+            if len(broken) == len(found):
+                result = "A run in this folder fails at its start. To start over, delete the checkpoints."
+            click.echo(f"{count} damaged. {result}", err=True)
         sys.exit(CheckpointError.exit_code)
 
 

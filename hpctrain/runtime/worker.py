@@ -243,8 +243,8 @@ def _exit_with(
     if told := pending_stop_signal():
         # Exit code 0 may mean complete or stopped; a complete script exits immediately when restarted.
         print(
-            f"hpctrain: the script exited with code {code} after {told.name}; the run will continue in a new "
-            "attempt."
+            f"hpctrain: the script exited with code {code} after {told.name}, which counts as a stop, not as "
+            "the end of the run."
         )
         _exit_normally(EXIT_CONTINUE, sampler)
     if code != 0:

@@ -150,11 +150,14 @@ def test_verify_reports_each_damaged_file(command: Command, run: RunDir) -> None
     assert verified.exit_code == 1
     assert f"step 6: {state} has checksum" in verified.stderr
     assert f"step 6: {tensors} is missing" in verified.stderr
-    assert "1 checkpoint is damaged" in verified.stderr
+    assert "1 checkpoint is damaged. A run skips damaged checkpoints" in verified.stderr
     assert [line.split()[0] for line in verified.stdout.splitlines() if "newest" in line] == ["4"]
     listed = command("run", "--verify", "--json")
     assert listed.exit_code == 1
     assert [len(record["problems"]) for record in json.loads(listed.stdout)] == [0, 0, 2]
+    for step in (2, 4):
+        (run.checkpoint(step) / "state.json").unlink()
+    assert "3 checkpoints are damaged. A run in this folder fails" in command("run", "--verify").stderr
 
 
 def test_list_shows_checkpoints_set_aside(command: Command, run: RunDir) -> None:

@@ -65,6 +65,9 @@ def replace_rank(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
     """Kill a rank that has standby workers, and wait for the end of the run."""
     run = submit(folder, env, shape)
     wait_for_standby(run)
+    titles = [process.argv[-1].strip() for process in run_processes(run.path)]
+    for title in ("standby worker: train.py", "rank 0 of 2: train.py", "rank 1 of 2: train.py"):
+        assert title in titles
     run.kill_rank(1)
     assert run.wait() == 0
     assert "using 2 standby workers" in run.dir.supervisor_log.read_text()

@@ -241,8 +241,7 @@ def test_requeue_rules_of_the_site_are_noted(submission):
 
 
 def test_requeue_rules_are_noted_without_successors(submission):
-    requeue, preempted = submission(resume_mode="requeue").notes
-    assert "only jobs with --requeue (JobRequeue=0). Runs use --requeue, " in requeue
+    (preempted,) = submission(resume_mode="requeue").notes
     assert preempted.endswith(
         "has 30 s to save (KillWait), and then ends as FAILED. Submit the run again with the same "
         "--run-dir to continue."

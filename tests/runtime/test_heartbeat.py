@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from types import ModuleType
 
 import pytest
 from torch._C import _distributed_c10d as c10d
@@ -86,3 +87,9 @@ def test_wait_for_other_ranks_is_recognized_by_its_module():
     scope = {"__name__": "torch.distributed.distributed_c10d", "sys": sys}
     exec("def wait():\n    return sys._getframe()\nframe = wait()", scope)
     assert heartbeat.describe_frame(scope["frame"])["waits"] is True
+
+
+def test_heartbeats_continue_while_torch_is_imported(monkeypatch):
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert "group" not in heartbeat.heartbeat_message({})

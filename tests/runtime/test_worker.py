@@ -369,7 +369,7 @@ def stop():
 def test_stopped_script_is_complete_only_if_it_ignored_the_signal(run, rest, code):
     """Exit code 0 does not prove completion; if it was complete, the next attempt ends at once."""
     assert start(run, STOP_SELF + rest).wait(120) == code
-    assert ("the run will continue in a new attempt" in log(run)) is (code == 75)
+    assert ("which counts as a stop, not as the end of the run" in log(run)) is (code == 75)
     assert ("it went on" in log(run)) is ("it went on" in rest)
     assert run.failure(4, 1).exists() is (code == 3)
 

@@ -93,6 +93,15 @@ def test_advice_on_waiting_for_data_depends_on_cpus(
     assert message in advice.what
 
 
+@pytest.mark.parametrize("cpu_percent", [10.0, 95.0])
+def test_advice_on_waiting_for_data_on_this_machine(run_waiting_for_data, cpu_percent):
+    run_waiting_for_data.spec.write_text("backend: local\n")
+    environment(run_waiting_for_data, 2, num_workers=2)
+    node_lines(run_waiting_for_data, 0, "n1", cpu=cpu_percent)
+    (advice,) = advice_in_all_reports(run_waiting_for_data)
+    assert advice.what == "Do less work per sample."
+
+
 def test_non_finite_loss_gives_advice(tmp_path):
     history = started_run(0).steps(1, 9, every=1).steps(10, 30, every=1, loss=math.nan)
     facts = facts_of(run := write_run(tmp_path / "run", history))

@@ -111,3 +111,7 @@ def test_reports_and_status_show_the_request(tmp_path):
     assert "<td>256G</td><td>40 GiB</td><td>50G</td>" in render_run_page(facts)
     shown = CliRunner().invoke(cli, ["status", str(run.path)]).stdout
     assert "next time   --time=00:15:00 (used 10 min of 02:00:00)  --mem=50G (used 40 GiB of 256G)" in shown
+
+
+def test_run_on_this_machine_reserves_nothing(tmp_path):
+    assert found(measured(tmp_path, backend="local")) == {}

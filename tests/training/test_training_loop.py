@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -473,13 +474,17 @@ def test_learning_rate_factors():
 
 
 def test_hints_about_data_workers():
-    assert warn_too_many_workers(4, 4) is None
-    assert "num_workers is 8, but each rank has only 4 CPUs" in (warn_too_many_workers(8, 4) or "")
-    assert warn_too_few_workers(1.0, 100.0, 0, 8) is None
-    assert warn_too_few_workers(9.0, 10.0, 0, 8) is None  # too early to decide
-    assert "50% of the time" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
-    assert "try num_workers=4" in (warn_too_few_workers(50.0, 100.0, 2, 8) or "")
-    assert "--cpus-per-task" in (warn_too_few_workers(50.0, 100.0, 8, 8) or "")
+    for can_request in (True, False):
+        too_many = partial(warn_too_many_workers, can_request=can_request)
+        too_few = partial(warn_too_few_workers, can_request=can_request)
+        assert too_many(4, 4) is None
+        assert "num_workers is 8, but each rank has only 4 CPUs" in (too_many(8, 4) or "")
+        assert ("--cpus-per-task" in (too_many(8, 4) or "")) == can_request
+        assert too_few(1.0, 100.0, 0, 8) is None
+        assert too_few(9.0, 10.0, 0, 8) is None  # too early to decide
+        assert "50% of the time" in (too_few(50.0, 100.0, 2, 8) or "")
+        assert "try num_workers=4" in (too_few(50.0, 100.0, 2, 8) or "")
+        assert ("--cpus-per-task" in (too_few(50.0, 100.0, 8, 8) or "")) == can_request
 
 
 def test_sample_rate_is_reported_after_an_interval():

@@ -75,7 +75,7 @@ class LocalBackend:
 
         here = count_gpus(self._environ)
         if here == 0:
-            return [f"No GPU found, so {pluralize(spec.world_size, 'rank')} will run on CPUs with gloo."]
+            return [f"No GPU found, so {pluralize(spec.world_size, 'rank')} will run on CPUs."]
         factors = [spec.nodes, spec.gpus_per_node, *([at_once] if at_once > 1 else [])]
         if (asked := math.prod(factors)) > here:
             options = "--nodes, --gpus-per-node" + (", --array" if at_once > 1 else "")

@@ -233,11 +233,7 @@ def describe_event(event: dict[str, Any]) -> str | None:
         case "bad_loss":
             return f"attempt {attempt}: {event.get('cause')}; action: {event.get('action')}"
         case "signal":
-            saved = (
-                "checkpoint saved"
-                if event.get("saved")
-                else "no new checkpoint was saved, so the next attempt resumes from the previous one"
-            )
+            saved = "checkpoint saved" if event.get("saved") else "no new checkpoint was saved"
             stop = f"stopped by {event.get('signal')} after step {event.get('step')}"
             return f"attempt {attempt}: {stop}; {saved}"
         case "failure":

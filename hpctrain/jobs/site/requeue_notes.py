@@ -49,11 +49,6 @@ def requeue_notes(partition: Partition, site: Site, resume_mode: ResumeMode) -> 
             "This site does not requeue jobs by default (JobRequeue=0). A run that is preempted or "
             f"approaches its time limit saves its state and {_SUCCESSOR_NOTE} (--resume-mode)."
         )
-    elif site.slurm is not None and not site.slurm.job_requeue and resume_mode == "requeue":
-        notes.append(
-            "This site requeues only jobs with --requeue (JobRequeue=0). Runs use --requeue, so they "
-            "continue after preemptions, lost nodes and time limits."
-        )
     if (
         is_partition_preemptible(partition, site)
         and partition.preempt_mode == "CANCEL"

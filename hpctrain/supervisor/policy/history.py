@@ -89,7 +89,7 @@ class History:
                 failures.clear()
                 stops.clear()
             if is_new:
-                newest = step
+                newest = step or newest
                 crashes.clear()
             match kind:
                 case "submitted" if "after" not in event:

@@ -72,6 +72,11 @@ def _uses_trainer(run_data: RunData) -> bool:
     return "settings" in run_data.environment
 
 
+def _is_local(run_data: RunData) -> bool:
+    """True if the run is on this machine, so it cannot request more CPUs or other nodes."""
+    return run_data.spec.get("backend") == "local"
+
+
 def _setting(run_data: RunData, name: str) -> Any:
     settings = run_data.environment.get("settings")
     return settings.get(name) if isinstance(settings, dict) else None
@@ -107,17 +112,22 @@ def _data(run_data: RunData) -> Iterator[Advice]:
     cpu = run_data.devices.mean("cpu")
     if cpu is not None:
         evidence.append(f"the CPU utilization of the nodes was {cpu:.0f}%")
+    more_cpus = "" if _is_local(run_data) else "Request more CPUs per rank (--cpus-per-task)"
     workers, cpus = _setting(run_data, "num_workers"), run_data.environment.get("cpus_per_rank")
     if not isinstance(workers, int) or not isinstance(cpus, int):
         what = "Load data faster: use more workers, or do less work per sample."
     elif cpu is not None and cpu >= 100 * _BUSY:
-        what = "Request more CPUs per rank (--cpus-per-task), or do less work per sample."
+        what = f"{more_cpus}, or do less work per sample." if more_cpus else "Do less work per sample."
         evidence.append(f"num_workers is {workers}")
     elif (counts := more_workers(run_data)) is not None:
         what = f"Set Trainer(num_workers={counts[1]}) instead of {workers}."
         evidence.append(f"each rank has {pluralize(cpus, 'CPU')}")
     else:
-        what = f"Request more CPUs per rank (--cpus-per-task), and increase num_workers from {workers}."
+        what = (
+            f"{more_cpus}, and increase num_workers from {workers}."
+            if more_cpus
+            else "Do less work per sample."
+        )
         evidence.append(f"each rank has only {pluralize(cpus, 'CPU')}")
     yield Advice(what, _sentence(evidence))
 
@@ -154,7 +164,7 @@ def _faults(run_data: RunData) -> Iterator[Advice]:
             evidence.append(pluralize(node.ecc_errors, "uncorrected memory error"))
         if evidence:
             what = f"Ask the administrator to check the GPUs of {node.host}"
-            if run_data.spec.get("backend") != "local":
+            if not _is_local(run_data):
                 what += f", and exclude the node until then: --exclude {node.host}"
             yield Advice(f"{what}.", _sentence(evidence))
 
@@ -191,7 +201,7 @@ def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
 
 def _slow(run_data: RunData, host: str) -> str:
     num_nodes = max((attempt.nodes or 1 for attempt in run_data.attempts), default=1)
-    if num_nodes > 1 and run_data.spec.get("backend") != "local":
+    if num_nodes > 1 and not _is_local(run_data):
         return f"{host} is slow and delays all other nodes. Exclude it with --exclude {host}."
     return (
         "A rank is slow and delays all other ranks. Find the cause with `hpctrain profile` or "

@@ -41,9 +41,10 @@ class ResourceRequest:
 def next_request(run_data: RunData) -> list[ResourceRequest]:
     """Return the options whose values were too large, or a time limit that needed several jobs.
 
-    Node measurements include other jobs on the same nodes, so they are upper bounds of the need.
+    Node measurements include other jobs on the same nodes, so they are upper bounds of the need. The local
+    backend reserves nothing.
     """
-    if run_data.state != "COMPLETED":
+    if run_data.state != "COMPLETED" or run_data.spec.get("backend") == "local":
         return []
     return [*_time(run_data), *_memory(run_data), *_cpus(run_data), *_gpus(run_data)]
 

@@ -21,6 +21,7 @@ from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.validator import Validator
 from hpctrain.training.module import is_manual
 from hpctrain.training.observe.dataloader_hints import (
+    can_request_cpus,
     count_rank_cpus,
     warn_too_few_workers,
     warn_too_many_workers,
@@ -116,7 +117,11 @@ class TrainingLoop:
                     self._roll_back(bad)
                 waited_s, all_s = parts.step_timer.data_wait()
                 num_workers = parts.source.loading.num_workers
-                self._print_hint(warn_too_few_workers(waited_s, all_s, num_workers, self._cpus))
+                self._print_hint(
+                    warn_too_few_workers(
+                        waited_s, all_s, num_workers, self._cpus, can_request=can_request_cpus()
+                    )
+                )
             parts.context.barrier()
             parts.callbacks.fit_end()
         activity.set_phase(RankPhase.END)
@@ -238,7 +243,7 @@ class TrainingLoop:
         if state.step == 0:
             self._validator.check_sanity()
         if num_workers := parts.source.loading.num_workers:
-            self._print_hint(warn_too_many_workers(num_workers, self._cpus))
+            self._print_hint(warn_too_many_workers(num_workers, self._cpus, can_request=can_request_cpus()))
         parts.callbacks.fit_start(state.step)
         recovery = self._exchange_recovered()
         parts.end_if_requested()

@@ -50,7 +50,7 @@ class LoggerProcess:
             names = ", ".join(logger.name for logger in loggers)
             print_message(
                 f"hpctrain: There is no run folder, so these loggers receive no metrics: {names}. Set "
-                "Trainer(run_dir=…)."
+                "run_dir, or use `hpctrain submit`."
             )
         elif loggers and run is not None:
             parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
