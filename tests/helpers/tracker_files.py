@@ -63,7 +63,9 @@ def wandb_points(folder: Path) -> Points:
                     for item in record.history.item
                 }
                 points += [
-                    (name, items["step"], items[name]) for name in ("loss", "val_loss") if name in items
+                    (name, items["step"], items[name])
+                    for name in items
+                    if name in ("loss", "val_loss") or name.startswith("gpu/")
                 ]
     assert len(ids) == 1
     return points

@@ -14,7 +14,9 @@ from unittest.mock import Mock
 import pytest
 from helpers import tracker_files
 from helpers.commands import environment
+from helpers.fake_gpu_driver import DetailedFakeDriver, install_fake_driver
 from helpers.logger_recorder import Recorder
+from helpers.waiting import wait_for
 
 from hpctrain.errors import UserError
 from hpctrain.files import append_json_line
@@ -24,6 +26,9 @@ from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, Neptune, TensorBo
 from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher
 from hpctrain.telemetry.loggers.logger_state import LoggerState
 from hpctrain.telemetry.loggers.process import LoggerConfig
+from hpctrain.telemetry.sampling.nvml import GpuReader
+from hpctrain.telemetry.sampling.procfs import ProcfsReader
+from hpctrain.telemetry.sampling.sampler import TelemetrySampler
 
 
 @pytest.fixture
@@ -261,18 +266,17 @@ CLIENTS = {
     "mlflow": "mlflow",
     "neptune": "neptune_scale",
 }
+TRACKERS = [
+    "tensorboard",
+    "wandb",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("mlflow", "neptune")),
+]
 OFFLINE = {"WANDB_MODE": "offline", "NEPTUNE_MODE": "offline", "NEPTUNE_PROJECT": "a/b"}
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long) if name in ("mlflow", "neptune") else name
-        for name in CLIENTS
-    ],
-)
+@pytest.mark.parametrize("name", ["csv", *TRACKERS])
 def test_real_client_has_each_step_once_in_one_run(run, name):
     package = CLIENTS[name]
     if package is not None and find_spec(package) is None:
@@ -292,18 +296,58 @@ def test_real_client_has_each_step_once_in_one_run(run, name):
     assert values == {point[:2]: pytest.approx(point[2], rel=1e-6) for point in expected((1, 45, 1))}
 
 
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRACKERS)
+def test_real_client_receives_measurements_of_fake_gpus_on_all_nodes(run, name, monkeypatch):
+    if find_spec(str(CLIENTS[name])) is None:
+        pytest.skip(f"{CLIENTS[name]} is not installed")
+    install_fake_driver(monkeypatch, DetailedFakeDriver())
+    process = start_loggers(run, name)
+    # Measurements of earlier attempts are not sent, so these must be newer than the process.
+    wait_for(run.logger_state(name).exists, 60, "the start of the logger")
+    for node in range(2):
+        with GpuReader() as gpus:
+            clocks = {"clock": iter(range(0, 100, 10)).__next__, "now": lambda: 1_764_000_003.0}
+            path = run.telemetry(node)
+            sampler = TelemetrySampler(path, gpus, ProcfsReader(), host=f"n{node}", run_id="r", **clocks)
+            sampler.begin()
+            sampler.read()
+    train(run, 0, 1, 3)
+    end_loggers(process, name, "completed")
+    points = getattr(tracker_files, f"{name}_points")(run.path)
+    for node in ("node-000", "node-001"):
+        for quantity, value in (("util", 83), ("temp_c", 71), ("clock_mhz", 1410), ("power_w", 300)):
+            assert (f"gpu/{node}/0/{quantity}", 3, pytest.approx(value)) in points
+
+
 def log_all(run: RunDir, name: str, ending: str) -> None:
     """Make the logger process deliver all metrics, as in one attempt."""
+    process = start_loggers(run, name)
+    # After a stop, the logger has only seconds.
+    wait_for(run.logger_state(name).exists, 60, "the start of the logger")
+    end_loggers(process, name, ending)
+
+
+def start_loggers(run: RunDir, name: str) -> subprocess.Popen[bytes]:
     config = LoggerConfig(
         str(run.path), {"global_batch_size": 32}, [], dumps(find_loggers([name]), "test", [])
     )
-    result = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "hpctrain.telemetry.loggers.process"],
-        input=config.to_bytes() + f"{ending}\n".encode(),
         env=environment(OFFLINE),
         cwd=run.path,
-        capture_output=True,
-        timeout=90,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
-    assert result.returncode == 0
-    assert f"the logger {name!r} failed".encode() not in result.stderr, result.stderr
+    assert process.stdin is not None
+    process.stdin.write(config.to_bytes())
+    process.stdin.flush()
+    return process
+
+
+def end_loggers(process: subprocess.Popen[bytes], name: str, ending: str) -> None:
+    _, stderr = process.communicate(f"{ending}\n".encode(), timeout=90)
+    assert process.returncode == 0
+    assert f"the logger {name!r} failed".encode() not in stderr, stderr
