@@ -133,6 +133,12 @@ PARSERS = [
         most_bytes=YAML_BYTES,
     ),
     Parser(
+        spec_builder._read_nodes,
+        ["n1  # fast\nn[2-3],n4\n"],
+        (SpecError,),
+        lambda text: spec_builder._read_nodes(write_file(text), "exclude"),
+    ),
+    Parser(
         resubmit_command.resubmit_command,
         [json.dumps(SPEC)],
         call=lambda text: resubmit_command.resubmit_command(as_mapping(text)),
