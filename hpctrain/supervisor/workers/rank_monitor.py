@@ -117,9 +117,10 @@ class RankMonitor:
             self._empty_since = None
             phase, step = str(message["phase"]), int(message["step"])
             self._hang_detector.on_heartbeat(rank, phase, step, int(message["beats"]), system.monotonic())
-            self._straggler_detector.on_heartbeat(
-                rank, StepTimes(step, *map(float, message["spent"]), *map(int, message["timed"]))
-            )
+            data_s, compute_s, exchange_s = map(float, message["spent"])
+            timed, measured = map(int, message["timed"])
+            times = StepTimes(step, data_s, compute_s, exchange_s, timed, measured)
+            self._straggler_detector.on_heartbeat(rank, times)
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
             self._note_debugger(rank, is_debugged=bool(message.get("debugged")))
