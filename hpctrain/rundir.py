@@ -34,6 +34,7 @@ EventKind = Literal[
     "excluded",
     "straggler",
     "debug",
+    "paused",
     "requeue",
     "handover",
     "chaos",
@@ -85,6 +86,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "emergency_checkpoint": ("attempt", "step", "world_size"),
     "excluded": ("hosts",),
     "debug": ("attempt", "ranks"),
+    "paused": ("attempt", "rank", "seconds"),
     "finished": ("time", "state"),
 }
 

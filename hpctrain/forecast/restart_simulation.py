@@ -35,7 +35,7 @@ _LEAD_S = float(JobSpec.stop_before_limit_s)
 _FAULTS = {
     EndKind.NODE_LOST: 20,
     EndKind.GPU: 25,
-    EndKind.NCCL: 15,
+    EndKind.COMMUNICATION: 15,
     EndKind.KILLED: 12,
     EndKind.SIGNAL: 8,
     EndKind.HANG: 10,
@@ -45,10 +45,12 @@ _FAULTS = {
 }
 #: Faults that occur mostly on bad nodes.
 _NODE_FAULTS = frozenset(
-    {EndKind.NODE_LOST, EndKind.GPU, EndKind.NCCL, EndKind.KILLED, EndKind.SIGNAL, EndKind.HANG}
+    {EndKind.NODE_LOST, EndKind.GPU, EndKind.COMMUNICATION, EndKind.KILLED, EndKind.SIGNAL, EndKind.HANG}
 )
 #: Failures of one rank or node, after which other ranks can save the state.
-_LEAVES_STATE = frozenset({EndKind.NODE_LOST, EndKind.GPU, EndKind.NCCL, EndKind.KILLED, EndKind.SIGNAL})
+_LEAVES_STATE = frozenset(
+    {EndKind.NODE_LOST, EndKind.GPU, EndKind.COMMUNICATION, EndKind.KILLED, EndKind.SIGNAL}
+)
 
 
 @dataclass(frozen=True)

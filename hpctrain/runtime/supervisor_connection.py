@@ -31,6 +31,9 @@ _MAX_CONNECTIONS, _PAUSE_S = 10, 1.0
 #: Seconds between two heartbeats; longer with very many ranks, because one process receives all of them.
 _BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
 
+#: A process that wakes up later, and has used less than this share of a CPU, was suspended.
+_SUSPENDED_S, _BUSY_SHARE = 10.0, 0.1
+
 Message = dict[str, Any]
 
 
@@ -140,6 +143,27 @@ class SupervisorConnection(Connection):
         return self._down.open(line)
 
 
+def _times() -> tuple[float, float, float]:
+    return time.time(), time.monotonic(), time.process_time()
+
+
+def _find_pause(before: tuple[float, float, float], expected_s: float) -> tuple[float, float] | None:
+    """Return the seconds for which this process was suspended, by the system clock and the monotonic clock.
+
+    Only the system clock runs while the machine sleeps. A thread may also wake up late because native code
+    holds the GIL. The process then uses the CPU.
+
+    Args:
+        before: the times at the start.
+        expected_s: expected duration.
+    """
+    clock_s, monotonic_s, cpu_s = (end - begin for begin, end in zip(before, _times(), strict=True))
+    late_s = max(clock_s, monotonic_s) - expected_s
+    if late_s < _SUSPENDED_S or cpu_s > _BUSY_SHARE * late_s:
+        return None
+    return round(clock_s - expected_s, 1), round(monotonic_s - expected_s, 1)
+
+
 def start_heartbeat(
     connect: Callable[[], Connection],
     heartbeat_message: Callable[[], Message],
@@ -158,12 +182,17 @@ def start_heartbeat(
         os.register_at_fork(after_in_child=opened.close)
         report_stop_signal(lambda number: opened.send({"stop_signal": number.name}))
         last: Message | None = None
+        pause = None
         while True:
             message = heartbeat_message()
+            if pause is not None:
+                message["paused"] = pause
             # Without changes, an empty message is sent, to show that this process is alive.
             opened.send({} if message == last else message)
             last = message
+            before = _times()
             received = opened.receive(opened.heartbeat_interval_s)
+            pause = _find_pause(before, opened.heartbeat_interval_s)
             if received is not None:
                 on_message(opened, received)
 

@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from hpctrain.cluster import detect
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
-from hpctrain.runtime import heartbeat
+from hpctrain.runtime import heartbeat, supervisor_connection
 from hpctrain.runtime.rank_activity import RankActivity
 
 
@@ -93,3 +93,15 @@ def test_heartbeats_continue_while_torch_is_imported(monkeypatch):
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert "group" not in heartbeat.heartbeat_message({})
+
+
+def test_pause_is_distinguished_from_native_code_and_from_a_sleeping_machine(monkeypatch):
+    def pause(clock_s, monotonic_s, cpu_s):
+        monkeypatch.setattr(supervisor_connection, "_times", lambda: (clock_s, monotonic_s, cpu_s))
+        return supervisor_connection._find_pause((0.0, 0.0, 0.0), 1.0)
+
+    assert pause(3601.0, 3601.0, 0.5) == (3600.0, 3600.0)
+    assert pause(3601.0, 1.0, 0.5) == (3600.0, 0.0)
+    assert pause(21.0, 21.0, 20.0) is None
+    assert pause(1.0, 1.0, 0.0) is None
+    assert pause(-3600.0, 1.0, 0.0) is None

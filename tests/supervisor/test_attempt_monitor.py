@@ -133,6 +133,34 @@ def test_ranks_that_hang_after_a_stop_signal_of_slurm_are_stopped():
     assert monitor(hang)[0] is AttemptOutcome.FAILED
 
 
+def test_pause_of_the_job_extends_the_time_to_stop(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(attempt_monitor.system, "monotonic", lambda: now[0])
+    monkeypatch.setattr(attempt_monitor, "STOP_GRACE_S", 30.0)
+    script = [
+        SignalReceived(signal.SIGUSR2),
+        5.0,
+        3600.0,
+        8.0,
+        TaskExit(0, 75),
+        TaskExit(1, 75),
+        StepEnded(75),
+    ]
+
+    class Events:
+        def get(self, timeout):
+            event = script.pop(0)
+            if not isinstance(event, float):
+                return event
+            now[0] += event
+            raise queue.Empty
+
+    step = FakeStep(queue.SimpleQueue())
+    attempt = AttemptMonitor(events=Events(), job_control=Local(), ends_at=None, stop_before_limit_s=0.1)
+    assert attempt.wait(step) is AttemptOutcome.STOPPED
+    assert not step.killed
+
+
 def test_step_that_could_not_start():
     assert monitor(StepEnded(1, "srun: error: Unable to create step"))[0] is AttemptOutcome.NOT_STARTED
 

@@ -806,7 +806,7 @@ def test_stop_during_the_check_requeues(run):
 def test_nodes_are_checked_after_a_communication_failure(run):
     lost = raise_on_rank_1(run, message="Connection closed by peer")
     assert supervise(run, [lost, node_check(run, 1, [[], []]), DONE]) == 0
-    assert failure_of(run)["class"] == "nccl"
+    assert failure_of(run)["class"] == "communication"
     assert run.node_check_results(1)
 
 

@@ -23,6 +23,8 @@ from hpctrain.runtime.unfinished_training import has_started
 
 #: Samples per second. A sample takes about 50 µs, so sampling uses 0.05% of a core.
 _SAMPLES_PER_S = 10
+#: Maximum time of a sample; native code may hold the GIL for seconds.
+_MAX_SAMPLE_S = 10.0
 #: Fraction of a core below which processes are idle. Threads of trackers and data loaders wake up at times.
 _IDLE_SHARE = 0.02
 #: Seconds between two checks of CPU time and output.
@@ -55,7 +57,9 @@ class ScriptMonitor:
         while not has_started():
             time.sleep(1 / _SAMPLES_PER_S)
             now = time.monotonic()
-            is_waiting = self._pid is None and self._sample(now - sampled_at)
+            # A longer time means that this process was suspended.
+            elapsed_s = min(now - sampled_at, _MAX_SAMPLE_S)
+            is_waiting = self._pid is None and self._sample(elapsed_s)
             sampled_at = now
             if now - self._checked_at >= _CHECK_EVERY_S:
                 self._check(now, is_waiting=is_waiting)

@@ -122,13 +122,14 @@ def _watch(notes: _SignalRecord) -> None:
     while True:
         notes.wait()
         notes.report_first()
-        place, since = None, time.monotonic()
+        place, polls = None, 0
         while (told := notes.first_stop_signal()) is not None:
             if (now := _handler_instruction(main, told)) is None or now != place:
-                place, since = now, time.monotonic()
-            elif time.monotonic() - since > STUCK_HANDLER_TIMEOUT_S:
+                place, polls = now, 0
+            elif polls * HANDLER_POLL_S >= STUCK_HANDLER_TIMEOUT_S:
                 _exit_stuck_handler(told)
             time.sleep(HANDLER_POLL_S)
+            polls += 1  # a pause of this process counts as one
 
 
 def _handler_instruction(thread: int, number: signal.Signals) -> tuple[int, int] | None:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 #: Failures after a stop request that are part of the stop, in addition to exit codes: ranks that stop at
 #: different times lose each other.
-_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.NCCL, EndKind.UNFINISHED})
+_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED})
 
 
 @dataclass(frozen=True)

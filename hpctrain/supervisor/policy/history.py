@@ -89,7 +89,7 @@ class History:
                 failures.clear()
                 stops.clear()
             if is_new:
-                newest = step or newest
+                newest = int(step or 0)
                 crashes.clear()
             match kind:
                 case "submitted" if "after" not in event:

@@ -7,6 +7,7 @@ import math
 import queue
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hpctrain import system
@@ -46,6 +47,8 @@ STOP_GRACE_S = 300.0
 _LEAVE_GRACE_S = 3600.0
 #: Time for ranks of a cancelled run to exit; a second cancel request kills them immediately.
 CANCEL_GRACE_S = 60.0
+#: A later wake-up means that the job was suspended.
+_PAUSE_S = 10.0
 #: Time limit for the end of a killed step.
 _KILL_LIMIT_S = 60.0
 
@@ -93,9 +96,17 @@ class AttemptMonitor:
             TimeoutError: the step was killed and did not end.
         """
         while self.end is None:
-            try:
-                event = self.events.get(timeout=self._time_left())
-            except queue.Empty:
+            timeout_s, begun = self._time_left(), system.monotonic()
+            if timeout_s is not None:
+                timeout_s = min(timeout_s, _PAUSE_S)
+            event = None
+            with suppress(queue.Empty):
+                event = self.events.get(timeout=timeout_s)
+            late_s = system.monotonic() - begun - (timeout_s or 0.0)
+            if late_s > _PAUSE_S and self._deadline is not None:
+                # This job, and thus the ranks, were suspended.
+                self._deadline += late_s
+            if event is None:
                 self._on_time_limit(step)
             else:
                 self._handle(event, step)

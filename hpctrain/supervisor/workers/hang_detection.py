@@ -112,7 +112,9 @@ class HangDetector:
         if state is None:
             self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, now)
         elif progress_count != state.progress_count:
-            self.limits.record(state.limit_phase, now - state.since)
+            # A rank waits for suspended ranks, which are silent.
+            if all(now - other.last_message_at < _SILENT_S for other in self.ranks.values()):
+                self.limits.record(state.limit_phase, now - state.since)
             last_step_at = state.last_step_at
             if step != state.step:
                 if phase == state.phase == RankPhase.SCRIPT:
