@@ -71,12 +71,13 @@ def has_process_group() -> bool:
     """Return true if this process has or had a process group of torch, or communicates in another way."""
     if any(name in sys.modules for name in _OTHER_COMMUNICATION):
         return True
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available():
+    # Another thread may be importing the module, which then lacks attributes.
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    is_initialized = getattr(c10d, "is_initialized", None)
+    if is_initialized is None:
         return False
     # torch keeps the address of a group that was destroyed.
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    return distributed.is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None
+    return is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None
 
 
 def _describe_advice() -> str:
