@@ -136,7 +136,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         if place < len(known):
             state = RunContext(str(known[place].state), known[place].words, known[place].cause)
         run_data = read_run_data(run.dir, state, now=now)
-        run_data.resubmit_command = resubmit_command(run_data.spec)
+        run_data.resubmit_command = [*resubmit_command(run_data.spec), *run_data.resubmit_remarks]
         run_data.what_if = what_if(run_data, read_outcomes((run.dir.array or run.dir).path.parent))
         told.append(run_data)
     return told

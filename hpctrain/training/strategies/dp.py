@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,7 +123,19 @@ def _copy(module: Module, device: torch.device) -> Any:
             setattr(copy, name, None if parameter is None else parameter.to(device))
         for name, buffer in part._buffers.items():
             copy._buffers[name] = None if buffer is None else buffer.to(device, copy=True)
+        # Methods replaced by `recompute` and `compile` must use the copy.
+        for name, value in vars(part).items():
+            if type(value) is partial:
+                vars(copy)[name] = partial(value.func, *(_rebound(each, part, copy) for each in value.args))
     return copies[module]
+
+
+def _rebound(value: Any, part: nn.Module, copy: Any) -> Any:
+    """Return the copy in place of a part of the module, and the copy's method in place of the part's."""
+    if value is part:
+        return copy
+    is_method = isinstance(value, MethodType) and value.__self__ is part
+    return MethodType(value.__func__, copy) if is_method else value
 
 
 def _joined(outputs: list[Any], device: torch.device) -> Any:
