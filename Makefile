@@ -21,13 +21,17 @@ BIN := .venv/bin
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# A file inside .venv: gone with it, and older than these two files once they change.
+# Files inside .venv: gone with it, and older than these two files once they change.
 .venv/installed: pyproject.toml constraints.txt
-	@scripts/make_venv.sh
+	@scripts/make_venv.sh examples,dev
+	@touch .venv/demo $@
+
+.venv/demo: pyproject.toml constraints.txt
+	@scripts/make_venv.sh examples
 	@touch $@
 
 # Where a Slurm answers, submit would take it; the demo is the one without.
-demo: .venv/installed  ## train on handwritten digits: two pretend nodes, four ranks, no Slurm
+demo: .venv/demo  ## train on handwritten digits: two pretend nodes, four ranks, no Slurm
 	$(BIN)/hpctrain submit $(if $(shell sbatch --version 2>/dev/null),--backend local) \
 	    --nodes 2 --gpus-per-node 2 --follow examples/digits.py
 

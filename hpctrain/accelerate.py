@@ -27,7 +27,7 @@ try:
     from accelerate.data_loader import SeedableRandomSampler, get_sampler
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.accelerate requires Accelerate: {error}. Run `pip install 'hpctrain[accelerate]'`."
+        f"hpctrain.accelerate requires Accelerate: {error}. Run `pip install accelerate`."
     ) from error
 
 __all__ = ["AcceleratorCheckpointer"]

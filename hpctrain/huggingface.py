@@ -19,7 +19,7 @@ try:
     import transformers
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.huggingface requires Transformers: {error}. Run `pip install 'hpctrain[huggingface]'`."
+        f"hpctrain.huggingface requires Transformers: {error}. Run `pip install accelerate transformers`."
     ) from error
 
 __all__ = ["RunCallback", "prepare"]

@@ -37,7 +37,7 @@ try:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"hpctrain.lightning requires Lightning: {error}. Run `pip install 'hpctrain[lightning]'`."
+        f"hpctrain.lightning requires Lightning: {error}. Run `pip install lightning`."
     ) from error
 
 __all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]
@@ -194,6 +194,14 @@ class RunCheckpoint(lightning.Callback):
             self._save(trainer)
         if decision == "stop":
             raise SystemExit(EXIT_CONTINUE)
+
+    def on_before_backward(self, trainer: lightning.Trainer, pl_module: Any, loss: torch.Tensor) -> None:  # noqa: ARG002
+        # The strategy averages over the ranks, whose shares of a batch may differ.
+        if not isinstance(self._loader, _ResumableLoader):
+            return
+        weight = self._loader.weight(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+        if weight != 1.0 and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * weight)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
         if self._checked_step != trainer.global_step:
@@ -373,6 +381,12 @@ class _ResumableLoader:
         return DataLoader(
             loader.dataset, batch_sampler=self.sampler, **{name: getattr(loader, name) for name in names}
         )
+
+    def weight(self, epoch: int, batch_idx: int) -> float:
+        """Return the factor for the loss of a batch; 1 if the script weights the loss itself."""
+        if self._original.batch_sampler is self.sampler:
+            return 1.0
+        return self.sampler.weight_of(epoch * len(self.sampler) + batch_idx + 1)
 
     def position(self) -> dict[str, Any]:
         """Return the position of the sampler."""

@@ -166,6 +166,8 @@ CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
 CHILD_VARIABLE = "HPCTRAIN_COMMAND"
 #: The predecessor of this job, on sites without requeue.
 PREDECESSOR_VARIABLE = "HPCTRAIN_PREDECESSOR"
+#: Number of GPUs of each process, if it has several.
+GPUS_PER_TASK_VARIABLE = "HPCTRAIN_GPUS_PER_TASK"
 #: Process of a local batch script that runs commands after the supervisor.
 BATCH_PID_VARIABLE = "HPCTRAIN_BATCH_PID"
 

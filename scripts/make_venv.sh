@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the virtual environment .venv with hpctrain in it, editable, and all that its tests need.
+# Makes the virtual environment .venv with hpctrain in it, editable, and the extras of the argument.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -19,8 +19,8 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     scripts/apt_install.sh python3-venv
 fi
 
+
 echo "Making .venv with $python"
 "$python" -m venv .venv
 echo "Installing hpctrain and what it needs into .venv (PyTorch is large: this takes a few minutes)"
-.venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -q \
-    -c constraints.txt -e '.[examples,dev]'
+.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[$1]"

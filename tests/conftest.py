@@ -20,6 +20,7 @@ from helpers import fork_server
 from helpers.distribution import SharedSlurmScheduling
 from helpers.slurm_versions import need_slurm_version
 from helpers.waiting import deadline_in, scaled
+from hypothesis import settings
 from xdist.remote import Producer
 
 from hpctrain import sandbox
@@ -27,6 +28,10 @@ from hpctrain.errors import UserError
 from hpctrain.sandbox.requirements import check_requirements
 
 _SANDBOX_PREFIX = "pytest-"
+
+# A busy machine may delay any example.
+settings.register_profile("any load", settings(), deadline=None)
+settings.load_profile("any load")
 
 #: Every test in these folders starts ranks.
 _FOLDERS_WITH_RANKS = ("e2e", "examples")

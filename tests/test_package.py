@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -51,6 +52,16 @@ def test_console_script_starts() -> None:
     (script,) = (entry for entry in entry_points(group="console_scripts") if entry.name == "hpctrain")
     assert script.value == "hpctrain.cli.main:main"
     assert callable(script.load())
+
+
+def test_demo_installs_no_development_packages(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPO / name, tmp_path)
+    for target, extras in (("demo", "examples"), ("check", "examples,dev")):
+        printed = run_command(["make", "--dry-run", target], cwd=tmp_path).stdout
+        assert [line for line in printed.splitlines() if "make_venv" in line] == [
+            f"scripts/make_venv.sh {extras}"
+        ]
 
 
 def test_make_test_ends_with_a_list_of_skipped_tests(tmp_path):

@@ -241,7 +241,8 @@ def _submit(
             f"{short_path(folder.path)} (--run-dir) already contains a sweep. Use "
             f"`hpctrain sweep resume {handle}` or `hpctrain sweep extend {handle}`, or choose another folder."
         )
-    for note in submission.notes:
+    misplaced = [] if submit.previous(ctx) else submit.misplaced_options(params["script"], record.args)
+    for note in (*submission.notes, *misplaced):
         click.echo(note.replace(f"--array {record.array(indices)}%2", "--concurrent 2"), err=True)
     if params["dry_run"]:
         for index in indices:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, check_amd_variables
+from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, check_amd_variables, list_amd_gpus
 from hpctrain.cluster.env_variables import read_int
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
+from hpctrain.rundir import GPUS_PER_TASK_VARIABLE
 
 #: If 1, several ranks may use one GPU.
 SHARE_VARIABLE = "HPCTRAIN_SHARE_GPUS"
@@ -62,6 +63,9 @@ def plan_device(
         num_visible = 1
     if num_visible == 0:
         return DevicePlan(None, _no_gpu_reason(environ, is_rocm=is_rocm))
+    if (per_task := gpus_per_task(environ)) > 1:
+        index = own_gpus(ranks, environ, num_visible)[0]
+        return DevicePlan(index, f"the first of {per_task} GPUs of this process ({GPUS_PER_TASK_VARIABLE})")
     on_node = _gpus_on_node(ranks, environ)
     num_tasks, local_rank = ranks.local_world_size, ranks.local_rank
     if num_visible < on_node:
@@ -82,6 +86,36 @@ def plan_device(
     if num_visible == 1:
         return DevicePlan(0, f"the only visible GPU{_list(environ)}")
     return DevicePlan(local_rank, f"the local rank; {num_visible} GPUs are visible{_list(environ)}")
+
+
+def gpus_per_task(environ: Mapping[str, str]) -> int:
+    """Return the number of GPUs that the job assigns to each of its processes; 0 if it assigns none."""
+    return read_int(environ, GPUS_PER_TASK_VARIABLE) if GPUS_PER_TASK_VARIABLE in environ else 0
+
+
+def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
+    """Return the GPUs of a process that has several, as indices among the visible ones.
+
+    All visible GPUs, if Slurm or the worker has hidden those of the other processes on the node.
+    """
+    per_task = gpus_per_task(environ)
+    if num_visible < per_task * ranks.local_world_size:
+        return list(range(num_visible))
+    return list(range(ranks.local_rank * per_task, (ranks.local_rank + 1) * per_task))
+
+
+def own_gpu_variables(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> dict[str, str]:
+    """Return the variables that show a process with several GPUs no others; empty for other processes."""
+    if gpus_per_task(environ) < 2 or not num_visible:
+        return {}
+    listed = visible_devices(environ) or list(map(str, range(num_visible)))
+    return gpu_variables([listed[index] for index in own_gpus(ranks, environ, num_visible)])
+
+
+def gpu_variables(gpus: Sequence[str]) -> dict[str, str]:
+    """Return variables that restrict a process to these of the visible GPUs."""
+    names = HIP_VARIABLES if list_amd_gpus() else (VISIBLE_VARIABLE,)
+    return dict.fromkeys(names, ",".join(gpus)) if gpus else {}
 
 
 def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:

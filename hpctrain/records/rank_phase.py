@@ -10,6 +10,8 @@ class RankPhase(StrEnum):
 
     START = "start"
     """Until a `Trainer` starts, or until the first call of `hpctrain.should_stop`."""
+    JOIN = "join"
+    """In `init_process_group` of a script, until all ranks have arrived."""
     SCRIPT = "script"
     """From the first optimizer step of a script without a `Trainer`."""
     LOAD = "load"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import Ranks, compress_hostlist, expand_hostlist
-from hpctrain.cluster.device_plan import plan_device
+from hpctrain.cluster.device_plan import gpus_per_task, plan_device
 from hpctrain.errors import EnvironmentMismatch, UserError
 from hpctrain.rundir import CPU_BINDING_VARIABLE
 from hpctrain.telemetry.sampling.nvml import list_bus_ids
@@ -27,8 +27,12 @@ class CpuBinding:
 
 
 def bind_cpus(ranks: Ranks, environ: Mapping[str, str], sysfs: Path = SYSFS) -> CpuBinding | None:
-    """Bind all threads of this process; None if the binding does not change."""
-    if environ.get(CPU_BINDING_VARIABLE) == "none" or not hasattr(os, "sched_setaffinity"):
+    """Bind all threads of this process; None if the binding does not change, or the rank has several GPUs."""
+    if (
+        environ.get(CPU_BINDING_VARIABLE) == "none"
+        or gpus_per_task(environ) > 1
+        or not hasattr(os, "sched_setaffinity")
+    ):
         return None
     allowed = frozenset(os.sched_getaffinity(0))
     binding = choose_cpus(ranks, environ, allowed, list_bus_ids(environ), sysfs)

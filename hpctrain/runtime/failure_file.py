@@ -17,7 +17,7 @@ from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE
-from hpctrain.runtime.snapshot_imports import describe_missing_import
+from hpctrain.runtime.snapshot_imports import describe_missing_copy
 from hpctrain.tracebacks import PEER_LOST, fold
 
 #: Keys in the attempt's store: the number of failures, which orders them without a common clock, and the
@@ -46,7 +46,7 @@ def suggest_micro_batch_size(error: BaseException, size: int) -> None:
 
 def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a record of `error` for `write_failure`, without references to the exception's objects."""
-    if hint := describe_missing_import(error, environ) or _describe_earlier_output(error, environ):
+    if hint := describe_missing_copy(error, environ) or _describe_earlier_output(error, environ):
         error.add_note(f"{hint}.")
     return {
         "kind": "exception",
@@ -136,7 +136,7 @@ def _traceback(error: BaseException) -> str:
 def _next_failure_index(
     failure: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[int | None, str | None]:
-    """Return the number of this failure in the attempt, and the cause of all; None without a store.
+    """Return the number of this failure in the attempt, and the cause of all; None if rank 0 hosts no store.
 
     A rank that never imported torch has no peers that could fail as a consequence, so no number is needed.
     """
@@ -149,6 +149,8 @@ def _next_failure_index(
         from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        # Rank 0 may have exited, or the script may use another store. torch would try until its timeout.
+        socket.create_connection((address, port), _STORE_TIMEOUT.total_seconds()).close()
         tcp_store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
         store = SignedStore.wrap(tcp_store, environ)
         order = int(store.add(FAILURE_COUNT_KEY, 1))

@@ -19,10 +19,11 @@ from typing import Any
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
+from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.program.debugger import debugger
 from hpctrain.runtime.program.emergency_save import emergency_save
-from hpctrain.runtime.program.process_group_check import has_process_group
+from hpctrain.runtime.program.process_group_check import find_rendezvous, has_process_group
 from hpctrain.runtime.program.requested_flips import request_flip
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
@@ -61,7 +62,7 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         **debugged,
         **({} if startup is None else {"startup": startup}),
         "emergency": emergency_save.heartbeat(),
-        "phase": activity.phase,
+        "phase": RankPhase.JOIN if _rendezvous() else activity.phase,
         "step": activity.step,
         "beats": activity.progress_count,
         "spent": [
@@ -108,8 +109,14 @@ def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Conn
     Raises:
         OSError: the supervisor has exited.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    connection.send({"told": {"phase": activity.phase, "step": activity.step, **describe_frame(frame)}})
+    rendezvous = _rendezvous()
+    position = {
+        "phase": RankPhase.JOIN if rendezvous else activity.phase,
+        "step": activity.step,
+        "rendezvous": rendezvous,
+        **describe_frame(_main_frame()),
+    }
+    connection.send({"told": position})
     with suppress(OSError):
         make_folder(run.failures)
         with open(run.stacks(attempt, ranks.rank), "w", encoding="utf-8", opener=own_file) as file:
@@ -119,6 +126,15 @@ def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Conn
         if ranks.local_rank == 0 and (gpus := _gpus()):
             write_atomic(run.hung_gpus(attempt, ranks.node_rank), json.dumps(gpus, indent=1) + "\n")
     connection.send({"written": True})
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _rendezvous() -> str | None:
+    """Return the address at which the script waits for its process group, or None."""
+    return find_rendezvous(_main_frame(), os.environ) if activity.phase == RankPhase.START else None
 
 
 def describe_frame(frame: FrameType | None) -> dict[str, Any]:

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 
 from hpctrain.authentication import read_secret
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
+from hpctrain.cluster.device_plan import (
+    gpu_sharing_reason,
+    gpus_per_task,
+    is_mig,
+    own_gpus,
+    plan_device,
+    visible_devices,
+)
 from hpctrain.cluster.parent_death import die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, read_json, write_atomic
@@ -49,7 +56,7 @@ def main(environ: Mapping[str, str]) -> None:
     _listen_for_stop(path, {"rank": ranks.rank, "host": host, "trouble": [], "stopped": True})
     with GpuReader(visible_devices(environ)) as reader:
         readings = reader.read()
-    mine = own_gpus(ranks, environ, len(readings))
+    mine = gpus_to_test(ranks, environ, len(readings))
     job = f"{environ.get('SLURM_JOB_ID')}/{environ.get('SLURM_RESTART_COUNT', 0)}"
     before = previous_memory_errors(run, host or "", ranks.local_rank, job, readings)
     shared = gpu_sharing_reason(environ) is not None
@@ -86,8 +93,8 @@ def _listen_for_stop(path: Path, record: Mapping[str, object]) -> None:
         signal.signal(number, leave)
 
 
-def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
-    """Return the GPUs to test: the GPU of this rank, or all GPUs if it is the only rank on the node.
+def gpus_to_test(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
+    """Return the GPUs to test: those of this rank, or all GPUs if it is the only rank on the node.
 
     Other ranks on the node test their GPUs at the same time.
 
@@ -97,6 +104,8 @@ def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list
     if ranks.local_world_size == 1:
         # CUDA shows a process only the first MIG instance.
         return list(range(min(num_visible, 1) if is_mig(environ) else num_visible))
+    if gpus_per_task(environ) > 1:
+        return own_gpus(ranks, environ, num_visible)
     index = plan_device(ranks, environ, num_visible).index
     return [] if index is None else [index]
 

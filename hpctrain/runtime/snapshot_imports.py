@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -40,14 +41,18 @@ def copied_path(path: str, environ: Mapping[str, str]) -> str:
     return _copied_path(path, environ[CODE_SOURCE_VARIABLE], copy)
 
 
-def describe_missing_import(error: BaseException, environ: Mapping[str, str]) -> str:
-    """Return the remedy for an import that fails only in the copy of the code.
+def describe_missing_copy(error: BaseException, environ: Mapping[str, str]) -> str:
+    """Return the remedy for a module or file that is missing only in the copy of the code.
 
     Empty for other failures.
     """
-    if not isinstance(error, ModuleNotFoundError) or not error.name or CODE_VARIABLE not in environ:
+    if CODE_VARIABLE not in environ:
         return ""
     copy, source = environ[CODE_VARIABLE], environ[CODE_SOURCE_VARIABLE]
+    if isinstance(error, FileNotFoundError):
+        return _describe_missing_file(error, copy, source)
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
     parts = os.path.join(*error.name.split("."))
     for folder in sys.path:
         if folder != copy and not folder.startswith(copy + os.sep):
@@ -61,6 +66,22 @@ def describe_missing_import(error: BaseException, environ: Mapping[str, str]) ->
                     "--no-code-snapshot"
                 )
     return ""
+
+
+def _describe_missing_file(error: FileNotFoundError, copy: str, source: str) -> str:
+    """Return the remedy for a file next to the script; some libraries name it only in the message."""
+    match = re.search(rf"{re.escape(copy)}{os.sep}[^\s'\"]+", str(error))
+    path = error.filename if isinstance(error.filename, str) else match[0] if match else ""
+    name = os.path.relpath(os.path.abspath(path), copy) if path else os.pardir
+    if name.split(os.sep)[0] == os.pardir or not os.path.exists(os.path.join(source, name)):
+        return ""
+    parts = name.split(os.sep)
+    prefixes = (os.path.join(*parts[: count + 1]) for count in range(len(parts)))
+    ignored = next((part for part in prefixes if not os.path.exists(os.path.join(copy, part))), name)
+    return (
+        f"git ignores {ignored}, so it is missing from the code snapshot that the ranks use. Submit with "
+        f"--no-code-snapshot, or open {name} in the working directory or by its path {source}/{name}"
+    )
 
 
 def _copied_path(path: str, source: str, copy: str) -> str:

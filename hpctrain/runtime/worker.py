@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
+from hpctrain.cluster.device_plan import gpus_per_task, own_gpu_variables
 from hpctrain.cluster.orphans import kill_orphans
 from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
 from hpctrain.cluster.processes import title_writer
@@ -73,6 +74,7 @@ from hpctrain.runtime.supervisor_connection import (
     start_heartbeat,
 )
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped, pending_saves
+from hpctrain.telemetry.sampling.nvml import count_gpus
 from hpctrain.telemetry.startup_parts import StartupPart
 from hpctrain.telemetry.startup_times import startup_times
 
@@ -110,6 +112,9 @@ def main(argv: list[str]) -> NoReturn:
     if ranks.local_rank == 0:
         kill_orphans(os.environ[RUN_DIR_VARIABLE], attempt)
     sampler = NodeSampler(run, ranks, os.environ)
+    # The sampler, which has already started, measures all GPUs of the node.
+    if gpus_per_task(os.environ) > 1:
+        os.environ.update(own_gpu_variables(ranks, os.environ, count_gpus(os.environ)))
     faulthandler.enable()
     # For ranks that cannot respond to the supervisor because native code holds the GIL.
     faulthandler.register(signal.SIGQUIT)

@@ -31,7 +31,7 @@ def check_directive_conflicts(directives: Mapping[str, str], *, nodes: int, gpus
     if any(part.partition(":")[0] == "gpu" for part in directives.get("gres", "").split(",")):
         raise SpecError(
             f"{_as_option('gres', directives)} requests GPUs. "
-            "Use --gpus-per-node for GPUs (one per rank), and --gres for other resources."
+            "Use --gpus-per-node for GPUs, and --gres for other resources."
         )
     _check_nodes(directives, nodes)
 

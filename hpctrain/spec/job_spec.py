@@ -78,7 +78,7 @@ class JobSpec:
     gpu_request_style: GpuRequestStyle = "gres"
     """The sbatch option that requests GPUs at this site."""
     ntasks_per_node: int = 0
-    """Ranks per node; 0 means one per GPU, or one for CPU runs."""
+    """Ranks per node; 0 means one per GPU, or one for CPU runs. With fewer ranks, each has several GPUs."""
     cpus_per_task: int | None = None
     python: str
     """Python interpreter of the supervisor and the ranks."""
@@ -139,6 +139,11 @@ class JobSpec:
     def world_size(self) -> int:
         """Number of ranks on all nodes. An elastic run may have fewer."""
         return self.nodes * self.ntasks_per_node
+
+    @property
+    def gpus_per_task(self) -> int:
+        """GPUs of each rank; 0 for runs on CPUs."""
+        return self.gpus_per_node // self.ntasks_per_node
 
     @property
     def most_granted(self) -> int:

@@ -125,11 +125,11 @@ def _check_shape(spec: JobSpec) -> None:
             )
     if spec.ntasks_per_node < 1:
         raise SpecError(f"--ntasks-per-node is {spec.ntasks_per_node}, but must be at least 1.")
-    if spec.gpus_per_node and spec.ntasks_per_node != spec.gpus_per_node:
+    if spec.gpus_per_node % spec.ntasks_per_node:
         raise SpecError(
-            f"Each rank uses one GPU, but there are {spec.ntasks_per_node} ranks (--ntasks-per-node) and "
-            f"{spec.gpus_per_node} GPUs (--gpus-per-node) per node. Remove --ntasks-per-node, or set both "
-            "to the same number."
+            f"There are {spec.gpus_per_node} GPUs (--gpus-per-node) and {spec.ntasks_per_node} ranks "
+            "(--ntasks-per-node) per node, but each rank needs the same number of GPUs. Remove "
+            "--ntasks-per-node to start one rank per GPU, or set it to a divisor of the number of GPUs."
         )
     if spec.cpus_per_task is not None and spec.cpus_per_task < 1:
         raise SpecError(f"--cpus-per-task is {spec.cpus_per_task}, but must be at least 1.")

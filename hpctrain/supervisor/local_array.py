@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import FrameType
 
 from hpctrain import system
+from hpctrain.cluster.device_plan import gpu_variables
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.files import own_file, try_lock
 from hpctrain.records.run_record import read_run_record
@@ -20,7 +21,7 @@ from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.acquire_run import record_manual_submission, register_job
 from hpctrain.supervisor.launch.job_step import TaskExit
-from hpctrain.supervisor.launch.local import gpu_variables, visible_gpus
+from hpctrain.supervisor.launch.local import visible_gpus
 from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)

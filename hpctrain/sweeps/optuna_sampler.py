@@ -28,7 +28,7 @@ _STUDY = "sweep"
 def check_optuna_installed() -> None:
     """Raise `UserError` if Optuna is not installed."""
     if find_spec("optuna") is None:
-        raise UserError("Optuna is not installed (--optuna). Install it: pip install 'hpctrain[optuna]'.")
+        raise UserError("Optuna is not installed (--optuna). Run `pip install optuna`.")
 
 
 def choose_values(trial: RunDir, sweep: SweepRecord) -> TrialValues:

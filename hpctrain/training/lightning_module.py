@@ -281,8 +281,15 @@ class LightningRun:
         getattr(self._module, f"on_{kind}_start")()
         getattr(self._module, f"on_{kind}_epoch_start")()
 
-    def end_evaluation(self, method: str, means: Mapping[str, float]) -> dict[str, float]:
+    def end_evaluation(self, method: str, means: Mapping[str, float], count: int) -> dict[str, float]:
         """Call the hooks after a validation or test; return all its metrics. All ranks must call this.
+
+        Values that the hooks log are means over the samples of a rank.
+
+        Args:
+            method: the method of the evaluation, such as `validation_step`.
+            means: means over the samples of all ranks.
+            count: number of samples of this rank.
 
         Raises:
             UserError: the ranks log different names at the end.
@@ -293,14 +300,16 @@ class LightningRun:
             getattr(self._module, f"{hook}_epoch_end")()
         computed = self._compute_metrics()  # the hook may log more
         self.reset_metrics()
-        first, *others = gathered = self._context.all_gather({name: float(logged[name]) for name in logged})
-        for rank, values in enumerate(others, 1):
+        own = count, {name: float(logged[name]) for name in logged}
+        (_, first), *others = gathered = self._context.all_gather(own)
+        for rank, (_, values) in enumerate(others, 1):
             if values.keys() != first.keys():
                 raise UserError(
                     f"{type(self._module).__name__}.{hook}_epoch_end logs {sorted(first)} on rank 0, but "
                     f"{sorted(values)} on rank {rank}. Log the same names on every rank."
                 )
-        at_end = {name: sum(each[name] for each in gathered) / len(gathered) for name in first}
+        trained = [each for each in gathered if each[0]]
+        at_end = {name: _mean([(weight, values[name]) for weight, values in trained]) for name in first}
         self.results = results = {**means, **computed, **at_end}
         getattr(self._module, f"{hook}_end")()
         self.proxy.validating = self.proxy.sanity_checking = False
@@ -314,6 +323,14 @@ class LightningRun:
             self._metrics.update(paths)
         parts = sorted(self._metrics.items())
         return {name: float(self._module.get_submodule(path).compute()) for name, path in parts}
+
+
+def _mean(weighted: Sequence[tuple[int, float]]) -> float:
+    """Return the weighted mean; exactly the value if all values are equal."""
+    values = {value for _, value in weighted}
+    if len(values) == 1:
+        return values.pop()
+    return sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
 
 
 def _make_step(kind: str) -> Callable[..., Any]:

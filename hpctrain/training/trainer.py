@@ -17,7 +17,7 @@ from hpctrain.runtime.distributed_context import DistributedContext, init_distri
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
-from hpctrain.training.base.device_selection import find_devices, has_launcher, with_devices
+from hpctrain.training.base.device_selection import find_devices, has_launcher, process_devices, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.lightning_hooks import lightning_base
@@ -122,7 +122,8 @@ class Trainer(TrainerConfig):
             )
         self.ending, self.optimizers, self.schedulers = None, [], []
         devices = self._own_devices()
-        if devices and (self._strategy.spawns or (len(devices) > 1 and not self._strategy.single_process)):
+        runs_here = has_launcher(self.ranks) or self._strategy.single_process
+        if devices and not runs_here and (self._strategy.spawns or len(devices) > 1):
             data = {"train_dataset": train_dataset, "val_dataset": val_dataset, "datamodule": datamodule}
             self._fit_in_processes(devices, module, data)
             return
@@ -130,7 +131,7 @@ class Trainer(TrainerConfig):
         # because the ranks cannot agree on a stop yet.
         context = with_devices(init_distributed(self.ranks, os.environ), devices)
         with (
-            capture_stop_signals() as stop,
+            capture_stop_signals(repeats_late=True) as stop,
             self._lightning(module, context, datamodule, "fit") as lightning,
         ):
             callbacks = list(self.callbacks)
@@ -231,14 +232,14 @@ class Trainer(TrainerConfig):
         return lightning_run(self, module, context, datamodule, stage)
 
     def _own_devices(self) -> list[int | None]:
-        """Return the devices selected by the user's setting; empty if a launcher started the ranks."""
+        """Return the devices selected by the user's setting, or by the launcher if a rank has several."""
         if has_launcher(self.ranks):
             if self.devices is not None and self.is_main:
                 print(
                     f"hpctrain: devices={self.devices!r} has no effect, because the launcher "
                     f"({self.ranks.environment}) assigns a device to each rank"
                 )
-            return []
+            return process_devices(self.ranks, os.environ) if self._strategy.uses_all_devices else []
         default = "auto" if self._strategy.spawns or self._strategy.single_process else None
         devices = default if self.devices is None else self.devices
         return [] if devices is None else find_devices(devices, os.environ)

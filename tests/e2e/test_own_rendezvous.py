@@ -98,6 +98,22 @@ def test_processes_of_a_single_rank_meet(tmp_path, free_port, script):
     assert all(f"rank {rank} of 2: 2" in output for rank in range(2))
 
 
+def test_ranks_at_different_addresses_are_reported(tmp_path, free_port):
+    (tmp_path / "train.py").write_text(
+        "import os, sys, torch.distributed as dist\n"
+        "port = int(sys.argv[1]) + int(os.environ['RANK'])\n"
+        "rank, world = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n"
+        "url = f'tcp://127.0.0.1:{port}'\n"
+        "dist.init_process_group('gloo', init_method=url, rank=rank, world_size=world)\n"
+    )
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--backend", "local", "--ntasks-per-node", "2"]
+    limits = ["--hang-timeout", "25", "--max-failures", "1", "--follow", "--run-dir", "run"]
+    result = run_command([*submit, *limits, "train.py", free_port], cwd=tmp_path, check=False, timeout=300)
+    assert result.returncode == 4
+    addresses = [f"tcp://127.0.0.1:{free_port + rank}" for rank in range(2)]
+    assert f"ranks 0-1 waiting for the process group at {' and '.join(addresses)}" in result.stderr
+
+
 @pytest.mark.slurm
 @pytest.mark.parametrize("script", ["own MASTER_PORT", "env"])
 def test_ranks_on_slurm_meet_at_the_address_of_the_script(slurm, tmp_path, free_port, script):

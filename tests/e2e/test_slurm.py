@@ -171,7 +171,7 @@ def test_arguments_arrive_unchanged_and_are_not_executed(slurm, tmp_path):
 #: Variables that differ between any two jobs, and the distribution of ranks, which hpctrain sets.
 DIFFERENT = {"SLURM_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_TASK_PID"}
 DIFFERENT |= {"SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "SLURM_STEP_RESV_PORTS"}
-DIFFERENT |= {"SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SLURM_DISTRIBUTION"}
+DIFFERENT |= {"SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SLURM_JOB_SLUID", "SLURM_DISTRIBUTION"}
 
 
 def test_ranks_have_the_variables_of_sbatch_and_srun(slurm, tmp_path):

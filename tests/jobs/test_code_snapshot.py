@@ -15,6 +15,7 @@ from helpers.waiting import wait_for
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.code_snapshot import CodeSnapshot, plan_snapshot
 from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.runtime.snapshot_imports import describe_missing_copy
 from hpctrain.spec.load_spec import load_spec
 
 #: They start many processes, so `make test-fast` leaves them out.
@@ -391,16 +392,36 @@ def test_ignored_module_is_named_when_its_import_fails(tmp_path):
     probe = (
         "import os, sys\n"
         f"sys.path.insert(0, {str(copy / 'src')!r})\n"
-        "from hpctrain.runtime.snapshot_imports import describe_missing_import\n"
+        "from hpctrain.runtime.snapshot_imports import describe_missing_copy\n"
         "for name in ('lib2x', 'nowhere_at_all'):\n"
         "    try: __import__(name)\n"
-        "    except ImportError as error: print(describe_missing_import(error, os.environ) or 'unknown')\n"
+        "    except ImportError as error: print(describe_missing_copy(error, os.environ) or 'unknown')\n"
     )
     variables = {"HPCTRAIN_CODE_DIR": str(copy), "HPCTRAIN_CODE_SOURCE": str(source)}
     hint, unknown = run_command([sys.executable, "-c", probe], variables).stdout.splitlines()
     assert hint.startswith("src/lib2x.py exists, but git ignores it")
     assert "git add -f src/lib2x.py" in hint
     assert unknown == "unknown"
+
+
+def test_ignored_file_is_named_when_it_is_not_found(tmp_path):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    (source / "sets" / "data").mkdir(parents=True)
+    (source / "sets" / "data" / "a b.txt").touch()
+    (copy / "sets").mkdir(parents=True)
+    environ = {"HPCTRAIN_CODE_DIR": str(copy), "HPCTRAIN_CODE_SOURCE": str(source)}
+    errors = [FileNotFoundError(f"Couldn't find '{copy}/sets/data'")]
+    for path in ("sets/data/a b.txt", "sets/gone.txt", "../elsewhere"):
+        with pytest.raises(FileNotFoundError) as error:
+            (copy / path).read_text()
+        errors.append(error.value)
+    folder, file, *others = (describe_missing_copy(error, environ) for error in errors)
+    for hint, name in ((folder, "sets/data"), (file, "sets/data/a b.txt")):
+        assert hint == (
+            "git ignores sets/data, so it is missing from the code snapshot that the ranks use. Submit with "
+            f"--no-code-snapshot, or open {name} in the working directory or by its path {source}/{name}"
+        )
+    assert others == ["", ""]
 
 
 def test_plan_writes_nothing(repo):

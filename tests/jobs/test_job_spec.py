@@ -47,7 +47,7 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"nodes": 0}, "--nodes is 0, but must be at least 1"),
         ({"nodes": -1}, "nodes is -1"),
         ({"gpus_per_node": -1}, "--gpus-per-node is -1"),
-        ({"gpus_per_node": 2, "ntasks_per_node": 4}, "4 ranks .* and 2 GPUs"),
+        ({"gpus_per_node": 2, "ntasks_per_node": 4}, "2 GPUs .* and 4 ranks"),
         ({"cpus_per_task": 0}, "--cpus-per-task is 0"),
         ({"max_failures": 0}, "--max-failures is 0"),
         ({"stage": {"a/b": "/s"}}, "'a/b', the name of the copy of '/s' \\(--stage\\), is not valid"),

@@ -161,10 +161,8 @@ def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypat
 
 
 def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:
-    with pytest.raises(
-        SpecError, match=r"no option 'gpus_per_task'. Use --gpus-per-node: each rank has one GPU"
-    ):
-        resolve(tmp_path, {"gpus_per_task": 1})
+    with pytest.raises(SpecError, match=r"no option 'num_gpus'. Use --gpus-per-node"):
+        resolve(tmp_path, {"num_gpus": 1})
     assert explain_foreign("no-such-option") == ""
 
 

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from helpers.fake_slurm import queued, recorded
+from helpers.fake_slurm import FakeSlurm, queued, recorded
 from helpers.waiting import slowness
 
 from hpctrain.errors import SchedulerError, SpecError
@@ -170,3 +170,22 @@ def test_training_does_not_start_beside_a_broken_slurm(fake_slurm, trouble):
     fake_slurm.answer("sinfo", stderr=f"slurm_load_partitions: {trouble}\n", code=1)
     with pytest.raises(SchedulerError, match=f"Slurm is set up on this machine but .*{trouble}"):
         choose_backend("auto", fake_slurm.environ)
+
+
+def delay_sinfo(fake_slurm: FakeSlurm, seconds: float) -> None:
+    sinfo = fake_slurm.folder / "sinfo"
+    sinfo.write_text(sinfo.read_text().replace("\n", f"\nsleep {seconds}\n", 1))
+
+
+@pytest.mark.slow
+def test_busy_controller_is_awaited(fake_slurm):
+    delay_sinfo(fake_slurm, 7)
+    assert choose_backend("auto", fake_slurm.environ)[0].name == "slurm"
+
+
+@pytest.mark.parametrize("asked", ["auto", "slurm"])
+def test_controller_that_does_not_respond_is_reported(fake_slurm, monkeypatch, asked):
+    delay_sinfo(fake_slurm, 2)
+    monkeypatch.setattr("hpctrain.jobs.backends.slurm._PROBE_TIMEOUT_S", 0.2)
+    with pytest.raises(SchedulerError, match=r"does not respond: sinfo did .* within 0\.2 s\. Try again"):
+        choose_backend(asked, fake_slurm.environ)

@@ -121,7 +121,7 @@ def test_parameters_of_submitit_become_options(tmp_path):
     assert to_options(executor.parameters) == (
         {
             "ntasks_per_node": 4,
-            "gpus_per_node": 4,
+            "gpus_per_task": 1,
             "cpus_per_task": 3,
             "mail_user": "me",
             "name": "n",
@@ -130,6 +130,20 @@ def test_parameters_of_submitit_become_options(tmp_path):
         },
         7,
     )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "cpus"),
+    [
+        ({"gpus_per_node": 8}, 3),
+        ({"gpus_per_node": 8, "tasks_per_node": 2}, 12),
+        ({"gpus_per_task": 4}, 12),
+        ({"tasks_per_node": 2}, 3),
+    ],
+)
+def test_cpus_per_gpu_are_those_of_all_gpus_of_a_rank(tmp_path, parameters, cpus):
+    executor = Executor(tmp_path, cpus_per_gpu=3, **parameters)
+    assert to_options(executor.parameters)[0]["cpus_per_task"] == cpus
 
 
 @pytest.mark.parametrize(
@@ -151,7 +165,6 @@ def test_function_that_raises_is_called_again_on_request(auto, options, again):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("gpus_per_task", 2, "every rank has one GPU"),
         ("use_srun", False, "The supervisor starts the ranks with srun"),
         ("python", "python3", "venv, conda or container_image"),
     ],

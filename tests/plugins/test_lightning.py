@@ -124,6 +124,39 @@ def test_stateful_loader_continues_with_the_next_batch(tmp_path):
     assert train_in("failed") == whole[3:]
 
 
+def train_on_uneven_batches(num_samples: int, batch_size: int) -> float:
+    """Train a weight whose gradient is the mean of the samples; return the weight after an epoch."""
+    import lightning
+
+    from hpctrain.lightning import Trainer
+
+    class Mean(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch, batch_idx):
+            return (self.weight * batch.float()).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    module = Mean()
+    loader = DataLoader(list(range(num_samples)), batch_size=batch_size)
+    Trainer(max_epochs=1, **QUIET).fit(module, loader)
+    return module.weight.item()
+
+
+@pytest.mark.parametrize("num_samples", [9, 7])
+def test_gradient_is_the_mean_over_the_samples_of_all_ranks(num_samples, tmp_path):
+    """The last batch has 3 samples or 1, so that the ranks have 2 and 1, or 1 and a spare one."""
+    env = {RUN_DIR_VARIABLE: str(tmp_path)}
+    weights = run_on_ranks(train_on_uneven_batches, num_samples, 3, world_size=2, env=env)
+    samples = torch.arange(num_samples).float()
+    expected = -sum(batch.mean().item() for batch in samples.split(6))
+    assert weights == [pytest.approx(expected)] * 2
+
+
 @pytest.mark.long
 def test_resized_run_has_the_same_samples_with_a_stateful_batch_sampler(tmp_path):
     def train_on(world_size: int, run: str, max_steps: int) -> list[list[int]]:

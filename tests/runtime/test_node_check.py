@@ -7,7 +7,7 @@ import pytest
 from hpctrain.cluster import detect
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.node_check import check_gpu, own_gpus, previous_memory_errors
+from hpctrain.runtime.node_check import check_gpu, gpus_to_test, previous_memory_errors
 from hpctrain.telemetry.sampling.nvml import GpuReading
 
 
@@ -29,13 +29,13 @@ def ranks(local_rank: int, per_node: int):
 
 
 def test_each_rank_checks_the_gpu_that_it_will_use():
-    assert [own_gpus(*ranks(local, 4), 4) for local in range(4)] == [[0], [1], [2], [3]]
-    assert own_gpus(*ranks(0, 1), 4) == [0, 1, 2, 3], "an agent of torchrun has all of them"
-    assert own_gpus(*ranks(1, 2), 0) == []
+    assert [gpus_to_test(*ranks(local, 4), 4) for local in range(4)] == [[0], [1], [2], [3]]
+    assert gpus_to_test(*ranks(0, 1), 4) == [0, 1, 2, 3], "an agent of torchrun has all of them"
+    assert gpus_to_test(*ranks(1, 2), 0) == []
     single_rank, environ = ranks(0, 1)
-    assert own_gpus(single_rank, {**environ, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2) == [0]
+    assert gpus_to_test(single_rank, {**environ, "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2) == [0]
     with pytest.raises(EnvironmentMismatch, match="4 ranks on this node"):
-        own_gpus(*ranks(3, 4), 2)
+        gpus_to_test(*ranks(3, 4), 2)
 
 
 def test_memory_errors_count_from_the_first_check_of_the_job(tmp_path):

@@ -241,6 +241,28 @@ def test_stop_during_a_finalizer_is_not_lost(run):
     assert "after a stop signal, so it exits now" in log(run)
 
 
+LATE = """
+import os, signal, time
+import hpctrain.runtime.stopping.stop_signals as s
+s.LATE_SIGNAL_TIMEOUT_S = 1.0
+with s.capture_stop_signals(repeats_late=True) as flag:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "code"),
+    [
+        ("", 0),
+        ("time.sleep(60)", 75),
+        ("with s.capture_stop_signals() as flag: assert flag.signal_name == 'SIGTERM'\ntime.sleep(2)", 0),
+    ],
+    ids=["script ends", "script continues", "next training"],
+)
+def test_signal_that_came_too_late_for_a_training(run, rest, code):
+    assert start(run, LATE + rest).wait(50) == code
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_stop_signal_during_interpreter_exit_is_ignored(run, number):
     source = (

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from hpctrain.supervisor.workers.hang_detection import HangDetector, PhaseLimits, RankSnapshot, blocking_ranks
+from hpctrain.supervisor.workers.hang_detection import (
+    HangDetector,
+    HangInfo,
+    PhaseLimits,
+    RankSnapshot,
+    blocking_ranks,
+)
 from hpctrain.supervisor.workers.rank_monitor import describe_hang
 
 
@@ -133,7 +140,7 @@ def test_ranks_that_never_connect_hang_if_earlier_ranks_connected():
     stuck = second.find_hang(1511.0)
     assert stuck is not None
     assert (stuck.seconds, stuck.limit_s) == (501.0, 500.0)
-    assert describe_hang(stuck, {}, [], [], str) == (
+    assert describe_hang(stuck, {}, [], [], str, 2) == (
         "hung: no rank made progress for 501 s (limit 500 s); no rank has connected to the supervisor in "
         "this attempt"
     )
@@ -171,3 +178,13 @@ WAITS = RankSnapshot("step", 7, "backward (train.py:20)", waits=True)
 )
 def test_rank_outside_the_collective_is_found(snapshots, silent, ranks):
     assert blocking_ranks(snapshots, silent) == ranks
+
+
+def test_process_group_that_does_not_form_names_the_address_and_the_missing_rank():
+    stuck = HangInfo(301, 300)
+    joining = RankSnapshot("join", 0, "main (train.py:3)", waits=True, rendezvous="n1:29500")
+    text = describe_hang(stuck, {0: joining, 1: joining}, [], [], str, 3)
+    assert "ranks 0-1 waiting for the process group at n1:29500, and rank 2 not there" in text
+    elsewhere = replace(joining, rendezvous="n1:29501")
+    text = describe_hang(stuck, {0: joining, 1: elsewhere}, [], [], str, 2)
+    assert text.endswith("at n1:29500 and n1:29501. All ranks must use the same address")

@@ -27,9 +27,13 @@ SCRIPT = SCRIPTS / "train_contrastive.py"
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def trained_weights(tmp_path, steps: int, batch: int, *settings: str, nodes: int = 2, ranks: int = 4) -> dict:
+def trained_weights(
+    tmp_path, steps: int, batch: int, *settings: str, nodes: int = 2, ranks: int = 4, devices: int = 1
+) -> dict:
     args = [str(steps), str(batch), str(tmp_path / "out"), *settings]
-    run_forked(SCRIPT, args, VARIABLES, ranks=ranks, nodes=nodes)
+    # Without GPUs, the devices of a rank are all the CPU.
+    variables = VARIABLES | ({"HPCTRAIN_GPUS_PER_TASK": str(devices)} if devices > 1 else {})
+    run_forked(SCRIPT, args, variables, ranks=ranks, nodes=nodes)
     return torch.load(tmp_path / "out", weights_only=True)
 
 
@@ -84,6 +88,14 @@ def test_gradients_are_those_of_one_process(tmp_path, batch, nodes, ranks):
 
 def test_fifty_steps_are_those_of_one_process(tmp_path):
     actual, expected = trained_weights(tmp_path, 50, 18), single_process(50, 18, 2, 4)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch", [18, 3, 1])
+def test_one_process_per_node_with_two_devices_trains_like_two_processes(tmp_path, batch):
+    actual = trained_weights(tmp_path, 8, batch, nodes=2, ranks=2, devices=2)
+    expected = single_process(8, batch, 2, 2)
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-9)
 

@@ -143,3 +143,64 @@ def test_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
                 assert len(batch) == num_samples <= 4
                 seen += map(str, batch.tolist())
         assert len(seen) == len(set(seen)) == 11
+
+
+@pytest.mark.parametrize(
+    "dataset", [(X, Y.numpy()), {"x": X, "y": Y}, TensorDataset(X, Y), Subset((X, Y), range(10))]
+)
+def test_collate_function_gets_rows_of_columns(dataset):
+    def collate(samples):
+        rows = [sample.values() if isinstance(sample, dict) else sample for sample in samples]
+        return [
+            torch.stack([torch.as_tensor(value) for value in column]) for column in zip(*rows, strict=True)
+        ]
+
+    rows = fetcher(dataset, collate)
+    assert rows.num_samples == 10
+    torch.testing.assert_close(rows.fetch(0, torch.tensor([3, 1])), [X[[3, 1]], Y[[3, 1]]])
+
+
+def test_tuple_of_samples_of_different_lengths_needs_a_collate_function():
+    samples = (torch.ones(1), torch.ones(2))
+    assert fetcher(samples, len).num_samples == 2
+    with pytest.raises(hpctrain.UserError, match=r"different lengths: \[1, 2\]"):
+        fetcher(samples)
+
+
+class Filtered(PerSample):
+    """Returns None for one sample, as data sets do for a broken file."""
+
+    def __getitem__(self, index):
+        return None if index == 4 else X[index]
+
+
+class Mean(hpctrain.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def without_none(samples):
+    return torch.stack([sample for sample in samples if sample is not None])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_removed_samples_are_refused_if_batches_are_divided(num_workers):
+    def fit(val_dataset=None, **options):
+        trainer = hpctrain.Trainer(
+            max_steps=2, global_batch_size=5, collate_fn=without_none, num_workers=num_workers, **options
+        )
+        trainer.fit(Mean(), Filtered(), val_dataset)
+
+    fit()
+    for call in (lambda: fit(micro_batch_size=2), lambda: fit(Filtered(), validate_every=2)):
+        with pytest.raises(hpctrain.UserError, match=r"returned None for samples \[4\]"):
+            call()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import REPOSITORY, SCRIPTS
 from helpers.fork_server import run_forked
+from helpers.ranks import run_on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -164,6 +165,36 @@ def test_logged_values_are_means_over_the_samples(tmp_path):
     assert metrics(tmp_path, "number") == [0, 1, 2] * 2
     assert metrics(tmp_path, "epoch_end") == [7, 7]
     assert trainer.metrics == {"val_sum": pytest.approx(X.sum(1).mean().item(), rel=1e-5), "at_end": 3}
+
+
+class LogsInHooks(Line):
+    """Logs the means over a rank's samples in the hooks at the end of batches and of validations."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("batch_end", batch[0].mean())
+
+    def on_validation_epoch_start(self):
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(batch[0])
+
+    def on_validation_epoch_end(self):
+        self.log("epoch_end", torch.cat(self.seen).mean())
+
+
+def fit_on_ranks(folder: str) -> float:
+    """Train for an epoch; the ranks have 2, 1 and 1 samples of a batch, and 1, 1 and 0 of the last."""
+    return fit(LogsInHooks(), loader(), loader(), max_epochs=1, run_dir=folder).metrics["epoch_end"]
+
+
+@pytest.mark.ranks
+@pytest.mark.extended
+def test_values_of_hooks_are_weighted_by_the_samples_of_each_rank(tmp_path):
+    means = run_on_ranks(fit_on_ranks, str(tmp_path), world_size=3)
+    assert means == [pytest.approx(X.mean().item(), rel=1e-5)] * 3
+    expected = [X[low : low + 4].mean().item() for low in (0, 4, 8)]
+    assert metrics(tmp_path, "batch_end") == pytest.approx(expected, rel=1e-5)
 
 
 @row("`self.log` with a torchmetrics metric")

@@ -46,14 +46,14 @@ def choose_backend(
         return slurm, []
     if asked == "slurm" and dry_run:
         return slurm, []
-    if asked == "slurm":
-        raise SchedulerError(
-            f"Slurm cannot be used on this machine: {trouble}. Submit from a login node of the cluster, "
-            "or use --backend local to run on this machine."
-        )
     if is_transient(trouble):  # this machine may be a login node, where no training must start
         raise SchedulerError(
             f"Slurm is set up on this machine but does not respond: {trouble}. Try again later, "
+            "or use --backend local to run on this machine."
+        )
+    if asked == "slurm":
+        raise SchedulerError(
+            f"Slurm cannot be used on this machine: {trouble}. Submit from a login node of the cluster, "
             "or use --backend local to run on this machine."
         )
     return open_backend("local", environ), [f"Slurm is not available ({trouble}). Running on this machine."]

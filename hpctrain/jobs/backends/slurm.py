@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hpctrain.slurm.site_facts import Site
     from hpctrain.slurm.states import JobStateView
 
-#: Time limit of a probe in seconds: a busy or restarting controller may respond too late.
-_PROBE_TIMEOUT_S = 5
+#: Time limit of a probe in seconds: a busy controller may take longer than ten seconds.
+_PROBE_TIMEOUT_S = 30
 
 
 class SlurmBackend:

@@ -21,6 +21,7 @@ from hpctrain.serialization import FunctionCall
 class Executor(submitit.Executor):
     """Executor for functions. Every rank calls the function after the process group is initialized.
 
+    `submit` returns a `Job`. On several ranks, use its `results()`: `result()` requires a single rank.
     This class is also the `hpctrain` plugin of `submitit.AutoExecutor`.
 
     Args:

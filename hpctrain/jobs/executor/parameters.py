@@ -8,7 +8,7 @@ from typing import Any, cast
 import submitit
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.spec_builder import validate_option
+from hpctrain.jobs.options.spec_builder import node_shape, validate_option
 from hpctrain.jobs.options.table import SubmitOptions, all_options, option_aliases
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest
@@ -27,13 +27,12 @@ _HINTS = {
 }
 #: submitit's names of options.
 _RENAMED = {
-    "cpus_per_gpu": "cpus_per_task",  # One rank per GPU.
     "num_gpus": "gpus_per_node",
     "signal_delay_s": "stop_before_limit",
     "srun_args": "srun_arg",
 }
 #: submitit's parameters that `to_options` converts, because they are a part of an option.
-_CONVERTED = {"additional_parameters", "array_parallelism", "gpus_per_task", "max_num_timeout", "wckey"}
+_CONVERTED = {"additional_parameters", "array_parallelism", "cpus_per_gpu", "max_num_timeout", "wckey"}
 #: submitit's parameters that request the default behavior.
 _WITHOUT_EFFECT = {"stderr_to_stdout", "use_srun"}
 
@@ -68,14 +67,10 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
             return "time", None if value is None else format_time_limit(60 * value)
         case "mem_gb", _:
             return "mem", None if value is None else f"{round(1024 * value)}M"
-        case ("backend", "debug") | ("gpus_per_task", 1 | None):
+        case "backend", "debug":
             return plain, value
         case ("stderr_to_stdout", _) | ("use_srun", True | None):
             return plain, None
-        case "gpus_per_task", _:
-            raise SpecError(
-                f"gpus_per_task is {value!r}, but every rank has one GPU. Use gpus_per_node instead."
-            )
     known = ({*all_options()} | _CONVERTED) - _HINTS.keys()
     if plain not in known:
         hint = _HINTS.get(plain) or suggest(plain, sorted(known))
@@ -98,8 +93,9 @@ def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
         else:
             text = "" if value is True else str(value)
             options["sbatch"] = {**options.get("sbatch", {}), name.replace("_", "-"): text}
-    if "gpus_per_task" in parameters:
-        options.setdefault("gpus_per_node", options.get("ntasks_per_node", 1))
+    if (cpus := parameters.get("cpus_per_gpu")) is not None:
+        _, gpus, ntasks = node_shape(cast(SubmitOptions, options))
+        options["cpus_per_task"] = cpus * max(1, gpus // (ntasks or gpus or 1))
     if (retries := parameters.get("max_num_timeout")) is not None:
         options["restart_policy"] = {"time-limit.retries": retries, **options.get("restart_policy", {})}
     return cast(SubmitOptions, options), parameters.get("array_parallelism", 0)

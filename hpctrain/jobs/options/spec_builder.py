@@ -23,7 +23,7 @@ from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.spec.shell_setup import ShellSetup, is_conda_prefix
 from hpctrain.spec.validation import CONTROL_CHARACTER, check_spec
-from hpctrain.text import is_count
+from hpctrain.text import is_count, pluralize
 
 #: Default parent of run folders, relative to the folder of the submission.
 RUNS_FOLDER = "runs"
@@ -66,7 +66,7 @@ def build_spec(
     """
     path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
     name = given.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
-    gpu_type, gpus_per_node = parse_gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
+    gpu_type, gpus_per_node, ntasks_per_node = node_shape(given)
     time_limit_s, directives = _time(given), _directives(given, cwd)
     if "time" in given and time_limit_s is None and backend == "slurm":
         # Without the option, the default of the partition would apply.
@@ -91,7 +91,7 @@ def build_spec(
         gpus_per_node=gpus_per_node,
         gpu_type=gpu_type,
         gpu_request_style=given.get("gpu_request_style", JobSpec.gpu_request_style),
-        ntasks_per_node=_positive("ntasks-per-node", given.get("ntasks_per_node")),
+        ntasks_per_node=ntasks_per_node,
         cpus_per_task=given.get("cpus_per_task"),
         python=shell.python or python,
         workdir=str(cwd),
@@ -208,6 +208,27 @@ def _nodes(value: int | str) -> tuple[int, int]:
         f"--nodes {value!r} is neither a number nor a range. Use a number of nodes, such as 2, or a minimum "
         "and maximum, such as 2:4."
     )
+
+
+def node_shape(given: SubmitOptions) -> tuple[str | None, int, int]:
+    """Return the type and number of GPUs of a node, and the number of its ranks; 0 for the default number.
+
+    Raises:
+        SpecError: a value is invalid, or they contradict each other.
+    """
+    gpu_type, gpus = parse_gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
+    ntasks = _positive("ntasks-per-node", given.get("ntasks_per_node"))
+    per_task = _positive("gpus-per-task", given.get("gpus_per_task"))
+    if not per_task:
+        return gpu_type, gpus, ntasks
+    gpus = gpus or per_task * (ntasks or 1)
+    ntasks = ntasks or gpus // per_task
+    if ntasks * per_task != gpus:
+        raise SpecError(
+            f"{pluralize(ntasks, 'rank')} (--ntasks-per-node) with {per_task} GPUs each (--gpus-per-task) "
+            f"need {ntasks * per_task} GPUs per node, but --gpus-per-node is {gpus}. Change one of them."
+        )
+    return gpu_type, gpus, ntasks
 
 
 def parse_gpus(value: int | str) -> tuple[str | None, int]:

@@ -78,7 +78,15 @@ class _Size(TypedDict, total=False):
         OptionInfo(
             metavar="[TYPE:]G",
             default=JobSpec.gpus_per_node,
-            help="GPUs per node (one rank per GPU), optionally with a type, as in h100:8. 0 uses only CPUs.",
+            help="GPUs per node, optionally with a type, as in h100:8. 0 uses only CPUs.",
+        ),
+    ]
+    gpus_per_task: Annotated[
+        int,
+        OptionInfo(
+            metavar="G",
+            default_words="1 for runs on GPUs",
+            help="GPUs per rank. With several, a rank can use dp, ddp2 or device_map, or start processes.",
         ),
     ]
     ntasks_per_node: Annotated[
@@ -87,7 +95,7 @@ class _Size(TypedDict, total=False):
             aliases=("--tasks-per-node", "--nproc-per-node"),
             metavar="T",
             default_words="one per GPU; 1 for runs on CPUs",
-            help="Ranks per node. Needed only for runs on CPUs.",
+            help="Ranks per node. With fewer ranks than GPUs, each rank has several GPUs.",
         ),
     ]
     cpus_per_task: Annotated[
@@ -314,7 +322,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="LINE",
             example="[ulimit -c 0]",
-            help="Shell line to run verbatim in the batch script.",
+            help="Shell line to run verbatim in the batch script, which starts in the run folder.",
         ),
     ]
     teardown: Annotated[
@@ -509,7 +517,7 @@ class _Nodes(TypedDict, total=False):
         str,
         OptionInfo(
             aliases=("-w",),
-            metavar="NODES",
+            metavar="NODES|FILE",
             example="n[01-04]",
             directive=True,
             help="Nodes that the allocation must include.",
@@ -518,7 +526,11 @@ class _Nodes(TypedDict, total=False):
     exclude: Annotated[
         str,
         OptionInfo(
-            aliases=("-x",), metavar="NODES", example="n[07,12]", directive=True, help="Nodes to exclude."
+            aliases=("-x",),
+            metavar="NODES|FILE",
+            example="n[07,12]",
+            directive=True,
+            help="Nodes to exclude.",
         ),
     ]
     switches: Annotated[

@@ -216,6 +216,12 @@ def check_environment(job: PreparedSubmission) -> None:
             f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with "
             "another interpreter."
         )
+    rdzv_backend = "c10d" if spec.torchrun is None or spec.container else spec.torchrun.rdzv_backend
+    if rdzv_backend != "c10d" and python == Path(sys.executable) and not _has_module("etcd", sys.path):
+        raise SpecError(
+            f"--rdzv-backend {rdzv_backend} requires the module 'etcd', which is not installed. Run "
+            "`pip install python-etcd`, or use --rdzv-backend c10d."
+        )
     spec.shell.check_files(job.environ)
     if spec.container is not None:
         spec.container.check_files()
@@ -256,6 +262,13 @@ def _describe_changes(run: RunDir, spec: JobSpec) -> Iterator[str]:
         before = load_spec(run.spec)
     except SpecError:
         return
+    if before.code is not None and (written := _files_written_into(Path(before.code.copy))):
+        more = f" and {len(written) - 1} more" if written[1:] else ""
+        yield (
+            f"The run wrote files into its code snapshot, {before.code.copy!r}: {written[0]!r}{more}. This "
+            "submission uses a new snapshot without these files. Copy the files that the script needs, and "
+            "change the script to write to the working directory or $HPCTRAIN_RUN_DIR."
+        )
     old, new = ((each.script, shlex.join(each.args)) for each in (before, spec))
     changed = [
         f"{name} {now or 'none'!r} instead of {then or 'none'!r}"
@@ -267,6 +280,19 @@ def _describe_changes(run: RunDir, spec: JobSpec) -> Iterator[str]:
             f"The folder {str(run.path)!r} (--run-dir) contains a run, which this submission continues with "
             f"{' and '.join(changed)}. To start a new run instead, choose another folder."
         )
+
+
+def _files_written_into(copy: Path) -> list[str]:
+    """Return the files in a code snapshot that are newer than its record."""
+    try:
+        copied_at = os.stat(f"{copy}.json").st_mtime
+    except OSError:
+        return []
+    return [
+        str(path.relative_to(copy))
+        for path in sorted(copy.rglob("*"))
+        if path.suffix != ".pyc" and path.is_file() and path.lstat().st_mtime > copied_at
+    ]
 
 
 def _check_run_folder(run: RunDir, *, is_array: bool) -> None:

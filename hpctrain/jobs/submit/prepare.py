@@ -10,7 +10,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.options.option_value import OptionSource, OptionValue
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
-from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec, parse_gpus
+from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.submit.preflight import CHECKS, Check, PreparedSubmission, run_preflight
 from hpctrain.slurm.site_facts import Site
@@ -156,7 +156,7 @@ def _read_srun_variables(asked: SubmitOptions, environ: Mapping[str, str]) -> li
 
 def _choose_cpus(asked: SubmitOptions, site: Site | None, environ: Mapping[str, str]) -> list[str]:
     """Choose the CPUs per rank of a job with GPUs, unless they were requested."""
-    gpu_type, gpus = parse_gpus(asked.get("gpus_per_node", 0))
+    gpu_type, gpus, ntasks = node_shape(asked)
     if not gpus or site is None or "cpus_per_task" in asked:
         return []
     from hpctrain.jobs.site.node_share import choose_cpus_per_task
@@ -167,7 +167,7 @@ def _choose_cpus(asked: SubmitOptions, site: Site | None, environ: Mapping[str, 
         [name for name in partitions.split(",") if name],
         gpus_per_node=gpus,
         gpu_type=gpu_type,
-        ntasks_per_node=asked.get("ntasks_per_node", gpus),
+        ntasks_per_node=ntasks or gpus,
         whole_nodes=asked.get("exclusive") is True,
     )
     if cpus is not None:

@@ -178,7 +178,7 @@ class ScratchRun:
             nodes=part.nodes,
             min_nodes=part.nodes,
             ntasks_per_node=per_node,
-            gpus_per_node=per_node if self._spec.gpus_per_node else 0,
+            gpus_per_node=per_node * self._spec.gpus_per_task,
         )
 
     def _load_spec(self) -> JobSpec:

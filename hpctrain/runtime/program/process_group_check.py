@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.rundir import INDEPENDENT_RANKS_VARIABLE
@@ -96,3 +97,22 @@ def _takes_local_rank() -> bool:
     with suppress(OSError, ValueError):
         return bool(re.search(r"--local[-_]rank\b", Path(path).read_text(errors="replace")))
     return False
+
+
+def find_rendezvous(frame: FrameType | None, environ: Mapping[str, str]) -> str | None:
+    """Return the address at which a thread waits for the process group; None if it does not wait for it.
+
+    Args:
+        frame: the innermost frame of the thread.
+        environ: the variables for `env://`.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group":
+            method = frame.f_locals.get("init_method") or "env://"
+            if frame.f_locals.get("store") is not None:
+                return "the store of the script"
+            if str(method).startswith("env://"):
+                return f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+            return str(method)
+        frame = frame.f_back
+    return None

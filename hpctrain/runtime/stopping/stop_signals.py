@@ -29,6 +29,11 @@ from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_s
 
 #: Time limit for the clean-up of a process that exits on a signal.
 EXIT_TIMEOUT_S = 15.0
+#: Time for the script to end after a stop signal that came too late to stop the training.
+LATE_SIGNAL_TIMEOUT_S = 5.0
+
+_late_signal: signal.Signals | None = None
+"""A stop signal that came too late to stop a training, until it takes effect."""
 
 _exit_signal: int | None = None
 """The signal that caused the exit of this process."""
@@ -57,16 +62,21 @@ class StopFlag:
 
 
 @contextlib.contextmanager
-def capture_stop_signals() -> Iterator[StopFlag]:
+def capture_stop_signals(*, repeats_late: bool = False) -> Iterator[StopFlag]:
     """Record stop signals in the yielded flag until the block ends.
+
+    With `repeats_late`, a signal that did not stop the block takes effect at the next such block, or a few
+    seconds later. A script that ends in the meantime is complete.
 
     Python delivers signals only to the main thread. In another thread the flag is never set, and a message
     is printed to stderr.
     """
+    global _late_signal
     flag = StopFlag()
-    if (number := _exit_signal) is not None:
-        # The interrupted code swallowed the exception: stop the training instead.
+    # An exit signal whose exception the interrupted code swallowed stops the training instead.
+    if (number := _exit_signal or _late_signal) is not None:
         flag.record(number, None)
+        _late_signal = None
     if threading.current_thread() is not threading.main_thread():
         print(
             "hpctrain: training does not run in the main thread, so it cannot receive stop signals. Start "
@@ -79,10 +89,14 @@ def capture_stop_signals() -> Iterator[StopFlag]:
     previous = {number: signal.signal(number, flag.record) for number in STOP_SIGNALS}
     try:
         yield flag
+        if repeats_late and flag.signal_name is not None:
+            _late_signal = signal.Signals[flag.signal_name]
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         clear_stop_signals()
+    if _late_signal is not None and handles_stop_signals():
+        threading.Thread(target=_repeat_late_signal, args=(_late_signal,), daemon=True).start()
 
 
 def exit_on_stop_signal() -> None:
@@ -164,6 +178,14 @@ def _repeat_after_timeout(number: signal.Signals) -> None:
     """Repeat a signal if the ranks have not stopped after a common step; the rank then exits immediately."""
     time.sleep(agreement_timeout_s(number, os.environ))
     signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def _repeat_late_signal(number: signal.Signals) -> None:
+    global _late_signal
+    time.sleep(LATE_SIGNAL_TIMEOUT_S)
+    if _late_signal is not None:
+        _late_signal = None
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _force_exit_after_timeout() -> None:

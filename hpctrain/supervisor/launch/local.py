@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, list_amd_gpus
-from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
+from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpu_variables, visible_devices
 from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.rundir import CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
 from hpctrain.spec.job_spec import JobSpec
@@ -109,12 +109,6 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     hip = next((environ[name] for name in HIP_VARIABLES if name in environ), None)
     listed = visible_devices({VISIBLE_VARIABLE: hip} if hip is not None and list_amd_gpus() else environ)
     return [str(i) for i in range(count)] if listed is None else listed[:count]
-
-
-def gpu_variables(gpus: Sequence[str]) -> dict[str, str]:
-    """Return variables that restrict a process to these of the visible GPUs."""
-    names = HIP_VARIABLES if list_amd_gpus() else (VISIBLE_VARIABLE,)
-    return dict.fromkeys(names, ",".join(gpus)) if gpus else {}
 
 
 class LocalStep:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.cluster import compress_hostlist
-from hpctrain.rundir import ENV_PREFIX
+from hpctrain.rundir import ENV_PREFIX, GPUS_PER_TASK_VARIABLE
 from hpctrain.spec.job_spec import JobSpec
 
 
@@ -23,6 +23,8 @@ def job_variables(spec: JobSpec, hosts: Sequence[str]) -> dict[str, str]:
     if spec.gpus_per_node:
         kind = f"{spec.gpu_type}:" if spec.gpu_type else ""
         variables["SLURM_GPUS_PER_NODE"] = f"{kind}{spec.gpus_per_node}"
+    if spec.gpus_per_task > 1:
+        variables[GPUS_PER_TASK_VARIABLE] = str(spec.gpus_per_task)
     return variables
 
 

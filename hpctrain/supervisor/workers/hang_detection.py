@@ -23,6 +23,7 @@ _SILENT_S = 30.0
 #: is the first step, which may compile.
 _FLOORS: dict[str, float] = {
     RankPhase.START: 6.0,
+    RankPhase.JOIN: 1.0,
     RankPhase.SCRIPT: 1.0,
     RankPhase.LOAD: 6.0,
     RankPhase.FIRST: 6.0,
@@ -168,6 +169,8 @@ class RankSnapshot:
     """The innermost line of user code, as `training_step (train.py:12)`."""
     waits: bool
     """True if the rank is waiting for other ranks."""
+    rendezvous: str | None = None
+    """Address at which the rank is waiting for the process group."""
 
 
 def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:

@@ -244,7 +244,7 @@ class RankMonitor:
         self._stopped = True
         silent = sorted(self._hang_detector.ranks.keys() - probe.snapshots.keys())
         missing = blocking_ranks(probe.snapshots, silent)
-        cause = describe_hang(probe.hang, probe.snapshots, silent, missing, self._host_of)
+        cause = describe_hang(probe.hang, probe.snapshots, silent, missing, self._host_of, self._world_size)
         rank = (missing or sorted(self._hang_detector.ranks) or [0])[0]
         self._emit(HangDetected(cause, rank, self._host_of(rank)))
 
@@ -296,11 +296,21 @@ def describe_hang(
     silent: Sequence[int],
     missing: Sequence[int],
     host_of: Callable[[int], str],
+    world_size: int,
 ) -> str:
     """Describe a hang in one sentence."""
     text = f"hung: no rank made progress for {hang.seconds:.0f} s (limit {hang.limit_s:.0f} s)"
     if not snapshots and not silent:
         return f"{text}; no rank has connected to the supervisor in this attempt"
+    if waiting := {rank: one.rendezvous for rank, one in snapshots.items() if one.rendezvous is not None}:
+        addresses = sorted(set(waiting.values()))
+        text += (
+            f"; {format_ranks(sorted(waiting))} waiting for the process group at {' and '.join(addresses)}"
+        )
+        if absent := sorted(set(range(world_size)) - waiting.keys()):
+            text += f", and {format_ranks(absent)} not there"
+        if len(addresses) > 1:
+            return f"{text}. All ranks must use the same address"
     if not missing:
         places = ", ".join(sorted({one.place for one in snapshots.values()})) or "not reported"
         return f"{text}; the rank that the others are waiting for is unknown; positions: {places}"

@@ -23,7 +23,9 @@ LOGGERS: Registry[Logger] = Registry(
     },
 )
 #: Package that a logger requires, by the name of the logger.
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "neptune": "neptune_scale"}
+_MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "neptune": "neptune_scale"}
+#: Packages to install, if they have other names.
+_PACKAGES = {"mlflow": "alembic mlflow-skinny sqlalchemy", "neptune": "neptune-scale"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
@@ -40,16 +42,16 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
             raise UserError(
                 f"{count} loggers are named {name!r}. Give each logger a different name (name=…)."
             )
-    for kind, package in _PACKAGES.items():
-        if any(isinstance(logger, LOGGERS.find(kind)) for logger in loggers) and find_spec(package) is None:
+    for kind, module in _MODULES.items():
+        if any(isinstance(logger, LOGGERS.find(kind)) for logger in loggers) and find_spec(module) is None:
             only_offline = (
                 " Neptune's hosted service has shut down; this logger works only with NEPTUNE_MODE=offline."
                 if kind == "neptune"
                 else ""
             )
             raise UserError(
-                f"The logger {kind!r} requires the package {package.replace('_', '-')}, which is not "
-                f"installed. Run pip install 'hpctrain[{kind}]'.{only_offline}"
+                f"The logger {kind!r} requires the module {module!r}, which is not installed. Run "
+                f"`pip install {_PACKAGES.get(kind, kind)}`.{only_offline}"
             )
     return loggers
 

@@ -15,7 +15,7 @@ _STATES: dict[TrainingEnd, str] = {"completed": "FINISHED", "stopped": "SCHEDULE
 
 @dataclass
 class MLflow:
-    """Logger that writes one MLflow run for all attempts. Needs `pip install 'hpctrain[mlflow]'`.
+    """Logger that writes one MLflow run for all attempts. Needs `alembic`, `mlflow-skinny` and `sqlalchemy`.
 
     The server is set by `tracking_uri` or MLFLOW_TRACKING_URI. Without a server, the run is stored in
     `mlflow.db` in the run folder.

@@ -14,7 +14,7 @@ from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingE
 
 @dataclass
 class Neptune:
-    """Logger that writes one Neptune run for all attempts. Needs `pip install 'hpctrain[neptune]'`.
+    """Logger that writes one Neptune run for all attempts. Needs `pip install neptune-scale`.
 
     Neptune's hosted service was discontinued, and its data was deleted after 2026-03-05. `mode="offline"`
     still writes files.

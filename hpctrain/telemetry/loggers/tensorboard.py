@@ -14,7 +14,7 @@ from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingE
 class TensorBoard:
     """Logger that writes `tensorboard/` in the run folder, or another folder.
 
-    Needs `pip install 'hpctrain[tensorboard]'`.
+    Needs `pip install tensorboard`.
     """
 
     folder: str | None = None

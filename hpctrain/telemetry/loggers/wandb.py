@@ -12,7 +12,7 @@ from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingE
 
 @dataclass
 class Wandb:
-    """Logger that writes one Weights & Biases run for all attempts. Needs `pip install 'hpctrain[wandb]'`.
+    """Logger that writes one Weights & Biases run for all attempts. Needs `pip install wandb`.
 
     Environment variables of Weights & Biases are respected, such as WANDB_MODE, WANDB_PROJECT and
     WANDB_API_KEY. Local files are in the run folder.

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.cluster.device_plan import gpus_per_task, visible_devices
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.telemetry.sampling.nvml import GpuReader
@@ -129,6 +129,19 @@ def _others(index: int, pids: Collection[int]) -> int:
 def has_launcher(ranks: Ranks) -> bool:
     """Return true if a launcher started the ranks and therefore assigned their devices."""
     return ranks.environment != "local"
+
+
+def process_devices(ranks: Ranks, environ: Mapping[str, str]) -> list[int | None]:
+    """Return the devices of a rank that a launcher has started with several; empty if it has one.
+
+    The job says how many a rank has. Without this, the only rank on a node has all visible GPUs.
+    """
+    per_task = gpus_per_task(environ)
+    if per_task < 2 and ranks.local_world_size > 1:
+        return []
+    if num_gpus := torch.cuda.device_count() if torch.cuda.is_available() else 0:
+        return list(range(num_gpus)) if num_gpus > 1 else []
+    return [None] * per_task if per_task > 1 else []
 
 
 def with_devices(context: DistributedContext, indices: Sequence[int | None]) -> DistributedContext:

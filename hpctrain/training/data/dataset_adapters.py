@@ -96,6 +96,9 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
 class ValidationSet(Protocol):
     """Validation samples, each used once per validation for any number of ranks."""
 
+    max_batch_size: int | None
+    """Maximum number of samples of a rank's batch; None for its share of a global batch."""
+
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks."""
 
@@ -130,10 +133,13 @@ def make_validation_set(
 class _ValidationMap:
     """Validation on a map-style data set: each rank processes a range."""
 
+    max_batch_size: int | None = None
+
     def __init__(self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._loading, self._data_rank, self._name = loading, data_rank, name
         self._batch_rank = replace(data_rank, grain_size=None)
         self._fetcher = make_fetcher(parts.dataset, loading.collate_fn, loading.seeds("validation"), name)
+        self._fetcher.refuses_none = True
         batch_size, num_samples = loading.global_batch_size, self._fetcher.num_samples
         self._drawn: DrawnEpoch | None = None
         if parts.sampler is not None:
@@ -169,17 +175,25 @@ class _ValidationMap:
         """Yield the samples of this rank's batches."""
         if self._drawn is None:
             low, high = self._data_rank.part(self._num_samples)
-            for start in range(low, high, self._batch_size):
-                yield torch.arange(start, min(start + self._batch_size, high))
+            size = self._limited(self._batch_size)
+            for start in range(low, high, size):
+                yield torch.arange(start, min(start + size, high))
             return
         # Batches stay whole, because their samples may belong together, except to limit their size.
         for number in range(*self._batch_rank.part(len(self._drawn.ends))):
             batch = self._drawn.batch(number)
-            yield from torch.split(batch, self._data_rank.grain_size or self._data_rank.largest(len(batch)))
+            size = self._data_rank.grain_size or self._data_rank.largest(len(batch))
+            yield from torch.split(batch, self._limited(size))
+
+    def _limited(self, size: int) -> int:
+        limit = None if self._data_rank.grain_size else self.max_batch_size
+        return size if limit is None else min(size, limit)
 
 
 class _ValidationStream:
     """Validation on a stream: each rank reads its training shards; ranks with a common shard take turns."""
+
+    max_batch_size: int | None = None
 
     def __init__(self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._stream = ShardedStream(parts.dataset, name)
@@ -193,20 +207,21 @@ class _ValidationStream:
         return 0
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
+        size = min(self._batch_size, self.max_batch_size or self._batch_size)
         readers = ShardReaders(
             self._stream,
             self._loading,
             self._data_rank,
             self._loading.seeds("validation"),
-            chunk_size=self._batch_size,
+            chunk_size=size,
             num_epochs=1,
         )
         waiting: list[Any] = []
         with closing(readers):
             for chunk in readers.all_chunks():
                 waiting += chunk.samples.values()
-                while len(waiting) >= self._batch_size:
-                    yield self._batch_size, self._loading.collate(waiting[: self._batch_size])
-                    del waiting[: self._batch_size]
+                while len(waiting) >= size:
+                    yield size, self._loading.collate(waiting[:size])
+                    del waiting[:size]
         if waiting:
             yield len(waiting), self._loading.collate(waiting)

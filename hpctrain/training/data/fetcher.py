@@ -24,6 +24,7 @@ class Fetcher(Protocol):
     """Producer of batches from the samples of a data set."""
 
     num_samples: int
+    refuses_none: bool
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
         """Return the batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
@@ -45,7 +46,10 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
         UserError: the data set has no length, no samples, or columns of different lengths.
     """
     subset, inner = _without_subset(dataset)
-    columns = _columns(inner, name) if collate_fn is None else None
+    columns = _columns(inner, name, strict=collate_fn is None)
+    if columns is not None and collate_fn is not None:
+        inner = _Rows(inner, columns) if isinstance(inner, (Mapping, tuple)) else inner
+        columns = None
     if columns is not None:
         num_samples = len(columns[0])
     else:
@@ -66,8 +70,25 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
     return SampleFetcher(inner, num_samples, subset, collate, seeds, name)
 
 
+class _Rows:
+    """Samples of a data set of columns, for a `collate_fn`."""
+
+    def __init__(self, dataset: Any, columns: list[Any]) -> None:
+        self._dataset, self._columns = dataset, columns
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, index: int) -> Any:
+        values = [column[index] for column in self._columns]
+        is_mapping = isinstance(self._dataset, Mapping)
+        return dict(zip(self._dataset, values, strict=True)) if is_mapping else tuple(values)
+
+
 class ColumnFetcher:
     """Fetcher that indexes tensors by batches. It runs no user code, so nothing is random."""
+
+    refuses_none = False
 
     def __init__(self, dataset: Any, columns: list[Any], subset: torch.Tensor | None) -> None:
         self._subset = subset
@@ -115,7 +136,13 @@ def _index_rows(column: Any, indices: torch.Tensor) -> torch.Tensor:
 
 
 class _SampleFetcherBase:
-    """Base of the fetchers that run user code and collate the samples."""
+    """Base of the fetchers that run user code and collate the samples.
+
+    Attributes:
+        refuses_none: true to refuse None as a sample, which a `collate_fn` usually removes.
+    """
+
+    refuses_none = False
 
     def __init__(
         self,
@@ -143,6 +170,22 @@ class _SampleFetcherBase:
         inner: list[int] = (indices if self._subset is None else self._subset[indices]).tolist()
         return inner
 
+    def _collated(self, samples: list[Any], inner: list[int]) -> Any:
+        """Return the batch of the samples.
+
+        Raises:
+            UserError: a sample is None, so that the batch would have fewer samples than its weight counts.
+        """
+        if self.refuses_none and any(sample is None for sample in samples):
+            missing = [index for index, sample in zip(inner, samples, strict=False) if sample is None]
+            raise UserError(
+                f"{self._name} returned None for samples {missing}. If collate_fn removes them, the batch "
+                "has fewer samples than hpctrain counts when it averages over ranks, micro-batches or "
+                "validation batches. Exclude these samples from the data set, for example with "
+                "torch.utils.data.Subset."
+            )
+        return self._collate(samples)
+
     def _add_sample_note(self, error: Exception, what: str, epoch: int) -> None:
         when = describe_round(epoch)
         error.add_note(f"hpctrain: This error was raised while {what} of {self._name} in {when}.")
@@ -156,7 +199,7 @@ class ItemsFetcher(_SampleFetcherBase):
         try:
             with self._seeds.fetching():
                 self._seeds.enter_batch(epoch, inner)
-                return self._collate(self._dataset.__getitems__(inner))
+                return self._collated(self._dataset.__getitems__(inner), inner)
         except Exception as error:
             self._add_sample_note(error, f"fetching or collating samples {inner}", epoch)
             raise
@@ -175,7 +218,7 @@ class SampleFetcher(_SampleFetcherBase):
                 for index in inner:
                     self._seeds.enter(epoch, index)
                     samples.append(self._dataset[index])
-                return self._collate(samples)
+                return self._collated(samples, inner)
         except Exception as error:
             failed = len(samples) < len(inner)
             what = f"fetching sample {inner[len(samples)]}" if failed else f"collating samples {inner}"
@@ -192,8 +235,11 @@ def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
     return subset, dataset
 
 
-def _columns(dataset: Any, name: str) -> list[Any] | None:
-    """Return the tensors and arrays of equal length in `dataset`; None for other data sets."""
+def _columns(dataset: Any, name: str, *, strict: bool) -> list[Any] | None:
+    """Return the tensors and arrays of equal length in `dataset`; None for other data sets.
+
+    Unless `strict`, a dict of samples and a tuple of samples of different lengths are other data sets.
+    """
     parts: list[Any]
     if type(dataset) is TensorDataset:
         parts = list(dataset.tensors)
@@ -204,7 +250,7 @@ def _columns(dataset: Any, name: str) -> list[Any] | None:
     else:
         parts = [dataset]
     if not parts or not all(_is_column(part) for part in parts):
-        if isinstance(dataset, Mapping) and parts:
+        if isinstance(dataset, Mapping) and parts and strict:
             raise UserError(
                 f"{name} is a dict, so each of its values must be a tensor or a numeric NumPy array with "
                 "at least one dimension."
@@ -212,6 +258,8 @@ def _columns(dataset: Any, name: str) -> list[Any] | None:
         return None
     lengths = [len(part) for part in parts]
     if len(set(lengths)) > 1:
+        if type(dataset) is tuple and not strict:
+            return None
         raise UserError(f"The tensors or arrays of {name} have different lengths: {lengths}.")
     return parts
 

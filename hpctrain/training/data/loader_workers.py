@@ -188,7 +188,9 @@ def _initialize_worker(
     if parent is None or parent.pid != rank_pid or not parent.is_alive():
         os._exit(1)
     for ignored in _IGNORED_SIGNALS:
-        signal.signal(ignored, signal.SIG_IGN)
+        # Programs that the data worker starts would inherit SIG_IGN.
+        signal.signal(ignored, lambda *_: None)
+        signal.siginterrupt(ignored, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
     # Print the Python traceback on a crash in C code.
     faulthandler.enable()

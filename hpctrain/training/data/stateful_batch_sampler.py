@@ -88,7 +88,11 @@ class StatefulBatchSampler(Sampler[list[int]]):
         With this factor, the mean of the ranks' gradients is the gradient of the global batch. It is 1 if the
         ranks share the batch evenly.
         """
-        batch = self._plan.rank_batch(max(self.step, 1), self._data_rank)
+        return self.weight_of(max(self.step, 1))
+
+    def weight_of(self, step: int) -> float:
+        """Return the `weight` of the batch of `step`, counted from 1 over all epochs."""
+        batch = self._plan.rank_batch(step, self._data_rank)
         return len(batch.indices) / batch.batch_size * self._data_rank.world_size
 
     def set_epoch(self, epoch: int) -> None:

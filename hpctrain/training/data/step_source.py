@@ -165,6 +165,8 @@ class MapStepSource:
             for low, high in parts[1:]:
                 yield MicroBatch(next(batches), high - low)
 
+        is_divided = self._data_rank.world_size > 1 or self.micro_batch_size is not None
+        self._fetcher.refuses_none = is_divided or self._data_rank.grain_size is not None
         self._batches = batches = self.loading.batches(self._fetcher, orders(), "train_dataset")
         for first in batches:
             rank_batch, parts = coming.popleft()

@@ -56,6 +56,8 @@ class Evaluation:
             context,
             name="dataset",
         )
+        if isinstance(settings.micro_batch_size, int):
+            self._data.max_batch_size = settings.micro_batch_size
         cast_module(module, settings.precision)
         self._strategy = strategy(module, context, settings)
         self._determinism = settings.grain_size and ElasticDeterminism(context, settings.grain_size)
@@ -142,7 +144,7 @@ def run_validation(
         if loop.interrupted:
             return None
         results = means.over_ranks()
-        return results if lightning is None else lightning.end_evaluation(method, results)
+        return results if lightning is None else lightning.end_evaluation(method, results, means.count)
 
 
 def evaluate_batches(
@@ -189,13 +191,17 @@ def pad_to_longest(
 
 
 class _SampleMeans:
-    """Means of metrics over the samples of all ranks."""
+    """Means of metrics over the samples of all ranks.
+
+    Attributes:
+        count: number of samples of this rank.
+    """
 
     def __init__(self, context: DistributedContext, origin: str) -> None:
         """Start without samples; `origin` names the method that returns the metrics."""
         self.origin, self._context = origin, context
         self._terms: dict[str, list[torch.Tensor]] = {}
-        self._count = 0
+        self.count = 0
 
     def add(self, scalars: Mapping[str, torch.Tensor], num_samples: int) -> None:
         """Add means over `num_samples`.
@@ -211,7 +217,7 @@ class _SampleMeans:
             )
         for name, mean in scalars.items():
             terms.setdefault(name, []).append(mean.double() * num_samples)
-        self._count += num_samples
+        self.count += num_samples
 
     def over_ranks(self) -> dict[str, float]:
         """Return the means over all ranks' samples. All ranks must call this.
@@ -223,7 +229,7 @@ class _SampleMeans:
         """
         names = self._agreed_names()
         own = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
-        gathered = self._context.all_gather((self._count, own), "the metrics of the batches")
+        gathered = self._context.all_gather((self.count, own), "the metrics of the batches")
         count = sum(count for count, _ in gathered)
         return {
             name: exact_sum(chain(*(terms.get(name, ()) for _, terms in gathered))) / count for name in names
@@ -231,7 +237,7 @@ class _SampleMeans:
 
     def _agreed_names(self) -> list[str]:
         # A rank without samples does not have the names.
-        own = list(self._terms) if self._count else None
+        own = list(self._terms) if self.count else None
         gathered = [
             (rank, names) for rank, names in enumerate(self._context.all_gather(own)) if names is not None
         ]

@@ -79,17 +79,21 @@ class LightningTrainStep(TrainStep):
         run, proxy = self._run, self._run.proxy
         proxy.training, proxy.current_epoch, proxy.global_step = True, rank_batch.epoch, rank_batch.step - 1
         run.batch_idx = rank_batch.batch_idx
-        with run.logging() as logged:
+        with run.logging() as at_start:
             if rank_batch.batch_idx == 0:
                 self._user_module.on_train_epoch_start()
+        with run.logging() as in_batch:
             yield
-            proxy.global_step = rank_batch.step
+        proxy.global_step = rank_batch.step
+        with run.logging() as at_end:
             if self._source.at_epoch_end:
                 self._user_module.on_train_epoch_end()
                 run.reset_metrics()
-        if logged:
-            scalars = as_scalars(logged, "", f"{type(self._module).__name__}.log")
-            sums.put(scalars, 1.0 / self._context.ranks.world_size)
+        per_rank = 1.0 / self._context.ranks.world_size
+        share = len(rank_batch.indices) / rank_batch.batch_size
+        for logged, weight in ((at_start, per_rank), (in_batch, share), (at_end, per_rank)):
+            if logged:
+                sums.put(as_scalars(logged, "", f"{type(self._module).__name__}.log"), weight)
 
     def _forward_backward(
         self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool

@@ -89,7 +89,7 @@ def session(
     # Install handlers only after the rendezvous: earlier stop signals end the process immediately, because
     # the ranks cannot agree on a stop yet.
     context = init_distributed(ranks, os.environ)
-    with capture_stop_signals() as stop:
+    with capture_stop_signals(repeats_late=True) as stop:
         made = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
         try:
             yield made

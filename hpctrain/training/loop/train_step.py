@@ -151,6 +151,15 @@ class TrainStep:
         sums.values.setdefault("loss", math.nan)
         sums.values[SKIPPED_FIELD] = 1.0 / self._context.ranks.world_size
 
+    def known_micro_batch_size(self, state: TrainingState) -> int | None:
+        """Return the size of micro-batches if it is known without a search; None if not or if unlimited."""
+        if self._runs_backward:
+            return None
+        size = self._settings.micro_batch_size
+        if size == "auto":
+            size = state.micro_batches[1] if state.micro_batches is not None else None
+        return min(filter(None, [size, self.max_micro_batch]), default=None)
+
     def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
         """Return the configured size; for "auto", the size before a stop if still valid, otherwise search.
 

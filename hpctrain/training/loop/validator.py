@@ -25,6 +25,11 @@ class Validator:
         #: Metrics that the training has, too.
         self._shared_names = {"loss"}
 
+    def limit_batches(self, num_samples: int | None) -> None:
+        """Limit the samples of a rank's batch; None does not limit them."""
+        if self._data is not None:
+            self._data.max_batch_size = num_samples
+
     def due(self) -> bool:
         """Return true if a validation is due and did not already run before a stop at this step."""
         every, state = self._every, self._state

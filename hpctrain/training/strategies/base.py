@@ -41,7 +41,8 @@ class Strategy:
         algorithm: communication algorithm of the replicas.
         spawns: True if the process that calls `fit` starts the ranks in the absence of a launcher.
         optimizer_idx: index of the step's optimizer as a 1-tuple; empty if optimizers do not alternate.
-        single_process: True if one process computes on all devices.
+        single_process: True if only one process computes.
+        uses_all_devices: True if a process computes on all of its devices.
         splits_batches: True if the strategy splits a rank's samples into micro-batches itself.
         gathers_samples: True if `training_step_end` receives the samples of several ranks.
         has_complete_state: True if every rank updates all parameters.
@@ -55,6 +56,7 @@ class Strategy:
     has_buckets: ClassVar[bool] = False
     spawns: ClassVar[bool] = False
     single_process: ClassVar[bool] = False
+    uses_all_devices: ClassVar[bool] = False
     splits_batches: ClassVar[bool] = False
     gathers_samples: ClassVar[bool] = False
     has_complete_state: ClassVar[bool] = True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.module import Module
 from hpctrain.training.strategies.ddp import DataParallelBase
+from hpctrain.training.strategies.dp import run_on_devices
 from hpctrain.training.strategies.node_gather import NodeGather
 
 if TYPE_CHECKING:
@@ -20,9 +21,12 @@ class DDP2(DataParallelBase):
     times the gradient for every encoder. For parameters after the gather, each rank has the gradient once.
     The loss is weighted by 1/k of the node's samples. In both cases, the mean over all ranks is then the mean
     over the nodes' batches.
+
+    A rank with several devices splits its samples among them, as `dp` does. With one rank per node, nothing
+    is gathered from other processes.
     """
 
-    gathers_samples = True
+    gathers_samples = uses_all_devices = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
         """Find the ranks of this node, and broadcast rank 0's parameters. All ranks must call this."""
@@ -40,4 +44,18 @@ class DDP2(DataParallelBase):
         # Without `training_step_end`, the loss is computed per rank, so nothing is gathered.
         if self._node is None or not self._gathers:
             return output, num_samples
+        if len(self._node.members) == 1 and len(self.context.devices) > 1:
+            return output, num_samples
         return self._node.gather(output, num_samples)
+
+    def _run_module(
+        self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]
+    ) -> tuple[Any, float]:
+        devices, arguments = self.context.devices, (batch_idx, *turn)
+        if len(devices) == 1 or self.settings.elastic_determinism:
+            return super()._run_module(batch, batch_idx, num_samples, turn)
+        output = run_on_devices(
+            self.module, batch, num_samples, arguments, devices, averages=not self._gathers
+        )
+        joined, counted = self.join(output, num_samples)
+        return self.module.training_step_end(joined), counted

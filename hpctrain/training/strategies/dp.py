@@ -30,7 +30,7 @@ class DP(Strategy):
     Buffers, such as running means, are updated from the samples of the first device only.
     """
 
-    single_process = True
+    single_process = uses_all_devices = True
     remarks = ("Strategy 'dp' copies the module to every device in every step; 'ddp' is faster.",)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
@@ -53,19 +53,47 @@ class DP(Strategy):
         return len(self._devices) == 1
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        parts = _parts(batch, max(1, num_samples), self._devices)
-        copies = [self.module, *(_copy(self.module, device) for device in self._devices[1 : len(parts)])]
-        where = (batch_idx, *self.optimizer_idx)
-        outputs = [copy.training_step(part, *where) for copy, (part, _) in zip(copies, parts, strict=True)]
-        joined = _joined(outputs, self.context.device)
-        if not self._ends_itself:
-            weights = torch.tensor([float(count) for _, count in parts], device=self.context.device)
-            joined = pytree.tree_map_only(torch.Tensor, lambda each: _mean(each, weights), joined)
+        arguments = (batch_idx, *self.optimizer_idx)
+        joined = run_on_devices(
+            self.module, batch, num_samples, arguments, self._devices, averages=not self._ends_itself
+        )
         return self.module.training_step_end(joined), num_samples
 
     def trial_step(self, batch: Any) -> Any:
         num_samples = next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         return self.training_step(batch, 0, num_samples)[0]
+
+
+def run_on_devices(
+    module: Module,
+    batch: Any,
+    num_samples: int,
+    arguments: tuple[int, ...],
+    devices: tuple[torch.device, ...],
+    *,
+    averages: bool,
+) -> Any:
+    """Split a batch, run `training_step` on a copy of the module on each device, and join the outputs.
+
+    Args:
+        module: the module, on the first device. Gradients are added to its parameters.
+        batch: the batch.
+        num_samples: samples of the batch; with 0, it contains a spare sample.
+        arguments: the other arguments of `training_step`.
+        devices: the devices.
+        averages: return means over the samples instead of a vector for scalars.
+
+    Returns:
+        The outputs of all devices, on the first one: tensors joined along dimension 0.
+    """
+    parts = _parts(batch, max(1, num_samples), devices)
+    copies = [module, *(_copy(module, device) for device in devices[1 : len(parts)])]
+    outputs = [copy.training_step(part, *arguments) for copy, (part, _) in zip(copies, parts, strict=True)]
+    joined = _joined(outputs, devices[0])
+    if averages:
+        weights = torch.tensor([float(count) for _, count in parts], device=devices[0])
+        joined = pytree.tree_map_only(torch.Tensor, lambda each: _mean(each, weights), joined)
+    return joined
 
 
 def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> list[tuple[Any, int]]:

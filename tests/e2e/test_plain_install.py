@@ -1,0 +1,159 @@
+"""The wheel in a new environment without extras and development packages, used by an ordinary user."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distribution, distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import REPOSITORY, SCRIPTS
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import LAST_STEP, RUN_LIMIT_S, preempt
+from helpers.unprivileged_user import UnprivilegedUser, UserRun
+from helpers.waiting import wait_for
+from packaging.requirements import Requirement
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+
+#: Print the help of all commands, and import all modules.
+USE_ALL = """
+import importlib, pkgutil, sys
+from click.testing import CliRunner
+import hpctrain
+from hpctrain.cli.common import walk_commands
+from hpctrain.cli.main import cli
+from hpctrain.errors import UserError
+
+for name, _ in walk_commands(cli):
+    result = CliRunner().invoke(cli, [*name.split(), "--help"])
+    assert result.exit_code == 0, (name, result.output)
+for module in pkgutil.walk_packages(hpctrain.__path__, "hpctrain."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            print(error)
+from hpctrain.sweeps.optuna_sampler import check_optuna_installed
+from hpctrain.telemetry.loggers.logger_registry import find_loggers
+
+for call in (check_optuna_installed, *((lambda kind=kind: find_loggers(kind)) for kind in sys.argv[1:])):
+    try:
+        call()
+    except UserError as error:
+        print(error)
+"""
+
+
+class Installation:
+    """A user's project folder, with a space in its name, and an environment with the wheel."""
+
+    def __init__(self, user: UnprivilegedUser, wheel: Path) -> None:
+        self.user, self.project = user, user.home / "my project"
+        find_base = "import sys; print(sys._base_executable)"
+        base = user.run([user.python, "-c", find_base]).stdout.strip()
+        user.run([base, "-m", "venv", "--without-pip", self.project / "venv"])
+        self.python = self.project / "venv/bin/python"
+        (site,) = self.project.glob("venv/lib/*/site-packages")
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(self.python),
+            "install",
+            "--no-deps",
+            "--no-index",
+        ]
+        run_command([*pip, "--quiet", wheel], timeout=120)
+        (installed,) = distributions(name="hpctrain", path=[str(site)])
+        _link_requirements(installed, site, set())
+        self.extras = {
+            extra: [
+                its.name for its in _requirements(installed, extra) if its not in _requirements(installed)
+            ]
+            for extra in installed.metadata.get_all("Provides-Extra") or ()
+        }
+
+    def run(self, *argv: str | Path, env: Any = None, **options: Any) -> Any:
+        # The tests add the repository to this variable.
+        return self.user.run(["env", "--unset=PYTHONPATH", *argv], env, **options)
+
+
+class InstalledRun(UserRun):
+    """A run that is controlled by the program `hpctrain` of an installation."""
+
+    def __init__(self, name: str, installation: Installation, env: Any) -> None:
+        super().__init__(f"{installation.project.name}/{name}", installation.user, env)
+        object.__setattr__(self, "_installation", installation)
+
+    def hpctrain(self, *args: str, timeout: float = 60.0, check: bool = True, **options: Any) -> Any:
+        program = self._installation.project / "venv/bin/hpctrain"
+        return self._installation.run(program, *args, env=self.env, timeout=timeout, check=check, **options)
+
+
+def _requirements(package: Distribution, extra: str = "") -> list[Requirement]:
+    required = map(Requirement, package.requires or ())
+    return [its for its in required if its.marker is None or its.marker.evaluate({"extra": extra})]
+
+
+def _link_requirements(package: Distribution, site: Path, linked: set[str]) -> None:
+    """Link all packages that a package requires, directly or not, from the environment of the tests."""
+    for requirement in _requirements(package):
+        if (name := re.sub("[-_.]+", "-", requirement.name.lower())) in linked:
+            continue
+        linked.add(name)
+        required = distribution(name)
+        for top in {file.parts[0] for file in required.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(required.locate_file(top))).resolve())
+        _link_requirements(required, site, linked)
+
+
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
+    (wheel,) = folder.glob("*.whl")
+    with UnprivilegedUser() as user:
+        yield Installation(user, wheel)
+
+
+def test_missing_packages_are_named(installation):
+    """Every command prints its help, and every feature of an extra names the packages to install."""
+    loggers = ("tensorboard", "wandb", "mlflow", "neptune")
+    printed = installation.run(installation.python, "-c", USE_ALL, *loggers, timeout=120).stdout
+    commands = {line for text in printed.splitlines() for line in re.findall("pip install ([^`'.]*)", text)}
+    extras = {"lightning", "huggingface", "accelerate", "optuna", *loggers}
+    assert commands == {" ".join(installation.extras[extra]) for extra in extras}
+    assert len(printed.splitlines()) == len(extras), printed
+    etcd = ["--launcher=torchrun", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=h:1", "--", "true"]
+    submit = [installation.python, "-m", "hpctrain", "submit", "--dry-run", "--backend=local"]
+    assert "`pip install python-etcd`" in installation.run(*submit, *etcd, check=False).stderr
+
+
+def test_run_of_two_ranks_survives_a_kill_and_a_preemption(installation, slurm):
+    for name in ("train_classifier.py", "hang.py"):
+        shutil.copy(SCRIPTS / name, installation.project)
+    run = InstalledRun("a run", installation, slurm.env)
+    script = installation.project / "train_classifier.py"
+    shape = ["--nodes=2", "--gpus-per-node=1", "--time=30", f"--run-dir={run.path}"]
+    run.hpctrain("submit", *shape, str(script), "--step-s=0.2", "--checkpoint-every=6", "--slow-attempts=2")
+    run.wait_for_step(8)  # after the first checkpoint
+    run.kill_rank(1)
+    wait_for(lambda: len(run.events("resumed")) == 1, RUN_LIMIT_S, "the second attempt")
+    run.wait_for_step(run.events("resumed")[0]["step"] + 2)
+    preempt(slurm.env, nodes=len(slurm.nodes), seconds=0)
+    assert run.wait() == 0, run.describe()
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+    assert (run.dir.attempts(), len(run.events("requeue"))) == ([0, 1, 2], 1)
+    run.hpctrain("report", str(run.path))
+    assert {path.stat().st_uid for path in run.path.rglob("*")} == {installation.user.uid}
+    assert_no_process_left(run.path)
