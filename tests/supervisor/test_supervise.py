@@ -13,12 +13,13 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from torch.distributed import TCPStore
 
+from hpctrain.cluster import Ranks
 from hpctrain.errors import SchedulerError, SilentCorruption, StagingError, Suspect
 from hpctrain.files import make_folder
-from hpctrain.rundir import STOP_GRACE_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
+from hpctrain.rundir import STOP_GRACE_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
+from hpctrain.runtime.supervisor_connection import SupervisorConnection
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor import acquire_run, requeuer
@@ -26,6 +27,7 @@ from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, Ste
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
+from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 from hpctrain.supervisor.workers.stager import StagePlan
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
@@ -291,20 +293,27 @@ def test_ranks_of_a_torchrun_store_are_not_noted(run):
     assert "note" not in finished(run)
 
 
-def test_ranks_that_joined_the_store_are_not_noted(run):
-    def join(variables, emit):
-        address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+def test_ranks_that_report_a_process_group_are_not_noted(run, monkeypatch):
+    received, on_message = threading.Event(), RankMonitor.on_message
 
+    def record(monitor, rank, message):
+        on_message(monitor, rank, message)
+        received.set()
+
+    monkeypatch.setattr(RankMonitor, "on_message", record)
+
+    def report(variables, emit):
         def rank():
-            store = TCPStore(*address, is_master=False, wait_for_workers=False)
-            store.set("rank", "0")
-            store.get("rank")  # set() does not wait for the store
+            ranks = Ranks(0, 2, 0, 1, 0, 2, "127.0.0.1", 1, "slurm")
+            connection = SupervisorConnection(variables[SUPERVISOR_ADDRESS_VARIABLE], ranks, 0)
+            beat = {"beats": 1, "phase": "step", "step": 1, "spent": [0.0, 0.0, 0.0]}
+            connection.send({**beat, "modules": [], "changed": [], "group": True})
+            assert received.wait(120)
             emit(StepEnded(0))
 
-        # The store answers only after the ranks have been started.
         threading.Thread(target=rank).start()
 
-    assert supervise(run, [[join]]) == 0
+    assert supervise(run, [[report]]) == 0
     assert "note" not in finished(run)
 
 
