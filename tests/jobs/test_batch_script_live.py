@@ -177,6 +177,16 @@ def test_teardown_of_a_local_run_that_is_cancelled(tmp_path):
     assert run.status().state == "CANCELLED"
 
 
+def test_setup_and_teardown_run_in_the_folder_of_the_submission(tmp_path):
+    (tmp_path / "env.sh").write_text("export FROM_SETUP=yes\n")
+    (tmp_path / "train.py").write_text("import os\nprint(os.environ['FROM_SETUP'])\n")
+    options = ["--setup", "source ./env.sh", "--setup", "cd /", "--teardown", "touch mark"]
+    local = ["--backend", "local", "--no-code-snapshot", "--run-dir", tmp_path / "run", "--follow"]
+    command = [sys.executable, "-m", "hpctrain", "submit", *options, *local, "train.py"]
+    assert run_command(command, environment(), cwd=tmp_path).stdout == "yes\n"
+    wait_for((tmp_path / "mark").exists, 60, "the teardown")
+
+
 def test_srun_options_reach_the_ranks(environ, tmp_path):
     (tmp_path / "train.py").write_text("import os\nprint(os.environ.get('SLURM_CPU_BIND_TYPE'))\n")
     run_dir = tmp_path / "run"

@@ -322,7 +322,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="LINE",
             example="[ulimit -c 0]",
-            help="Shell line to run verbatim in the batch script, which starts in the run folder.",
+            help="Shell line to run verbatim in the batch script, in the working directory.",
         ),
     ]
     teardown: Annotated[
