@@ -144,7 +144,7 @@ def _listen(info: RendezvousInfo) -> int:
     """
     if info.reserved_port is not None:
         return info.reserved_port.detach_listener()
-    with bind_socket(info.port, interface=info.address) as listener:
+    with bind_socket(info.port, local_only=info.address == "127.0.0.1") as listener:
         listener.listen(socket.SOMAXCONN)
         return listener.detach()
 
@@ -183,7 +183,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
             rendezvous_info.port,
             world_size=ranks.world_size,
             is_master=hosts_store,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            timeout=timedelta(seconds=max(1.0, begun + JOIN_TIMEOUT_S - time.monotonic())),
             wait_for_workers=False,
             master_listen_fd=listener,
         )

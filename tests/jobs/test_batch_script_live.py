@@ -107,6 +107,7 @@ def test_plain_job_is_requeued_by_slurm_alone(submit_plain, environ):
         ({"launcher": "torchrun"}, "--launcher torchrun needs"),
         ({"stage": ["/etc/hosts"]}, "--stage needs"),
         ({"notify": ["true"]}, "--notify needs"),
+        ({"gpus_per_node": 4, "ntasks_per_node": 2}, "several GPUs each needs"),
     ],
 )
 def test_plain_refuses_what_needs_the_supervisor(environ, tmp_path, options, message):
@@ -117,7 +118,7 @@ def test_plain_refuses_what_needs_the_supervisor(environ, tmp_path, options, mes
 def test_plain_names_options_without_effect(environ, tmp_path):
     notes = "\n".join(prepare(environ, tmp_path, template="plain", hang_timeout=60).notes)
     assert "--hang-timeout has no effect: hpctrain does not run in the job (--template plain)." in notes
-    assert "Slurm requeues the job only after a preemption or a node failure" in notes
+    assert "Slurm requeues the job only after a preemption" in notes
 
 
 def test_template_that_extends_plain_needs_no_supervisor(environ, tmp_path):
@@ -127,6 +128,12 @@ def test_template_that_extends_plain_needs_no_supervisor(environ, tmp_path):
     script = prepare(environ, tmp_path, template="./mine.j2").script
     assert "ulimit -c 0\n" in script
     assert "hpctrain.supervisor" not in script
+
+
+def test_template_that_extends_plain_through_another_one(environ, tmp_path):
+    (tmp_path / "site.sbatch.j2").write_text('{% extends "plain.sbatch.j2" %}\n')
+    (tmp_path / "mine.j2").write_text("{% extends 'site.sbatch.j2' %}\n")
+    assert not prepare(environ, tmp_path, template="./mine.j2").spec.supervised
 
 
 def prepare(environ, folder: Path, **options):
@@ -172,6 +179,7 @@ def test_teardown_of_a_local_run_that_is_cancelled(tmp_path):
     )
     run = Run(RunDir(run_dir), environment())
     wait_for(lambda: run.dir.attempts() and run.dir.rank_log(0, 0).exists(), 60, "the start")
+    assert int(run.dir.lock.read_text()) != int(run.job_id), "signals are for the supervisor"
     run.cancel()
     wait_for(mark.exists, 60, "the teardown")
     assert run.status().state == "CANCELLED"
@@ -211,6 +219,11 @@ def test_srun_options_reach_the_ranks(environ, tmp_path):
         ("--nodes=3", "cannot set --nodes. Use --nodes"),
         ("-N3", "cannot set --nodes"),
         ("--label", "cannot set --label"),
+        ("--nod=3", "cannot set --nodes"),
+        ("--help", "cannot set --help"),
+        ("--tasks-per-node=2", "cannot set --tasks-per-node"),
+        ("-xn1", "cannot set --exclude"),
+        ("--jobid=5", "cannot set --jobid"),
         ("--distribution=cyclic", "consecutive numbers"),
         ("-mplane=2", "consecutive numbers"),
     ],
@@ -241,7 +254,7 @@ def test_variables_of_srun_apply(environ, tmp_path):
         ({}, None),
     ],
 )
-def test_ranks_get_the_cpus_next_to_their_gpus(environ, tmp_path, options, cpus):
+def test_ranks_get_the_share_of_their_gpus_of_the_cpus(environ, tmp_path, options, cpus):
     """Nodes of the cluster have 8 CPUs and 2 GPUs."""
     submission = prepare(environ, tmp_path, **options)
     assert submission.spec.cpus_per_task == cpus
@@ -252,5 +265,5 @@ def test_ranks_get_the_cpus_next_to_their_gpus(environ, tmp_path, options, cpus)
 
 
 def test_defaults_of_the_partition_are_named(environ, tmp_path):
-    assert any(note.startswith("Without --time, the job has ") for note in prepare(environ, tmp_path).notes)
+    assert any(note.startswith("Without --time") for note in prepare(environ, tmp_path).notes)
     assert not any("Without --time" in note for note in prepare(environ, tmp_path, time="5").notes)

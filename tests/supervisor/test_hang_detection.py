@@ -184,7 +184,9 @@ def test_process_group_that_does_not_form_names_the_address_and_the_missing_rank
     stuck = HangInfo(301, 300)
     joining = RankSnapshot("join", 0, "main (train.py:3)", waits=True, rendezvous="n1:29500")
     text = describe_hang(stuck, {0: joining, 1: joining}, [], [], str, 3)
-    assert "ranks 0-1 waiting for the process group at n1:29500, and rank 2 not there" in text
+    assert "ranks 0-1 waiting for the process group at n1:29500; rank 2 not arrived" in text
     elsewhere = replace(joining, rendezvous="n1:29501")
     text = describe_hang(stuck, {0: joining, 1: elsewhere}, [], [], str, 2)
-    assert text.endswith("at n1:29500 and n1:29501. All ranks must use the same address")
+    assert text.endswith(
+        "at n1:29500 and n1:29501. Set MASTER_ADDR and MASTER_PORT, or the init_method, equally on all ranks"
+    )

@@ -99,7 +99,14 @@ class _Size(TypedDict, total=False):
         ),
     ]
     cpus_per_task: Annotated[
-        int, OptionInfo(aliases=("-c",), metavar="C", example="8", help="CPUs per rank.")
+        int,
+        OptionInfo(
+            aliases=("-c",),
+            metavar="C",
+            example="8",
+            default_words="for GPU jobs on Slurm, the share of the GPUs",
+            help="CPUs per rank.",
+        ),
     ]
     mem: Annotated[
         int | str,

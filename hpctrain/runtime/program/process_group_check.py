@@ -107,7 +107,8 @@ def find_rendezvous(frame: FrameType | None, environ: Mapping[str, str]) -> str 
         environ: the variables for `env://`.
     """
     while frame is not None:
-        if frame.f_code.co_name == "init_process_group":
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "init_process_group" and module == "torch.distributed.distributed_c10d":
             method = frame.f_locals.get("init_method") or "env://"
             if frame.f_locals.get("store") is not None:
                 return "the store of the script"

@@ -348,9 +348,9 @@ def describe_hang(
             f"; {format_ranks(sorted(waiting))} waiting for the process group at {' and '.join(addresses)}"
         )
         if absent := sorted(set(range(world_size)) - waiting.keys()):
-            text += f", and {format_ranks(absent)} not there"
+            text += f"; {format_ranks(absent)} not arrived"
         if len(addresses) > 1:
-            return f"{text}. All ranks must use the same address"
+            return f"{text}. Set MASTER_ADDR and MASTER_PORT, or the init_method, equally on all ranks"
     if not missing:
         places = ", ".join(sorted({one.place for one in snapshots.values()})) or "not reported"
         return f"{text}; the rank that the others are waiting for is unknown; positions: {places}"
