@@ -219,7 +219,7 @@ def test_srun_options_reach_the_ranks(environ, tmp_path):
         ("--nodes=3", "cannot set --nodes. Use --nodes"),
         ("-N3", "cannot set --nodes"),
         ("--label", "cannot set --label"),
-        ("--nod=3", "cannot set --nodes"),
+        ("--nod=3", "cannot set --node"),
         ("--help", "cannot set --help"),
         ("--tasks-per-node=2", "cannot set --tasks-per-node"),
         ("-xn1", "cannot set --exclude"),
