@@ -16,7 +16,8 @@ PUBLIC = {
     "detect", "Ranks", "expand_hostlist", "compress_hostlist",
     "HpctrainError", "UserError", "SpecError", "EnvironmentMismatch", "RunNotFound", "SchedulerError",
     "RunFailed", "WaitTimeout", "RendezvousError", "CheckpointError",
-    "CorruptCheckpoint", "DataWorkerKilled", "DiskFull", "BadLoss", "SilentCorruption", "StagingError", "Unauthenticated",
+    "CorruptCheckpoint", "DataWorkerKilled", "DiskFull", "BadLoss", "SilentCorruption", "StagingError",
+    "Unauthenticated",
 }  # fmt: skip
 
 
