@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 from helpers.commands import environment, run_command
+from helpers.training_runs import preempt
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SpecError
@@ -77,11 +78,25 @@ def test_plain_script_runs_without_hpctrain(submit_plain):
     assert values[:3] == ("4", "2", "x 'y")
 
 
-def test_failure_of_a_plain_script_is_reported(submit_plain):
+def test_failure_of_a_plain_script_is_reported(submit_plain, environ):
     run = submit_plain("3", "0")
-    with pytest.raises(RunFailed):
+    with pytest.raises(RunFailed, match="srun exited with code 3"):
         run.wait(timeout=100)
     assert run.status().state == "FAILED"
+    run.dir.rank_log(0, 1).write_text("Traceback (most recent call last):\nValueError: bad\n")
+    errors = run_command([sys.executable, "-m", "hpctrain", "logs", "--errors", run.dir.path], environ)
+    assert "srun exited with code 3" in errors.stdout
+    assert "rank-00001.log:\n  Traceback (most recent call last):\n  ValueError: bad" in errors.stdout
+
+
+def test_preempted_plain_job_is_requeued_by_slurm(submit_plain, slurm, environ):
+    run = submit_plain("0", "60")
+    wait_for(lambda: run.dir.rank_log(0, 3).exists(), 60, "the start of the ranks")
+    preempt(environ, nodes=len(slurm.nodes), seconds=0)
+    wait_for(lambda: run.status().state == "PENDING", 100, "the requeue")
+    run_command(["scontrol", "update", f"JobId={run.job_id}", "StartTime=now+2"], environ)
+    run.wait(timeout=100)
+    assert len(read_ranks(run, attempt=1)) == 4
 
 
 def test_plain_job_is_requeued_by_slurm_alone(submit_plain, environ):
