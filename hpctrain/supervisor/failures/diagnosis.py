@@ -157,8 +157,8 @@ class FailureAnalyzer:
     def _describe_missing_steps(self, attempt: int) -> str | None:
         """Return the cause if the steps of a failed attempt are lost, but this attempt trained none.
 
-        After a checkpoint of the last step, or of an unknown step, training may be complete. The script may also
-        be complete without any checkpoint, but it may as well have refused to start again.
+        After a checkpoint of the last step, or of an unknown step, training may be complete. Without one, the
+        script may be complete, but it may also have refused to start again.
         """
         newest = self._newest_metrics()
         trained, step = newest.get("attempt", attempt), newest.get("step")
@@ -179,10 +179,10 @@ class FailureAnalyzer:
             return None
         command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
         return (
-            f"attempt {trained} failed after step {step} ({failure.get('cause')}), attempt {attempt} trained no "
-            "step and exited with code 0, and no checkpoint of the run contains the steps. If the script had "
-            "finished and saved its result elsewhere, nothing is lost. Otherwise, change the script to continue "
-            f"from its earlier output, or to overwrite it, then resume the run: {command}"
+            f"attempt {trained} failed after step {step} ({failure.get('cause')}), attempt {attempt} trained "
+            "no step and exited with code 0, and no checkpoint of the run contains the steps. If the script "
+            "had finished and saved its result elsewhere, nothing is lost. Otherwise, change the script to "
+            f"continue from its earlier output, or to overwrite it, then resume the run: {command}"
         )
 
     def _agreed_to_stop(self, attempt: int) -> bool:
