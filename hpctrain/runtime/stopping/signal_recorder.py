@@ -29,7 +29,7 @@ from hpctrain.runtime.stopping.stop_grace import read_stop_grace
 #: SIGTERM announces preemption, SIGUSR2 the time limit (NCCL uses SIGUSR1).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
-#: A failure after this time, and after the grace time of the signal with this margin, is not part of the stop.
+#: A failure after this time, and after the signal's grace time with this margin, is not part of the stop.
 STOP_TIMEOUT_S, STOP_MARGIN_S = 300.0, 60.0
 
 #: A handler is stuck if it has waited for other ranks at the same instruction for this time.
