@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import socket
 import sys
@@ -31,7 +32,8 @@ _MAX_CONNECTIONS, _PAUSE_S = 10, 1.0
 #: Seconds between two heartbeats; longer with very many ranks, because one process receives all of them.
 _BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
 
-#: A process that wakes up later, and has used less than this share of a CPU, was suspended.
+#: A process that wakes up later was suspended, unless it used the CPU, or its heartbeat thread waited for the
+#: GIL, for more than this share of the time.
 _SUSPENDED_S, _BUSY_SHARE = 10.0, 0.1
 
 Message = dict[str, Any]
@@ -143,23 +145,31 @@ class SupervisorConnection(Connection):
         return self._down.open(line)
 
 
-def _times() -> tuple[float, float, float]:
-    return time.time(), time.monotonic(), time.process_time()
+_Times = tuple[float, float, float, float]
+
+#: Linux counts the context switches of each thread.
+_RUSAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
-def _find_pause(before: tuple[float, float, float], expected_s: float) -> tuple[float, float] | None:
+def _times() -> _Times:
+    # A thread that waits for the GIL wakes up after each switch interval.
+    gil_s = resource.getrusage(_RUSAGE_SCOPE).ru_nvcsw * sys.getswitchinterval()
+    return time.time(), time.monotonic(), time.process_time(), gil_s
+
+
+def _find_pause(before: _Times, expected_s: float) -> tuple[float, float] | None:
     """Return the seconds for which this process was suspended, by the system clock and the monotonic clock.
 
     Only the system clock runs while the machine sleeps. A thread may also wake up late because native code
-    holds the GIL. The process then uses the CPU.
+    holds the GIL: it computes, or waits for a file.
 
     Args:
         before: the times at the start.
         expected_s: expected duration.
     """
-    clock_s, monotonic_s, cpu_s = (end - begin for begin, end in zip(before, _times(), strict=True))
+    clock_s, monotonic_s, cpu_s, gil_s = (end - begin for begin, end in zip(before, _times(), strict=True))
     late_s = max(clock_s, monotonic_s) - expected_s
-    if late_s < _SUSPENDED_S or cpu_s > _BUSY_SHARE * late_s:
+    if late_s < _SUSPENDED_S or max(cpu_s, gil_s) > _BUSY_SHARE * late_s:
         return None
     return round(clock_s - expected_s, 1), round(monotonic_s - expected_s, 1)
 

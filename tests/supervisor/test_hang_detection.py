@@ -159,6 +159,23 @@ def test_suspended_job_does_not_hang():
     assert detector.find_hang(1060.0) is None
 
 
+def test_ranks_are_not_searched_with_every_heartbeat():
+    class Ranks(dict):
+        searches = 0
+
+        def values(self):
+            self.searches += 1
+            return super().values()
+
+    detector = HangDetector(PhaseLimits(60.0), 0.0)
+    detector.ranks = Ranks()
+    for step in range(10):
+        for rank in range(100):
+            detector.on_heartbeat(rank, "step", step, step, 2.0 * step)
+    assert detector.ranks.searches <= 10
+    assert detector.limits.max_duration_s["step"] == 2.0
+
+
 BUSY = RankSnapshot("step", 7, "training_step (train.py:12)", waits=False)
 WAITS = RankSnapshot("step", 7, "backward (train.py:20)", waits=True)
 

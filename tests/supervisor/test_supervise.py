@@ -997,7 +997,11 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
     assert supervise(run, [[train_steps(run, checkpoint=checkpoint), *KILLED], DONE]) == 4
     assert finished(run)["state"] == "FAILED"
     assert finished(run)["cause"].startswith("attempt 0 failed after step 31 (rank 1 on n2: SIGKILL")
-    assert "attempt 1 trained no step and exited with code 0" in finished(run)["cause"]
+    assert "attempt 1 trained no step and exited with code 0, and no checkpoint" in finished(run)["cause"]
+    assert (
+        "If the script had finished and saved its result elsewhere, nothing is lost."
+        in finished(run)["cause"]
+    )
     assert [event["class"] for event in run.read_events() if event["kind"] == "failure"] == [
         "killed",
         "unfinished",
@@ -1025,6 +1029,11 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
 def test_restart_that_trains_no_step_may_be_complete(run, attempts):
     assert supervise(run, attempts(run)) == 0
     assert finished(run)["state"] == "COMPLETED"
+
+
+def test_unreadable_metrics_do_not_fail_a_complete_run(run):
+    run.metrics.mkdir()
+    assert supervise(run, [DONE]) == 0
 
 
 def test_new_submission_may_train_no_step(run):
