@@ -29,7 +29,7 @@ from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import overrides_any, remark_on_unsaved
 from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
-from hpctrain.training.strategies.strategy_settings import resolve_strategy
+from hpctrain.training.strategies.strategy_settings import check_launch, resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
 
@@ -55,6 +55,7 @@ class Trainer(TrainerConfig):
         super().__post_init__()
         resolve_strategy(self, os.environ)
         self.ranks: Ranks = detect(os.environ)
+        check_launch(self, self.ranks, os.environ)
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -128,7 +129,7 @@ class Trainer(TrainerConfig):
             return
         # Install handlers only after the rendezvous: earlier stop signals end the process immediately,
         # because the ranks cannot agree on a stop yet.
-        context = with_devices(init_distributed(self.ranks, os.environ), devices)
+        context = self._init_distributed(devices)
         with (
             capture_stop_signals() as stop,
             self._lightning(module, context, datamodule, "fit") as lightning,
@@ -212,7 +213,7 @@ class Trainer(TrainerConfig):
             dataset, datamodule = None, dataset
         # Without a launcher, one device is sufficient; no processes are started.
         devices = self._own_devices()[:1]
-        context = with_devices(init_distributed(self.ranks, os.environ), devices)
+        context = self._init_distributed(devices)
         with self._lightning(module, context, datamodule, method) as adapted:
             if adapted is not None:
                 dataset = adapted.find_data(dataset, method)
@@ -231,17 +232,18 @@ class Trainer(TrainerConfig):
         return lightning_run(self, module, context, datamodule, stage)
 
     def _own_devices(self) -> list[int | None]:
-        """Return the devices selected by the user's setting; empty if a launcher started the ranks."""
-        if has_launcher(self.ranks):
-            if self.devices is not None and self.is_main:
-                print(
-                    f"hpctrain: devices={self.devices!r} has no effect, because the launcher "
-                    f"({self.ranks.environment}) assigns a device to each rank"
-                )
+        """Return the devices selected by the user's setting; empty if a launcher assigned the device."""
+        is_single = self._strategy.single_process and self.ranks.world_size == 1
+        if has_launcher(self.ranks) and not is_single:
             return []
-        default = "auto" if self._strategy.spawns or self._strategy.single_process else None
+        default = "auto" if self._strategy.spawns or is_single else None
         devices = default if self.devices is None else self.devices
-        return [] if devices is None else find_devices(devices, os.environ)
+        use_gpus = self.accelerator != "cpu"
+        return [] if devices is None else find_devices(devices, os.environ, use_gpus=use_gpus)
+
+    def _init_distributed(self, devices: list[int | None]) -> DistributedContext:
+        context = init_distributed(self.ranks, os.environ, use_gpus=self.accelerator != "cpu")
+        return with_devices(context, devices)
 
     @property
     def _strategy(self) -> type[Strategy]:

@@ -92,6 +92,9 @@ def build_training_loop(
     source, val_data = _make_data(settings, context, data_rank, train_dataset, val_dataset)
     settings = copy(settings)
     settings.global_batch_size = source.loading.global_batch_size
+    if settings.accumulate_grad_batches > 1 and settings.micro_batch_size is None:
+        passes = settings.accumulate_grad_batches * data_rank.world_size
+        settings.micro_batch_size = -(-settings.global_batch_size // passes)
     _check_monitor(settings, validates=val_data is not None)
     if run is None and settings.on_bad_loss == "rollback":
         raise UserError(
@@ -199,7 +202,7 @@ def _make_data(
 
 
 def _check_grain_size(settings: TrainerConfig) -> None:
-    if not settings.given & {"grain_size", "micro_batch_size", "global_batch_size"}:
+    if not settings.given.keys() & {"grain_size", "micro_batch_size", "global_batch_size"}:
         raise UserError(
             "elastic_determinism is True, and train_dataset is a DataLoader, so the size of the grains is "
             "unknown. Set grain_size, for example to a divisor of the DataLoader's batch_size."

@@ -239,7 +239,7 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
     elif (
         strategy.gathers_samples
         and type(module).training_step_end is not Module.training_step_end
-        and not settings.given & {"grain_size", "micro_batch_size"}
+        and not settings.given.keys() & {"grain_size", "micro_batch_size"}
     ):
         reason = (
             f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end combines "
