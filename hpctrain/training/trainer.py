@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from hpctrain.training.base.device_selection import find_devices, has_launcher, 
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.lightning_hooks import lightning_base
-from hpctrain.training.lightning_module import LightningHooks, LightningRun, lightning_run
+from hpctrain.training.lightning_module import LightningHooks, module_run
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
@@ -132,15 +132,18 @@ class Trainer(TrainerConfig):
         context = self._init_distributed(devices)
         with (
             capture_stop_signals() as stop,
-            self._lightning(module, context, datamodule, "fit") as lightning,
+            module_run(self, module, context, datamodule, "fit") as module_in_use,
         ):
             callbacks = list(self.callbacks)
-            if lightning is not None:
-                callbacks.append(LightningHooks(lightning))
-                train_dataset = lightning.find_data(train_dataset, "train")
-                val_dataset = lightning.find_data(val_dataset, "val")
+            if module_in_use.has_hooks:
+                callbacks.append(LightningHooks(module_in_use))
+            train_dataset = module_in_use.find_data(train_dataset, "train")
+            val_dataset = module_in_use.find_data(val_dataset, "val")
             if train_dataset is None:
-                raise UserError("fit() received no training data. Pass train_dataset.")
+                raise UserError(
+                    "fit() received no training data. Pass train_dataset, or define train_dataloader() in "
+                    "the module."
+                )
             loop = build_training_loop(
                 settings=self,
                 module=module,
@@ -214,22 +217,13 @@ class Trainer(TrainerConfig):
         # Without a launcher, one device is sufficient; no processes are started.
         devices = self._own_devices()[:1]
         context = self._init_distributed(devices)
-        with self._lightning(module, context, datamodule, method) as adapted:
-            if adapted is not None:
-                dataset = adapted.find_data(dataset, method)
+        with module_run(self, module, context, datamodule, method) as module_in_use:
+            dataset = module_in_use.find_data(dataset, method)
             evaluation = Evaluation(self, module, context, dataset, os.environ)
             try:
                 yield evaluation
             finally:
                 evaluation.finish()
-
-    def _lightning(
-        self, module: Any, context: DistributedContext, datamodule: Any, stage: str
-    ) -> AbstractContextManager[LightningRun | None]:
-        """Return the context for a LightningModule; for another module, it does nothing."""
-        if lightning_base(module) is None and datamodule is None:
-            return nullcontext()
-        return lightning_run(self, module, context, datamodule, stage)
 
     def _own_devices(self) -> list[int | None]:
         """Return the devices selected by the user's setting; empty if a launcher assigned the device."""

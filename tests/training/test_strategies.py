@@ -103,6 +103,22 @@ def test_one_and_fifty_steps_are_those_of_one_process(tmp_path, strategy, ranks)
     assert torch.allclose(single["predictions"], predictions, rtol=1e-12)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", [{}, {"lightning": True}], ids=["Module", "LightningModule"])
+def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path, kind):
+    if kind and find_spec("lightning") is None:
+        pytest.skip("Lightning is not installed")
+    names = ["ddp", "ddp_spawn", "ddp2", "zero1", "zero2", "ddp_sharded", "zero3", "fsdp"]
+    trainings = [{"strategy": name, "max_steps": 12, **kind} for name in names]
+    results = train(tmp_path, *trainings, ranks=2)
+    results += train(tmp_path, {"strategy": "dp", "devices": 3, "max_steps": 12, **kind}, ranks=1)
+    for name, result in zip([*names, "dp"], results, strict=True):
+        assert "error" not in result, (name, result)
+        assert_same(result["weights"], train_manually(12))
+        loss, _ = evaluate(result["weights"])
+        assert result["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12), name
+
+
 @pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.parametrize(

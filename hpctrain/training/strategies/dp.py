@@ -12,7 +12,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.loader_config import to_device
-from hpctrain.training.module import Module
+from hpctrain.training.module import Module, as_scalars, collect_logged, find_run, has_step_end
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.batch_split import slice_batch
 
@@ -46,22 +46,39 @@ class DP(Strategy):
             )
         super().__init__(module, context, settings)
         self._devices = context.devices
-        self._ends_itself = type(module).training_step_end is not Module.training_step_end
 
     @property
     def counts_tokens(self) -> bool:
         return len(self._devices) == 1
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        where = (batch_idx, *self.optimizer_idx)
+        return self.module.training_step_end(
+            self._join("training_step", batch, where, num_samples)
+        ), num_samples
+
+    def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        if not has_step_end(self.module, method):
+            return super().evaluation_step(method, batch, batch_idx, num_samples)
+        return self.end_evaluation_step(
+            method, self._join(method, batch, (batch_idx,), num_samples)
+        ), num_samples
+
+    def _join(self, step: str, batch: Any, where: tuple[int, ...], num_samples: int) -> Any:
+        """Return the outputs of a step on all devices, and log the means of the logged values."""
         parts = _parts(batch, max(1, num_samples), self._devices)
         copies = [self.module, *(_copy(self.module, device) for device in self._devices[1 : len(parts)])]
-        where = (batch_idx, *self.optimizer_idx)
-        outputs = [copy.training_step(part, *where) for copy, (part, _) in zip(copies, parts, strict=True)]
-        joined = _joined(outputs, self.context.device)
-        if not self._ends_itself:
-            weights = torch.tensor([float(count) for _, count in parts], device=self.context.device)
-            joined = pytree.tree_map_only(torch.Tensor, lambda each: _mean(each, weights), joined)
-        return self.module.training_step_end(joined), num_samples
+        outputs, logged = [], []
+        for copy, (part, count) in zip(copies, parts, strict=True):
+            with collect_logged(self.module, count) as values:
+                outputs.append(getattr(copy, step)(part, *where))
+            logged.append(as_scalars(values, "", f"{type(self.module).__name__}.log"))
+        device = self.context.device
+        weights = torch.tensor([float(count) for _, count in parts], device=device)
+        if any(logged):
+            find_run(self.module).log_values(_means(_joined(logged, device), weights))
+        joined = _joined(outputs, device)
+        return joined if has_step_end(self.module, step) else _means(joined, weights)
 
     def trial_step(self, batch: Any) -> Any:
         num_samples = next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
@@ -109,6 +126,10 @@ def _joined(outputs: list[Any], device: torch.device) -> Any:
     return pytree.tree_unflatten(joined, structure)
 
 
-def _mean(each: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the mean over samples of a scalar computed on each device."""
-    return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each
+def _means(joined: Any, weights: torch.Tensor) -> Any:
+    """Return the means over samples of the scalars computed on each device."""
+
+    def mean(each: torch.Tensor) -> torch.Tensor:
+        return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each
+
+    return pytree.tree_map_only(torch.Tensor, mean, joined)
