@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.loggers import find_loggers
+from hpctrain.telemetry.loggers import LoggedRun, MetricRecord, find_loggers
 
 lightning = pytest.importorskip("lightning")
 import torchmetrics  # noqa: E402 (installed with Lightning)
@@ -898,11 +898,13 @@ def test_arguments_of_lightnings_fit():
 def test_loggers_of_lightning_write_to_their_destinations(tmp_path, monkeypatch):
     from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
 
-    loggers = [CSVLogger(tmp_path / "logs", "own"), TensorBoardLogger(tmp_path / "logs", "board")]
-    fit(Line(), logger=loggers, run_dir=tmp_path / "run")
+    given = [CSVLogger(tmp_path / "logs", "own"), TensorBoardLogger(tmp_path / "logs", "board")]
+    for logger in hpctrain.Trainer(max_steps=1, logger=given).loggers:
+        logger.start(LoggedRun("run", tmp_path))
+        logger.log([MetricRecord(1, 0.0, 0, 0, {"loss": 2.0})])
+        logger.finish("completed")
     lines = (tmp_path / "logs" / "own" / "run" / "metrics.csv").read_text().splitlines()
-    assert lines[0].split(",") == ["step", "epoch", "time", "attempt", "loss"]
-    assert len(lines) == 7
+    assert lines == ["step,epoch,time,attempt,loss", "1,0,0.0,0,2.0"]
     assert [*(tmp_path / "logs" / "board" / "run").glob("events.out.tfevents.*")]
     monkeypatch.setenv("WANDB_MODE", "offline")
     (wandb,) = find_loggers(WandbLogger(project="vision", name="first", save_dir=tmp_path))
