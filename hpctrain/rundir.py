@@ -279,11 +279,6 @@ class RunDir:
         return self.code / f"submission-{max(_numbered(self.code, _CODE_FOLDER), default=-1) + 1:03d}"
 
     @property
-    def outcome(self) -> Path:
-        """Times and interruptions of the ended run, from which later runs are predicted."""
-        return self.path / "outcome.json"
-
-    @property
     def report(self) -> Path:
         """The report of the run, a single HTML page."""
         return self.path / "report.html"

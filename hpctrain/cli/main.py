@@ -23,7 +23,7 @@ _TASKS = {
     "Understand": ("status", "list", "logs", "top", "serve", "report", "checkpoints", "verify", "profile"),
     "Work interactively": ("shell", "attach", "debug"),
     "Check and explain": ("doctor", "explain", "env", "exec"),
-    "Test faults": ("chaos", "simulate", "sandbox"),
+    "Test faults": ("chaos", "sandbox"),
     "Set up": ("setup", "pull", "completion", "man"),
 }
 _COMMANDS = tuple(name for names in _TASKS.values() for name in names)
