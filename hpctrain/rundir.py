@@ -33,7 +33,6 @@ EventKind = Literal[
     "grow",
     "excluded",
     "straggler",
-    "debug",
     "requeue",
     "handover",
     "chaos",
@@ -84,7 +83,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "handover": ("job_id",),
     "emergency_checkpoint": ("attempt", "step", "world_size"),
     "excluded": ("hosts",),
-    "debug": ("attempt", "ranks"),
     "finished": ("time", "state"),
 }
 

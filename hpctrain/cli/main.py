@@ -21,7 +21,7 @@ from hpctrain.text import suggest
 _TASKS = {
     "Run": ("init", "submit", "sweep", "wait", "cancel", "requeue", "resume"),
     "Understand": ("status", "list", "logs", "top", "serve", "report", "checkpoints", "verify", "profile"),
-    "Work interactively": ("shell", "attach", "debug"),
+    "Work interactively": ("shell", "attach"),
     "Check and explain": ("doctor", "explain", "env", "exec"),
     "Test faults": ("chaos", "sandbox"),
     "Set up": ("setup", "pull", "completion", "man"),

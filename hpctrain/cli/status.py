@@ -20,7 +20,7 @@ from hpctrain.cli.common import (
     runs_dir_option,
     short_path,
 )
-from hpctrain.text import format_number, format_ranks, format_size
+from hpctrain.text import format_number, format_size
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
@@ -71,7 +71,6 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         **{name: one_line(text) for name, text in (describe_results(results) if results else {}).items()},
         "checkpoint": _describe_checkpoint(status, found.dir),
         "not saved": status.not_saved,
-        "debugging": f"{format_ranks(status.debugged)}; the others wait for it" if status.debugged else None,
         "note": one_line(status.note) if status.note else None,
         "cause": one_line(status.cause) if status.cause else None,
         "log": short_path(status.log) if status.log else None,

@@ -100,7 +100,6 @@ class RankMonitor:
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
         self._reported: set[int] = set()
-        self._debugged: set[int] = set()
         #: True if a rank has formed a process group.
         self.has_process_group = False
 
@@ -118,7 +117,6 @@ class RankMonitor:
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
             self.has_process_group |= "group" in message
-            self._note_debugger(rank, is_debugged=bool(message.get("debugged")))
         elif "stop_signal" in message:
             self._emit(RankSignalled(rank, str(message["stop_signal"])))
         elif self._probe is not None and "told" in message:
@@ -130,7 +128,6 @@ class RankMonitor:
         """Record that a rank has disconnected."""
         self._hang_detector.remove_rank(rank)
         self._emergency.on_disconnect(rank)
-        self._note_debugger(rank, is_debugged=False)
         self._empty_since = None if self._hang_detector.ranks else system.monotonic()
 
     @property
@@ -163,7 +160,7 @@ class RankMonitor:
     def on_tick(self) -> None:
         """Check for hangs, stragglers and a missed end of the step."""
         now = system.monotonic()
-        if (paused := now - self._last_tick) > _PAUSE_S or self._debugged:
+        if (paused := now - self._last_tick) > _PAUSE_S:
             self._hang_detector.discount_pause(paused)
         self._last_tick = now
         self._emergency.check()
@@ -183,27 +180,12 @@ class RankMonitor:
             )
             self._probe = _HangProbe(hang, now)
             self._send({"tell": True})
-        elif not self._debugged:
+        else:
             self._report_stragglers(now)
 
     def close(self) -> None:
         """Stop monitoring after the attempt."""
         self._stopped = True
-
-    def _note_debugger(self, rank: int, *, is_debugged: bool) -> None:
-        """Record the start or end of a debugger in a rank. Meanwhile, all ranks may wait without progress."""
-        if is_debugged == (rank in self._debugged):
-            return
-        self._debugged ^= {rank}
-        self._straggler_detector = StragglerDetector(self._world_size)
-        ranks = sorted(self._debugged)
-        what = (
-            f"debugging {format_ranks(ranks)}: hang detection is paused"
-            if ranks
-            else "the debugger has ended"
-        )
-        log.info("%s", what)
-        self._run.log_event("debug", self._attempt, ranks=ranks)
 
     def _probe_ranks(self, probe: _HangProbe, now: float) -> None:
         there = self._hang_detector.ranks.keys()
