@@ -55,7 +55,6 @@ SECTIONS = (
     Section("Elastic determinism", "elastic_determinism", "--rounds 3 --steps 8"),
     Section("Checkpoints", "checkpoint", "--rounds 2"),
     Section("Submission", "submit"),
-    Section("Predictions", "predictions", "--runs 16"),
     Section("Command line", "cli_startup"),
     Section("Order of the data", "data_order"),
     Section("Fetching data", "data_fetch", "--rounds 3"),

@@ -33,7 +33,6 @@ EventKind = Literal[
     "grow",
     "excluded",
     "straggler",
-    "debug",
     "paused",
     "requeue",
     "handover",
@@ -85,7 +84,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "handover": ("job_id",),
     "emergency_checkpoint": ("attempt", "step", "world_size"),
     "excluded": ("hosts",),
-    "debug": ("attempt", "ranks"),
     "paused": ("attempt", "rank", "seconds"),
     "finished": ("time", "state"),
 }
@@ -279,11 +277,6 @@ class RunDir:
     def new_code(self) -> Path:
         """Return the path for the code of a new submission."""
         return self.code / f"submission-{max(_numbered(self.code, _CODE_FOLDER), default=-1) + 1:03d}"
-
-    @property
-    def outcome(self) -> Path:
-        """Times and interruptions of the ended run, from which later runs are predicted."""
-        return self.path / "outcome.json"
 
     @property
     def report(self) -> Path:

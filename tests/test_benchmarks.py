@@ -23,7 +23,6 @@ OPTIONS = {
     "gpu": "--rounds 1 --only saves",
     "heartbeat": "--steps 2000 --rounds 1",
     "hostlist": "--rounds 1",
-    "predictions": "--runs 5 --parallel 1",
     "preemption": "--rounds 1",
     "rendezvous": "--hosts 100 --rounds 1",
     "report": "--steps 2000 --nodes 2 --rounds 1",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
@@ -17,37 +15,18 @@ from hpctrain.errors import SchedulerError
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.environment import strip_job_env
 
-rank_option = click.option(
-    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Rank to use."
-)
-
 
 @click.command("attach")
 @run_argument
-@rank_option
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Rank to use."
+)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
 def command(run: str, runs_dir: Path, rank: int, words: tuple[str, ...]) -> None:
     """Open a shell on the node of a running rank of RUN, or run COMMAND there.
 
     The shell uses the rank's container image, working directory and environment, and ends when the job ends.
     Variables that would connect a process to the run are not set.
-    """
-    start_beside_rank(run, runs_dir, rank, "attach", words)
-
-
-def start_beside_rank(run: str, runs_dir: Path, rank: int, module: str, words: Sequence[str]) -> NoReturn:
-    """Replace this process with a module of `hpctrain.runtime.program` on the node of a rank.
-
-    Args:
-        run: the run.
-        runs_dir: parent folder of the runs.
-        rank: the rank.
-        module: the module; `attach` runs in the rank's container.
-        words: the command that `attach` runs; empty for a shell.
-
-    Raises:
-        SpecError: the run is not running, or has no such rank.
-        SchedulerError: the node of the rank is not available.
     """
     # Imported here because these packages are slow to import.
     from hpctrain.jobs.runs.running_attempt import require_running
@@ -56,14 +35,10 @@ def start_beside_rank(run: str, runs_dir: Path, rank: int, module: str, words: S
     from hpctrain.supervisor.launch.worker_command import module_command
 
     found = open_run(run, runs_dir)
-    done = "attached to" if module == "attach" else "debugged"
-    status, started = require_running(found, [rank], option="--rank", done=done)
+    status, started = require_running(found, [rank], option="--rank", done="attached to")
     spec = load_spec(found.dir.spec)
-    if module != "attach":
-        spec = replace(spec, container=None)
-    elif not words:
-        words = ["bash" if spec.container else os.environ.get("SHELL", "bash")]
-    command = module_command(spec, f"program.{module}")
+    words = words or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
+    command = module_command(spec, "program.attach")
     command += [str(found.dir), str(started["attempt"]), str(rank), *words]
     contained = containerize(spec, command, ["TERM"], os.environ.get("PATH"))
     outer = strip_job_env(os.environ)

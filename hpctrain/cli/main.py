@@ -21,9 +21,9 @@ from hpctrain.text import suggest
 _TASKS = {
     "Run": ("init", "submit", "sweep", "wait", "cancel", "requeue", "resume"),
     "Understand": ("status", "list", "logs", "top", "serve", "report", "checkpoints", "verify", "profile"),
-    "Work interactively": ("shell", "attach", "debug"),
+    "Work interactively": ("shell", "attach"),
     "Check and explain": ("doctor", "explain", "env", "exec"),
-    "Test faults": ("chaos", "simulate", "sandbox"),
+    "Test faults": ("chaos", "sandbox"),
     "Set up": ("setup", "pull", "completion", "man"),
 }
 _COMMANDS = tuple(name for names in _TASKS.values() for name in names)

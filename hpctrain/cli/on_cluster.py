@@ -28,7 +28,7 @@ _SENDING = ("submit", "sweep", "resume")
 #: Subcommands of `sweep` that submit nothing.
 _NOT_SENDING = ("status", "best", "cancel")
 #: Commands that read their standard input.
-_READING = ("exec", "shell", "attach", "debug")
+_READING = ("exec", "shell", "attach")
 #: Commands that only wait, so they run again after a lost connection.
 _REPEATABLE = ("wait",)
 

@@ -121,9 +121,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         raise
     from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.errors import HpctrainError
-    from hpctrain.forecast.what_if import what_if
     from hpctrain.jobs.runs.run import query_statuses
-    from hpctrain.telemetry.run_outcome import read_outcomes
 
     runs = found.tasks() or [found]
     told = []
@@ -137,6 +135,5 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
             state = RunContext(str(known[place].state), known[place].words, known[place].cause)
         run_data = read_run_data(run.dir, state, now=now)
         run_data.resubmit_command = [*resubmit_command(run_data.spec), *run_data.resubmit_remarks]
-        run_data.what_if = what_if(run_data, read_outcomes((run.dir.array or run.dir).path.parent))
         told.append(run_data)
     return told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +20,11 @@ from hpctrain.cli.common import (
     runs_dir_option,
     short_path,
 )
-from hpctrain.text import format_number, format_ranks, format_size
+from hpctrain.text import format_number, format_size
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.rundir import RunDir
-    from hpctrain.telemetry.report.next_request import ResourceRequest
 
 #: A larger `metrics.jsonl` is only read for `--json`, because reading it takes a second or more.
 _MAX_METRICS_BYTES = 50_000_000
@@ -55,10 +53,8 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
     size = metrics.stat().st_size if metrics.exists() else 0
     with_metrics = as_json or size <= _MAX_METRICS_BYTES
     results = None if status.tasks is not None else read_results(found.dir, with_metrics=with_metrics)
-    requests = _next_request(found.dir) if status.state == "COMPLETED" and results and with_metrics else []
     if as_json:
-        more = {**asdict(results), "next_request": [asdict(one) for one in requests]} if results else {}
-        echo_json(asdict(status) | more)
+        echo_json(asdict(status) | (asdict(results) if results else {}))
         return
     from hpctrain.jobs.runs.error_report import job_log_tail
 
@@ -74,9 +70,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "best": None if with_metrics else f"not computed: {format_size(size)} of metrics (use --json)",
         **{name: one_line(text) for name, text in (describe_results(results) if results else {}).items()},
         "checkpoint": _describe_checkpoint(status, found.dir),
-        "next time": "  ".join(map(str, requests)) or None,
         "not saved": status.not_saved,
-        "debugging": f"{format_ranks(status.debugged)}; the others wait for it" if status.debugged else None,
         "note": one_line(status.note) if status.note else None,
         "cause": one_line(status.cause) if status.cause else None,
         "log": short_path(status.log) if status.log else None,
@@ -98,13 +92,3 @@ def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
             f"none in {short_path(run.checkpoints)}; restarts start over, unless the script saves elsewhere"
         )
     return None
-
-
-def _next_request(run: RunDir) -> list[ResourceRequest]:
-    """Return what to request after a completed run, unless it has many node measurements."""
-    from hpctrain.telemetry.report.next_request import next_request
-    from hpctrain.telemetry.report.run_data import RunContext, read_run_data
-
-    if sum(path.stat().st_size for path in run.all_telemetry()) > _MAX_METRICS_BYTES:
-        return []
-    return next_request(read_run_data(run, RunContext("COMPLETED"), now=time.time()))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +35,10 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import SlurmCall
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.program import ProgramKind
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
-    from hpctrain.forecast.run_forecast import RunForecast, RunForecaster
     from hpctrain.jobs.runs.run import Run
 
 
@@ -254,10 +250,8 @@ def command(
         **where,
     )
     _print_lines([*submission.notes, *([] if previous(ctx) else misplaced_options(script, args))])
-    forecaster = None if submission.spec.array else _forecaster(submission.spec)
-    forecast = cache(lambda: None if forecaster is None else _forecast(forecaster, submission))
     if dry_run:
-        _print_lines([*submission.forecast, *map(str, filter(None, [forecast()]))])
+        _print_lines(submission.forecast)
         click.echo(
             "Nothing was submitted. This script needs the run folder that `hpctrain submit` creates, so it "
             "cannot be submitted on its own.",
@@ -269,30 +263,9 @@ def command(
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 
-    run = submit_prepared(submission, forecast=lambda: found.record() if (found := forecast()) else None)
-    _print_lines([*submission.forecast, *map(str, filter(None, [forecast()]))])
+    run = submit_prepared(submission)
+    _print_lines(submission.forecast)
     _report(run, submission, follow=follow, as_json=as_json)
-
-
-def _forecaster(spec: JobSpec) -> RunForecaster | None:
-    """Simulate the run while Slurm predicts its start; None without earlier runs, or for a resumed run."""
-    from hpctrain.telemetry.run_outcome import kind_of, read_outcomes
-
-    run_dir = RunDir(Path(spec.run_dir))
-    outcomes = [] if run_dir.events.exists() else read_outcomes(run_dir.path.parent, kind_of(vars(spec)))
-    if not outcomes:
-        return None
-    # Imported only if needed, because this import is slow.
-    from hpctrain.forecast.run_forecast import RunForecaster
-
-    return RunForecaster(spec, outcomes)
-
-
-def _forecast(forecaster: RunForecaster, submission: PreparedSubmission) -> RunForecast | None:
-    queue = submission.preflight.get_queue()
-    return forecaster.forecast(
-        time.time(), start_s=queue.start_s, waits_s=queue.waits_s, price=queue.price, currency=queue.currency
-    )
 
 
 def _print_lines(lines: Sequence[str]) -> None:

@@ -44,8 +44,6 @@ class RunRecord:
     handover: dict[str, Any] | None = None
     #: The newest start of the ranks.
     started: dict[str, Any] | None = None
-    #: The newest start or end of a debugger in the ranks.
-    debug: dict[str, Any] | None = None
 
     @property
     def job(self) -> JobRecord | None:
@@ -97,10 +95,7 @@ def summarize_events(run: RunDir, newest_first: Iterable[dict[str, Any]]) -> Run
             last.pop(kind, None)  # A late event of the previous job.
     return RunRecord(
         run,
-        *(
-            last.get(kind)
-            for kind in ("submitted", "finished", "failure", "seen", "handover", "started", "debug")
-        ),
+        *(last.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover", "started")),
     )
 
 

@@ -18,7 +18,6 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, 
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.heartbeat import heartbeat_message, on_message
 from hpctrain.runtime.program.child_relay import connect_to_worker
-from hpctrain.runtime.program.debugger import debugger
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
@@ -55,7 +54,6 @@ def observe_process() -> None:
     is_rank = launch[1:] == [str(ranks.rank), str(ranks.world_size)]
     if is_rank and threading.current_thread() is threading.main_thread():
         faulthandler.register(signal.SIGQUIT)
-        debugger.install()
         if all(signal.getsignal(number) is signal.SIG_DFL for number in STOP_SIGNALS):
             agreed_stop.is_enabled = True
             start_signal_recorder()

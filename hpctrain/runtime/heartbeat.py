@@ -21,7 +21,6 @@ from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.program.debugger import debugger
 from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.program.process_group_check import find_rendezvous, has_process_group
 from hpctrain.runtime.program.requested_flips import request_flip
@@ -50,7 +49,6 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         started_with: the environment before the script started.
     """
     stop = {"stop": True} if agreed_stop.signal else {}
-    debugged = {"debugged": True} if debugger.check_attached() else {}
     startup = startup_times.report()
     group = {"group": True} if has_process_group() else {}
     _has_reported.set()
@@ -59,7 +57,6 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     return {
         **stop,
         **group,
-        **debugged,
         **({} if startup is None else {"startup": startup}),
         "emergency": emergency_save.heartbeat(),
         "phase": RankPhase.JOIN if _rendezvous() else activity.phase,

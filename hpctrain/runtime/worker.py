@@ -46,7 +46,6 @@ from hpctrain.runtime.heartbeat import heartbeat_message, on_message, wait_until
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.program.child_relay import ChildRelay
-from hpctrain.runtime.program.debugger import debugger
 from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
@@ -121,8 +120,6 @@ def main(argv: list[str]) -> NoReturn:
     faulthandler.register(signal.SIGQUIT)
     redirect_imports(os.environ)
     program = _resolve_program(words)
-    if program.kind != "command":
-        debugger.install()
     group_check = ProcessGroupCheck(os.environ)
     step_log = StepLog(run, attempt) if ranks.is_main else None
     if os.environ.get(STEP_HOOK_VARIABLE) != "0":

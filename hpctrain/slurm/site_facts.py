@@ -112,10 +112,6 @@ class SiteConventions:
     """False if the site disables requeues for every job."""
     containers: tuple[str, ...] | None = None
     """Available container runtimes: pyxis, apptainer, singularity, enroot; None if not probed."""
-    price_per_gpu_hour: float | None = None
-    """If set, predictions of runs include the price. Never probed."""
-    currency: str = ""
-    """Currency of the price."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,14 +75,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
     )
     try:
         with send_notifications(run, environ):
-            code = _supervise(run, spec, environ, deaths)
-        with suppress(OSError):
-            if read_run_record(run).finished is not None:
-                # Imported only at the end, because this import is slow.
-                from hpctrain.telemetry.summarize_run import write_outcome
-
-                write_outcome(run)
-        return code
+            return _supervise(run, spec, environ, deaths)
     finally:
         storage.flush_pending()
         log_file.lines.flush()

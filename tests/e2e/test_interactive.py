@@ -1,14 +1,12 @@
-"""Shells in new jobs and beside the ranks of a run, and debuggers of ranks."""
+"""Shells in new jobs and beside the ranks of a run."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers import recorded_weights
 from helpers.commands import run_command
 from helpers.terminal import Terminal
 from helpers.training_runs import Run
@@ -120,94 +118,3 @@ def test_attach_to_a_local_rank(tmp_path):
 @pytest.mark.slow
 def test_attach_to_a_rank_on_a_slurm_node(slurm, tmp_path):
     check_attach(submit(tmp_path, "--nodes=2", "--env=A=a b", env=slurm.env), 3)
-
-
-def debug(run: Run, rank: int) -> Terminal:
-    return Terminal([*HPCTRAIN, "debug", str(run.path), f"--rank={rank}"], Path("/"), run.env)
-
-
-def check_debug(run: Run, rank: int) -> None:
-    """Debug a rank for longer than hangs are allowed to take, and kill a debugger."""
-    breakpoint_line = recorded_weights.TRAINING.splitlines().index("    optimizer.zero_grad()") + 1
-    with debug(run, rank) as terminal:
-        terminal.expect("(Pdb) ")
-        wait_for(lambda: run.status()["debugged"] == [rank], 10, "the debugger in the status")
-        assert f"debugging   rank {rank}; the others wait" in run.hpctrain("status", str(run.path)).stdout
-        second = run.hpctrain("debug", str(run.path), f"--rank={rank}", check=False)
-        assert (second.returncode, second.stderr.count("is already being debugged")) == (2, 1)
-        time.sleep(4)
-        terminal.send(f"b {run.path.parent}/train.py:{breakpoint_line}\r")
-        terminal.expect("(Pdb) ")
-        terminal.send("c\r")
-        terminal.expect("-> optimizer.zero_grad()")
-        terminal.send("p 'rank', rank\r")
-        terminal.expect(f"('rank', '{rank}')")
-        terminal.send("cl 1\r")
-        terminal.expect("Deleted breakpoint 1")
-        terminal.send("c\r")
-        steps = len(recorded_weights.weights(run, 0))
-        wait_for(lambda: len(recorded_weights.weights(run, 0)) > steps + 20, 60, "more steps")
-        terminal.send("\x03")
-        terminal.expect("\r\n-> ")
-        terminal.send("raise SystemExit\r")
-        terminal.expect("*** SystemExit")
-        terminal.send("q\r")
-        terminal.expect(f"Detached. Rank {rank} continues.")
-        assert terminal.wait() == 0
-    with debug(run, rank) as terminal:
-        terminal.expect("(Pdb) ")
-        terminal.send("c\r")
-        wait_for(lambda: len(recorded_weights.weights(run, 0)) > steps + 40, 60, "more steps")
-        terminal.send("\x04")
-        terminal.expect(f"Detached. Rank {rank} continues.")
-        assert terminal.wait() == 0
-    with debug(run, rank) as terminal:
-        terminal.expect("(Pdb) ")
-        wait_for(lambda: run.status()["debugged"] == [rank], 10, "the debugger in the status")
-    wait_for(lambda: run.status()["debugged"] == [], 10, "the end of the killed debugger")
-    recorded_weights.end(run)
-    found = recorded_weights.weights(run, 0)
-    assert recorded_weights.weights(run, 1) == found == recorded_weights.reference_weights(len(found))
-    assert len(run.events("started")) == 1
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-def test_debugged_rank_continues_with_the_same_result(tmp_path):
-    check_debug(recorded_weights.submit(tmp_path, "--hang-timeout=2", "train.py"), 1)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_debug_of_a_rank_on_a_slurm_node(slurm, tmp_path):
-    run = submit(tmp_path, "--nodes=2", env=slurm.env)
-    with debug(run, 3) as terminal:
-        terminal.expect("(Pdb) ")
-        terminal.send("p os.environ['RANK']\r")
-        terminal.expect("'3'")
-        terminal.send("q\r")
-        terminal.expect("Detached. Rank 3 continues.")
-        assert terminal.wait() == 0
-    end(run)
-
-
-@pytest.mark.long
-def test_debugged_rank_on_a_slurm_node_continues_with_the_same_result(slurm, tmp_path):
-    options = ["--nodes=2", "--hang-timeout=2", "train.py"]
-    check_debug(recorded_weights.submit(tmp_path, *options, backend="slurm", env=slurm.env), 3)
-
-
-@pytest.mark.long
-def test_debug_of_a_shell_script(tmp_path):
-    check_debug(recorded_weights.submit(tmp_path, "--hang-timeout=2", "--", "./train.sh"), 1)
-
-
-@pytest.mark.long
-def test_debugged_rank_stops_with_its_run(tmp_path):
-    run = submit(tmp_path, LOCAL)
-    with debug(run, 0) as terminal:
-        terminal.expect("(Pdb) ")
-        run.hpctrain("cancel", str(run.path))
-        terminal.expect("Detaching because of StoppedBeforeTraining")
-        assert terminal.wait() in (0, 4)  # The rank may have exited by now.
-    wait_for(lambda: run.status()["state"] == "CANCELLED", 30, "the end of the run")

@@ -33,7 +33,6 @@ EXEMPT = {
         "jobs.runs.run_log_reader.LogPosition.from_json",
         "jobs.site.job_request.JobRequest.from_spec",
         "supervisor.launch.job_step.TaskExit.from_returncode",
-        "forecast.run_forecast.RestartConditions.from_outcomes",
         "telemetry.sampling.nvml.GpuActivity.read",
         "telemetry.sampling.nvml.GpuReader.read",
         "telemetry.sampling.nvml.read_driver_facts",

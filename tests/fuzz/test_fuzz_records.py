@@ -17,7 +17,6 @@ from hpctrain import files, messages, rundir
 from hpctrain.checkpoint import interval
 from hpctrain.checkpoint.format import manifest
 from hpctrain.errors import CheckpointError, Unauthenticated, UserError
-from hpctrain.forecast.run_forecast import RunForecast
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.records import bit_flip, checkpoint_health, lease, log_tail, run_record, successor
@@ -30,7 +29,6 @@ from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import worker_group
 from hpctrain.sweeps import optuna_sampler, sweep_record
 from hpctrain.sweeps.stopping_rules import TrialReport
-from hpctrain.telemetry import run_outcome
 from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
@@ -150,33 +148,7 @@ def read_node_check() -> object:
     return node_check_step.NodeCheckRunner(RUN, spec, launcher)._read(0)
 
 
-#: The outcome of a run, with its forecast.
-OUTCOME = {
-    "run_id": "r",
-    "kind": ["local", "script", "/a.py", 1, 1, 0, None],
-    "hparams": {"max_steps": 20},
-    "state": "COMPLETED",
-    **dict.fromkeys(("submitted", "started", "ended", "train_s", "start_s", "close_s", "allocated_s"), 1.5),
-    **dict.fromkeys(("nodes", "gpus", "steps", "failures", "stops"), 1),
-    **dict.fromkeys(("restart_s", "requeue_s", "save_every_s", "ettr")),
-    "forecast": {
-        "runs": 3,
-        **{name: [1.0, 2.0, 3.0, 4.0, 5.0] for name in ("start", "end", "ettr", "gpu_hours")},
-    },
-}
-
 PARSERS = [
-    Parser(
-        run_outcome.read_outcomes,
-        [json.dumps(OUTCOME)],
-        call=with_file(RUN.outcome, lambda: run_outcome.read_outcomes(RUN.path.parent)),
-    ),
-    Parser(
-        RunForecast.from_record,
-        [json.dumps(OUTCOME["forecast"])],
-        (ValueError,),
-        lambda text: RunForecast.from_record(files.parse_json_line(text, FOLDER) or {}),
-    ),
     Parser(
         sweep_record.read_sweep,
         [json.dumps(SWEEP)],

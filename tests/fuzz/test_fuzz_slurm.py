@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from helpers.fuzzing import Parser, check_errors, check_time, with_answer
 
@@ -153,11 +151,6 @@ PARSERS = [
     ),
     Parser(forecast._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
     Parser(forecast._START.search, [FORECAST]),
-    Parser(
-        forecast.read_waits,
-        ["2026-01-01T10:00:00|2026-01-01T10:05:00\n2026-01-01T10:00:00|Unknown"],
-        call=lambda text: forecast.read_waits(SimpleNamespace(answer=lambda _: (text, ""))),
-    ),
     Parser(node_requirements._feature_names, ["a100&ib*2", "[a|b]"]),
     Parser(node_requirements._hosts, ["n[1-3,7]", "n1,n2"]),
     Parser(hostlist.expand_hostlist, ["n[01-03,7],gpu-a[1-2]b", "rack[1-2]node[1-16]"], (UserError,)),

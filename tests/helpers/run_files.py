@@ -19,7 +19,6 @@ EVENTS = [
         "cause": "x",
         "log": "l",
     },
-    {"time": 1_764_000_006.0, "attempt": 0, "kind": "debug", "ranks": [1]},
     {"time": 1_764_000_006.0, "attempt": 0, "kind": "excluded", "hosts": ["n1"], "reason": "x"},
     {
         "time": 1_764_000_007.0,

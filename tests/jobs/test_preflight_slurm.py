@@ -469,3 +469,12 @@ def test_unparsable_forecast_is_reported(request_of):
         assert expected_start(request_of(), forecast) == f"No estimated start: {reason}."
     missing = expected_start(request_of(), SlurmCall(["no-such-sbatch"], os.environ))
     assert missing == "No estimated start: no-such-sbatch not found on PATH."
+
+
+def test_start_after_jobs_without_a_time_limit_is_unknown(request_of):
+    """Slurm then predicts a start in centuries."""
+    words = "sbatch: Job 7 to start at 2282-02-06T05:56:00 using 2 processors on nodes n1 in partition gpu"
+    forecast = SlurmCall(["printf", words], os.environ)
+    assert expected_start(request_of(), forecast) == (
+        "No estimated start: according to Slurm, the job waits for jobs without a time limit."
+    )

@@ -70,32 +70,6 @@ def test_launcher_is_not_queried_while_a_rank_is_connected(run_monitor):
     assert (step.asked, events.empty()) == (0, True)
 
 
-def test_debugged_rank_pauses_hang_detection(tmp_path, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(module.system, "monotonic", lambda: now[0])
-    run, events, sent = RunDir(tmp_path), queue.SimpleQueue(), []
-    limits = PhaseLimits(10)
-    monitor = RankMonitor(run, 0, FakeStep(False), sent.append, events.put, limits, lambda rank: "n1", 2)
-
-    def advance(seconds):
-        for _ in range(seconds):
-            now[0] += 1
-            monitor.on_tick()
-
-    for rank in range(2):
-        monitor.on_message(rank, {**BEAT, "debugged": True})
-    monitor.on_message(1, BEAT)
-    advance(60)
-    monitor.on_message(0, BEAT)
-    advance(10)
-    assert sent == []
-    advance(2)
-    assert sent == [{"tell": True}]
-    assert limits.max_duration_s == {"start": 0.0}
-    ranks = [event["ranks"] for event in run.read_events() if event["kind"] == "debug"]
-    assert ranks == [[0], [0, 1], [0], []]
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """The monotonic clock, and the system clock, which is ahead of it."""

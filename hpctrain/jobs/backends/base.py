@@ -21,21 +21,6 @@ class SubmissionUnconfirmed(SchedulerError):
 
 
 @dataclass(frozen=True)
-class QueueForecast:
-    """Facts about the queue and the prices of a site."""
-
-    start_s: float | None = None
-    """Seconds until the expected start; None if unknown."""
-    waits_s: tuple[float, ...] = ()
-    """Waits of recent jobs of this size in this partition, in seconds."""
-    max_time_s: float | None = None
-    """Maximum time limit of a job."""
-    price: float | None = None
-    """Price of a GPU-hour."""
-    currency: str = ""
-
-
-@dataclass(frozen=True)
 class PreflightResult:
     """Notes and forecast for a job that passed every check."""
 
@@ -43,8 +28,6 @@ class PreflightResult:
     """Notes for the user, one line each."""
     get_forecast: Callable[[], tuple[str, ...]] = tuple
     """Return the expected start and cost; may wait for the scheduler's answer."""
-    get_queue: Callable[[], QueueForecast] = lambda: QueueForecast()
-    """Return the facts for a prediction of the run; may wait for the scheduler's answer."""
     refusal: Callable[[], str] = str
     """Return the scheduler's reason for a rejection; empty if there is no rejection or no answer."""
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from hpctrain.jobs.backends.base import PreflightResult, QueueForecast
+from hpctrain.jobs.backends.base import PreflightResult
 from hpctrain.jobs.site.forecast import (
     FORECAST_TIMEOUT_S,
     StartForecast,
     can_start,
     estimate_cost,
     expected_start,
-    query_waits,
-    read_waits,
 )
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.site.path_visibility import path_notes
@@ -56,13 +54,11 @@ def preflight_slurm(
     request = JobRequest.from_spec(spec, environ)
     site, gaps = parse_site(answers or run_all(query_site(outer)), profile)
     notes, partitions = check_request(request, site, ask)
-    forecast = waits = None
+    forecast = None
     if can_start(partitions):
         forecast = StartForecast(
             SlurmCall(["sbatch", "--test-only"], request.variables, text=script, timeout_s=FORECAST_TIMEOUT_S)
         )
-        if site.slurm is not None and site.slurm.accounting and not spec.array:
-            waits = query_waits(request, partitions, outer)
     notes = [
         *(f"{gap}. Checks that require this information are skipped." for gap in gaps),
         *notes,
@@ -74,18 +70,5 @@ def preflight_slurm(
         start = expected_start(request, forecast) if forecast is not None else ""
         return tuple(filter(None, (start, estimate_cost(request, partitions, site))))
 
-    @cache
-    def queue() -> QueueForecast:
-        is_held = forecast is None or request.is_given("hold") or request.is_given("dependency")
-        start_s = None if forecast is None or is_held else forecast.start_s()
-        limits = [partition.max_time_s for partition in partitions]
-        return QueueForecast(
-            start_s,
-            () if waits is None or is_held else read_waits(waits),
-            max((limit for limit in limits if limit is not None), default=None) if all(limits) else None,
-            site.habits.price_per_gpu_hour,
-            site.habits.currency,
-        )
-
     refusal = forecast.refusal if forecast is not None else str
-    return PreflightResult(tuple(notes), foretell, queue, refusal)
+    return PreflightResult(tuple(notes), foretell, refusal)

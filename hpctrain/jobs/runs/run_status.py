@@ -62,8 +62,6 @@ class RunStatus:
     not_saved: str | None = None
     #: True if Slurm reports that the job's dependency can never be satisfied.
     never_starts: bool = False
-    #: The ranks of a running run that are being debugged, for which the other ranks wait.
-    debugged: tuple[int, ...] = ()
     #: Remark on an unusual end of the run.
     note: str | None = None
     #: Cause of the failure; `log` is the log that shows it.
@@ -126,17 +124,11 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
         reports_steps=reports_steps(run, has_steps="step" in metrics, completed=state is RunState.COMPLETED),
         checkpoint=_newest_checkpoint(run),
         not_saved=save_problem(run) if state is RunState.RUNNING else None,
-        debugged=_debugged_ranks(record) if state is RunState.RUNNING else (),
         note=(record.finished or {}).get("note"),
         cause=cause,
         log=log,
         submitted=record.submitted["time"] if record.submitted else None,
     )
-
-
-def _debugged_ranks(record: RunRecord) -> tuple[int, ...]:
-    attempt = record.started.get("attempt") if record.started else None
-    return tuple(record.debug["ranks"]) if record.debug and record.debug["attempt"] == attempt else ()
 
 
 def unreadable(run: RunDir, error: OSError) -> RunStatus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 
 from hpctrain.errors import SchedulerError
@@ -20,8 +20,6 @@ from hpctrain.text import join_or, pluralize
 FORECAST_TIMEOUT_S = 10.0
 #: A start within this many seconds counts as immediate.
 _IMMEDIATE_S = 60
-#: Number of the newest waits that are used.
-_MAX_WAITS = 1000
 #: Seconds: Slurm predicts later starts if running jobs have no time limit.
 _MAX_START_S = 365 * 86400.0
 _NOW = "now"
@@ -74,39 +72,6 @@ class StartForecast:
                 waits = any(wait in words for wait in _WAITS)
                 return "" if waits else f"{words}. {suggest_remedy(words)}"
         return ""
-
-    def start_s(self) -> float | None:
-        """Return the seconds until the expected start; None if unknown."""
-        try:
-            match = _START.search("".join(self.answer()))
-        except SchedulerError:
-            return None
-        start = None if match is None else parse_timestamp(match[1])
-        return None if start is None or _is_too_late(start) else max(0.0, start - datetime.now().timestamp())
-
-
-def query_waits(
-    request: JobRequest, partitions: Sequence[Partition], environ: Mapping[str, str]
-) -> SlurmCall:
-    """Query the jobs of the last day with a similar number of nodes in the partitions of a job."""
-    nodes = request.spec.nodes
-    command = [
-        *("sacct", "--noheader", "--parsable2", "--allocations", "--allusers", "--starttime=now-1days"),
-        *("--format=Submit,Start", f"--nnodes={max(1, nodes // 2)}-{2 * nodes}"),
-        f"--partition={','.join(partition.name for partition in partitions)}",
-    ]
-    return SlurmCall(command, environ, timeout_s=FORECAST_TIMEOUT_S)
-
-
-def read_waits(call: SlurmCall) -> tuple[float, ...]:
-    """Return the waits of started jobs in seconds; empty if accounting has not answered yet."""
-    try:
-        rows = [line.partition("|") for line in call.answer(0.0)[0].splitlines()]
-    except SchedulerError:
-        return ()
-    times = [(parse_timestamp(submitted), parse_timestamp(started)) for submitted, _, started in rows]
-    waits = [max(0.0, end - start) for start, end in times if start is not None and end is not None]
-    return tuple(waits[-_MAX_WAITS:])
 
 
 def expected_start(request: JobRequest, forecast: SlurmCall | StartForecast) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,6 @@ def submit_prepared(
     submission: PreparedSubmission,
     functions: Sequence[bytes] = (),
     sweep: SweepRecord | None = None,
-    forecast: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Run:
     """Write the run folder and submit the job; for a job array, also write the folder of each task.
 
@@ -45,7 +44,6 @@ def submit_prepared(
         submission: the job.
         functions: the pickled calls of the run or of each task; empty if the ranks run a script.
         sweep: the sweep whose trials are the tasks of the job array.
-        forecast: returns the prediction of the run, which may wait for the scheduler's answer.
 
     Raises:
         SpecError: the folder cannot be written, or its run is still active.
@@ -73,12 +71,11 @@ def submit_prepared(
             write_atomic(folder.git_ignore, "*\n", durable=False)
             # Slurm's forecast must be complete by now: it would count this job as a pending one.
             submission.preflight.get_forecast()
-            predicted = {"forecast": forecast(), "max_time_s": submission.preflight.get_queue().max_time_s}
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:
                 _record(task, f"{job_id}_{task.array_task}")
             # Written last: readers of this record can rely on all other records.
-            _record(spec, job_id, **{name: value for name, value in predicted.items() if value is not None})
+            _record(spec, job_id)
     except OSError as error:
         raise SpecError(
             f"Cannot write to the run folder {str(folder.path)!r} (--run-dir): {error.strerror}. "

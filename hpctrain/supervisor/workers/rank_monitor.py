@@ -103,7 +103,6 @@ class RankMonitor:
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
         self._reported: set[int] = set()
-        self._debugged: set[int] = set()
         #: True if a rank has formed a process group.
         self.has_process_group = False
 
@@ -126,7 +125,6 @@ class RankMonitor:
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
             self.has_process_group |= "group" in message
-            self._note_debugger(rank, is_debugged=bool(message.get("debugged")))
         elif "stop_signal" in message:
             self._emit(RankSignalled(rank, str(message["stop_signal"])))
         elif self._probe is not None and "told" in message:
@@ -138,7 +136,6 @@ class RankMonitor:
         """Record that a rank has disconnected."""
         self._hang_detector.remove_rank(rank)
         self._emergency.on_disconnect(rank)
-        self._note_debugger(rank, is_debugged=False)
         self._empty_since = None if self._hang_detector.ranks else system.monotonic()
 
     @property
@@ -189,7 +186,7 @@ class RankMonitor:
             )
             self._probe = _HangProbe(hang, now)
             self._send({"tell": True})
-        elif not self._debugged:
+        else:
             self._report_stragglers(now)
 
     def close(self) -> None:
@@ -197,12 +194,10 @@ class RankMonitor:
         self._stopped = True
 
     def _check_for_pause(self, now: float) -> None:
-        """Discount the time since the last call if this process was suspended, or a rank is debugged."""
+        """Discount the time since the last call if this process was suspended."""
         passed, self._last_seen = now - self._last_seen, now
         if passed > _PAUSE_S:
             self._discount(passed, now)
-        elif self._debugged:
-            self._hang_detector.discount_pause(passed)
 
     def _on_rank_pause(self, rank: int, seconds: float, monotonic_s: float) -> None:
         """Discount and record a pause of a rank, for which the others had to wait, unless already done.
@@ -229,21 +224,6 @@ class RankMonitor:
             self._probe.since += seconds
         if self._empty_since is not None:
             self._empty_since += seconds
-
-    def _note_debugger(self, rank: int, *, is_debugged: bool) -> None:
-        """Record the start or end of a debugger in a rank. Meanwhile, all ranks may wait without progress."""
-        if is_debugged == (rank in self._debugged):
-            return
-        self._debugged ^= {rank}
-        self._straggler_detector.restart()
-        ranks = sorted(self._debugged)
-        what = (
-            f"debugging {format_ranks(ranks)}: hang detection is paused"
-            if ranks
-            else "the debugger has ended"
-        )
-        log.info("%s", what)
-        self._run.log_event("debug", self._attempt, ranks=ranks)
 
     def _probe_ranks(self, probe: _HangProbe, now: float) -> None:
         there = self._hang_detector.ranks.keys()

@@ -295,9 +295,6 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
     if kind == "seen":
         yield f"Slurm: job {event.get('job_id')} {event.get('job_state')}"
         return
-    if kind == "debug":
-        yield format_ranks(event["ranks"]) if event["ranks"] else "ended"
-        return
     if kind == "chaos":
         yield from filter(None, [str(event.get("fault")), _describe_fault(event)])
         return

@@ -203,10 +203,7 @@ def _slow(run_data: RunData, host: str) -> str:
     num_nodes = max((attempt.nodes or 1 for attempt in run_data.attempts), default=1)
     if num_nodes > 1 and not _is_local(run_data):
         return f"{host} is slow and delays all other nodes. Exclude it with --exclude {host}."
-    return (
-        "A rank is slow and delays all other ranks. Find the cause with `hpctrain profile` or "
-        "`hpctrain debug`."
-    )
+    return "A rank is slow and delays all other ranks. Find the cause with `hpctrain profile`."
 
 
 def _throttled(node: NodeSeries) -> list[str]:

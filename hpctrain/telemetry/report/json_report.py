@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from hpctrain.telemetry.report.advice import advise
-from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData
 
 
@@ -58,8 +57,6 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             for index, node in enumerate(run_data.devices.nodes)
         ],
         "advice": [asdict(one) for one in advise(run_data)],
-        "what_if": [asdict(one) for one in run_data.what_if],
-        "next_request": [asdict(one) for one in next_request(run_data)],
         "environment": run_data.environment,
         "spec": run_data.spec,
         "code": [

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 
 from hpctrain.telemetry.report.advice import advise
-from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_page import time_breakdown_rows
 from hpctrain.telemetry.report.summary import (
@@ -49,12 +48,6 @@ def markdown_report(run_data: RunData) -> str:
     if advice := advise(run_data):
         told = [(one.what, one.evidence) for one in advice]
         parts += ["## Recommendations", _table(("recommendation", "evidence"), told)]
-    if run_data.what_if:
-        saved = [(one.change, format_duration(one.saved_us / 1e6)) for one in run_data.what_if]
-        parts += ["## What if", _table(("change", "would save"), saved)]
-    if requests := next_request(run_data):
-        uses = [(one.option, one.requested, one.used, one.next) for one in requests]
-        parts += ["## Next request", _table(("option", "requested", "used", "next time"), uses)]
     if run_data.resubmit_command:
         # The fence must be longer than any run of backticks inside.
         longest = max(map(len, re.findall(r"`*", "\n".join(run_data.resubmit_command))))

@@ -46,14 +46,6 @@ class RunContext:
 
 
 @dataclass(frozen=True)
-class WhatIf:
-    """A change, and the time that the run would have saved by it."""
-
-    change: str
-    saved_us: int
-
-
-@dataclass(frozen=True)
 class EnergyUse:
     """Measured energy of the nodes of a run, in kWh."""
 
@@ -96,8 +88,6 @@ class RunData:
     reports_steps: bool | None
     """True if the script reports its steps; None if unknown."""
     notes: list[str] = field(default_factory=list)
-    what_if: list[WhatIf] = field(default_factory=list)
-    """Set by the command line, largest saving first."""
 
     @property
     def start(self) -> float:

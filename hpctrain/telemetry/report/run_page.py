@@ -16,7 +16,6 @@ from hpctrain.telemetry.report.device_metrics import COLUMNS, HeatMap, NodeSerie
 from hpctrain.telemetry.report.html_renderer import LiveParts, render_page
 from hpctrain.telemetry.report.jsonl import gc_disabled
 from hpctrain.telemetry.report.metric_curves import CurvePoint, downsample
-from hpctrain.telemetry.report.next_request import next_request
 from hpctrain.telemetry.report.run_data import RunData, format_setting
 from hpctrain.telemetry.report.summary import (
     CATEGORY_TEXT,
@@ -83,8 +82,6 @@ def render_run_page(run_data: RunData, *, live: LiveParts | None = None) -> str:
         heats=heats,
         nodes=[_node(one) for one in run_data.devices.nodes],
         advice=advise(run_data),
-        next_request=next_request(run_data),
-        what_if=_what_if(run_data),
         environment=_environment(run_data),
         checkpoints=[_checkpoint(one) for one in run_data.checkpoints[:-13:-1]],
         checkpoint_words=_checkpoint_words(run_data.checkpoints),
@@ -271,17 +268,6 @@ def _environment(run_data: RunData) -> list[tuple[str, str]]:
     settings = known.pop("settings", None)
     rows = [*known.items(), *(settings.items() if isinstance(settings, dict) else ())]
     return [(str(name), format_setting(value)) for name, value in rows if value is not None]
-
-
-def _what_if(run_data: RunData) -> list[tuple[str, int, float]]:
-    """Return a bar for the run, and one for each change: label, microseconds, width."""
-    wall_us = run_data.breakdown.wall_us
-    bars = [
-        (f"{one.change}: −{format_duration(one.saved_us / 1e6)}", wall_us - one.saved_us)
-        for one in run_data.what_if
-    ]
-    bars = [(f"this run: {format_duration(wall_us / 1e6)}", wall_us), *bars] if bars else []
-    return [(label, us, round(WIDTH * us / wall_us, 1)) for label, us in bars]
 
 
 def _rounded(value: float | None) -> float | None:
