@@ -97,8 +97,10 @@ class Ends(hpctrain.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.sizes: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
+        self.parts: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.parts.append(len(batch))
         return self.weight * batch
 
     validation_step = test_step = training_step
@@ -132,6 +134,28 @@ def test_step_ends_see_the_batch_of_all_devices_with_dp():
     sizes, validation, test = run_ends({"strategy": "dp", "devices": 3})
     assert sizes == {"training": [10], "validation": [10], "test": [10]}
     assert validation == test == 9.0
+
+
+def train_with_dp() -> list[int]:
+    module = Ends()
+    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=10, strategy="dp", devices=3)
+    trainer.fit(module, X[:, 0])
+    assert trainer.ranks.environment != "local"
+    return module.parts
+
+
+@pytest.mark.ranks
+def test_dp_uses_all_devices_of_the_only_rank_of_a_launcher():
+    assert run_on_ranks(train_with_dp, world_size=1, group=False) == [[4, 3, 3]]
+
+
+def test_cpu_is_used_although_there_are_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for call in ({"accelerator": "cpu"}, {"gpus": 0}, {"accelerator": "cpu", "devices": 1}):
+        module = Ends()
+        hpctrain.Trainer(max_steps=1, global_batch_size=10, **call).fit(module, X[:, 0])
+        assert module.device == torch.device("cpu")
 
 
 @pytest.mark.ranks
