@@ -59,7 +59,8 @@ def observe_process() -> None:
             start_signal_recorder()
             exit_on_stop_signal()
     if os.environ.get(STEP_HOOK_VARIABLE) != "0":
-        install_step_hook(partial(_after_step, ProcessGroupCheck(os.environ), run, attempt, ranks))
+        group_check = ProcessGroupCheck(os.environ)
+        install_step_hook(partial(_after_step, group_check, run, attempt, ranks), is_restart=attempt > 0)
     start_heartbeat(
         partial(connect_to_worker, told["socket"]),
         partial(heartbeat_message, dict(os.environ)),

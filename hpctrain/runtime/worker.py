@@ -123,7 +123,7 @@ def main(argv: list[str]) -> NoReturn:
     group_check = ProcessGroupCheck(os.environ)
     step_log = StepLog(run, attempt) if ranks.is_main else None
     if os.environ.get(STEP_HOOK_VARIABLE) != "0":
-        install_step_hook(partial(after_step, group_check))
+        install_step_hook(partial(after_step, group_check), is_restart=attempt > 0)
     relay = None if connect is None else _start_heartbeat(connect, program, run, attempt, ranks, step_log)
     # After the heartbeats, because a faulty driver may not answer.
     if (binding := bind_cpus(ranks, os.environ)) is not None:

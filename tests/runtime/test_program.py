@@ -53,7 +53,9 @@ trained, optimizer = (getattr(torch.optim, name)(layer.parameters(), lr=0.1, **o
 layer(torch.ones(1, 1)).sum().backward()
 for _ in range(3):
     trained.step()
-install_step_hook()
+install_step_hook(is_restart=loads == "loads weights after a restart")
+if loads.startswith("loads weights"):
+    layer.load_state_dict(layer.state_dict())
 if loads == "loads":
     optimizer.load_state_dict(trained.state_dict())
 optimizer.step()
@@ -70,6 +72,8 @@ print(activity.restored_steps, activity.optimizer_steps)
         (("SGD", "0.9", "loads"), "None"),
         (("SGD", "0", "loads"), "None"),
         (("SGD", "0", "starts over"), "0"),
+        (("SGD", "0", "loads weights"), "0"),
+        (("SGD", "0", "loads weights after a restart"), "None"),
     ],
 )
 def test_steps_count_as_restored_only_if_a_state_was_loaded(arguments, restored):

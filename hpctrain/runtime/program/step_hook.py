@@ -29,9 +29,14 @@ _OPTIMIZER_MODULE = "torch.optim.optimizer"
 AfterStep = Callable[[], None]
 
 
-def install_step_hook(after_step: AfterStep = lambda: None) -> None:
-    """Count optimizer steps of this process, starting now or at the import of torch."""
-    hook = _StepHook(after_step)
+def install_step_hook(after_step: AfterStep = lambda: None, *, is_restart: bool = False) -> None:
+    """Count optimizer steps of this process, starting now or at the import of torch.
+
+    Args:
+        after_step: called after each step.
+        is_restart: True if the script may load weights of an earlier attempt, not only pretrained ones.
+    """
+    hook = _StepHook(after_step, is_restart)
     step_profiler.counts_steps = True
     if _OPTIMIZER_MODULE in sys.modules:
         hook.register(sys.modules[_OPTIMIZER_MODULE])
@@ -42,13 +47,14 @@ def install_step_hook(after_step: AfterStep = lambda: None) -> None:
 class _StepHook:
     """Hooks that count only steps of the first optimizer, because a script may update several in a step."""
 
-    def __init__(self, after_step: AfterStep) -> None:
-        self._after_step = after_step
+    def __init__(self, after_step: AfterStep, is_restart: bool) -> None:
+        self._after_step, self._is_restart = after_step, is_restart
         self._counted: Any = lambda: None
         self._restored: dict[int, int | None] = {}
         """Restored steps of each optimizer that has begun its first step, by id."""
         self._loaded: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers that have loaded a state, which has no number of steps for SGD."""
+        self._has_loaded_weights = False
 
     def register(self, module: ModuleType) -> None:
         """Register the hooks in torch's module."""
@@ -62,9 +68,21 @@ class _StepHook:
             self._loaded.add(optimizer)
 
         module.Optimizer.load_state_dict = load_state_dict
+        if self._is_restart and (modules := sys.modules.get("torch.nn.modules.module")) is not None:
+            modules.Module.load_state_dict = self._note_load(modules.Module.load_state_dict)
+
+    def _note_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of modules that notes the load of weights: plain SGD has no state to load."""
+
+        @functools.wraps(load)
+        def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self._has_loaded_weights = True
+            return load(module, *args, **kwargs)
+
+        return load_state_dict
 
     def _before_first_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
-        unknown = None if optimizer in self._loaded else 0
+        unknown = None if optimizer in self._loaded or self._has_loaded_weights else 0
         self._restored.setdefault(id(optimizer), restored_steps(optimizer) or unknown)
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:

@@ -25,7 +25,7 @@ CATEGORY_TEXT = {
     TimeCategory.RESTARTING: "from the exit of the ranks to their restart",
     TimeCategory.LOST: "training steps that were repeated later",
     TimeCategory.QUEUED: "waiting for an allocation",
-    TimeCategory.IDLE: "after the last step, or between submissions",
+    TimeCategory.IDLE: "suspended, after the last step, or between submissions",
 }
 _ENDS = {"failure": "failure", "stop": "stop", "vanished": "lost job", "failed": "failure"}
 _FOLLOWED = {
