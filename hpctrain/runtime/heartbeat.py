@@ -53,9 +53,6 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     debugged = {"debugged": True} if debugger.check_attached() else {}
     startup = startup_times.report()
     group = {"group": True} if has_process_group() else {}
-    _has_reported.set()
-    if group:
-        _has_reported_group.set()
     return {
         **stop,
         **group,
@@ -75,6 +72,13 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         "modules": select_slow_modules(sys.modules),
         "changed": changed_variables(started_with, os.environ),
     }
+
+
+def on_heartbeat_sent(message: Message) -> None:
+    """Record that a heartbeat was sent."""
+    _has_reported.set()
+    if "group" in message:
+        _has_reported_group.set()
 
 
 def wait_until_group_is_reported() -> None:
