@@ -65,7 +65,7 @@ def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str
     return {
         "kind": "exception",
         "error": type(error).__name__,
-        "classes": [its.__name__ for its in type(error).__mro__],
+        "classes": [base.__name__ for base in type(error).__mro__],
         "message": f"{error}: {hint}" if hint else str(error),
         # A full disk is not a fault of the code, so no traceback is needed.
         "traceback": "" if isinstance(error, DiskFull) else _traceback(error),
