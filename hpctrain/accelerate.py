@@ -80,8 +80,8 @@ class AcceleratorCheckpointer:
         for model in self._accelerator._models:
             regroup_buckets(replicas.get(id(model)))
         newest = self._checkpoints.newest()
-        own = self._accelerator
-        optimizers, schedulers = own._optimizers, own._schedulers
+        accelerator = self._accelerator
+        optimizers, schedulers = accelerator._optimizers, accelerator._schedulers
         script = self._configured = configured_values(optimizers, schedulers)
         ignored: list[IgnoredValue] = []
         if newest is not None:
@@ -91,7 +91,10 @@ class AcceleratorCheckpointer:
             file = newest / _CONFIGURED
             self._configured = json.loads(file.read_text()) if file.exists() else script
             ignored = ignored_after_load(optimizers, schedulers, script, self._configured)
-        saved = (own._models, optimizers, schedulers, own._custom_objects, own.scaler, own._dataloaders)
+        saved = (
+            *(accelerator._models, optimizers, schedulers),
+            *(accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders),
+        )
         unsaved = remark_on_unsaved(
             saved, "Pass them to accelerator.prepare() or register_for_checkpointing()."
         )

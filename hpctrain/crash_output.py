@@ -54,9 +54,7 @@ class CrashOutput:
     traceback: str = ""
 
 
-def find_crash_output(
-    log: Path, outer_log: Path, since: int = 0, number: signal.Signals | None = None
-) -> CrashOutput:
+def find_crash_output(log: Path, outer_log: Path, since: int = 0, number: int | None = None) -> CrashOutput:
     """Return the output of an exited process.
 
     Args:

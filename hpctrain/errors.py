@@ -137,9 +137,9 @@ class Unauthenticated(HpctrainError):
 class DataWorkerKilled(HpctrainError):
     """A data worker was killed by a signal."""
 
-    def __init__(self, worker: str, number: signal.Signals, place: str = "") -> None:
-        hint = " A common cause is a lack of memory." if number == signal.SIGKILL else ""
-        super().__init__(f"{worker} was killed by {number.name}{place and f' {place}'}.{hint}")
+    def __init__(self, worker: str, signal_name: str, place: str = "") -> None:
+        hint = " A common cause is a lack of memory." if signal_name == signal.SIGKILL.name else ""
+        super().__init__(f"{worker} was killed by {signal_name}{place and f' {place}'}.{hint}")
 
 
 class CheckpointError(HpctrainError):

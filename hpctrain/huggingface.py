@@ -60,9 +60,9 @@ def prepare(trainer: T) -> T:
     keep, trainer.args.save_total_limit = trainer.args.save_total_limit, None
     trainer.args.output_dir = str(checkpoints.run.checkpoints)
     trainer.add_callback(RunCallback(trainer, checkpoints, keep))
-    train, load = trainer.train, trainer._load_optimizer_and_scheduler
+    train = trainer.train
+    load: Any = getattr(trainer, "_load_optimizer_and_scheduler", None)
 
-    @functools.wraps(load)
     def load_and_compare(checkpoint: Any) -> None:
         optimizers, schedulers = [trainer.optimizer], [trainer.lr_scheduler]
         script = configured_values(optimizers, schedulers)
@@ -76,7 +76,8 @@ def prepare(trainer: T) -> T:
         )
         checkpoints.report(ignored, [unsaved], remedy)
 
-    setattr(trainer, "_load_optimizer_and_scheduler", load_and_compare)  # noqa: B010 (a method)
+    if load is not None:  # a private method, which other versions may lack
+        setattr(trainer, "_load_optimizer_and_scheduler", load_and_compare)  # noqa: B010 (a method)
 
     @functools.wraps(train)
     def resume(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

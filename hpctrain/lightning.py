@@ -121,8 +121,6 @@ class RunCheckpoint(lightning.Callback):
             self._loader = _StatefulLoader(loader, self)
         elif is_loader and _is_replaceable(loader) and not _has_own_shards(trainer, loader):
             self._loader = _ResumableLoader(trainer, loader, self)
-            # Lightning does not know that this callback restores the position.
-            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
         else:
             if trainer.is_global_zero:
                 name = type(loader).__name__
@@ -135,7 +133,7 @@ class RunCheckpoint(lightning.Callback):
                 )
             return loader
         # Lightning does not detect that the position is restored.
-        warnings.filterwarnings("ignore", r"You're resuming from a checkpoint that ended before the epoch")
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
         return self._loader
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002

@@ -603,9 +603,9 @@ def rank_steps(scores: Mapping[int, float | None], mode: str) -> list[int]:
 
     Of equal scores, the newer one is better, because it was trained longer.
     """
-    known = {step: score for step, score in scores.items() if score is not None and not math.isnan(score)}
+    valid = {step: score for step, score in scores.items() if score is not None and not math.isnan(score)}
     sign = -1 if mode == "max" else 1
-    return sorted(known, key=lambda step: (sign * known[step], -step))
+    return sorted(valid, key=lambda step: (sign * valid[step], -step))
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[int]:

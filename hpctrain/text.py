@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -18,6 +19,11 @@ _GROUP = "\u202f"
 _LARGEST = sys.float_info.max
 
 _DURATIONS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as `SIGKILL`; Python has no names for most real-time signals."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def format_number(value: float | None) -> str:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from hpctrain.supervisor.launch.job_step import TaskExit
 from hpctrain.text import (
     format_duration,
     format_memory,
@@ -14,7 +15,13 @@ from hpctrain.text import (
     format_size,
     pluralize,
     printable,
+    signal_name,
 )
+
+
+def test_signals_without_a_name_have_a_number():
+    assert [signal_name(number) for number in (9, 35)] == ["SIGKILL", "signal 35"]
+    assert str(TaskExit.from_returncode(0, -35)) == "was killed by signal 35"
 
 
 @pytest.mark.parametrize(

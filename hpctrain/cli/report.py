@@ -122,6 +122,8 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.errors import HpctrainError
     from hpctrain.jobs.runs.run import query_statuses
+    from hpctrain.redaction import redact_spec
+    from hpctrain.telemetry.report.artifacts import read_spec
 
     runs = found.tasks() or [found]
     told = []
@@ -130,10 +132,10 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     except (HpctrainError, OSError):
         known = []
     for place, run in enumerate(runs):
-        state = RunContext()
+        command = resubmit_command(redact_spec(read_spec(run.dir.spec)))
+        state = RunContext(resubmit_command=command)
         if place < len(known):
-            state = RunContext(str(known[place].state), known[place].words, known[place].cause)
+            state = RunContext(str(known[place].state), known[place].words, known[place].cause, command)
         run_data = read_run_data(run.dir, state, now=now)
-        run_data.resubmit_command = [*resubmit_command(run_data.spec), *run_data.resubmit_remarks]
         told.append(run_data)
     return told

@@ -310,13 +310,15 @@ def misplaced_options(script: str, args: Sequence[str]) -> list[str]:
         source = Path(script).read_text(errors="replace")
     except (OSError, ValueError):
         return []  # a module or a command
-    own = {name for param in command.params if isinstance(param, click.Option) for name in param.opts}
+    option_names = {
+        name for param in command.params if isinstance(param, click.Option) for name in param.opts
+    }
     names = dict.fromkeys(word.partition("=")[0] for word in args)
     return [
         f"Note: {name} is passed to {Path(script).name}. Put options of hpctrain before the script."
         for name in names
         if name.startswith("--")
-        and name in own
+        and name in option_names
         and name[2:].replace("-", "_") not in source.replace("-", "_")
     ]
 

@@ -22,6 +22,7 @@ from hpctrain.errors import DataWorkerKilled, DiskFull, SilentCorruption, UserEr
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.snapshot_imports import describe_missing_copy
+from hpctrain.text import signal_name
 from hpctrain.tracebacks import fold, is_peer_lost
 
 #: Keys in the attempt's store: the number of failures, which orders them without a common clock, and the
@@ -64,7 +65,7 @@ def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str
     return {
         "kind": "exception",
         "error": type(error).__name__,
-        "classes": [its.__name__ for its in type(error).__mro__],
+        "classes": [base.__name__ for base in type(error).__mro__],
         "message": f"{error}: {hint}" if hint else str(error),
         # A full disk is not a fault of the code, so no traceback is needed.
         "traceback": "" if isinstance(error, DiskFull) else _traceback(error),
@@ -96,7 +97,7 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
 
     A rank that only lost its connection to another rank prints one line with the cause instead.
     """
-    with _no_death_handler():
+    with no_death_handler():
         _print_failure(path, name_killed_worker(error), log, environ)
 
 
@@ -145,18 +146,18 @@ def write_failure(
 
 def name_killed_worker(error: BaseException) -> BaseException:
     """Return an error that names the killed worker of a torch DataLoader if `error` is its consequence."""
-    with _no_death_handler():
+    with no_death_handler():
         killed = _killed_worker(error)
     if killed is None:
         return error
     pid, number = killed
-    named = DataWorkerKilled(f"Data worker (pid {pid})", number)
+    named = DataWorkerKilled(f"Data worker (pid {pid})", signal_name(number))
     named.__cause__ = error
     return named
 
 
 @contextmanager
-def _no_death_handler() -> Iterator[None]:
+def no_death_handler() -> Iterator[None]:
     """Disable torch's SIGCHLD handler, which raises anywhere in the main thread if a worker is killed."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -165,16 +166,17 @@ def _no_death_handler() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, handler)
+        # Python cannot restore a handler that C code has installed.
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
-def _killed_worker(error: BaseException) -> tuple[int, signal.Signals] | None:
+def _killed_worker(error: BaseException) -> tuple[int, int] | None:
     """Return the process and the signal of the data worker whose death caused `error`, if any."""
     if match := _KILLED_WORKER.search(str(error)):
         return int(match["pid"]), _SIGNALS.get(match["signal"], signal.SIGKILL)
     worker = wait_for_dead_worker(error, _loader_workers(error))
     code = None if worker is None else worker.exitcode
-    return None if worker is None or code is None or code > 0 else (worker.pid or 0, signal.Signals(-code))
+    return None if worker is None or code is None or code > 0 else (worker.pid or 0, -code)
 
 
 def wait_for_dead_worker(error: BaseException, workers: Collection[BaseProcess]) -> BaseProcess | None:

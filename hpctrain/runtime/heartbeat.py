@@ -51,9 +51,6 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     stop = {"stop": True} if agreed_stop.signal else {}
     startup = startup_times.report()
     group = {"group": True} if has_process_group() else {}
-    _has_reported.set()
-    if group:
-        _has_reported_group.set()
     return {
         **stop,
         **group,
@@ -72,6 +69,13 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         "modules": select_slow_modules(sys.modules),
         "changed": changed_variables(started_with, os.environ),
     }
+
+
+def on_heartbeat_sent(message: Message) -> None:
+    """Record that a heartbeat was sent."""
+    _has_reported.set()
+    if "group" in message:
+        _has_reported_group.set()
 
 
 def wait_until_group_is_reported() -> None:

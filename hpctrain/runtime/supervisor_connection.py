@@ -178,6 +178,7 @@ def start_heartbeat(
     connect: Callable[[], Connection],
     heartbeat_message: Callable[[], Message],
     on_message: Callable[[Connection, Message], None],
+    on_sent: Callable[[Message], object] = bool,
 ) -> None:
     """Start a thread that sends heartbeats and receives messages.
 
@@ -185,6 +186,7 @@ def start_heartbeat(
         connect: opens the connection, which may take long if the supervisor does not respond.
         heartbeat_message: returns the content of a heartbeat.
         on_message: handles a message of the supervisor.
+        on_sent: receives each heartbeat after it was sent.
     """
 
     def use(opened: Connection) -> None:
@@ -199,6 +201,7 @@ def start_heartbeat(
                 message["paused"] = pause
             # Without changes, an empty message is sent, to show that this process is alive.
             opened.send({} if message == last else message)
+            on_sent(message)
             last = message
             before = _times()
             received = opened.receive(opened.heartbeat_interval_s)

@@ -30,6 +30,7 @@ from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.text import signal_name
 
 #: Agents start as slowly as ranks, because they may import torch from a cold shared file system.
 _JOIN_TIMEOUT_S = 300
@@ -122,7 +123,7 @@ def _is_stop(exit_code: int) -> bool:
 
 def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int, log: Path) -> None:
     """Write the failure file of a rank that did not write it, with its output from the agent's `log`."""
-    number = signal.Signals(-exit_code) if exit_code < 0 else None
+    number = -exit_code if exit_code < 0 else None
     crash = find_crash_output(run.rank_log(attempt, rank), log, number=number)
     record = {
         "time": time.time(),
@@ -130,7 +131,7 @@ def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int, log: Pa
         "rank": rank,
         "host": host_name(os.environ),
         "kind": "signal" if number else "exit",
-        "error": number.name if number else f"exit code {exit_code}",
+        "error": signal_name(number) if number else f"exit code {exit_code}",
         "message": crash.message,
         "traceback": crash.traceback,
         "log": str(crash.log),

@@ -42,7 +42,12 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.heartbeat import heartbeat_message, on_message, wait_until_group_is_reported
+from hpctrain.runtime.heartbeat import (
+    heartbeat_message,
+    on_heartbeat_sent,
+    on_message,
+    wait_until_group_is_reported,
+)
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.program.child_relay import ChildRelay
@@ -204,7 +209,7 @@ def _start_heartbeat(
     elif sys.platform == "linux":
         relay = ChildRelay(ranks, heartbeat, handle)
         heartbeat, handle = relay.heartbeat_message, relay.on_message
-    start_heartbeat(connect, heartbeat, handle)
+    start_heartbeat(connect, heartbeat, handle, on_heartbeat_sent)
     return relay
 
 

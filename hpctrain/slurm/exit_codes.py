@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError, UserError
+from hpctrain.text import signal_name
 
 #: Exit codes of programs. hpctrain's own are in `hpctrain.errors`.
 EXIT_CODES = {
@@ -75,5 +76,4 @@ def _explain_code(code: int) -> str:
 
 
 def _explain_signal(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"{name}: {SIGNALS.get(number) or signal.strsignal(number) or 'unknown'}"
+    return f"{signal_name(number)}: {SIGNALS.get(number) or signal.strsignal(number) or 'unknown'}"

@@ -15,6 +15,7 @@ from types import FrameType
 
 from hpctrain import system
 from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.text import signal_name
 
 #: Maximum number of killed supervisors in a job.
 _MAX_DEATHS = 3
@@ -43,7 +44,7 @@ def run_under_watchdog(environ: Mapping[str, str]) -> int:
         if code >= 0 or told.signals:
             break
         then = "restarting it" if deaths < _MAX_DEATHS else "this job exits"
-        print(f"hpctrain: the supervisor was killed by {signal.Signals(-code).name}; {then}.", flush=True)
+        print(f"hpctrain: the supervisor was killed by {signal_name(-code)}; {then}.", flush=True)
     sys.exit(code if code >= 0 else 128 - code)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.rundir import ATTEMPT_VARIABLE
-from hpctrain.runtime.failure_file import failure_record
+from hpctrain.runtime.failure_file import failure_record, no_death_handler
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.classify import classify
 from hpctrain.supervisor.failures.failure_files import RankFailure
@@ -36,21 +35,13 @@ class Tensors(Dataset):
         return torch.full((10,), index)
 
 
-@contextmanager
-def no_signal_handler():
-    """Ignore torch's signal handler, which may notice a killed data worker first."""
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, handler)
-
-
-def record_of(loader, *, kill: bool, reset: bool = False) -> dict[str, Any]:
+def record_of(loader, *, kill: int = 0, reset: bool = False) -> dict[str, Any]:
     """Return the record after one of the workers was killed, or its connection was reset."""
     batches = iter(loader)
     try:
         if kill:
             next(batches)
-            os.kill(batches._workers[0].pid, signal.SIGKILL)
+            os.kill(batches._workers[0].pid, kill)
         if reset:
             batches._try_get_data = reset_connection
         list(batches)
@@ -73,14 +64,29 @@ def kind_of(record) -> EndKind:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reset", [False, True])
-def test_killed_data_worker_is_named(reset):
-    with no_signal_handler():
-        record = record_of(DataLoader(Tensors(), num_workers=2), kill=True, reset=reset)
+@pytest.mark.parametrize(
+    ("number", "reset", "reason", "kind"),
+    [
+        (signal.SIGKILL, False, "SIGKILL. A common cause is a lack of memory.", EndKind.KILLED),
+        (signal.SIGKILL, True, "SIGKILL. A common cause is a lack of memory.", EndKind.KILLED),
+        (35, True, "signal 35.", EndKind.SIGNAL),
+    ],
+)
+def test_killed_data_worker_is_named(number, reset, reason, kind):
+    with no_death_handler():  # it may notice the killed worker first
+        record = record_of(DataLoader(Tensors(), num_workers=2), kill=number, reset=reset)
     assert record["error"] == "DataWorkerKilled"
-    assert "was killed by SIGKILL. A common cause is a lack of memory." in record["message"]
-    assert kind_of(record) is EndKind.KILLED
+    assert f"was killed by {reason}" in record["message"]
+    assert kind_of(record) is kind
     assert not reset or "ConnectionResetError" in record["traceback"]
+
+
+def test_unknown_signal_handler_is_replaced(monkeypatch):
+    """Python returns None for the handler of C code."""
+    install = signal.signal
+    monkeypatch.setattr(signal, "signal", lambda *change: install(*change) and None)
+    with no_death_handler():
+        pass
 
 
 def test_report_of_torch_names_the_signal():
@@ -92,7 +98,7 @@ def test_report_of_torch_names_the_signal():
 
 @pytest.mark.slow
 def test_error_of_the_data_set_is_kept():
-    record = record_of(DataLoader(Tensors(ConnectionResetError("reset by peer")), num_workers=1), kill=False)
+    record = record_of(DataLoader(Tensors(ConnectionResetError("reset by peer")), num_workers=1))
     assert record["error"] == "ConnectionResetError"
     # The data set lost the connection to a server, not to another rank.
     assert kind_of(record) is EndKind.PYTHON

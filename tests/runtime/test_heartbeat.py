@@ -11,6 +11,7 @@ import time
 from types import ModuleType
 
 import pytest
+from helpers.waiting import wait_for
 from torch._C import _distributed_c10d as c10d
 
 from hpctrain.cluster import detect
@@ -18,6 +19,7 @@ from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import heartbeat, supervisor_connection
 from hpctrain.runtime.rank_activity import RankActivity
+from hpctrain.runtime.supervisor_connection import start_heartbeat
 
 
 class FakeConnection:
@@ -96,6 +98,30 @@ def test_heartbeats_continue_while_torch_is_imported(monkeypatch):
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert "group" not in heartbeat.heartbeat_message({})
+
+
+class SlowConnection(FakeConnection):
+    heartbeat_interval_s = 0.0
+
+    def send(self, message: dict) -> None:
+        self.sent.append(heartbeat._has_reported_group.is_set())
+
+    def receive(self, _timeout_s):
+        if len(self.sent) == 2:
+            raise OSError
+
+    def close(self) -> None:
+        pass
+
+
+def test_group_counts_as_reported_after_the_heartbeat_was_sent(monkeypatch):
+    monkeypatch.setattr(heartbeat, "_has_reported_group", threading.Event())
+    monkeypatch.setattr(supervisor_connection, "_MAX_CONNECTIONS", 1)
+    connection = SlowConnection()
+    group = {"group": True}
+    start_heartbeat(lambda: connection, lambda: group, lambda *_: None, heartbeat.on_heartbeat_sent)
+    wait_for(lambda: len(connection.sent) == 2, 30, "two heartbeats")
+    assert connection.sent == [False, True]
 
 
 def test_pause_is_distinguished_from_native_code_and_from_a_sleeping_machine(monkeypatch):

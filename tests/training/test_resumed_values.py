@@ -228,7 +228,7 @@ def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
     assert read_results(RunDir(tmp_path)).hparams == {"lr": 0.1}
     context = RunContext("COMPLETED", resubmit_command=["hpctrain submit train.py --lr 0.001"])
     run_data = read_run_data(RunDir(tmp_path), context, now=time.time())
-    assert len(run_data.resubmit_remarks) == 1
+    assert len(run_data.resubmit_command) == 2
     report = markdown_report(run_data)
     assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.001" in report
 

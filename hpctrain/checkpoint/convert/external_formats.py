@@ -123,31 +123,29 @@ def _first(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str | No
 
 def match_names(weights: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """Return `weights` with the `names` of a module, if they differ only in what wrappers add."""
-    by_plain_name = {_plain_name(name): name for name in names}
+    by_plain_name = {_without_wrappers(name): name for name in names}
     if weights.keys() == set(by_plain_name.values()):
         return weights
-    renamed = {by_plain_name.get(_plain_name(name), name): value for name, value in weights.items()}
+    renamed = {by_plain_name.get(_without_wrappers(name), name): value for name, value in weights.items()}
     return renamed if len(renamed) == len(weights) else weights
 
 
-def _plain_name(name: str) -> str:
-    for segment in (_DDP_PREFIX, *_WRAPPERS):
-        name = _without(segment, name)
-    return name
-
-
-def _without(segment: str, name: str) -> str:
-    """Return the name without all occurrences of a segment such as `module.`."""
-    return f".{name}".replace(f".{segment}", ".").removeprefix(".")
+def _without_wrappers(name: str, segments: Iterable[str] = (_DDP_PREFIX, *_WRAPPERS)) -> str:
+    """Return the name without all occurrences of the segments."""
+    name = f".{name}"
+    for segment in segments:
+        name = name.replace(f".{segment}", ".")
+    return name.removeprefix(".")
 
 
 def _unwrapped(weights: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the weights without what wrappers add to the names, and a remark for each removed segment."""
-    plain, remarks = dict(weights), []
-    for segment, wrapper in _WRAPPERS.items():
-        if any(f".{segment}" in f".{name}" for name in plain):
-            plain = {_without(segment, name): value for name, value in plain.items()}
-            remarks.append(f"removed {segment!r} (added by {wrapper}) from the names")
+    plain = {_without_wrappers(name, _WRAPPERS): value for name, value in weights.items()}
+    remarks = [
+        f"removed {segment!r} (added by {wrapper}) from the names"
+        for segment, wrapper in _WRAPPERS.items()
+        if any(f".{segment}" in f".{name}" for name in weights)
+    ]
     while plain and all(name.startswith(_DDP_PREFIX) for name in plain):
         plain = {name.removeprefix(_DDP_PREFIX): value for name, value in plain.items()}
         remarks.append(

@@ -94,7 +94,7 @@ class EmergencySave:
     def hold_exit(self, error: BaseException) -> None:
         """Wait for a save if `error` is a consequence of the failure of another rank."""
         if self._source is None or not is_peer_lost(
-            str(error), [its.__name__ for its in type(error).__mro__]
+            str(error), [base.__name__ for base in type(error).__mro__]
         ):
             return
         self.has_lost_peer = True

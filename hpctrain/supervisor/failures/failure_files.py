@@ -15,6 +15,7 @@ from hpctrain.files import read_json
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
+from hpctrain.text import signal_name
 from hpctrain.tracebacks import is_peer_lost
 
 log = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFa
     message = crash.message
     if task.out_of_memory:
         message = "out of memory: the job exceeded its memory limit on this node (see --mem)"
-    kind, error = ("signal", task.signal.name) if task.signal else ("exit", f"exit code {task.code}")
+    kind, error = ("signal", signal_name(task.signal)) if task.signal else ("exit", f"exit code {task.code}")
     now = system.time()
     return RankFailure(
         rank, host, kind, error, message, str(crash.log), None, now, out_of_memory=task.out_of_memory

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.text import signal_name
 
 #: Stop signals. A task killed by a stop signal counts as stopped.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -30,7 +31,7 @@ class TaskExit:
     rank: int
     code: int | None
     """Exit code, or None if a signal ended it."""
-    signal: signal.Signals | None = None
+    signal: int | None = None
     out_of_memory: bool = False
     """True if the kernel killed the task because the job exceeded its memory."""
 
@@ -46,11 +47,11 @@ class TaskExit:
     def from_returncode(cls, rank: int, returncode: int) -> TaskExit:
         """Convert a return code of `subprocess`: a negative code is a signal."""
         if returncode < 0:
-            return cls(rank, None, signal.Signals(-returncode))
+            return cls(rank, None, -returncode)
         return cls(rank, returncode)
 
     def __str__(self) -> str:
-        return f"was killed by {self.signal.name}" if self.signal else f"exited with code {self.code}"
+        return f"was killed by {signal_name(self.signal)}" if self.signal else f"exited with code {self.code}"
 
 
 @dataclass(frozen=True)

@@ -114,14 +114,23 @@ class AttemptRunner:
                     attempt,
                 )
             self.run.log_event("started", attempt, **fields)
-            said = file_size(self.run.slurm_log)
+            result = partial(
+                AttemptResult,
+                attempt=attempt,
+                job_log_offset=file_size(self.run.slurm_log),
+                started_at=begun,
+                world_size=self.world_size,
+            )
             ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
             log.info("attempt %d: starting %s on %s", attempt, ranks, nodes)
             if self.stager is not None:
                 copying = new_monitor(process_name="staging process")
                 outcome = self.stager.stage(attempt, hosts, copying)
                 if outcome is not AttemptOutcome.DONE:
-                    return self._result(attempt, outcome, copying, False, said, begun)
+                    is_stopping = self._is_stopping(attempt, copying)
+                    return result(
+                        outcome=outcome, monitor=copying, has_process_group=False, is_stopping=is_stopping
+                    )
             variables = partial(self._variables, lead=lead)
             step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
             try:
@@ -136,22 +145,15 @@ class AttemptRunner:
         path = script_checkpoints.newest_since()
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        has_process_group = self.worker_group.has_process_group
-        return self._result(attempt, outcome, monitor, has_process_group, said, begun)
-
-    def _result(
-        self,
-        attempt: int,
-        outcome: AttemptOutcome,
-        monitor: AttemptMonitor,
-        has_process_group: bool,
-        said: int,
-        begun: float,
-    ) -> AttemptResult:
-        is_stopping = monitor.is_stopping or self.run.is_asked_to_requeue(attempt)
-        return AttemptResult(
-            attempt, outcome, monitor, has_process_group, said, begun, self.world_size, is_stopping
+        return result(
+            outcome=outcome,
+            monitor=monitor,
+            has_process_group=self.worker_group.has_process_group,
+            is_stopping=self._is_stopping(attempt, monitor),
         )
+
+    def _is_stopping(self, attempt: int, monitor: AttemptMonitor) -> bool:
+        return monitor.is_stopping or self.run.is_asked_to_requeue(attempt)
 
     def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
         """True if a plugin has already recorded the checkpoint in this attempt."""

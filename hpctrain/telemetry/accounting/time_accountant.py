@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.accounting.timeline_events import STATE_CHANGES, SaveEvent, TimelineEvent
+from hpctrain.telemetry.accounting.timeline_events import STATE_CHANGES, BlockedSpan, TimelineEvent
 
 #: Time of training steps, which becomes lost work if the steps have to be trained again.
 _WORK = frozenset(
@@ -48,7 +48,7 @@ class TimeAccountant:
         self,
         first: TimelineEvent,
         end_us: int,
-        saves: Iterable[SaveEvent],
+        blocked: Iterable[BlockedSpan],
         *,
         logs_steps: bool,
     ) -> None:
@@ -57,7 +57,7 @@ class TimeAccountant:
         Args:
             first: the first event.
             end_us: end of the account.
-            saves: spans in which saves blocked the training.
+            blocked: spans in which saves or pauses blocked the training.
             logs_steps: true if the run reports its steps. Otherwise, lost work is unknown.
         """
         self.intervals: list[Interval] = []
@@ -65,7 +65,7 @@ class TimeAccountant:
         self.measured: set[TimeCategory] = set()
         self._now = min(first.time_us - first.spent_us.get("all", 0), end_us)
         self._end, self._logs_steps = end_us, logs_steps
-        self._saves = deque(saves)
+        self._blocked = deque(blocked)
         #: Intervals of work that currently counts, in ascending order of steps.
         self._counted_intervals: list[Interval] = []
         self._attempt: int | None = None
@@ -176,14 +176,14 @@ class TimeAccountant:
                 self._phase = TimeCategory.IDLE
 
     def _fill(self, until_us: int, what: TimeCategory) -> None:
-        """Account for the time until `until_us`; saves within it count as saving."""
-        for start_us, end_us, save in self._segments(until_us):
-            self._add(start_us, end_us, what if save is None else save.category, save)
+        """Account for the time until `until_us`; blocked spans within it keep their category."""
+        for start_us, end_us, span in self._segments(until_us):
+            self._add(start_us, end_us, what if span is None else span.category, span)
 
     def _work(self, until_us: int, spent: Mapping[TimeCategory, int], first: int, last: int) -> None:
-        """Split the time until `until_us` among the reported categories; saves within it count as saving."""
+        """Split the time until `until_us` among the reported categories, except blocked spans."""
         segments = list(self._segments(until_us))
-        left = sum(end - start for start, end, save in segments if save is None)
+        left = sum(end - start for start, end, span in segments if span is None)
         before: list[tuple[TimeCategory, int]] = []
         after: list[tuple[TimeCategory, int]] = []
         for what, its_us in spent.items():
@@ -191,9 +191,9 @@ class TimeAccountant:
             (after if what is TimeCategory.VALIDATING else before).append((what, us))
             left -= us
         portions = deque([*before, (TimeCategory.TRAINING, left), *after])
-        for start, end_us, save in segments:
-            if save is not None:
-                self._add(start, end_us, save.category, save)
+        for start, end_us, span in segments:
+            if span is not None:
+                self._add(start, end_us, span.category, span)
                 continue
             while start < end_us:
                 what, us = portions.popleft()
@@ -205,27 +205,29 @@ class TimeAccountant:
                     interval.first, interval.last = first, last
                 start += taken
 
-    def _segments(self, until_us: int) -> Iterator[tuple[int, int, SaveEvent | None]]:
-        """Advance to `until_us` and yield the segments between and during saves."""
+    def _segments(self, until_us: int) -> Iterator[tuple[int, int, BlockedSpan | None]]:
+        """Advance to `until_us` and yield the segments between and during blocked spans."""
         until_us = min(until_us, self._end)
-        while self._saves and self._saves[0].start_us < until_us and self._now < until_us:
-            save = self._saves[0]
-            start_us, end_us = max(save.start_us, self._now), min(save.end_us, until_us)
+        while self._blocked and self._blocked[0].start_us < until_us and self._now < until_us:
+            span = self._blocked[0]
+            start_us, end_us = max(span.start_us, self._now), min(span.end_us, until_us)
             if self._now < start_us:
                 yield self._now, start_us, None
                 self._now = start_us
             if start_us < end_us:
-                yield start_us, end_us, save
+                yield start_us, end_us, span
                 self._now = end_us
-            if save.end_us > until_us:
+            if span.end_us > until_us:
                 break
-            self._saves.popleft()
+            self._blocked.popleft()
         if self._now < until_us:
             yield self._now, until_us, None
             self._now = until_us
 
-    def _add(self, start_us: int, end_us: int, what: TimeCategory, save: SaveEvent | None = None) -> Interval:
-        step = self._step if save is None else save.step
+    def _add(
+        self, start_us: int, end_us: int, what: TimeCategory, span: BlockedSpan | None = None
+    ) -> Interval:
+        step = self._step if span is None else span.step
         interval = Interval(start_us, end_us, what, self._attempt, step, step)
         self.intervals.append(interval)
         if what in _WORK:

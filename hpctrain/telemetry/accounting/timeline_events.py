@@ -37,7 +37,7 @@ class TimelineEvent:
 
 
 @dataclass(frozen=True)
-class SaveEvent:
+class BlockedSpan:
     """A span in which a save or a pause blocked training, in microseconds since the epoch."""
 
     start_us: int
@@ -48,7 +48,7 @@ class SaveEvent:
 
 def read_timeline_events(
     events: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]]
-) -> tuple[list[TimelineEvent], list[SaveEvent]]:
+) -> tuple[list[TimelineEvent], list[BlockedSpan]]:
     """Return timeline events in order, and the spans in which saves or pauses blocked training.
 
     Records without a usable time are skipped. The lines of each file are in the order of writing. A time
@@ -56,8 +56,8 @@ def read_timeline_events(
     """
     turns: list[TimelineEvent] = []
     steps: list[TimelineEvent] = []
-    saves: dict[int, SaveEvent] = {}
-    pauses: list[SaveEvent] = []
+    saves: dict[int, BlockedSpan] = {}
+    pauses: list[BlockedSpan] = []
     started_us: dict[int, int] = {}
     for event, time_us in _in_order(events):
         kind, attempt, step = str(event.get("kind")), _count(event.get("attempt")), event.get("step")
@@ -68,7 +68,7 @@ def read_timeline_events(
             # A second line for a step refers to the copy, which does not block the training.
             saves.setdefault(known_step, _save(event, time_us, seconds_us, known_step))
         elif kind == "paused":
-            pauses.append(SaveEvent(time_us - seconds_us, time_us, 0, TimeCategory.IDLE))
+            pauses.append(BlockedSpan(time_us - seconds_us, time_us, 0, TimeCategory.IDLE))
         elif kind in STATE_CHANGES and (kind != "failure" or is_finite(event.get("rank"))):
             spent = {"loading": seconds_us} if kind == "resumed" else {}
             turns.append(
@@ -120,11 +120,11 @@ def _in_order(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[st
             yield record, latest
 
 
-def _save(event: Mapping[str, Any], time_us: int, seconds_us: int, step: int) -> SaveEvent:
+def _save(event: Mapping[str, Any], time_us: int, seconds_us: int, step: int) -> BlockedSpan:
     """Return the span that blocked training: the copy of the state or, without a copy, the complete write."""
     begun = time_us - seconds_us
     stall_us = microseconds(event.get("stall_s"))
-    return SaveEvent(begun, min(time_us, begun + (seconds_us if stall_us is None else stall_us)), step)
+    return BlockedSpan(begun, min(time_us, begun + (seconds_us if stall_us is None else stall_us)), step)
 
 
 def _spent(spent: object) -> dict[str, int]:

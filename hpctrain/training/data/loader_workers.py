@@ -28,6 +28,7 @@ from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.errors import DataWorkerKilled, HpctrainError
 from hpctrain.runtime.failure_file import wait_for_dead_worker
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.text import signal_name
 from hpctrain.training.base.rng import derive_seed
 from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, describe_round, write_progress_to
 
@@ -152,7 +153,7 @@ class LoaderWorkers:
         number, code = self._processes.index(process), process.exitcode or 0
         worker, place = f"Data worker {number} (pid {process.pid})", self._position(number)
         if code < 0:
-            return DataWorkerKilled(worker, signal.Signals(-code), place)
+            return DataWorkerKilled(worker, signal_name(-code), place)
         return HpctrainError(f"{worker} exited with code {code} {place}.")
 
     def _position(self, number: int) -> str:

@@ -70,7 +70,7 @@ class Evaluation:
 
     def predictions(self) -> list[Any]:
         """Return the outputs of `predict_step` for all batches, in rank order. All ranks must call this."""
-        own = []
+        outputs = []
         strategy, context = self._strategy, self._strategy.context
         with (
             self._exact(),
@@ -82,9 +82,11 @@ class Evaluation:
             first = self._data.first_batch() if self._determinism else None
             for output, _, _, num_held in evaluate_batches(strategy, "predict_step", batches, first):
                 if num_held:
-                    own.append(map_tensors(output, lambda tensor: tensor.cpu()))
+                    outputs.append(map_tensors(output, lambda tensor: tensor.cpu()))
         return [
-            output for outputs in context.all_gather(own, "the result of predict_step") for output in outputs
+            output
+            for of_rank in context.all_gather(outputs, "the result of predict_step")
+            for output in of_rank
         ]
 
     @contextmanager
@@ -130,11 +132,11 @@ def run_validation(
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
     run = find_run(strategy.module)
-    with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as own:
+    with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as all_batches:
         if run is not None:
             run.begin_evaluation(method, is_sanity=num_batches is not None)
-        some = islice(own, num_batches)
-        batches = loop.iterate(pad_to_longest(some, context) if strategy.in_lockstep else some)
+        limited = islice(all_batches, num_batches)
+        batches = loop.iterate(pad_to_longest(limited, context) if strategy.in_lockstep else limited)
         first = data.first_batch() if strategy.settings.elastic_determinism else None
         for output, logged, num_samples, num_held in evaluate_batches(strategy, method, batches, first):
             if run is not None and run.has_hooks:
@@ -240,8 +242,8 @@ class _SampleMeans:
             UserError: the ranks have different names, or there was no sample.
         """
         names = self._agreed_names()
-        own = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
-        gathered = self._context.all_gather((self.count, own), "the metrics of the batches")
+        local_terms = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
+        gathered = self._context.all_gather((self.count, local_terms), "the metrics of the batches")
         count = sum(count for count, _ in gathered)
         return {
             name: exact_sum(chain(*(terms.get(name, ()) for _, terms in gathered))) / count for name in names
@@ -249,9 +251,11 @@ class _SampleMeans:
 
     def _agreed_names(self) -> list[str]:
         # A rank without samples does not have the names.
-        own = list(self._terms) if self.count else None
+        local_names = list(self._terms) if self.count else None
         gathered = [
-            (rank, names) for rank, names in enumerate(self._context.all_gather(own)) if names is not None
+            (rank, names)
+            for rank, names in enumerate(self._context.all_gather(local_names))
+            if names is not None
         ]
         if not gathered:
             raise UserError(f"The data set for {self.origin} yielded no samples on any rank.")

@@ -32,17 +32,17 @@ def remark_on_unsaved(saved: Iterable[object], remedy: str, *, steps_by_script: 
         remedy: a sentence.
         steps_by_script: true if the script itself performs the steps.
     """
-    known: set[int] = set()
-    for each in saved:
-        _add(known, each, _DEPTH)
-    found: dict[int, str] = {}
+    saved_ids: set[int] = set()
+    for value in saved:
+        _add(saved_ids, value, _DEPTH)
+    unsaved: dict[int, str] = {}
     contained: set[int] = set()
     for name, value in _variables(sys._getframe(1)):
         kind = type(value)
-        if id(value) in known or id(value) in found:
+        if id(value) in saved_ids or id(value) in unsaved:
             continue
         if issubclass(kind, LRScheduler):
-            is_state = id(getattr(value, "optimizer", None)) in known
+            is_state = id(getattr(value, "optimizer", None)) in saved_ids
         elif issubclass(kind, torch.amp.GradScaler):
             is_state = steps_by_script and value.is_enabled()
         elif issubclass(kind, (torch.optim.Optimizer, StatefulBatchSampler)):
@@ -50,9 +50,9 @@ def remark_on_unsaved(saved: Iterable[object], remedy: str, *, steps_by_script: 
         else:
             is_state = issubclass(kind, AveragedModel)
         if is_state:
-            found[id(value)] = f"{name} ({kind.__name__})"
+            unsaved[id(value)] = f"{name} ({kind.__name__})"
             contained.update(map(id, getattr(value, "_schedulers", ())))
-    names = [name for number, name in found.items() if number not in contained]
+    names = [name for number, name in unsaved.items() if number not in contained]
     if not names:
         return None
     return (
@@ -67,25 +67,22 @@ def overrides_any(value: object, methods: Iterable[str]) -> bool:
     return any(method in vars(kind) for method in methods for kind in kinds)
 
 
-def _add(known: set[int], value: Any, depth: int) -> None:
+def _add(saved_ids: set[int], value: Any, depth: int) -> None:
     """Add an object that is saved, and the objects that its state contains."""
     if value is None or depth < 0 or isinstance(value, (torch.Tensor, ModuleType, type, str, int, float)):
         return
-    known.add(id(value))
+    saved_ids.add(id(value))
     if isinstance(value, nn.Module):
-        known.update(map(id, value.modules()))
+        saved_ids.update(map(id, value.modules()))
     elif isinstance(value, (torch.optim.Optimizer, LRScheduler)):
         # Schedulers that contain others, and wrappers of Accelerate.
-        for part in (getattr(value, "optimizer", None), *getattr(value, "_schedulers", ())):
-            _add(known, part, depth - 1)
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            _add(known, part, depth - 1)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            _add(known, part, depth - 1)
+        for content in (getattr(value, "optimizer", None), *getattr(value, "_schedulers", ())):
+            _add(saved_ids, content, depth - 1)
+    elif isinstance(value, (Mapping, list, tuple)):
+        for content in value.values() if isinstance(value, Mapping) else value:
+            _add(saved_ids, content, depth - 1)
     elif hasattr(value, "__dict__"):
-        _add(known, vars(value), depth - 1)
+        _add(saved_ids, vars(value), depth - 1)
 
 
 def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
