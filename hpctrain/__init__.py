@@ -97,9 +97,6 @@ __all__ = [
     "Unauthenticated",
 ]
 
-#: Former names of classes.
-_ALIASES = {"BrokenCheckpoint": "CorruptCheckpoint", "MeetingFailed": "RendezvousError"}
-
 _HOMES = {
     "Callback": "hpctrain.training.callbacks",
     "Checkpointer": "hpctrain.training.saving.checkpointer",
@@ -131,8 +128,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ALIASES:
-        return globals()[_ALIASES[name]]
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

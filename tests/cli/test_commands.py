@@ -133,8 +133,8 @@ def test_dry_run_prints_only_the_script_and_creates_nothing(hpctrain, tmp_path):
 
 
 def test_option_after_the_script_is_reported(hpctrain, tmp_path):
-    (tmp_path / "train.py").write_text("'--num-nodes', config.max_failures")
-    words = ["--json", "--num-nodes=2", "--max_failures", "3", "--max-failures=4", "--lr=1"]
+    (tmp_path / "train.py").write_text("'--spare-nodes', config.max_failures")
+    words = ["--json", "--spare-nodes=2", "--max_failures", "3", "--max-failures=4", "--lr=1"]
     result = hpctrain("submit", "--dry-run", "--backend=local", "train.py", *words)
     notes = [line for line in result.stderr.splitlines() if line.startswith("Note: ")]
     assert notes == ["Note: --json is passed to train.py. Put options of hpctrain before the script."]
