@@ -253,16 +253,6 @@ class RunDir:
         return self.path / "sweep.json"
 
     @property
-    def optuna_journal(self) -> Path:
-        """Optuna's storage of a sweep, in the folder of its job array."""
-        return self.path / "optuna.journal"
-
-    @property
-    def optuna_trial(self) -> Path:
-        """The values that Optuna chose for a trial, and its number in Optuna's storage. Written once."""
-        return self.path / "optuna-trial.json"
-
-    @property
     def git_ignore(self) -> Path:
         """Excludes the run from the enclosing Git repository, and from copies of the code."""
         return self.path / ".gitignore"

@@ -27,7 +27,7 @@ from hpctrain.supervisor.failures import classify, failure_files
 from hpctrain.supervisor.job_control import signal_lead
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import worker_group
-from hpctrain.sweeps import optuna_sampler, sweep_record
+from hpctrain.sweeps import sweep_record
 from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
@@ -154,12 +154,6 @@ PARSERS = [
         [json.dumps(SWEEP)],
         (UserError,),
         with_file(RUN.sweep, lambda: sweep_record.read_sweep(RUN)),
-    ),
-    Parser(
-        optuna_sampler._read,
-        ['{"number": 3, "values": {"lr": "0.1"}}'],
-        (UserError,),
-        with_file(RUN.optuna_trial, lambda: optuna_sampler._read(RUN)),
     ),
     Parser(
         TrialReport.from_record,

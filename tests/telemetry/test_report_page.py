@@ -24,7 +24,6 @@ from hpctrain.telemetry.report.summary import (
     summarize,
 )
 from hpctrain.telemetry.report.timeline import build_timeline
-from hpctrain.telemetry.report.trial_table import best_first, make_trial_table
 
 SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/home/me", "nodes": 2}
 
@@ -402,21 +401,6 @@ def test_runs_are_compared_by_their_differences(tmp_path):
     loss = page_data(page)["charts"][0]
     assert [series["name"] for series in loss["series"]] == ["one", "two"]
     assert [series["x"][-1] for series in loss["series"]] == [240, 300]
-
-
-@pytest.mark.parametrize(("names", "is_drawn"), [(["lr"], False), (["lr", "width"], True)])
-def test_parallel_coordinates_need_two_hyper_parameters(tmp_path, names, is_drawn):
-    runs = []
-    for number in range(3):
-        values = ((0.1, 0.2, 0.4)[number], number)
-        args = [f"--{name}={value}" for name, value in zip(names, values, strict=False)]
-        history = started_run(0).steps(1, 5, every=1, val_loss=number).after(1, "finished", state="COMPLETED")
-        runs.append(facts_of(write_run(tmp_path / str(number), history, args=args)))
-    assert ('class="coordinates"' in render_comparison(runs)) == is_drawn
-    table = make_trial_table(best_first(runs))
-    if is_drawn:
-        heights = sorted(float(line["points"].split()[0].split(",")[1]) for line in table.lines)
-        assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.2)  # logarithmic
 
 
 def test_faulty_nodes_are_listed_first(tmp_path):
