@@ -357,11 +357,6 @@ class RunDir:
         """A profile requested by the user. The supervisor removes the file when it sends the request."""
         return self.path / "profile-requested"
 
-    @property
-    def flip_request(self) -> Path:
-        """A bit flip requested by the user. The supervisor removes the file when it sends the request."""
-        return self.path / "bit-flip-requested"
-
     def profile(self, number: int) -> Path:
         """Return the folder of a profile."""
         return self.path / "profiles" / f"{number:03d}"

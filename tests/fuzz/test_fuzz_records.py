@@ -19,7 +19,7 @@ from hpctrain.checkpoint.format import manifest
 from hpctrain.errors import CheckpointError, Unauthenticated, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
-from hpctrain.records import bit_flip, checkpoint_health, lease, log_tail, run_record, successor
+from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.supervisor import buffered_storage, node_check_step
@@ -237,12 +237,6 @@ PARSERS = [
         call=with_file(RUN.lease(0), lambda: lease.newest_lease(RUN)),
     ),
     Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
-    Parser(
-        bit_flip.BitFlip.from_record,
-        [json.dumps(bit_flip.BitFlip(1).as_record())],
-        (KeyError, TypeError, ValueError, OverflowError),
-        lambda text: bit_flip.BitFlip.from_record(files.parse_json_line(text, FOLDER) or {}),
-    ),
     Parser(
         StartupDurations.from_event,
         [
