@@ -162,7 +162,6 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 )
 @click.option(
     "--show-config",
-    "--explain",
     "explain",
     is_flag=True,
     help="Print the value of each option and its source, without submitting.",
@@ -209,7 +208,7 @@ def command(
         hpctrain submit [OPTIONS] -- COMMAND [ARGS]
     """  # noqa: D301
     if dry_run and (as_json or explain):
-        what = "--json a JSON document" if as_json else "--explain a table"
+        what = "--json a JSON document" if as_json else "--show-config a table"
         raise click.UsageError(f"--dry-run prints a batch script and {what}. Use only one of these options.")
     # Click's options have the names of the fields of SubmitOptions.
     where: Any = {

@@ -36,7 +36,7 @@ def test_help_lists_every_command(hpctrain):
         (["submit", "--cpus-per-task", "two", "train.py"], "'two', but must be an integer"),
         (["submit", "--set", "cpus_per_task=two", "train.py"], "--set cpus_per_task is 'two'"),
         (["submit", "--profile", "x", "train.py"], "Unknown profile 'x'"),
-        (["submit", "--explain", "--dry-run", "train.py"], "Use only one of these options"),
+        (["submit", "--show-config", "--dry-run", "train.py"], "Use only one of these options"),
         (["submit", "--array", "3-1", "train.py"], "the range '3-1' is empty"),
         (["init", "train.py"], "already exists"),
         (["init", "no/where.yaml"], "Cannot write 'no/where.yaml'"),
