@@ -12,6 +12,7 @@ from hpctrain.errors import (
     BadLoss,
     CheckpointError,
     CorruptCheckpoint,
+    DataWorkerKilled,
     DiskFull,
     EnvironmentMismatch,
     HpctrainError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hpctrain.slurm.states import RunState
     from hpctrain.spec.job_spec import JobSpec
     from hpctrain.training import Module, Trainer
+    from hpctrain.training.algorithms import BaguaStrategy
     from hpctrain.training.callbacks import Callback, EarlyStopping
     from hpctrain.training.data.length_grouped_batch_sampler import LengthGroupedBatchSampler
     from hpctrain.training.data.mixture import Mixture
@@ -66,6 +68,7 @@ __all__ = [
     "EarlyStopping",
     "Strategy",
     "register_strategy",
+    "BaguaStrategy",
     "session",
     "sample_generator",
     "Mixture",
@@ -91,6 +94,7 @@ __all__ = [
     "WaitTimeout",
     "CheckpointError",
     "CorruptCheckpoint",
+    "DataWorkerKilled",
     "DiskFull",
     "BadLoss",
     "StagingError",
@@ -98,6 +102,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BaguaStrategy": "hpctrain.training.algorithms",
     "Callback": "hpctrain.training.callbacks",
     "Checkpointer": "hpctrain.training.saving.checkpointer",
     "EarlyStopping": "hpctrain.training.callbacks",

@@ -15,6 +15,7 @@
     ├── SilentCorruption          exit 1: the replicas of the state differ, so a device computed wrong results
     ├── StagingError              exit 1: a file could not be copied to a node
     ├── Unauthenticated           exit 1: a peer did not prove that it belongs to the run
+    ├── DataWorkerKilled          exit 1: a data worker was killed by a signal
     └── CheckpointError           exit 1: a checkpoint could not be written or read
         ├── CorruptCheckpoint     a part of it is missing or changed
         └── DiskFull              there is not enough disk space, or the quota is exceeded
@@ -25,6 +26,7 @@ The command line converts an error to one line on stderr and `exit_code`.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -130,6 +132,14 @@ class StagingError(HpctrainError):
 
 class Unauthenticated(HpctrainError):
     """A peer did not prove that it belongs to the run."""
+
+
+class DataWorkerKilled(HpctrainError):
+    """A data worker was killed by a signal."""
+
+    def __init__(self, worker: str, number: signal.Signals, place: str = "") -> None:
+        hint = " A common cause is a lack of memory." if number == signal.SIGKILL else ""
+        super().__init__(f"{worker} was killed by {number.name}{place and f' {place}'}.{hint}")
 
 
 class CheckpointError(HpctrainError):

@@ -201,7 +201,7 @@ class RunCheckpoint(lightning.Callback):
             return
         weight = self._loader.weight(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
         if weight != 1.0 and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * weight)
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
         if self._checked_step != trainer.global_step:

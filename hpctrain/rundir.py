@@ -33,6 +33,7 @@ EventKind = Literal[
     "grow",
     "excluded",
     "straggler",
+    "paused",
     "requeue",
     "handover",
     "chaos",
@@ -83,6 +84,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "handover": ("job_id",),
     "emergency_checkpoint": ("attempt", "step", "world_size"),
     "excluded": ("hosts",),
+    "paused": ("attempt", "rank", "seconds"),
     "finished": ("time", "state"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from hpctrain.text import pluralize
@@ -18,6 +19,14 @@ PEER_LOST = re.compile(
     r"|socket timeout|wait timeout",
     re.IGNORECASE,
 )
+
+
+def is_peer_lost(message: str, classes: Collection[str]) -> bool:
+    """Return true if an exception of a rank only reports that another rank is gone.
+
+    Exceptions of the operating system concern other connections, such as to a server or a data worker.
+    """
+    return "OSError" not in classes and PEER_LOST.search(message) is not None
 
 
 def fold(traceback: str) -> str:

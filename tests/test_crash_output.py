@@ -102,7 +102,7 @@ def test_reason_of_an_abort_is_found_above_the_native_stack(logs):
     message = find_crash_output(*logs, signal.SIGABRT).message
     assert message.startswith("[enforce fail at /pytorch/gloo/transport/tcp/pair.cc:446] op.preamble.length")
     failure = RankFailure(1, "n1", "signal", "SIGABRT", message, "rank.log", None, 0.0)
-    assert classify(failure) is EndKind.NCCL
+    assert classify(failure) is EndKind.COMMUNICATION
 
 
 def test_native_stacks_are_not_useful():

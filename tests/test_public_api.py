@@ -12,11 +12,12 @@ PUBLIC = {
     "submit", "Executor", "SubmitOptions", "Run", "RunState", "RunStatus", "RunDir", "JobSpec",
     "Module", "Trainer", "Callback", "EarlyStopping", "Strategy", "register_strategy",
     "session", "sample_generator", "Mixture", "LengthGroupedBatchSampler", "StatefulBatchSampler",
-    "Checkpointer", "log_metrics", "should_stop",
+    "BaguaStrategy", "Checkpointer", "log_metrics", "should_stop",
     "detect", "Ranks", "expand_hostlist", "compress_hostlist",
     "HpctrainError", "UserError", "SpecError", "EnvironmentMismatch", "RunNotFound", "SchedulerError",
     "RunFailed", "WaitTimeout", "RendezvousError", "CheckpointError",
-    "CorruptCheckpoint", "DiskFull", "BadLoss", "SilentCorruption", "StagingError", "Unauthenticated",
+    "CorruptCheckpoint", "DataWorkerKilled", "DiskFull", "BadLoss", "SilentCorruption", "StagingError",
+    "Unauthenticated",
 }  # fmt: skip
 
 

@@ -102,6 +102,7 @@ def _print_no_logs(run: Run, shown: LogFilter, attempt: int = 0) -> None:
 
 def _print_errors(run: Run, shown: LogFilter) -> None:
     from hpctrain.jobs.runs.error_report import (
+        crashed_log_tail,
         failures_of_attempt,
         failures_since_submission,
         report_failure,
@@ -119,6 +120,8 @@ def _print_errors(run: Run, shown: LogFilter) -> None:
         if status.cause and shown.attempt in (None, status.attempt):
             echo_log(f"{label}cause: {status.cause}")
             _show_job_log(status)
+            if lines := crashed_log_tail(run.dir, status.attempt or 0):
+                echo_log("\n".join(lines))
     for failure in failures:
         for number, line in enumerate(report_failure(run.dir, failure, shown.ranks)):
             echo_log(f"{'' if number else label}{line}")

@@ -119,6 +119,6 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         if place < len(known):
             state = RunContext(str(known[place].state), known[place].words, known[place].cause)
         run_data = read_run_data(run.dir, state, now=now)
-        run_data.resubmit_command = resubmit_command(run_data.spec)
+        run_data.resubmit_command = [*resubmit_command(run_data.spec), *run_data.resubmit_remarks]
         told.append(run_data)
     return told

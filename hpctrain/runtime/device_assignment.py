@@ -33,16 +33,18 @@ class DeviceAssignment:
     """True if two ranks of the job use the same GPU, which NCCL does not support."""
 
 
-def choose_device(ranks: Ranks, environ: Mapping[str, str]) -> torch.device:
-    """Select the device of this rank from `plan_device`, without communication.
+def choose_device(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool = True) -> torch.device:
+    """Select the device of this rank from `plan_device`, without communication; the CPU if not `use_gpus`.
 
     Raises:
         EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
     """
-    return _select_gpu(_plan(ranks, environ, len(visible_uuids(environ))))
+    return _select_gpu(_plan(ranks, environ, len(visible_uuids(environ)) if use_gpus else 0))
 
 
-def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> DeviceAssignment:
+def assign_device(
+    ranks: Ranks, environ: Mapping[str, str], store: Store, *, use_gpus: bool = True
+) -> DeviceAssignment:
     """Select a device that no other rank uses. All ranks must call this.
 
     Every rank sends rank 0 its placement, its visible GPUs and its preferred GPU. Rank 0 checks for
@@ -54,7 +56,7 @@ def assign_device(ranks: Ranks, environ: Mapping[str, str], store: Store) -> Dev
         RendezvousError: a rank did not arrive within the store's timeout. Raised on all ranks.
         Unauthenticated: an entry of a `SignedStore` was written by a process without the secret.
     """
-    _publish_placement(_own_placement(ranks, environ), store)
+    _publish_placement(_own_placement(ranks, environ, use_gpus=use_gpus), store)
     if ranks.is_main:
         for rank, answer in enumerate(_answers(ranks.world_size, environ, store)):
             store.set(_answer_key(rank), json.dumps(answer))
@@ -80,8 +82,8 @@ def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count))
 
 
-def _own_placement(ranks: Ranks, environ: Mapping[str, str]) -> RankPlacement:
-    gpus = visible_uuids(environ)
+def _own_placement(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool) -> RankPlacement:
+    gpus = visible_uuids(environ) if use_gpus else ()
     placement = RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus)
     try:
         return replace(placement, index=_plan(ranks, environ, len(gpus)))

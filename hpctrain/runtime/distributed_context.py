@@ -94,7 +94,9 @@ class DistributedContext:
             dist.barrier(self.cpu_group)
 
 
-def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> DistributedContext:
+def init_distributed(
+    ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bool = True
+) -> DistributedContext:
     """Form the process group: with NCCL if there are GPUs, otherwise with gloo.
 
     All ranks must call this. A process group already created by the script is used unchanged.
@@ -103,6 +105,7 @@ def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> Distrib
         ranks: the ranks of this process.
         environ: the environment of this process; GLOO_SOCKET_IFNAME is added if gloo would choose a wrong
             interface.
+        use_gpus: false to use only CPUs.
 
     Raises:
         HpctrainError: there are too many peers for the limit on open files, or the ranks contradict each
@@ -112,11 +115,12 @@ def init_distributed(ranks: Ranks, environ: MutableMapping[str, str]) -> Distrib
     """
     startup_times.end(StartupPart.IMPORTS)
     if ranks.world_size == 1:
-        return DistributedContext(ranks, choose_device(ranks, environ), None)
+        return DistributedContext(ranks, choose_device(ranks, environ, use_gpus=use_gpus), None)
     if dist.is_initialized():
-        device = dist.distributed_c10d._get_default_group().bound_device_id or choose_device(ranks, environ)
+        bound = dist.distributed_c10d._get_default_group().bound_device_id if use_gpus else None
+        device = bound or choose_device(ranks, environ, use_gpus=use_gpus)
     else:
-        device = _initialize(ranks, environ)
+        device = _initialize(ranks, environ, use_gpus=use_gpus)
         atexit.register(shut_down_process_group)
     messages.prove_world(read_secret(environ), partial(_describe_store, environ))
     startup_times.end(StartupPart.GROUP)
@@ -144,7 +148,7 @@ def _listen(info: RendezvousInfo) -> int:
     """
     if info.reserved_port is not None:
         return info.reserved_port.detach_listener()
-    with bind_socket(info.port, interface=info.address) as listener:
+    with bind_socket(info.port, local_only=info.address == "127.0.0.1") as listener:
         listener.listen(socket.SOMAXCONN)
         return listener.detach()
 
@@ -163,7 +167,7 @@ def _await_listener(info: RendezvousInfo, deadline: float) -> None:
             return  # the store reports it
 
 
-def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device:
+def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bool) -> torch.device:
     begun = time.monotonic()
     rendezvous_info = rendezvous(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
     environ.update(apply_env_defaults(environ, rendezvous_info.gloo_variables(environ)))
@@ -183,14 +187,14 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str]) -> torch.device
             rendezvous_info.port,
             world_size=ranks.world_size,
             is_master=hosts_store,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            timeout=timedelta(seconds=max(1.0, begun + JOIN_TIMEOUT_S - time.monotonic())),
             wait_for_workers=False,
             master_listen_fd=listener,
         )
         # An agent's store may survive from one attempt to the next.
         prefix = f"hpctrain/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store = SignedStore.wrap(tcp_store, environ)
-        assignment = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store))
+        assignment = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store), use_gpus=use_gpus)
         startup_times.end(StartupPart.STORE)
         with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
         if assignment.gpus_are_shared and ranks.is_main:

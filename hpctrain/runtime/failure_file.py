@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.host_name import host_name
-from hpctrain.errors import DiskFull, SilentCorruption, UserError
+from hpctrain.errors import DataWorkerKilled, DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.snapshot_imports import describe_missing_copy
-from hpctrain.tracebacks import PEER_LOST, fold
+from hpctrain.tracebacks import fold, is_peer_lost
 
 #: Keys in the attempt's store: the number of failures, which orders them without a common clock, and the
 #: first failure that is not a consequence of another failure.
@@ -31,6 +35,14 @@ _REFUSES_OUTPUT = re.compile(
 _STORE_TIMEOUT = timedelta(seconds=2)
 #: Marks an exception that would recur in every attempt.
 _FINAL = "_hpctrain_final"
+#: torch's report of a killed data worker, which its signal handler raises at any point of the main thread.
+_KILLED_WORKER = re.compile(
+    r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)\."
+)
+_SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
+_LOADER_FILE = "torch/utils/data/dataloader.py"
+#: Time limit for the exit code of a data worker whose connection is closed.
+_EXIT_TIMEOUT_S = 1.0
 _MICRO_BATCH_SIZE = "_hpctrain_micro_batch_size"
 
 
@@ -46,6 +58,7 @@ def suggest_micro_batch_size(error: BaseException, size: int) -> None:
 
 def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a record of `error` for `write_failure`, without references to the exception's objects."""
+    error = name_killed_worker(error)
     if hint := describe_missing_copy(error, environ) or _describe_earlier_output(error, environ):
         error.add_note(f"{hint}.")
     return {
@@ -83,10 +96,16 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
 
     A rank that only lost its connection to another rank prints one line with the cause instead.
     """
-    is_consequence = PEER_LOST.search(str(error)) is not None
+    with _no_death_handler():
+        _print_failure(path, name_killed_worker(error), log, environ)
+
+
+def _print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
+    record = failure_record(error, environ)
+    is_consequence = is_peer_lost(str(error), record["classes"])
     if not is_consequence:
         print(fold(_traceback(error)), end="", file=sys.stderr)
-    cause = write_failure(path, failure_record(error, environ), log, environ)
+    cause = write_failure(path, record, log, environ)
     if is_consequence:
         words = (
             f"this rank exited because {cause}" if cause else "this rank lost the connection to another rank"
@@ -124,6 +143,68 @@ def write_failure(
     return cause
 
 
+def name_killed_worker(error: BaseException) -> BaseException:
+    """Return an error that names the killed worker of a torch DataLoader if `error` is its consequence."""
+    with _no_death_handler():
+        killed = _killed_worker(error)
+    if killed is None:
+        return error
+    pid, number = killed
+    named = DataWorkerKilled(f"Data worker (pid {pid})", number)
+    named.__cause__ = error
+    return named
+
+
+@contextmanager
+def _no_death_handler() -> Iterator[None]:
+    """Disable torch's SIGCHLD handler, which raises anywhere in the main thread if a worker is killed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _killed_worker(error: BaseException) -> tuple[int, signal.Signals] | None:
+    """Return the process and the signal of the data worker whose death caused `error`, if any."""
+    if match := _KILLED_WORKER.search(str(error)):
+        return int(match["pid"]), _SIGNALS.get(match["signal"], signal.SIGKILL)
+    worker = wait_for_dead_worker(error, _loader_workers(error))
+    code = None if worker is None else worker.exitcode
+    return None if worker is None or code is None or code > 0 else (worker.pid or 0, signal.Signals(-code))
+
+
+def wait_for_dead_worker(error: BaseException, workers: Collection[BaseProcess]) -> BaseProcess | None:
+    """Return the data worker whose death caused `error`, if any.
+
+    A dying process closes its connections before its exit code is available.
+    """
+    is_of_data_set = str(error).startswith("Caught ")
+    deadline = time.monotonic() + (_EXIT_TIMEOUT_S if isinstance(error, OSError | EOFError) else 0.0)
+    while workers and not is_of_data_set:
+        if dead := [worker for worker in workers if worker.exitcode not in (None, 0)]:
+            return dead[0]
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.01)
+    return None
+
+
+def _loader_workers(error: BaseException) -> list[BaseProcess]:
+    """Return the data workers of the DataLoader that raised `error`, if any."""
+    if not isinstance(error, OSError | EOFError | RuntimeError):
+        return []
+    iterators = (
+        frame.f_locals.get("self")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename.endswith(_LOADER_FILE)
+    )
+    return [worker for iterator in iterators for worker in getattr(iterator, "_workers", ())]
+
+
 def _traceback(error: BaseException) -> str:
     """Return the traceback without hpctrain's frames before the user's first frame."""
     package = str(Path(__file__).parents[1])
@@ -154,7 +235,7 @@ def _next_failure_index(
         tcp_store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
         store = SignedStore.wrap(tcp_store, environ)
         order = int(store.add(FAILURE_COUNT_KEY, 1))
-        if not PEER_LOST.search(failure["message"]):
+        if not is_peer_lost(failure["message"], failure.get("classes", ())):
             host = host_name(environ)
             store.compare_set(_CAUSE_KEY, "", f"rank {environ['RANK']} on {host} failed ({failure['error']})")
         return order, store.get(_CAUSE_KEY).decode() if store.check([_CAUSE_KEY]) else None

@@ -64,6 +64,10 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         "spent": [
             round(seconds, 4) for seconds in (activity.data_s, activity.compute_s, activity.exchange_s)
         ],
+        "timed": [
+            activity.step if steps is None else steps
+            for steps in (activity.timed_steps, activity.measured_steps)
+        ],
         "modules": select_slow_modules(sys.modules),
         "changed": changed_variables(started_with, os.environ),
     }

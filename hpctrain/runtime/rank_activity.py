@@ -23,6 +23,8 @@ class RankActivity:
         data_s: seconds spent waiting for data since training began.
         compute_s: seconds of computation, as far as they can be separated from the rest.
         exchange_s: seconds of communication with other ranks, including waiting for them.
+        timed_steps: steps that `compute_s` and `exchange_s` contain; None if they contain all steps.
+        measured_steps: the measured ones of these, which represent the others; None if all were measured.
         is_managed: true if a `Trainer` or `session` sets these attributes.
         optimizer_steps: optimizer steps of this process, as counted by the step hook.
         logs_metrics: true if the script logs its metrics itself (`hpctrain.log_metrics`).
@@ -33,6 +35,7 @@ class RankActivity:
     __slots__ = (
         *("compute_s", "data_s", "exchange_s", "is_managed", "logs_metrics", "phase"),
         *("optimizer_steps", "progress_count", "restored_steps", "step"),
+        *("measured_steps", "timed_steps"),
     )
 
     def __init__(self) -> None:
@@ -41,6 +44,8 @@ class RankActivity:
         self.data_s = self.compute_s = self.exchange_s = 0.0
         self.is_managed = self.logs_metrics = False
         self.restored_steps: int | None = None
+        self.timed_steps: int | None = None
+        self.measured_steps: int | None = None
 
     def set_phase(self, phase: RankPhase) -> None:
         """Set the current phase."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import socket
 import sys
@@ -30,6 +31,10 @@ _MAX_LINE = 1 << 22
 _MAX_CONNECTIONS, _PAUSE_S = 10, 1.0
 #: Seconds between two heartbeats; longer with very many ranks, because one process receives all of them.
 _BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
+
+#: A process that wakes up later was suspended, unless it used the CPU, or its heartbeat thread waited for the
+#: GIL, for more than this share of the time.
+_SUSPENDED_S, _BUSY_SHARE = 10.0, 0.1
 
 Message = dict[str, Any]
 
@@ -140,6 +145,35 @@ class SupervisorConnection(Connection):
         return self._down.open(line)
 
 
+_Times = tuple[float, float, float, float]
+
+#: Linux counts the context switches of each thread.
+_RUSAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+
+
+def _times() -> _Times:
+    # A thread that waits for the GIL wakes up after each switch interval.
+    gil_s = resource.getrusage(_RUSAGE_SCOPE).ru_nvcsw * sys.getswitchinterval()
+    return time.time(), time.monotonic(), time.process_time(), gil_s
+
+
+def _find_pause(before: _Times, expected_s: float) -> tuple[float, float] | None:
+    """Return the seconds for which this process was suspended, by the system clock and the monotonic clock.
+
+    Only the system clock runs while the machine sleeps. A thread may also wake up late because native code
+    holds the GIL: it computes, or waits for a file.
+
+    Args:
+        before: the times at the start.
+        expected_s: expected duration.
+    """
+    clock_s, monotonic_s, cpu_s, gil_s = (end - begin for begin, end in zip(before, _times(), strict=True))
+    late_s = max(clock_s, monotonic_s) - expected_s
+    if late_s < _SUSPENDED_S or max(cpu_s, gil_s) > _BUSY_SHARE * late_s:
+        return None
+    return round(clock_s - expected_s, 1), round(monotonic_s - expected_s, 1)
+
+
 def start_heartbeat(
     connect: Callable[[], Connection],
     heartbeat_message: Callable[[], Message],
@@ -158,12 +192,17 @@ def start_heartbeat(
         os.register_at_fork(after_in_child=opened.close)
         report_stop_signal(lambda number: opened.send({"stop_signal": number.name}))
         last: Message | None = None
+        pause = None
         while True:
             message = heartbeat_message()
+            if pause is not None:
+                message["paused"] = pause
             # Without changes, an empty message is sent, to show that this process is alive.
             opened.send({} if message == last else message)
             last = message
+            before = _times()
             received = opened.receive(opened.heartbeat_interval_s)
+            pause = _find_pause(before, opened.heartbeat_interval_s)
             if received is not None:
                 on_message(opened, received)
 

@@ -56,6 +56,7 @@ from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import (
+    is_failure_part_of_stop,
     pending_stop_signal,
     start_signal_recorder,
     wait_for_stop_signal,
@@ -133,8 +134,8 @@ def main(argv: list[str]) -> NoReturn:
         _run_program(program, relay, step_log, group_check)
     except CommandFailed as failed:
         # Slurm may signal the command, or other ranks, before this process.
-        is_stopped = wait_for_stop_signal(_LATE_SIGNAL_TIMEOUT_S)
-        _exit_now(EXIT_CONTINUE if is_stopped else _exit_code(failed.code), sampler)
+        wait_for_stop_signal(_LATE_SIGNAL_TIMEOUT_S)
+        _exit_now(EXIT_CONTINUE if is_failure_part_of_stop(os.environ) else _exit_code(failed.code), sampler)
     except SystemExit as leaving:
         argument = leaving.code
     except BaseException as error:  # noqa: BLE001 (the rank reports the error and exits)
@@ -237,10 +238,10 @@ def _exit_with(
         print(f"hpctrain: {failure['error']}: {failure['message']}.", file=sys.stderr)
         write(failure)
         _exit_now(1, sampler)
-    if told := pending_stop_signal():
+    if (stop := pending_stop_signal()) and (code == 0 or is_failure_part_of_stop(os.environ)):
         # Exit code 0 may mean complete or stopped; a complete script exits immediately when restarted.
         print(
-            f"hpctrain: the script exited with code {code} after {told.name}, which counts as a stop, not as "
+            f"hpctrain: the script exited with code {code} after {stop.name}, which counts as a stop, not as "
             "the end of the run."
         )
         _exit_normally(EXIT_CONTINUE, sampler)

@@ -42,7 +42,7 @@ class EndKind(StrEnum):
     GPU_OOM = "gpu-oom"
     KILLED = "killed"
     SIGNAL = "signal"
-    NCCL = "nccl"
+    COMMUNICATION = "communication"
     UNAUTHENTICATED = "unauthenticated"
     GPU = "gpu"
     CORRUPTION = "corruption"
@@ -121,7 +121,7 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "recompute=True or a sharded strategy",
     ),
     EndKind.KILLED: EndKindInfo(
-        "a rank was killed with SIGKILL, or failed without reporting a cause",
+        "a rank or a data worker was killed with SIGKILL, or a rank failed without reporting a cause",
         "restart",
         "check whether the kernel log of the node reports a lack of memory",
     ),
@@ -130,7 +130,7 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "restart",
         "`hpctrain logs RUN` shows the Python stack; look for a faulty C extension or driver",
     ),
-    EndKind.NCCL: EndKindInfo(
+    EndKind.COMMUNICATION: EndKindInfo(
         "communication between ranks failed, and no rank reported another cause",
         "restart",
         "`hpctrain doctor` checks the network; --env NCCL_DEBUG=INFO logs the cause",
@@ -205,7 +205,7 @@ DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
     EndKind.GPU_OOM: RestartRule(retries=_MEMORY),
     EndKind.KILLED: RestartRule(exclude=2),
     EndKind.SIGNAL: RestartRule(exclude=2),
-    EndKind.NCCL: RestartRule(exclude=2),
+    EndKind.COMMUNICATION: RestartRule(exclude=2),
     EndKind.UNAUTHENTICATED: RestartRule(exclude=2),
     EndKind.GPU: RestartRule(retries=_MACHINES, exclude=1),
     EndKind.CORRUPTION: RestartRule(retries=_MACHINES, exclude=1),

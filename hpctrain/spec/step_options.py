@@ -50,35 +50,35 @@ def program_words(spec: JobSpec) -> list[str]:
             return [python, spec.script, *spec.args]
 
 
-#: Options of srun(1) that the supervisor sets, and their replacements.
+#: Options of srun(1) that change what the supervisor relies on, and their replacements.
 _RESERVED = {
-    "chdir": "A rank runs in the folder of the submission",
+    **dict.fromkeys(("chdir", "get-user-env"), "A rank runs in the folder of the submission"),
+    **dict.fromkeys(("output", "error", "open-mode"), "Logs are in the run folder"),
+    **dict.fromkeys(("export", "export-file"), "Use --env"),
+    **dict.fromkeys(("input", "pty"), "Ranks have no standard input. Use hpctrain shell"),
+    **dict.fromkeys(("kill-on-bad-exit", "wait"), "The supervisor decides what to do when a rank exits"),
+    **dict.fromkeys(
+        ("overlap", "exact", "exclusive"), "The supervisor shares the allocation among its steps"
+    ),
+    **dict.fromkeys(("attach", "jobid", "no-allocate", "relative"), "The supervisor chooses the allocation"),
+    **dict.fromkeys(("nodelist", "nodefile", "exclude"), "Use --nodelist or --exclude of hpctrain submit"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "tasks-per-node"), "Use --ntasks-per-node"),
+    **dict.fromkeys(("help", "usage", "version", "test-only"), "srun would start no rank"),
+    **dict.fromkeys(("signal", "quit-on-interrupt", "disable-status"), "The supervisor handles signals"),
+    **dict.fromkeys(("time", "time-min", "begin", "immediate"), "A step has the time of its job. Use --time"),
     "cpus-per-task": "Use --cpus-per-task of hpctrain submit",
-    "error": "Logs are in the run folder",
-    "export": "Use --env",
-    "input": "Ranks have no standard input",
     "job-name": "Use --name",
-    "kill-on-bad-exit": "The supervisor decides what to do when a rank exits",
     "label": "Each rank has a log of its own",
     "mpi": "Use --mpi of hpctrain submit",
     "multi-prog": "All ranks run the same program",
-    "nodelist": "Use --nodelist of hpctrain submit",
+    "no-kill": "The supervisor already handles lost nodes",
     "nodes": "Use --nodes of hpctrain submit",
-    "ntasks": "Use --ntasks-per-node of hpctrain submit",
-    "ntasks-per-node": "Use --ntasks-per-node of hpctrain submit",
-    "output": "Logs are in the run folder",
-    "overlap": "The supervisor sets it",
-    "exact": "The supervisor sets --overlap",
-    "exclusive": "The supervisor sets --overlap. For whole nodes, use --exclusive of hpctrain submit",
-    "pty": "Use hpctrain shell",
-    "quit-on-interrupt": "The supervisor handles signals",
-    "relative": "The supervisor chooses the nodes of the step",
-    "wait": "The supervisor decides what to do when a rank exits",
 }
 _SHORT = {
     "c": "cpus-per-task", "D": "chdir", "e": "error", "i": "input", "J": "job-name", "K": "kill-on-bad-exit",
     "l": "label", "m": "distribution", "N": "nodes", "n": "ntasks", "o": "output", "r": "relative",
-    "W": "wait", "w": "nodelist",
+    "A": "attach", "h": "help", "I": "immediate", "k": "no-kill", "t": "time", "V": "version", "W": "wait",
+    "w": "nodelist", "x": "exclude", "Z": "no-allocate",
 }  # fmt: skip
 
 
@@ -98,8 +98,9 @@ def check_srun_args(srun_args: tuple[str, ...]) -> None:
         if not option.startswith("--"):
             value = name[1:]
             name = _SHORT.get(name[0], name[0])
-        if name in _RESERVED:
-            raise SpecError(f"--srun-arg cannot set --{name}. {_RESERVED[name]}.")
+        # srun completes unique beginnings of names.
+        if reserved := next((key for key in _RESERVED if key.startswith(name)), None):
+            raise SpecError(f"--srun-arg cannot set --{reserved}. {_RESERVED[reserved]}.")
         if name == "distribution" and value.partition(":")[0] not in ("block", "*"):
             raise SpecError(
                 f"{option!r} (--srun-arg) changes the order of the ranks, but the ranks of a node must have "

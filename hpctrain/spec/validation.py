@@ -185,6 +185,7 @@ def _check_unsupervised(spec: JobSpec) -> None:
         "--stage": spec.stage,
         "--stage-environment": spec.stage_environment,
         "--notify": spec.notify.targets,
+        "Several ranks per node with several GPUs each": spec.gpus_per_task > 1 and spec.ntasks_per_node > 1,
     }
     for option, is_requested in needs_supervisor.items():
         if is_requested:

@@ -11,9 +11,9 @@ from pathlib import Path
 from hpctrain import system
 from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.errors import HpctrainError, RunFailed
-from hpctrain.files import make_folder
+from hpctrain.files import make_folder, read_regular
 from hpctrain.records.run_record import read_run_record
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import BATCH_PID_VARIABLE, RunDir
 from hpctrain.slurm.environment import own_job_id
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
@@ -64,6 +64,7 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
         return error.exit_code
     with suppress(OSError):
         make_folder(run.logs)
+    _receive_signals(run, environ)
     storage.reserve_space()
     log_file = BufferedLogHandler(run.supervisor_log)
     logging.basicConfig(
@@ -75,6 +76,17 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
     finally:
         storage.flush_pending()
         log_file.lines.flush()
+
+
+def _receive_signals(run: RunDir, environ: Mapping[str, str]) -> None:
+    """Replace a batch script in the lock by this process, because signals are for the supervisor."""
+    batch_pid = environ.get(BATCH_PID_VARIABLE)
+    with suppress(OSError):
+        if batch_pid is not None and read_regular(run.lock).strip() == batch_pid.encode():
+            # In place: the lock belongs to this file.
+            with open(run.lock, "r+b") as file:
+                file.write(f"{system.getpid()}\n".encode())
+                file.truncate()
 
 
 def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: int) -> int:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 #: Time limit of a check; ranks without a result count as failed.
 _LIMIT_S = 90.0
 #: Failures that cause a check of the nodes if `node_check` is `auto`.
-_SUSPICIOUS = frozenset({EndKind.GPU, EndKind.NCCL, EndKind.HANG})
+_SUSPICIOUS = frozenset({EndKind.GPU, EndKind.COMMUNICATION, EndKind.HANG})
 
 
 def node_check_is_due(spec: JobSpec, last: EndKind | None) -> bool:

@@ -1,10 +1,11 @@
-"""LightningModules and LightningDataModules in hpctrain's Trainer."""
+"""Use of a module by the Trainer: logging, data, and the hooks of LightningModules and -DataModules."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import Parameter, signature
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,18 @@ from hpctrain.rundir import output_folder
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD
 from hpctrain.training.callbacks import Callback
+from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.step_source import StepSource
 from hpctrain.training.lightning_hooks import check_hooks, lightning_base, overrides
-from hpctrain.training.module import is_manual
+from hpctrain.training.module import Module, is_manual
 from hpctrain.training.optim.optimizer_setup import parameters_of
 from hpctrain.training.training_state import TrainingState
+
+#: Arguments of Lightning's `log`, besides the name, the value and `prog_bar`.
+_LOG_OPTIONS = {
+    *("logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
+    *("add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only"),
+}
 
 
 class _Provided:
@@ -40,9 +48,9 @@ class _Provided:
 
 
 class TrainerProxy(_Provided):
-    """The `trainer` of a LightningModule or LightningDataModule."""
+    """The `trainer` of a module or LightningDataModule."""
 
-    def __init__(self, run: LightningRun, trainer: Any, context: DistributedContext, datamodule: Any) -> None:
+    def __init__(self, run: ModuleRun, trainer: Any, context: DistributedContext, datamodule: Any) -> None:
         ranks = context.ranks
         folder = output_folder(trainer.run_dir, os.environ) or os.getcwd()
         strategy = _Provided(
@@ -79,6 +87,17 @@ class TrainerProxy(_Provided):
         self.lr_scheduler_configs: list[SimpleNamespace] = []
 
     @property
+    def is_last_batch(self) -> bool:
+        """True in the last training step of an epoch."""
+        source = self._run.source
+        if source is None or source.exchanges_ends:
+            raise UserError(
+                "self.trainer.is_last_batch is unknown. It requires training on a map-style data set, "
+                "because a stream has no length."
+            )
+        return source.at_epoch_end
+
+    @property
     def should_stop(self) -> bool:
         return self._trainer.ending is not None
 
@@ -99,10 +118,11 @@ class TrainerProxy(_Provided):
         return float("inf") if last is None else last
 
 
-class LightningRun:
-    """Training or evaluation of a LightningModule.
+class ModuleRun:
+    """Training or evaluation of a module.
 
     Attributes:
+        has_hooks: True for a LightningModule, whose hooks are called.
         proxy: the module's `trainer`.
         source: source of the training steps; None in an evaluation.
         state: state of the training run; None in an evaluation.
@@ -117,6 +137,7 @@ class LightningRun:
 
     def __init__(self, trainer: Any, module: Any, context: DistributedContext, datamodule: Any) -> None:
         self._module, self._datamodule, self._context = module, datamodule, context
+        self.has_hooks = lightning_base(module) is not None
         self.validates = overrides(module, "validation_step") and trainer.validate_every is not None
         self.proxy = TrainerProxy(self, trainer, context, datamodule)
         self.source: StepSource | None = None
@@ -128,17 +149,22 @@ class LightningRun:
         self.results: dict[str, float] = {}
         self.backward: Callable[..., None]
         self._logged: dict[str, Any] | None = None
-        hook = "on_after_batch_transfer"
-        self._change_batch = getattr(datamodule if overrides(datamodule, hook) else module, hook)
+        self._batch: tuple[Any, int] = (None, 0)
         #: Batch sizes of the DataLoaders; scripts pass them to `self.log` even for smaller batches.
         self._batch_sizes: set[int | None] = set()
         #: Paths of the torchmetrics metrics that were logged.
         self._metrics: dict[str, str] = {}
         self._has_started = self._is_in_step = False
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> ModuleRun:
+        return self  # a copy of the module belongs to the same training
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()  # a pickled module belongs to no training
+
     def start_fit(self) -> None:
         """Call `on_fit_start` once, before the first validation."""
-        if not self._has_started and self.state is not None:
+        if self.has_hooks and not self._has_started and self.state is not None:
             self._has_started = True
             self.proxy.global_step, self.proxy.current_epoch = self.state.step, self.state.epoch
             self._module.on_fit_start()
@@ -154,7 +180,7 @@ class LightningRun:
             UserError: there are several DataLoaders.
         """
         host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
-        if name == "val" and not self.validates:
+        if name == "val" and not self.validates and (self.has_hooks or given is None):
             return None
         if given is None and (overrides(host, method) or method in vars(host)):
             given = getattr(host, method)()
@@ -175,16 +201,29 @@ class LightningRun:
         return given
 
     @contextmanager
-    def logging(self) -> Iterator[dict[str, Any]]:
-        """Collect the values that `self.log` receives within the block."""
-        before, self._logged = self._logged, {}
+    def logging(self, num_samples: int | None = None) -> Iterator[dict[str, Any]]:
+        """Collect the values that `self.log` receives within the block, for this number of samples."""
+        before = self._logged, self.num_samples
+        logged: dict[str, Any] = {}
+        self._logged, self.num_samples = logged, num_samples
         try:
-            yield self._logged
+            yield logged
         finally:
-            self._logged = before
+            self._logged, self.num_samples = before
 
-    def log(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+    def log_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Record checked values."""
+        assert self._logged is not None
+        self._logged |= values
+
+    def log(self, module: nn.Module, name: str, value: Any, options: Mapping[str, Any]) -> None:
         """Record a value of `self.log`.
+
+        Args:
+            module: the module, or its copy on another device.
+            name: name of the metric.
+            value: a number, a tensor, or a torchmetrics metric.
+            options: arguments of Lightning's `log`.
 
         Raises:
             UserError: an argument is not supported, or nothing can be logged at this point.
@@ -194,6 +233,8 @@ class LightningRun:
             problem = "was called in a hook that cannot log metrics. Call it in a batch or epoch hook"
         elif name in (TOKENS_FIELD, SKIPPED_FIELD):
             problem = "uses a reserved name. Choose another name"
+        elif unknown := options.keys() - _LOG_OPTIONS:
+            problem = f"has no argument {min(unknown)!r}"
         elif reduce_fx not in ("mean", torch.mean):
             problem = f"has reduce_fx={reduce_fx!r}, but hpctrain logs only means"
         elif options.get("rank_zero_only"):
@@ -203,6 +244,8 @@ class LightningRun:
                 f"has batch_size={size}, but the mean is weighted by the {self.num_samples} samples of "
                 "the batch. Log a mean over the samples, and remove batch_size"
             )
+        elif isinstance(value, nn.Module) and module is not self._module:
+            problem = "received a metric, whose state strategy 'dp' would lose. Log a tensor, or use 'ddp'"
         elif isinstance(value, nn.Module):
             paths = [path for path, part in self._module.named_modules() if part is value]
             self._metrics.update((name, path) for path in paths[:1])
@@ -221,49 +264,75 @@ class LightningRun:
             raise UserError(f"{type(self._module).__name__}.log({name!r}, …) {problem}.")
         self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
-    def run_step(self, kind: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call a step of the user's class, with the hooks of the batch.
+    def begin_step(self, rank_batch: RankBatch) -> None:
+        """Record the position of a training step."""
+        proxy, self.batch_idx = self.proxy, rank_batch.batch_idx
+        proxy.training, proxy.current_epoch, proxy.global_step = True, rank_batch.epoch, rank_batch.step - 1
+
+    def run_step(self, module: Any, kind: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Call a step of a LightningModule, with the hooks of the batch.
 
         Args:
+            module: the module, or its copy on another device.
             kind: "training", "validation", "test" or "predict".
             arguments: batch and number of the batch.
             named: arguments by name, if the user's class calls the step.
 
-        Returns:
-            The logged values, with the loss of a training step; for "predict", the output.
-
         Raises:
-            UserError: a training step returned no loss, or the hook ends the epoch.
+            UserError: the hook ends the epoch.
         """
-        own: Any = super(LightningSteps, self._module)
-        step, end = getattr(own, f"{kind}_step"), getattr(own, f"{kind}_step_end", None)
+        own: Any = super(LightningSteps, module)
+        step = getattr(own, f"{kind}_step")
         if self._is_in_step:
             return step(*arguments, **named)
-        batch, batch_idx = self._change_batch(arguments[0], 0), arguments[1]
-        name, hook = type(self._module).__name__, f"on_{kind.removesuffix('ing')}_batch"
-        with self.logging() as logged:
-            if getattr(own, f"{hook}_start")(batch, batch_idx) == -1:
+        transfer, hook = "on_after_batch_transfer", f"on_{kind.removesuffix('ing')}_batch_start"
+        host = self._datamodule if overrides(self._datamodule, transfer) else module
+        batch, batch_idx = getattr(host, transfer)(arguments[0], 0), arguments[1]
+        if module is self._module:
+            self._batch = batch, batch_idx
+            if getattr(own, hook)(batch, batch_idx) == -1:
                 raise UserError(
-                    f"{name}.{hook}_start returned -1, which hpctrain does not support. To end training, "
-                    "set self.trainer.should_stop = True."
+                    f"{type(module).__name__}.{hook} returned -1, which hpctrain does not support. To end "
+                    "training, set self.trainer.should_stop = True."
                 )
-            self._is_in_step = True
-            try:
-                kinds = [each.kind for each in signature(step).parameters.values()]
-                takes_one = kinds.count(Parameter.POSITIONAL_OR_KEYWORD) == 1
-                output = step(batch) if takes_one else step(batch, batch_idx)
-                output = output if end is None else end(output)
-            finally:
-                self._is_in_step = False
-            if kind != "training":
-                getattr(own, f"{hook}_end")(output, batch, batch_idx)
-                return output if kind == "predict" else logged
-        outputs = output if isinstance(output, Mapping) else {"loss": output}
+        self._is_in_step = True
+        try:
+            kinds = [each.kind for each in signature(step).parameters.values()]
+            takes_one = kinds.count(Parameter.POSITIONAL_OR_KEYWORD) == 1
+            return step(batch) if takes_one else step(batch, batch_idx)
+        finally:
+            self._is_in_step = False
+
+    def end_step(self, module: Any, kind: str, outputs: Any) -> Any:
+        """Convert the outputs of `run_step` by the `_end` method of the user's class, if there is one.
+
+        Args:
+            module: the module.
+            kind: "training", "validation", "test" or "predict".
+            outputs: the output of `run_step`, or those of several devices or ranks.
+
+        Returns:
+            The output; of a training step only the loss.
+
+        Raises:
+            UserError: a training step returned no loss.
+        """
+        own: Any = super(LightningSteps, module)
+        end = getattr(own, f"{kind}_step_end", None)
+        if self._is_in_step:
+            return outputs if end is None else end(outputs)
+        outputs = outputs if end is None else end(outputs)
+        if kind != "training":
+            getattr(own, f"on_{kind}_batch_end")(outputs, *self._batch)
+            return outputs
+        outputs = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
         loss = outputs.get("loss")
-        if loss is None and not is_manual(self._module):
-            raise UserError(f"{name}.training_step returned no loss. Return a loss for every batch.")
-        self.last = ({} if loss is None else {**outputs, "loss": loss.detach()}, batch)
-        return logged if loss is None else {**logged, "loss": loss}
+        if loss is None and not is_manual(module):
+            raise UserError(
+                f"{type(module).__name__}.training_step returned no loss. Return a loss for every batch."
+            )
+        self.last = ({} if loss is None else {**outputs, "loss": loss.detach()}, self._batch[0])
+        return {} if loss is None else {"loss": loss}
 
     def reset_metrics(self) -> None:
         """Reset the torchmetrics metrics that were logged."""
@@ -274,10 +343,12 @@ class LightningRun:
     def begin_evaluation(self, method: str, *, is_sanity: bool) -> None:
         """Call the hooks before a validation or test."""
         self.start_fit()
-        self.reset_metrics()
         kind = method.removesuffix("_step")
         self.proxy.training, self.proxy.validating = False, kind == "validation"
         self.proxy.sanity_checking = is_sanity
+        if not self.has_hooks:
+            return
+        self.reset_metrics()
         getattr(self._module, f"on_{kind}_start")()
         getattr(self._module, f"on_{kind}_epoch_start")()
 
@@ -294,7 +365,10 @@ class LightningRun:
         Raises:
             UserError: the ranks log different names at the end.
         """
-        hook, self.num_samples = f"on_{method.removesuffix('_step')}", None
+        if not self.has_hooks:
+            self.proxy.validating = self.proxy.sanity_checking = False
+            return {**means}
+        hook = f"on_{method.removesuffix('_step')}"
         self.results = {**means, **self._compute_metrics()}
         with self.logging() as logged:
             getattr(self._module, f"{hook}_epoch_end")()
@@ -335,23 +409,32 @@ def _mean(weighted: Sequence[tuple[int, float]]) -> float:
 
 def _make_step(kind: str) -> Callable[..., Any]:
     def step(module: Any, *arguments: Any, **named: Any) -> Any:
-        return module._hpctrain.run_step(kind, arguments, named)
+        return module._hpctrain.run_step(module, kind, arguments, named)
 
     return step
+
+
+def _make_end(kind: str) -> Callable[..., Any]:
+    def end(module: Any, outputs: Any) -> Any:
+        return module._hpctrain.end_step(module, kind, outputs)
+
+    return end
 
 
 class LightningSteps:
     """Methods that replace those of a LightningModule while it is trained or evaluated."""
 
-    _hpctrain: LightningRun
+    _hpctrain: ModuleRun
 
     training_step = _make_step("training")
     validation_step = _make_step("validation")
     test_step = _make_step("test")
     predict_step = _make_step("predict")
 
-    def training_step_end(self, outputs: Any) -> Any:
-        return outputs  # `run_step` has called the user's method
+    training_step_end = _make_end("training")
+    validation_step_end = _make_end("validation")
+    test_step_end = _make_end("test")
+    predict_step_end = _make_end("predict")
 
     def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
         """Return optimizers and schedules in hpctrain's form.
@@ -368,6 +451,9 @@ class LightningSteps:
                 "instances of torch.optim.Optimizer."
             )
         run.proxy.optimizers = run.proxy.strategy._lightning_optimizers = optimizers
+        for optimizer in optimizers:
+            # A method of Lightning's wrapper of an optimizer.
+            optimizer.toggle_model = partial(_toggle_model, self, optimizer)
         run.proxy.lr_scheduler_configs = [SimpleNamespace(**each) for each in schedules]
         if is_manual(self):
             return optimizers, [each["scheduler"] for each in schedules]
@@ -381,7 +467,7 @@ class LightningSteps:
         return optimizers, run.schedules
 
     def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:  # noqa: ARG002
-        self._hpctrain.log(name, value, options)
+        self._hpctrain.log(self, name, value, options)  # type: ignore[arg-type]
 
 
 class LightningSchedule:
@@ -395,7 +481,7 @@ class LightningSchedule:
     def __init__(
         self,
         module: Any,
-        run: LightningRun,
+        run: ModuleRun,
         *,
         scheduler: Any,
         interval: str = "epoch",
@@ -456,7 +542,7 @@ class LightningSchedule:
 class LightningHooks(Callback):
     """Callback that calls a LightningModule's hooks, and saves the state of its DataModule."""
 
-    def __init__(self, run: LightningRun) -> None:
+    def __init__(self, run: ModuleRun) -> None:
         self._run, self._datamodule = run, run.proxy.datamodule
 
     def on_fit_start(self, _trainer: Any, module: Any) -> None:
@@ -481,14 +567,14 @@ class LightningHooks(Callback):
 
 
 @contextmanager
-def lightning_run(
+def module_run(
     trainer: Any, module: Any, context: DistributedContext, datamodule: Any, stage: str
-) -> Iterator[LightningRun]:
-    """Prepare a LightningModule for hpctrain's calls within the block. All ranks must call this.
+) -> Iterator[ModuleRun]:
+    """Prepare a module for the Trainer's calls within the block. All ranks must call this.
 
     Args:
         trainer: hpctrain's Trainer.
-        module: the LightningModule.
+        module: a module of hpctrain or Lightning.
         context: the ranks.
         datamodule: a LightningDataModule, or None.
         stage: "fit", "validate", "test" or "predict".
@@ -496,16 +582,24 @@ def lightning_run(
     Raises:
         UserError: the module or the settings need something that hpctrain does not have.
     """
-    if lightning_base(module) is None:
+    if lightning_base(module) is None and datamodule is not None:
         raise UserError(
             f"A datamodule requires a LightningModule, but the module is of type "
             f"{type(module).__name__}. Pass data sets instead."
         )
     hosts = [module] if datamodule is None else [datamodule, module]
     for host in hosts:
-        check_hooks(host, stage)
+        if isinstance(host, Module) or host is datamodule or lightning_base(host) is not None:
+            check_hooks(host, stage)
+    run, kind = ModuleRun(trainer, module, context, datamodule), type(module)
+    if not run.has_hooks:
+        module._hpctrain = run
+        try:
+            yield run
+        finally:
+            del module._hpctrain
+        return
     _check_settings(trainer, module, context)
-    run, kind = LightningRun(trainer, module, context, datamodule), type(module)
     for host in hosts:
         host.trainer = run.proxy
         per_node = getattr(host, "prepare_data_per_node", True)
@@ -516,7 +610,8 @@ def lightning_run(
         host.setup(stage)
     module.configure_model()
     module._hpctrain = run
-    module.__class__ = type(kind.__name__, (LightningSteps, kind), {"__module__": kind.__module__})
+    names = {"__module__": kind.__module__, "_user_class": kind}
+    module.__class__ = type(kind.__name__, (LightningSteps, kind), names)
     try:
         yield run
     finally:
@@ -526,12 +621,6 @@ def lightning_run(
         host.teardown(stage)
 
 
-def find_lightning_run(module: Any) -> LightningRun | None:
-    """Return the run of a LightningModule; None for other modules."""
-    run: LightningRun | None = getattr(module, "_hpctrain", None)
-    return run
-
-
 def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> None:
     """Check that the settings are supported for a LightningModule.
 
@@ -539,9 +628,10 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
         UserError: they are not.
     """
     manual = is_manual(module)
-    strategies = ("auto", "ddp", "ddp_spawn", *(() if manual else ("zero1",)))
+    averages = trainer.strategy in ("ddp", "ddp_spawn")
+    computes_elsewhere = trainer.strategy in ("pipeline", "horovod") or (manual and not averages)
     wrong = {
-        "strategy": context.is_distributed and trainer.strategy not in strategies,
+        "strategy": computes_elsewhere and len(context.devices) * context.ranks.world_size > 1,
         "compile": trainer.compile is not False,
         "micro_batch_size": trainer.micro_batch_size == "auto",
         "precision": trainer.precision == "16-mixed"
@@ -550,6 +640,7 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
     if manual:  # the module decides these in `training_step`
         wrong |= {
             "micro_batch_size": trainer.micro_batch_size is not None,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches > 1,
             "gradient_clip_norm": trainer.gradient_clip_norm is not None,
             "gradient_clip_value": trainer.gradient_clip_value is not None,
             "lr_reference_batch_size": trainer.lr_reference_batch_size is not None,
@@ -586,6 +677,19 @@ def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
         for each in schedules
         if each is not None
     ]
+
+
+@contextmanager
+def _toggle_model(module: Any, optimizer: torch.optim.Optimizer, sync_grad: bool = True) -> Iterator[None]:  # noqa: ARG001
+    """Exclude the parameters of other optimizers from the passes within the block.
+
+    Gradients are averaged in every `manual_backward`, so `sync_grad=False` would only save communication.
+    """
+    module.toggle_optimizer(optimizer)
+    try:
+        yield
+    finally:
+        module.untoggle_optimizer(optimizer)
 
 
 def _clip_gradients(optimizer: torch.optim.Optimizer, limit: float, algorithm: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +14,78 @@ from torch.nn.parameter import is_lazy
 from hpctrain.errors import UserError
 
 
+class Hyperparameters(dict[str, Any]):
+    """Hyper-parameters, by name; also accessible as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Module(nn.Module):
-    """An `nn.Module` with a training step. Method names are those of Lightning's LightningModule."""
+    """An `nn.Module` with a training step. Method names are those of Lightning's LightningModule.
+
+    Attributes:
+        device: device of the parameters.
+        trainer: the training or evaluation that uses the module, with Lightning's attribute names.
+        hparams: the arguments that `save_hyperparameters` has recorded.
+    """
+
+    trainer: Any
+    hparams: Hyperparameters
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "device":
+            return next((each.device for each in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+        if name == "trainer":
+            run = find_run(self)
+            if run is None:
+                raise AttributeError(
+                    f"{type(self).__name__}.trainer exists only during fit, validate, test and predict."
+                )
+            return run.proxy
+        return super().__getattr__(name)
+
+    def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:  # noqa: ARG002
+        """Log a mean over the samples of the batch. For use in the steps and their `_end` methods.
+
+        Every logged value appears in the progress line and is averaged over all ranks.
+
+        Args:
+            name: name of the metric.
+            value: a number or a tensor with one element.
+            prog_bar: without effect.
+            **options: further arguments of Lightning's method.
+
+        Raises:
+            UserError: an option is not supported, or the module is not in use by a Trainer.
+        """
+        run = find_run(self)
+        if run is None:
+            raise UserError(
+                f"{type(self).__name__}.log({name!r}, …) was called outside of fit, validate and test."
+            )
+        run.log(self, name, value, options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], prog_bar: bool = False, **options: Any) -> None:
+        """Log several means; see `log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, prog_bar, **options)
+
+    def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = ()) -> None:
+        """Record the arguments of the calling `__init__` in `hparams`, for `environment.json` and loggers.
+
+        Args:
+            *names: arguments to record; all by default.
+            ignore: arguments to omit.
+        """
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        arguments = inspect.getargvalues(frame.f_back)
+        values = {name: arguments.locals[name] for name in arguments.args[1:]}
+        values |= arguments.locals[arguments.keywords] if arguments.keywords else {}
+        omitted = {ignore} if isinstance(ignore, str) else {*ignore}
+        chosen = {name: values[name] for name in names or values if name not in omitted}
+        self.hparams = Hyperparameters({**vars(self).get("hparams", {}), **chosen})
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """Return the loss, as the mean over the samples of `batch`: a scalar tensor.
@@ -39,9 +110,10 @@ class Module(nn.Module):
     def training_step_end(self, outputs: Any) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """Convert the result of `training_step` to the loss, or to a mapping with it; unchanged by default.
 
-        With the strategy `ddp2`, `outputs` are the outputs of all ranks of the node as one batch: tensors
-        joined along their first dimension, which counts samples. With other strategies, `outputs` is the
-        output of this rank. With `elastic_determinism`, it is the output of a grain.
+        With the strategies `dp` and `ddp2`, `outputs` are the outputs of all devices, or of all ranks of the
+        node, as one batch: tensors joined along their first dimension, which counts samples. With other
+        strategies, `outputs` is the output of this rank. With `elastic_determinism`, it is the output of a
+        grain.
         """
         loss: torch.Tensor | Mapping[str, torch.Tensor] = outputs
         return loss
@@ -54,6 +126,14 @@ class Module(nn.Module):
         raise NotImplementedError(
             f"{type(self).__name__} does not define validation_step(self, batch, batch_idx)."
         )
+
+    def validation_step_end(self, outputs: Any) -> Any:
+        """Convert the result of `validation_step` to means, as `training_step_end` does in training."""
+        return outputs
+
+    def test_step_end(self, outputs: Any) -> Any:
+        """Convert the result of `test_step` to means, as `training_step_end` does in training."""
+        return outputs
 
     def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
         """Return means for `Trainer.test`, as in `validation_step`; a scalar is logged as `test_loss`."""
@@ -84,6 +164,28 @@ class Module(nn.Module):
 
         Called on every rank after the states of module and optimizers are loaded, if there are any values.
         """
+
+
+def find_run(module: nn.Module) -> Any:
+    """Return the `ModuleRun` that uses the module; None outside of a Trainer."""
+    return vars(module).get("_hpctrain")
+
+
+def has_step_end(module: nn.Module, step: str) -> bool:
+    """Return true if the user's class converts the outputs of a step, such as `training_step`."""
+    kind, name = getattr(module, "_user_class", type(module)), f"{step}_end"
+    return getattr(kind, name, None) not in (None, getattr(Module, name, None))
+
+
+@contextmanager
+def collect_logged(module: nn.Module, num_samples: int) -> Iterator[dict[str, Any]]:
+    """Collect the values that the module logs within the block, for this number of samples."""
+    run = find_run(module)
+    if run is None:
+        yield {}
+        return
+    with run.logging(num_samples) as logged:
+        yield logged
 
 
 def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str) -> dict[str, torch.Tensor]:

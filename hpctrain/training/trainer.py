@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from hpctrain.training.base.device_selection import find_devices, has_launcher, 
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.lightning_hooks import lightning_base
-from hpctrain.training.lightning_module import LightningHooks, LightningRun, lightning_run
+from hpctrain.training.lightning_module import LightningHooks, module_run
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
@@ -29,7 +29,7 @@ from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import overrides_any, remark_on_unsaved
 from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
-from hpctrain.training.strategies.strategy_settings import resolve_strategy
+from hpctrain.training.strategies.strategy_settings import check_launch, resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
 
@@ -55,6 +55,7 @@ class Trainer(TrainerConfig):
         super().__post_init__()
         resolve_strategy(self, os.environ)
         self.ranks: Ranks = detect(os.environ)
+        check_launch(self, self.ranks, os.environ)
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -129,18 +130,21 @@ class Trainer(TrainerConfig):
             return
         # Install handlers only after the rendezvous: earlier stop signals end the process immediately,
         # because the ranks cannot agree on a stop yet.
-        context = with_devices(init_distributed(self.ranks, os.environ), devices)
+        context = self._init_distributed(devices)
         with (
             capture_stop_signals(repeats_late=True) as stop,
-            self._lightning(module, context, datamodule, "fit") as lightning,
+            module_run(self, module, context, datamodule, "fit") as module_in_use,
         ):
             callbacks = list(self.callbacks)
-            if lightning is not None:
-                callbacks.append(LightningHooks(lightning))
-                train_dataset = lightning.find_data(train_dataset, "train")
-                val_dataset = lightning.find_data(val_dataset, "val")
+            if module_in_use.has_hooks:
+                callbacks.append(LightningHooks(module_in_use))
+            train_dataset = module_in_use.find_data(train_dataset, "train")
+            val_dataset = module_in_use.find_data(val_dataset, "val")
             if train_dataset is None:
-                raise UserError("fit() received no training data. Pass train_dataset.")
+                raise UserError(
+                    "fit() received no training data. Pass train_dataset, or define train_dataloader() in "
+                    "the module."
+                )
             loop = build_training_loop(
                 settings=self,
                 module=module,
@@ -213,36 +217,28 @@ class Trainer(TrainerConfig):
             dataset, datamodule = None, dataset
         # Without a launcher, one device is sufficient; no processes are started.
         devices = self._own_devices()[:1]
-        context = with_devices(init_distributed(self.ranks, os.environ), devices)
-        with self._lightning(module, context, datamodule, method) as adapted:
-            if adapted is not None:
-                dataset = adapted.find_data(dataset, method)
+        context = self._init_distributed(devices)
+        with module_run(self, module, context, datamodule, method) as module_in_use:
+            dataset = module_in_use.find_data(dataset, method)
             evaluation = Evaluation(self, module, context, dataset, os.environ)
             try:
                 yield evaluation
             finally:
                 evaluation.finish()
 
-    def _lightning(
-        self, module: Any, context: DistributedContext, datamodule: Any, stage: str
-    ) -> AbstractContextManager[LightningRun | None]:
-        """Return the context for a LightningModule; for another module, it does nothing."""
-        if lightning_base(module) is None and datamodule is None:
-            return nullcontext()
-        return lightning_run(self, module, context, datamodule, stage)
-
     def _own_devices(self) -> list[int | None]:
         """Return the devices selected by the user's setting, or by the launcher if a rank has several."""
-        if has_launcher(self.ranks):
-            if self.devices is not None and self.is_main:
-                print(
-                    f"hpctrain: devices={self.devices!r} has no effect, because the launcher "
-                    f"({self.ranks.environment}) assigns a device to each rank"
-                )
+        is_single = self._strategy.single_process and self.ranks.world_size == 1
+        if has_launcher(self.ranks) and not (is_single and self.devices is not None):
             return process_devices(self.ranks, os.environ) if self._strategy.uses_all_devices else []
-        default = "auto" if self._strategy.spawns or self._strategy.single_process else None
+        default = "auto" if self._strategy.spawns or is_single else None
         devices = default if self.devices is None else self.devices
-        return [] if devices is None else find_devices(devices, os.environ)
+        use_gpus = self.accelerator != "cpu"
+        return [] if devices is None else find_devices(devices, os.environ, use_gpus=use_gpus)
+
+    def _init_distributed(self, devices: list[int | None]) -> DistributedContext:
+        context = init_distributed(self.ranks, os.environ, use_gpus=self.accelerator != "cpu")
+        return with_devices(context, devices)
 
     @property
     def _strategy(self) -> type[Strategy]:

@@ -26,13 +26,15 @@ _SHARED_MEMORY = Path("/dev/shm")
 #: Grains of a batch by default: divisible by 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
 _DEFAULT_GRAINS = 24
 
-#: Settings that are integers of at least 1; all but `global_batch_size` may be None.
+#: Settings that are integers of at least 1; all but `_REQUIRED_COUNTS` may be None.
 _COUNTS = (
     "max_steps",
     "max_epochs",
     "global_batch_size",
     "lr_reference_batch_size",
     "micro_batch_size",
+    "accumulate_grad_batches",
+    "num_nodes",
     "grain_size",
     "witness_every",
     "keep_last",
@@ -43,14 +45,18 @@ _COUNTS = (
 )
 
 
+_REQUIRED_COUNTS = ("global_batch_size", "accumulate_grad_batches")
+
+
 class _AcceptsAliases(type):
     """Metaclass of settings that accepts the names of other trainers."""
 
     def __call__(cls, **given: Any) -> Any:
         names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
-        settings = canonical_settings(given, names)
-        made = super().__call__(**settings)
-        made.given = frozenset(name for name, value in settings.items() if value is not None)
+        settings, calls = canonical_settings(given, names)
+        made: Any = cls.__new__(cls)  # type: ignore[call-overload]
+        made.given = {name: call for name, call in calls.items() if settings[name] is not None}
+        made.__init__(**settings)
         return made
 
 
@@ -63,8 +69,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             are set.
     """
 
-    given: ClassVar[frozenset[str]] = frozenset()
-    """Names of the settings that the user passed, without those that are None."""
+    given: ClassVar[Mapping[str, str]] = {}
+    """Settings that the user passed, without those that are None, and the name and value in the call."""
     max_steps: int | None = None
     """Number of optimizer steps after which training ends. Set either this or `max_epochs`."""
     max_epochs: int | None = None
@@ -79,6 +85,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
 
     The rank accumulates gradients over its share of a batch, so the gradient is the same. `auto` finds the
     largest size that fits into GPU memory; None uses the complete share.
+    """
+    accumulate_grad_batches: int = 1
+    """Batches per optimizer step. A DataLoader's batch size is multiplied by this number.
+
+    With `global_batch_size`, this is the number of passes into which each rank divides its share.
     """
     strategy: str = "auto"
     """Strategy, from docs/strategies.md. `auto` uses `HPCTRAIN_STRATEGY` if it is set, otherwise `ddp`."""
@@ -105,13 +116,17 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     `ddp`, `ddp_spawn`, `ddp2`, `zero1` and `horovod` then search for unused parameters in every step, which
     takes time. The other strategies need no search.
     """
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    """`gpu` requires GPUs, `cpu` ignores them, `auto` uses them if there are any."""
     devices: Devices | None = None
-    """Devices for training without a launcher; ignored if Slurm or another launcher assigned them.
+    """Devices of this node for training: a number, -1 for all, or `auto` for all free ones.
 
-    A number, -1 for all, indices such as `[1, 3]` or `"1,3"`, or `auto` for all free devices. With several
-    devices, one process is started per device, except with `dp`. None means one device, or `auto` with
-    `ddp_spawn` and `dp`.
+    Without a launcher, one process is started per device, except with `dp`; indices such as `[1, 3]` or
+    `"1,3"` select GPUs. With a launcher, the number must be that of the node's ranks. None means the devices
+    of the launcher, otherwise one device, or `auto` with `ddp_spawn` and `dp`.
     """
+    num_nodes: int | None = None
+    """Number of nodes, which must be that of the launch; None for any number."""
     precision: str = "32"
     """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
 
@@ -251,7 +266,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             value = getattr(self, name)
             if name == "micro_batch_size" and value == "auto":
                 continue
-            if value is None and name != "global_batch_size":
+            if value is None and name not in _REQUIRED_COUNTS:
                 continue
             if type(value) is not int or value < 1:
                 other = " or 'auto'" if name == "micro_batch_size" else ""
@@ -308,8 +323,14 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             self.hparams = plain_hparams(self.hparams or {})
         except TypeError as error:
             raise UserError(f"{error}.") from None
-        if self.devices is not None:
-            parse_devices(self.devices)
+        if self.accelerator not in ("auto", "cpu", "gpu"):
+            raise UserError(f"accelerator is {self.accelerator!r}, but must be 'auto', 'cpu' or 'gpu'.")
+        selects_gpus = self.devices is not None and isinstance(parse_devices(self.devices), list)
+        if selects_gpus and self.accelerator == "cpu":
+            raise UserError(
+                f"{self.given['devices']} selects GPUs, but {self.given['accelerator']}. Set devices to the "
+                "number of processes."
+            )
         self.precision = canonical_precision(self.precision)
         self._set_grain_size()
 

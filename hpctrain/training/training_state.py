@@ -13,7 +13,7 @@ from hpctrain.errors import UserError
 from hpctrain.text import pluralize
 from hpctrain.training.data.step_source import StepSource
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
-from hpctrain.training.module import Module
+from hpctrain.training.module import Module, is_manual
 from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.optim.optimizer_setup import (
     OptimizerSetup,
@@ -40,6 +40,7 @@ class TrainingState:
         remarks: parts of a loaded checkpoint that could not be restored, as sentences.
         ignored: values of the script that differ from those in the loaded checkpoint.
         is_position_restored: False if the loaded checkpoint lacks the position in the data.
+        keeps_gradients: True if gradients may remain after a step, with manual optimization.
         scaler: float16 loss scaler; None for other precisions.
         callbacks: the user's callbacks, or None.
         determinism: state of `elastic_determinism`; None without it.
@@ -59,6 +60,7 @@ class TrainingState:
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
         self._script = self._configured = configured_values(self.optimizers, self.schedulers)
         self.ignored: list[IgnoredValue] = []
+        self.keeps_gradients = is_manual(module)
         self.scaler: Stateful | None = None
         self.callbacks: Stateful | None = None
         self.algorithm: Stateful | None = None
@@ -87,6 +89,7 @@ class TrainingState:
         self.module.on_save_checkpoint(own)
         return {
             "module": self.module.state_dict(),
+            **({"gradients": self._gradients()} if self.keeps_gradients else {}),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "configured": self._configured,
@@ -104,6 +107,10 @@ class TrainingState:
             "validation": self.validation,
             "latest": self.latest,
         }
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        named = self.module.named_parameters()
+        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
     def template(self) -> dict[str, Any]:
         """Return `tree` with parameters in place of the optimizer state, which has the same sharding."""
@@ -142,6 +149,9 @@ class TrainingState:
                 f"{str(error).rstrip('.')}. Restore the previous module and optimizers, or start a new "
                 "run in a new folder."
             ) from error
+        for name, parameter in self.module.named_parameters():
+            if (gradient := tree.get("gradients", {}).get(name)) is not None:
+                parameter.grad = gradient.detach().clone().to(parameter.device)
         if self.scaler is not None and tree["scaler"] is not None:
             self.scaler.load_state_dict(tree["scaler"])
         if self.callbacks is not None:

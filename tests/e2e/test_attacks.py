@@ -96,7 +96,12 @@ def test_attacker_in_place_of_a_rank_runs_no_code_and_the_run_completes(tmp_path
         assert failure["class"] == "unauthenticated"
         assert "the store entry 'hpctrain/0/0//cpu//0/" in failure["cause"]
     # Either process may win the race for the place in the group.
-    assert {failure["class"] for failure in failures} <= {"unauthenticated", "nccl", "signal", "hang"}
+    assert {failure["class"] for failure in failures} <= {
+        "unauthenticated",
+        "communication",
+        "signal",
+        "hang",
+    }
     assert_no_process_left(run.path)
 
 
@@ -161,7 +166,7 @@ def test_run_completes_despite_junk_on_its_ports(tmp_path):
     assert min(sent.values()) >= 20
     assert run.events("finished")[0]["state"] == "COMPLETED"
     # A library may give up a connection; that is no failure of the script.
-    assert {failure["class"] for failure in run.events("failure")} <= {"nccl", "signal", "hang"}
+    assert {failure["class"] for failure in run.events("failure")} <= {"communication", "signal", "hang"}
     assert_no_process_left(run.path)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -62,3 +66,22 @@ def test_hang_on_slurm_is_detected_and_the_run_restarted(slurm, reference, tmp_p
     assert_undisturbed(run, reference)
     state = "is not responding" if mode in ("frozen", "stopped") else "is in never_return"
     assert f"rank 1 on {failure['host']} {state}" in failure["cause"]
+
+
+@pytest.mark.extended
+def test_suspended_ranks_neither_hang_nor_train(tmp_path):
+    run = Run(tmp_path / "run", {})
+    run.hpctrain("submit", *LOCAL, "--run-dir", str(run.path), str(JOB), "--step-s", "0.1")
+    run.wait_for_step(4)
+    pids = [process.pid for process in run.ranks().values()]
+    for number, pause_s in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(pause_s)
+    assert run.wait() == 0
+    (pause,) = run.events("paused")
+    assert 11 < pause["seconds"] < 60
+    assert run.events("failure") == run.events("straggler") == []
+    report = json.loads(run.hpctrain("report", str(run.path), "--format=json").stdout)
+    (idle_us,) = (entry["us"] for entry in report["ledger"] if entry["what"] == "idle")
+    assert idle_us > 10e6

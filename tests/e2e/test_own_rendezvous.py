@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
 from helpers.commands import environment, run_command
+
+from hpctrain.cluster.rendezvous.port import bind_socket
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 
@@ -68,12 +72,15 @@ sys.exit(subprocess.call([*torchrun, f"--master-port={sys.argv[1]}", "env.py"]))
 
 
 @pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return sock.getsockname()[1]
+def free_port() -> Iterator[int]:
+    """A port that no other program can use, but torch's store can. So is the next one."""
+    while True:
+        with bind_socket() as sock, ExitStack() as stack:
+            port = sock.getsockname()[1]
+            with suppress(OSError, OverflowError):
+                stack.enter_context(bind_socket(port + 1))
+                yield port
+                return
 
 
 def follow(folder, script: str, port: int, shape: list[str], environ=None) -> str:

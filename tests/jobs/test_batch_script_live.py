@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 from helpers.commands import environment, run_command
+from helpers.training_runs import preempt
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SpecError
@@ -77,11 +78,25 @@ def test_plain_script_runs_without_hpctrain(submit_plain):
     assert values[:3] == ("4", "2", "x 'y")
 
 
-def test_failure_of_a_plain_script_is_reported(submit_plain):
+def test_failure_of_a_plain_script_is_reported(submit_plain, environ):
     run = submit_plain("3", "0")
-    with pytest.raises(RunFailed):
+    with pytest.raises(RunFailed, match="srun exited with code 3"):
         run.wait(timeout=100)
     assert run.status().state == "FAILED"
+    run.dir.rank_log(0, 1).write_text("Traceback (most recent call last):\nValueError: bad\n")
+    errors = run_command([sys.executable, "-m", "hpctrain", "logs", "--errors", run.dir.path], environ)
+    assert "srun exited with code 3" in errors.stdout
+    assert "rank-00001.log:\n  Traceback (most recent call last):\n  ValueError: bad" in errors.stdout
+
+
+def test_preempted_plain_job_is_requeued_by_slurm(submit_plain, slurm, environ):
+    run = submit_plain("0", "60")
+    wait_for(lambda: run.dir.rank_log(0, 3).exists(), 60, "the start of the ranks")
+    preempt(environ, nodes=len(slurm.nodes), seconds=0)
+    wait_for(lambda: run.status().state == "PENDING", 100, "the requeue")
+    run_command(["scontrol", "update", f"JobId={run.job_id}", "StartTime=now+2"], environ)
+    run.wait(timeout=100)
+    assert len(read_ranks(run, attempt=1)) == 4
 
 
 def test_plain_job_is_requeued_by_slurm_alone(submit_plain, environ):
@@ -107,6 +122,7 @@ def test_plain_job_is_requeued_by_slurm_alone(submit_plain, environ):
         ({"launcher": "torchrun"}, "--launcher torchrun needs"),
         ({"stage": ["/etc/hosts"]}, "--stage needs"),
         ({"notify": ["true"]}, "--notify needs"),
+        ({"gpus_per_node": 4, "ntasks_per_node": 2}, "several GPUs each needs"),
     ],
 )
 def test_plain_refuses_what_needs_the_supervisor(environ, tmp_path, options, message):
@@ -117,7 +133,7 @@ def test_plain_refuses_what_needs_the_supervisor(environ, tmp_path, options, mes
 def test_plain_names_options_without_effect(environ, tmp_path):
     notes = "\n".join(prepare(environ, tmp_path, template="plain", hang_timeout=60).notes)
     assert "--hang-timeout has no effect: hpctrain does not run in the job (--template plain)." in notes
-    assert "Slurm requeues the job only after a preemption or a node failure" in notes
+    assert "Slurm requeues the job only after a preemption" in notes
 
 
 def test_template_that_extends_plain_needs_no_supervisor(environ, tmp_path):
@@ -127,6 +143,12 @@ def test_template_that_extends_plain_needs_no_supervisor(environ, tmp_path):
     script = prepare(environ, tmp_path, template="./mine.j2").script
     assert "ulimit -c 0\n" in script
     assert "hpctrain.supervisor" not in script
+
+
+def test_template_that_extends_plain_through_another_one(environ, tmp_path):
+    (tmp_path / "site.sbatch.j2").write_text('{% extends "plain.sbatch.j2" %}\n')
+    (tmp_path / "mine.j2").write_text("{% extends 'site.sbatch.j2' %}\n")
+    assert not prepare(environ, tmp_path, template="./mine.j2").spec.supervised
 
 
 def prepare(environ, folder: Path, **options):
@@ -172,9 +194,20 @@ def test_teardown_of_a_local_run_that_is_cancelled(tmp_path):
     )
     run = Run(RunDir(run_dir), environment())
     wait_for(lambda: run.dir.attempts() and run.dir.rank_log(0, 0).exists(), 60, "the start")
+    assert int(run.dir.lock.read_text()) != int(run.job_id), "signals are for the supervisor"
     run.cancel()
     wait_for(mark.exists, 60, "the teardown")
     assert run.status().state == "CANCELLED"
+
+
+def test_setup_and_teardown_run_in_the_folder_of_the_submission(tmp_path):
+    (tmp_path / "env.sh").write_text("export FROM_SETUP=yes\n")
+    (tmp_path / "train.py").write_text("import os\nprint(os.environ['FROM_SETUP'])\n")
+    options = ["--setup", "source ./env.sh", "--setup", "cd /", "--teardown", "touch mark"]
+    local = ["--backend", "local", "--no-code-snapshot", "--run-dir", tmp_path / "run", "--follow"]
+    command = [sys.executable, "-m", "hpctrain", "submit", *options, *local, "train.py"]
+    assert run_command(command, environment(), cwd=tmp_path).stdout == "yes\n"
+    wait_for((tmp_path / "mark").exists, 60, "the teardown")
 
 
 def test_srun_options_reach_the_ranks(environ, tmp_path):
@@ -201,6 +234,11 @@ def test_srun_options_reach_the_ranks(environ, tmp_path):
         ("--nodes=3", "cannot set --nodes. Use --nodes"),
         ("-N3", "cannot set --nodes"),
         ("--label", "cannot set --label"),
+        ("--nod=3", "cannot set --node"),
+        ("--help", "cannot set --help"),
+        ("--tasks-per-node=2", "cannot set --tasks-per-node"),
+        ("-xn1", "cannot set --exclude"),
+        ("--jobid=5", "cannot set --jobid"),
         ("--distribution=cyclic", "consecutive numbers"),
         ("-mplane=2", "consecutive numbers"),
     ],
@@ -231,7 +269,7 @@ def test_variables_of_srun_apply(environ, tmp_path):
         ({}, None),
     ],
 )
-def test_ranks_get_the_cpus_next_to_their_gpus(environ, tmp_path, options, cpus):
+def test_ranks_get_the_share_of_their_gpus_of_the_cpus(environ, tmp_path, options, cpus):
     """Nodes of the cluster have 8 CPUs and 2 GPUs."""
     submission = prepare(environ, tmp_path, **options)
     assert submission.spec.cpus_per_task == cpus
@@ -242,5 +280,5 @@ def test_ranks_get_the_cpus_next_to_their_gpus(environ, tmp_path, options, cpus)
 
 
 def test_defaults_of_the_partition_are_named(environ, tmp_path):
-    assert any(note.startswith("Without --time, the job has ") for note in prepare(environ, tmp_path).notes)
+    assert any(note.startswith("Without --time") for note in prepare(environ, tmp_path).notes)
     assert not any("Without --time" in note for note in prepare(environ, tmp_path, time="5").notes)

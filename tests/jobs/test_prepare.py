@@ -40,7 +40,7 @@ def test_max_failures_can_be_set(prepared):
         ({"nodes": "2-4"}, "'2-4' is neither a number nor a range"),
         ({"nodes": "two"}, "'two' is neither a number nor a range"),
         ({"ntasks_per_node": 0}, "--ntasks-per-node is 0"),
-        ({"gpus_per_node": 2, "ntasks_per_node": 3}, "3 ranks .* 2 GPUs"),
+        ({"gpus_per_node": 2, "ntasks_per_node": 3}, "2 GPUs .* 3 ranks"),
         ({"stop_before_limit": 0}, "--stop-before-limit is 0"),
         ({"max_failures": 0}, "--max-failures is 0"),
         ({"time": "1", "stop_before_limit": 60}, "60 s .*--time.* 60 s"),

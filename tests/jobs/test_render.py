@@ -79,7 +79,13 @@ def test_names_are_never_executed(make_spec, tmp_path, word):
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$3"\n')
     python.chmod(0o755)
     text = render(
-        make_spec(run_dir=str(run_dir), python=str(python), name=word, script=f"/x/{word}\ntouch pwned")
+        make_spec(
+            run_dir=str(run_dir),
+            workdir=str(tmp_path),
+            python=str(python),
+            name=word,
+            script=f"/x/{word}\ntouch pwned",
+        )
     )
     (tmp_path / "job").write_text(text)
     result = subprocess.run(["bash", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=120)

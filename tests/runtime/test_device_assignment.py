@@ -79,6 +79,7 @@ def test_each_rank_takes_the_gpu_of_its_local_rank(fake_driver):
     assignments = assign_all([ranks(i, 3) for i in range(3)], gpus("abc", "abc", "abc"))
     assert assignments == [DeviceAssignment(torch.device("cuda", i), False) for i in range(3)]
     assert choose_device(ranks(2, 3), *gpus("abc")) == torch.device("cuda", 2)
+    assert choose_device(ranks(2, 3), *gpus("abc"), use_gpus=False) == torch.device("cpu")
 
 
 def test_tasks_bound_to_alternating_gpu_pairs_take_distinct_gpus(fake_driver):

@@ -1,16 +1,101 @@
-"""Advice in the records of failures."""
+"""Failure records that name the cause of an exception."""
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.failure_file import failure_record
+from hpctrain.spec.restart_policy import EndKind
+from hpctrain.supervisor.failures.classify import classify
+from hpctrain.supervisor.failures.failure_files import RankFailure
 
 #: The message of Lightning's SaveConfigCallback.
 SAVE_CONFIG = (
     "SaveConfigCallback expected logs/config.yaml to NOT exist. Aborting to avoid overwriting results"
 )
+
+
+class Tensors(Dataset):
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return torch.full((10,), index)
+
+
+@contextmanager
+def no_signal_handler():
+    """Ignore torch's signal handler, which may notice a killed data worker first."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, handler)
+
+
+def record_of(loader, *, kill: bool, reset: bool = False) -> dict[str, Any]:
+    """Return the record after one of the workers was killed, or its connection was reset."""
+    batches = iter(loader)
+    try:
+        if kill:
+            next(batches)
+            os.kill(batches._workers[0].pid, signal.SIGKILL)
+        if reset:
+            batches._try_get_data = reset_connection
+        list(batches)
+    except Exception as error:  # noqa: BLE001 (its class depends on the moment)
+        return failure_record(error, {})
+    finally:
+        batches._shutdown_workers()
+    raise AssertionError("nothing was raised")
+
+
+def reset_connection(*_):
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def kind_of(record) -> EndKind:
+    words = record["error"], record["message"]
+    return classify(
+        RankFailure(0, "n1", "exception", *words, "x", None, 0.0, classes=tuple(record["classes"]))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reset", [False, True])
+def test_killed_data_worker_is_named(reset):
+    with no_signal_handler():
+        record = record_of(DataLoader(Tensors(), num_workers=2), kill=True, reset=reset)
+    assert record["error"] == "DataWorkerKilled"
+    assert "was killed by SIGKILL. A common cause is a lack of memory." in record["message"]
+    assert kind_of(record) is EndKind.KILLED
+    assert not reset or "ConnectionResetError" in record["traceback"]
+
+
+def test_report_of_torch_names_the_signal():
+    words = "DataLoader worker (pid 7) is killed by signal: Segmentation fault. It is possible that"
+    record = failure_record(RuntimeError(words), {})
+    assert record["message"] == "Data worker (pid 7) was killed by SIGSEGV."
+    assert kind_of(record) is EndKind.SIGNAL
+
+
+@pytest.mark.slow
+def test_error_of_the_data_set_is_kept():
+    record = record_of(DataLoader(Tensors(ConnectionResetError("reset by peer")), num_workers=1), kill=False)
+    assert record["error"] == "ConnectionResetError"
+    # The data set lost the connection to a server, not to another rank.
+    assert kind_of(record) is EndKind.PYTHON
 
 
 @pytest.mark.parametrize(

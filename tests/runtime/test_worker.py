@@ -339,6 +339,13 @@ def stop():
         time.sleep(0.01)
 """
 
+SURVIVE_STOP = """
+from hpctrain.runtime.stopping import signal_recorder
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+signal_recorder.STOP_TIMEOUT_S = signal_recorder.STOP_MARGIN_S = 0.0
+stop()
+"""
+
 
 @pytest.mark.parametrize(
     ("rest", "code"),
@@ -347,7 +354,8 @@ def stop():
         ("signal.signal(signal.SIGTERM, lambda *_: told.append(1)); stop(); sys.exit()", 75),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); stop()", 75),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); stop()", 75),
-        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); stop()", 3),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); stop()", 75),
+        ("signal.signal(signal.SIGTERM, lambda *_: told.append(1)); stop(); raise ValueError", 1),
         ("signal.signal(signal.SIGTERM, signal.SIG_IGN); told = [1]; stop()", 0),
         ("signal.signal(signal.SIGTERM, signal.SIG_DFL); stop()", -signal.SIGTERM),
         # A handler that also calls the previous one decides itself when to exit.
@@ -360,18 +368,20 @@ def stop():
             75,
         ),
         ("signal.signal(signal.SIGUSR1, lambda *_: told.append(1)); os.kill(os.getpid(), signal.SIGUSR1)", 0),
+        (f"{SURVIVE_STOP}sys.exit(3)", 3),
+        (f"{SURVIVE_STOP}sys.exit(0)", 75),
     ],
     ids=[
-        *("runs to its end", "sys.exit", "exits in its handler", "exits as a shell would", "fails"),
-        *("ignores", "dies", "passes it on", "another signal"),
+        *("runs to its end", "sys.exit", "exits in its handler", "exits as a shell would", "fails", "raises"),
+        *("ignores", "dies", "passes it on", "another signal", "fails later", "is complete later"),
     ],
 )
 def test_stopped_script_is_complete_only_if_it_ignored_the_signal(run, rest, code):
-    """Exit code 0 does not prove completion; if it was complete, the next attempt ends at once."""
+    """Exit codes are part of the stop; if the script was complete, the next attempt ends at once."""
     assert start(run, STOP_SELF + rest).wait(120) == code
     assert ("which counts as a stop, not as the end of the run" in log(run)) is (code == 75)
     assert ("it went on" in log(run)) is ("it went on" in rest)
-    assert run.failure(4, 1).exists() is (code == 3)
+    assert run.failure(4, 1).exists() is (code in (1, 3))
 
 
 @pytest.mark.parametrize(("is_signalled", "code"), [(True, 75), (False, 143)])

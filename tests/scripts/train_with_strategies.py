@@ -27,7 +27,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.sum(1, keepdim=True).sin()
 
 
-class Blocks(hpctrain.Module):
+class BlocksBase:
     """Blocks whose rows no number of ranks divides, a parameter outside of them, and one without rows.
 
     Every rank starts with different weights: those of rank 0 count.
@@ -91,6 +91,30 @@ class Blocks(hpctrain.Module):
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
 
 
+class Blocks(BlocksBase, hpctrain.Module):
+    pass
+
+
+def lightning_blocks() -> type:
+    """Return `Blocks` as a LightningModule, which logs its validation loss."""
+    import lightning
+
+    class LightningBlocks(BlocksBase, lightning.LightningModule):
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            self.log("mean_x", outputs["mean_x"])
+            return outputs
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", super().validation_step(batch, batch_idx))
+
+        def configure_optimizers(self):
+            optimizer, scheduler = super().configure_optimizers()
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    return LightningBlocks
+
+
 class Turns(Blocks):
     """The optimizers alternate."""
 
@@ -144,6 +168,7 @@ def train_alternately(num_steps: int) -> dict[str, torch.Tensor]:
 
 def train(settings: dict) -> dict:
     kind = Turns if settings.pop("turns", False) else Blocks
+    kind = lightning_blocks() if settings.pop("lightning", False) else kind
     module = kind(
         **{
             name: settings.pop(name)

@@ -67,6 +67,7 @@ class SimRank:
             "phase": step.phase,
             "step": step.steps_done,
             "spent": [0.0, 0.0, 0.0],
+            "timed": [step.steps_done, step.steps_done],
             "modules": ["torch"],
             "changed": [],
         }

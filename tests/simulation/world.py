@@ -15,6 +15,7 @@ from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, LeaseHolder
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import RunDir, event_record
+from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.job_control.slurm import prepare_job_end
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
@@ -286,8 +287,11 @@ class World:
         )
         allowed = self.config.spec.max_failures
         if self.start_over is not None:
-            # Another fault may become the recorded end of the attempt.
-            num_kills = len(self.faults)
+            # Another fault, a stop or a requeue may become the recorded end of the attempt.
+            stops = [
+                event for event in self.run.read_events() if EndKind(event.get("class", "python")).is_stop
+            ]
+            num_kills = len(self.faults) + len(stops) + sum(job.restarts for job in self.slurm.jobs)
             allowed *= CRASHES_PER_FAILURE if self.start_over & 8 else 1
         most = allowed * num_runs + num_kills
         if self._num_crashes > most and not self.disk.windows:

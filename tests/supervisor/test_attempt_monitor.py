@@ -133,6 +133,44 @@ def test_ranks_that_hang_after_a_stop_signal_of_slurm_are_stopped():
     assert monitor(hang)[0] is AttemptOutcome.FAILED
 
 
+def replay(monkeypatch, script):
+    """Handle events in virtual time; a number is the time until the next one."""
+    now = [100.0]
+    monkeypatch.setattr(attempt_monitor.system, "monotonic", lambda: now[0])
+
+    class Events:
+        def get(self, timeout):
+            event = script.pop(0)
+            if not isinstance(event, float):
+                return event
+            now[0] += event
+            raise queue.Empty
+
+    step = FakeStep(queue.SimpleQueue())
+    attempt = AttemptMonitor(events=Events(), job_control=Local(), ends_at=None, stop_before_limit_s=120.0)
+    return attempt.wait(step), step, attempt
+
+
+def test_pause_of_the_job_extends_the_time_to_stop(monkeypatch):
+    monkeypatch.setattr(attempt_monitor, "STOP_GRACE_S", 30.0)
+    stops = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
+    outcome, step, _ = replay(monkeypatch, [SignalReceived(signal.SIGUSR2), 5.0, 3600.0, 8.0, *stops])
+    assert outcome is AttemptOutcome.STOPPED
+    assert not step.killed
+
+
+@pytest.mark.parametrize(
+    ("waits", "is_stopping"),
+    [([10.0] * 10, True), ([10.0] * 19, False), ([10.0, 3600.0, 10.0], True)],
+    ids=["within the grace time", "later", "after a pause of the job"],
+)
+def test_failure_long_after_a_signal_is_not_part_of_a_stop(monkeypatch, waits, is_stopping):
+    """The script may save on a signal, and continue its training."""
+    killed = TaskExit(1, None, signal.SIGKILL)
+    script = [RankSignalled(1, "SIGUSR2"), *waits, killed, StepEnded(137)]
+    assert replay(monkeypatch, script)[2].is_stopping is is_stopping
+
+
 def test_step_that_could_not_start():
     assert monitor(StepEnded(1, "srun: error: Unable to create step"))[0] is AttemptOutcome.NOT_STARTED
 

@@ -177,7 +177,7 @@ def test_run_in_an_ending_job_is_requeued_unless_it_failed(kind):
 
 def test_kinds_without_a_number_share_max_failures():
     history = History(
-        (PastFailure(EndKind.KILLED), PastFailure(EndKind.NCCL), PastFailure(EndKind.PYTHON)), ()
+        (PastFailure(EndKind.KILLED), PastFailure(EndKind.COMMUNICATION), PastFailure(EndKind.PYTHON)), ()
     )
     decision = decide(RunSituation(POLICY, history), AttemptEnd(EndKind.PYTHON), 0.0)
     assert decision.action is Action.FAIL
@@ -581,18 +581,18 @@ RUNTIME = ("RuntimeError", "Exception")
         ),
         (
             failure(0, error="DistBackendError", classes=("DistBackendError", "DistError")),
-            EndKind.NCCL,
+            EndKind.COMMUNICATION,
             False,
         ),
         (
             failure(0, error="RuntimeError", message="NCCL error: unhandled system error", classes=RUNTIME),
-            EndKind.NCCL,
+            EndKind.COMMUNICATION,
             True,
         ),
-        (failure(0, message="[gloo] Connection closed by peer"), EndKind.NCCL, True),
+        (failure(0, message="[gloo] Connection closed by peer"), EndKind.COMMUNICATION, True),
         (
             failure(0, error="RendezvousError", classes=("RendezvousError", "HpctrainError")),
-            EndKind.NCCL,
+            EndKind.COMMUNICATION,
             False,
         ),
         (failure(0, error="DiskFull", classes=("DiskFull", "CheckpointError")), EndKind.DISK_FULL, False),

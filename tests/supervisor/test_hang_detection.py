@@ -159,6 +159,23 @@ def test_suspended_job_does_not_hang():
     assert detector.find_hang(1060.0) is None
 
 
+def test_ranks_are_not_searched_with_every_heartbeat():
+    class Ranks(dict):
+        searches = 0
+
+        def values(self):
+            self.searches += 1
+            return super().values()
+
+    detector = HangDetector(PhaseLimits(60.0), 0.0)
+    detector.ranks = Ranks()
+    for step in range(10):
+        for rank in range(100):
+            detector.on_heartbeat(rank, "step", step, step, 2.0 * step)
+    assert detector.ranks.searches <= 10
+    assert detector.limits.max_duration_s["step"] == 2.0
+
+
 BUSY = RankSnapshot("step", 7, "training_step (train.py:12)", waits=False)
 WAITS = RankSnapshot("step", 7, "backward (train.py:20)", waits=True)
 
@@ -184,7 +201,9 @@ def test_process_group_that_does_not_form_names_the_address_and_the_missing_rank
     stuck = HangInfo(301, 300)
     joining = RankSnapshot("join", 0, "main (train.py:3)", waits=True, rendezvous="n1:29500")
     text = describe_hang(stuck, {0: joining, 1: joining}, [], [], str, 3)
-    assert "ranks 0-1 waiting for the process group at n1:29500, and rank 2 not there" in text
+    assert "ranks 0-1 waiting for the process group at n1:29500; rank 2 not arrived" in text
     elsewhere = replace(joining, rendezvous="n1:29501")
     text = describe_hang(stuck, {0: joining, 1: elsewhere}, [], [], str, 2)
-    assert text.endswith("at n1:29500 and n1:29501. All ranks must use the same address")
+    assert text.endswith(
+        "at n1:29500 and n1:29501. Set MASTER_ADDR and MASTER_PORT, or the init_method, equally on all ranks"
+    )

@@ -17,7 +17,8 @@ from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
-BEAT = {"phase": "step", "step": 1, "beats": 1, "spent": [0, 0, 0], "modules": [], "changed": []}
+BEAT = {"phase": "step", "step": 1, "beats": 1, "spent": [0, 0, 0], "timed": [1, 1]}
+BEAT |= {"modules": [], "changed": []}
 
 
 class FakeStep:
@@ -67,6 +68,77 @@ def test_running_step_is_left_alone(run_monitor, answer):
 def test_launcher_is_not_queried_while_a_rank_is_connected(run_monitor):
     step, events = run_monitor(True, leave=(0,))
     assert (step.asked, events.empty()) == (0, True)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The monotonic clock, and the system clock, which is ahead of it."""
+    now = [1000.0]
+    monkeypatch.setattr(module.system, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.system, "time", lambda: 1e9 + now[0])
+    return now
+
+
+def make_monitor(tmp_path, limits, sent=None):
+    events, send = queue.SimpleQueue(), (lambda message: 0) if sent is None else sent.append
+    return RankMonitor(RunDir(tmp_path), 0, FakeStep(False), send, events.put, limits, lambda rank: "n1", 2)
+
+
+def beat(step, compute_s=0.0):
+    return {**BEAT, "step": step, "beats": step, "spent": [0.0, compute_s, 0.0], "timed": [step, step]}
+
+
+def test_pause_of_the_job_is_neither_a_hang_nor_a_long_step(tmp_path, clock):
+    limits, sent = PhaseLimits(10), []
+    monitor = make_monitor(tmp_path, limits, sent)
+    for step in range(1, 5):
+        clock[0] += 1
+        for rank in range(2):
+            monitor.on_message(rank, beat(step))
+        monitor.on_tick()
+    clock[0] += 3600
+    # Messages are read before the check.
+    monitor.on_message(0, beat(5))
+    monitor.on_tick()
+    assert limits.max_duration_s["step"] == pytest.approx(1.0)
+    for _ in range(9):
+        clock[0] += 1
+        monitor.on_tick()
+    assert sent == []
+
+
+@pytest.mark.parametrize("supervisor_too", [True, False])
+def test_pause_of_ranks_is_recorded_once_and_makes_no_straggler(tmp_path, clock, supervisor_too):
+    limits, compute_s = PhaseLimits(30), [0.0, 0.0]
+    monitor = make_monitor(tmp_path, limits)
+
+    def train(steps):
+        for step in steps:
+            clock[0] += 1
+            for rank in range(2):
+                compute_s[rank] += 0.1
+                monitor.on_message(rank, beat(step, compute_s[rank]))
+            monitor.on_tick()
+
+    train(range(1, 10))
+    for _ in range(1 if supervisor_too else 25):
+        clock[0] += 25 if supervisor_too else 1
+        if not supervisor_too:
+            monitor.on_message(1, {})
+            monitor.on_tick()
+    compute_s[0] += 25.0
+    for rank in (0, 1) if supervisor_too else (0,):
+        monitor.on_message(rank, {**beat(10, compute_s[rank]), "paused": [25.0, 25.0]})
+    train(range(11, 60))
+    events = list(RunDir(tmp_path).read_events())
+    assert [(event["kind"], event["rank"], event["seconds"]) for event in events] == [("paused", 0, 25.0)]
+    assert limits.max_duration_s["step"] < 2.0
+
+
+def test_sleep_of_the_machine_is_recorded(tmp_path, clock):
+    monitor = make_monitor(tmp_path, PhaseLimits(30))
+    monitor.on_message(0, {**beat(1), "paused": [5000.0, 0.0]})
+    assert [event["seconds"] for event in RunDir(tmp_path).read_events()] == [5000.0]
 
 
 def test_stuck_launcher_is_killed_and_the_attempt_has_failed():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hpctrain.supervisor.workers.straggler_detection import (
     LASTING_WINDOWS,
     StepTimes,
@@ -12,7 +14,7 @@ from hpctrain.supervisor.workers.straggler_detection import (
 
 def step_times(steps: int, data: float, compute: float, whole: float) -> StepTimes:
     """Return the times of that many steps of that many seconds."""
-    return StepTimes(steps, steps * data, steps * compute, steps * (whole - data - compute))
+    return StepTimes(steps, steps * data, steps * compute, steps * (whole - data - compute), steps, steps)
 
 
 def test_rank_with_slow_compute_is_reported_with_its_ratio():
@@ -52,8 +54,8 @@ def test_straggler_lasts_after_several_windows():
         times += [number for _, number in stragglers.check_window(10.0 * window)]
     assert times == list(range(1, 2 * LASTING_WINDOWS + 1))
     # From here on, both are equally fast.
-    stragglers.on_heartbeat(0, StepTimes(170, 0.0, 57.0, 113.0))
-    stragglers.on_heartbeat(1, StepTimes(170, 0.0, 113.0, 57.0))
+    stragglers.on_heartbeat(0, StepTimes(170, 0.0, 57.0, 113.0, 170, 170))
+    stragglers.on_heartbeat(1, StepTimes(170, 0.0, 113.0, 57.0, 170, 170))
     assert stragglers.check_window(1000.0) == []
 
 
@@ -63,3 +65,21 @@ def test_no_straggler_before_all_ranks_have_trained():
     stragglers.on_heartbeat(1, step_times(10, 0.0, 0.9, 1.0))
     assert stragglers.check_window(1.0) == []
     assert stragglers.check_window(2.0) == []
+
+
+@pytest.mark.parametrize(("ratio", "slow"), [(1.0, set()), (1.8, {1})])
+@pytest.mark.parametrize("step_s", [0.1, 2.5, 12.0])
+def test_measurements_of_every_tenth_step_find_the_slow_rank(step_s, ratio, slow):
+    """On a GPU, a measurement arrives some steps later, and not at the same time on all ranks."""
+    stragglers = StragglerDetector(2)
+    found = set()
+    for now in range(1, 1200):
+        for rank in range(2):
+            steps = int(now / step_s)
+            measured = max(0, steps - 3 * rank) // 10
+            compute_s = 0.5 * step_s * (ratio if rank else 1.0)
+            timed = 10 * measured
+            times = (0.0, timed * compute_s, timed * (step_s - compute_s))
+            stragglers.on_heartbeat(rank, StepTimes(steps, *times, timed, measured))
+        found |= {straggler.rank for straggler, _ in stragglers.check_window(float(now))}
+    assert found == slow

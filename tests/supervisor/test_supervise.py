@@ -13,12 +13,13 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from torch.distributed import TCPStore
 
+from hpctrain.cluster import Ranks
 from hpctrain.errors import SchedulerError, SilentCorruption, StagingError, Suspect
 from hpctrain.files import make_folder
-from hpctrain.rundir import STOP_GRACE_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
+from hpctrain.rundir import STOP_GRACE_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
+from hpctrain.runtime.supervisor_connection import SupervisorConnection
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor import acquire_run, requeuer
@@ -26,6 +27,7 @@ from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, Ste
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
+from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 from hpctrain.supervisor.workers.stager import StagePlan
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
@@ -291,20 +293,27 @@ def test_ranks_of_a_torchrun_store_are_not_noted(run):
     assert "note" not in finished(run)
 
 
-def test_ranks_that_joined_the_store_are_not_noted(run):
-    def join(variables, emit):
-        address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+def test_ranks_that_report_a_process_group_are_not_noted(run, monkeypatch):
+    received, on_message = threading.Event(), RankMonitor.on_message
 
+    def record(monitor, rank, message):
+        on_message(monitor, rank, message)
+        received.set()
+
+    monkeypatch.setattr(RankMonitor, "on_message", record)
+
+    def report(variables, emit):
         def rank():
-            store = TCPStore(*address, is_master=False, wait_for_workers=False)
-            store.set("rank", "0")
-            store.get("rank")  # set() does not wait for the store
+            ranks = Ranks(0, 2, 0, 1, 0, 2, "127.0.0.1", 1, "slurm")
+            connection = SupervisorConnection(variables[SUPERVISOR_ADDRESS_VARIABLE], ranks, 0)
+            beat = {"beats": 1, "phase": "step", "step": 1, "spent": [0.0, 0.0, 0.0], "timed": [1, 1]}
+            connection.send({**beat, "modules": [], "changed": [], "group": True})
+            assert received.wait(120)
             emit(StepEnded(0))
 
-        # The store answers only after the ranks have been started.
         threading.Thread(target=rank).start()
 
-    assert supervise(run, [[join]]) == 0
+    assert supervise(run, [[report]]) == 0
     assert "note" not in finished(run)
 
 
@@ -806,7 +815,7 @@ def test_stop_during_the_check_requeues(run):
 def test_nodes_are_checked_after_a_communication_failure(run):
     lost = raise_on_rank_1(run, message="Connection closed by peer")
     assert supervise(run, [lost, node_check(run, 1, [[], []]), DONE]) == 0
-    assert failure_of(run)["class"] == "nccl"
+    assert failure_of(run)["class"] == "communication"
     assert run.node_check_results(1)
 
 
@@ -988,7 +997,11 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
     assert supervise(run, [[train_steps(run, checkpoint=checkpoint), *KILLED], DONE]) == 4
     assert finished(run)["state"] == "FAILED"
     assert finished(run)["cause"].startswith("attempt 0 failed after step 31 (rank 1 on n2: SIGKILL")
-    assert "attempt 1 trained no step and exited with code 0" in finished(run)["cause"]
+    assert "attempt 1 trained no step and exited with code 0, and no checkpoint" in finished(run)["cause"]
+    assert (
+        "If the script had finished and saved its result elsewhere, nothing is lost."
+        in finished(run)["cause"]
+    )
     assert [event["class"] for event in run.read_events() if event["kind"] == "failure"] == [
         "killed",
         "unfinished",
@@ -1016,6 +1029,11 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
 def test_restart_that_trains_no_step_may_be_complete(run, attempts):
     assert supervise(run, attempts(run)) == 0
     assert finished(run)["state"] == "COMPLETED"
+
+
+def test_unreadable_metrics_do_not_fail_a_complete_run(run):
+    run.metrics.mkdir()
+    assert supervise(run, [DONE]) == 0
 
 
 def test_new_submission_may_train_no_step(run):

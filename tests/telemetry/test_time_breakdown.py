@@ -81,6 +81,14 @@ def test_attempt_that_logs_its_first_step_late_repeats_all_steps():
     assert breakdown_of(history).lost_steps == 10
 
 
+def test_pause_of_the_ranks_is_idle():
+    history = started_run(0).steps(1, 1, every=1).steps(2, 11, every=1)
+    history.steps(12, 12, every=101)
+    history.after(0, "paused", rank=0, seconds=100.0).steps(13, 20, every=1)
+    history.after(0, "finished", state="COMPLETED")
+    assert seconds(history) == {"starting": 1, "training": 19, "idle": 100}
+
+
 def test_jointly_logged_steps_are_lost_from_the_checkpoint_on():
     history = started_run(0).steps(10, 10, every=30)
     history.metrics += [{"step": 20, "time": history.now + 10, "attempt": 0, "loss": 1.0}]

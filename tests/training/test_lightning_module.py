@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
+from hpctrain.telemetry.loggers import LoggedRun, MetricRecord, find_loggers
 
 lightning = pytest.importorskip("lightning")
 import torchmetrics  # noqa: E402 (installed with Lightning)
@@ -446,7 +447,7 @@ def test_schedule_of_another_library():
 
 @row(
     "`automatic_optimization = False`: `optimizers`, `lr_schedulers`, `manual_backward`, `clip_gradients`, "
-    "`toggle_optimizer`"
+    "`toggle_optimizer`, `toggle_model`"
 )
 def test_manual_optimization_equals_lightning():
     class Manual(Line):
@@ -484,6 +485,52 @@ def test_manual_optimization_equals_lightning():
     lightning_trainer(max_epochs=2).fit(theirs, loader())
     assert ours.losses == theirs.losses
     assert_same_weights(ours, theirs)
+
+
+class Adversaries(Line):
+    """A GAN with an update of each network every two batches and at the end of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(1, 1)
+        nn.init.ones_(self.critic.weight)
+        nn.init.zeros_(self.critic.bias)
+
+    def training_step(self, batch, batch_idx):
+        g_opt, d_opt = self.optimizers()
+        is_last = (batch_idx + 1) % 2 == 0 or self.trainer.is_last_batch
+        x, y = batch
+        x.requires_grad = True
+        made = self.layer(x)
+        with d_opt.toggle_model(sync_grad=is_last):
+            d_loss = F.softplus(-self.critic(y)).mean() + F.softplus(self.critic(made.detach())).mean()
+            self.manual_backward(d_loss)
+            if is_last:
+                d_opt.step()
+                d_opt.zero_grad()
+        with g_opt.toggle_model(sync_grad=is_last):
+            g_loss = F.softplus(-self.critic(made)).mean()
+            self.manual_backward(g_loss)
+            if is_last:
+                g_opt.step()
+                g_opt.zero_grad()
+        self.log_dict({"g_loss": g_loss, "d_loss": d_loss}, prog_bar=True)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(each.parameters(), lr=0.1) for each in (self.layer, self.critic)]
+
+
+def test_adversaries_that_accumulate_gradients_equal_lightning_after_a_stop(tmp_path):
+    ours, theirs = Adversaries(), Adversaries()
+    fit(ours, run_dir=tmp_path / "whole")
+    lightning_trainer(max_epochs=2).fit(theirs, loader())
+    assert_same_weights(ours, theirs)
+    assert len(metrics(tmp_path / "whole", "g_loss")) == 6
+    for max_steps in (1, 4, 6):  # after steps 1 and 4, the networks have gradients
+        resumed = Adversaries()
+        fit(resumed, run_dir=tmp_path / "parts", max_steps=max_steps, max_epochs=None)
+    assert_same_weights(resumed, theirs)
 
 
 def assert_same_weights(one, other):
@@ -679,6 +726,9 @@ def do_nothing(self, *arguments):
     ("hook", "remedy"),
     [
         ("optimizer_step", "use the Trainer setting warmup_steps"),
+        ("optimizer_zero_grad", "hpctrain sets gradients to None"),
+        ("configure_ddp", "use the Trainer settings find_unused_parameters"),
+        ("init_ddp_connection", "use `hpctrain submit`, torchrun or srun"),
         ("configure_gradient_clipping", "use the Trainer setting gradient_clip_norm"),
         ("configure_callbacks", "use the Trainer setting callbacks"),
         ("transfer_batch_to_device", "use on_after_batch_transfer"),
@@ -847,11 +897,6 @@ class LogsOtherSize(Line):
         self.log("count", 1.0, batch_size=3)
 
 
-class Accumulates(Manual):
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(F.mse_loss(self.layer(batch[0]), batch[1]))
-
-
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -861,7 +906,6 @@ class Accumulates(Manual):
         (LogsOnOneRank, "has rank_zero_only=True"),
         (LogsAtTheEnd, "called in a hook that cannot log metrics"),
         (LogsOtherSize, "batch_size=3, but the mean is weighted by the 4 samples"),
-        (Accumulates, r"gradients for optimizer 0, but did not call its step\(\)"),
     ],
 )
 def test_unsupported_calls_are_refused_by_name(module, message, tmp_path):
@@ -874,9 +918,29 @@ def test_arguments_of_lightnings_fit():
     module = Line()
     hpctrain.Trainer(max_epochs=1).fit(model=module, train_dataloaders=loader(), ckpt_path="last")
     for arguments, message in (
-        ({"ckpt_path": "a.ckpt"}, "ckpt_path is not needed. A run resumes"),
+        ({"ckpt_path": "a.ckpt"}, "ckpt_path is not supported. A run resumes"),
         ({"train_dataset": DATA, "train_dataloaders": loader()}, "both train_dataset and train_dataloaders"),
         ({"train_loader": loader()}, "fit() has no argument 'train_loader'. Did you mean 'train_dataset'"),
     ):
         with refuses(re.escape(message)):
             hpctrain.Trainer(max_epochs=1).fit(module, **arguments)
+
+
+def test_loggers_of_lightning_write_to_their_destinations(tmp_path, monkeypatch):
+    from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
+
+    given = [CSVLogger(tmp_path / "logs", "own"), TensorBoardLogger(tmp_path / "logs", "board")]
+    for logger in hpctrain.Trainer(max_steps=1, logger=given).loggers:
+        logger.start(LoggedRun("run", tmp_path))
+        logger.log([MetricRecord(1, 0.0, 0, 0, {"loss": 2.0})])
+        logger.finish("completed")
+    lines = (tmp_path / "logs" / "own" / "run" / "metrics.csv").read_text().splitlines()
+    assert lines == ["step,epoch,time,attempt,loss", "1,0,0.0,0,2.0"]
+    assert [*(tmp_path / "logs" / "board" / "run").glob("events.out.tfevents.*")]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (wandb,) = find_loggers(WandbLogger(project="vision", name="first", save_dir=tmp_path))
+    assert wandb.options.items() >= {"project": "vision", "name": "first", "dir": str(tmp_path)}.items()
+    with refuses("CSVLogger has prefix='a'"):
+        fit(Line(), logger=CSVLogger(tmp_path, prefix="a"))
+    with refuses("loggers contains a CometLogger of Lightning, which has no counterpart here"):
+        fit(Line(), logger=CometLogger.__new__(CometLogger))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,9 +15,10 @@ import pytest
 import torch
 from helpers.commands import environment
 from helpers.waiting import slowness, wait_for
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import hpctrain
+from hpctrain.errors import DataWorkerKilled
 from hpctrain.training.data import loader_workers as workers_module
 from hpctrain.training.data.fetcher import make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
@@ -95,6 +97,17 @@ def test_dead_worker_is_reported_with_its_sample():
     with pytest.raises(hpctrain.HpctrainError, match=message):
         list(batches(Numbers(kill_self)))
     assert time.monotonic() - start < 100 * slowness()
+
+
+@pytest.mark.slow
+def test_killed_worker_interrupts_only_the_fetch_of_a_batch():
+    """Another DataLoader has installed torch's signal handler, which raises anywhere in the main thread."""
+    list(DataLoader(Numbers(length=2), num_workers=1))
+    with closing(batches(Numbers(kill_self))) as loaded:
+        next(loaded)
+        wait_for(lambda: len(multiprocessing.active_children()) < 2, 60, "the kill")
+        with pytest.raises(DataWorkerKilled):
+            list(loaded)
 
 
 @pytest.mark.slow

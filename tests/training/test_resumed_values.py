@@ -184,6 +184,31 @@ def test_rate_can_be_changed_in_a_resumed_run(tmp_path, capsys):
     assert "remains" not in capsys.readouterr().out
 
 
+def adam(betas):
+    return lambda parameters: [torch.optim.AdamW(parameters, betas=betas)]
+
+
+def multi_step(milestones):
+    return with_schedule(lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (adam((0.9, 0.999)), adam([0.9, 0.95]), "betas remains (0.9, 0.999), {}(0.9, 0.95)."),
+        (multi_step([3, 3, 5]), multi_step([3, 7]), "milestones of MultiStepLR remains (3, 3, 5), {}(3, 7)."),
+    ],
+    ids=["betas", "milestones"],
+)
+def test_sequences_are_compared(tmp_path, capsys, old, new, message):
+    fit(tmp_path, 2, old)
+    fit(tmp_path, 3, old)
+    assert "remains" not in capsys.readouterr().out
+    fit(tmp_path, 4, new)
+    reason = "the value in the checkpoint, although the script now sets "
+    assert message.format(reason) in capsys.readouterr().out
+
+
 def test_schedulers_are_available_at_the_start(tmp_path):
     class NewBase(hpctrain.Callback):
         def on_fit_start(self, trainer, module):
@@ -202,7 +227,9 @@ def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
     fit(tmp_path, 4, lambda parameters: [sgd(parameters, 0.001)])
     assert read_results(RunDir(tmp_path)).hparams == {"lr": 0.1}
     context = RunContext("COMPLETED", resubmit_command=["hpctrain submit train.py --lr 0.001"])
-    page = render_run_page(read_run_data(RunDir(tmp_path), context, now=time.time()))
+    run_data = read_run_data(RunDir(tmp_path), context, now=time.time())
+    assert len(run_data.resubmit_remarks) == 1
+    page = render_run_page(run_data)
     assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.001" in page
 
 
@@ -230,11 +257,11 @@ def test_schedule_does_not_count_as_changed_rate(configured):
     def messages(rate, **options):
         new, new_schedule = make(rate, **options)
         script = configured_values([new], [new_schedule])
-        found = ignored_values([new_schedule], script, states, began if configured else None)
-        return [str(each) for each in found]
+        found = ignored_values([new_schedule], script, states, original if configured else None)
+        return [str(value) for value in found]
 
     old, schedule = make(0.1)
-    began = configured_values([old], [schedule])
+    original = configured_values([old], [schedule])
     old.step()
     schedule.step()
     assert old.param_groups[0]["lr"] < 0.1

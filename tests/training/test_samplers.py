@@ -606,3 +606,50 @@ def fit_own_part() -> str:
 @pytest.mark.ranks
 def test_sampler_that_divides_the_samples_among_the_ranks_is_refused():
     assert all("on rank 0, but" in message for message in run_on_ranks(fit_own_part))
+
+
+class Passes(hpctrain.Module):
+    """Records the samples of each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.passes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.passes.append(len(batch))
+        return (self.weight * batch.float()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def train_passes(data: Any, **settings: Any) -> Passes:
+    module = Passes()
+    trainer = hpctrain.Trainer(max_epochs=1, on_bad_loss=None, **settings)
+    trainer.fit(module, data)
+    module.steps = trainer.step
+    return module
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+def test_accumulated_batches_are_one_step() -> None:
+    loader = DataLoader(Numbers(), BATCH)
+    accumulated = train_passes(loader, accumulate_grad_batches=2)
+    assert accumulated.passes == [5, 5, 5, 5, 3]
+    assert accumulated.steps == 3
+    together = train_passes(DataLoader(Numbers(), 2 * BATCH))
+    assert torch.allclose(accumulated.weight, together.weight)
+    assert train_passes(Numbers(), global_batch_size=12, accumulate_grad_batches=3).passes[:3] == [4, 4, 4]
+    for options, message in (
+        ({"batch_size": BATCH, "drop_last": True}, "drop_last=True, so the batches of a step are unknown"),
+        (
+            {"batch_sampler": OwnBatches(OwnSampler(), BATCH, drop_last=False)},
+            "with a batch_sampler, so the batches of a step are unknown",
+        ),
+    ):
+        with pytest.raises(hpctrain.UserError, match=message):
+            train_passes(DataLoader(Numbers(), **options), accumulate_grad_batches=2)

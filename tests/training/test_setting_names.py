@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.training.setting_names import ALIASES, EXPLAINED
+from hpctrain.training.algorithms import BaguaStrategy
+from hpctrain.training.base.device_selection import choose_devices
+from hpctrain.training.setting_names import ALIASES, REFUSED
 from hpctrain.training.trainer_config import TrainerConfig
 
 
@@ -25,10 +27,85 @@ from hpctrain.training.trainer_config import TrainerConfig
         ({"logger": False}, "loggers", []),
         ({"callbacks": None}, "callbacks", ()),
         ({"accelerator": "auto", "devices": "auto"}, "devices", "auto"),
+        ({"accelerator": "cuda"}, "accelerator", "gpu"),
+        ({"accelerator": "ddp2", "gpus": 4}, "strategy", "ddp2"),
+        ({"distributed_backend": "dp"}, "strategy", "dp"),
+        ({"strategy": "ddp_fully_sharded"}, "strategy", "fsdp"),
+        ({"accelerator": "ddp_cpu", "num_processes": 2}, "devices", 2),
+        ({"accelerator": "ddp_cpu", "num_processes": 2}, "strategy", "ddp_spawn"),
+        ({"strategy": "ddp_find_unused_parameters_true"}, "find_unused_parameters", True),
+        ({"use_amp": True, "amp_backend": "native"}, "precision", "16-mixed"),
+        ({"use_amp": True, "precision": "bf16"}, "precision", "bf16-mixed"),
+        ({"replace_sampler_ddp": True, "deterministic": False, "max_time": None}, "precision", "32"),
     ],
 )
 def test_settings_of_other_trainers_are_accepted(settings: dict[str, Any], name: str, value: object) -> None:
     assert getattr(TrainerConfig(max_steps=1, **settings), name) == value
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({"gpus": 1}, [1]),
+        ({"gpus": "0"}, [0]),
+        ({"gpus": "1"}, [1]),
+        ({"gpus": [1]}, [1]),
+        ({"gpus": "1, 3"}, [1, 3]),
+        ({"gpus": [0, 1]}, [0, 1]),
+        ({"gpus": -1}, [0, 1, 2, 3]),
+        ({"gpus": "-1"}, [0, 1, 2, 3]),
+        ({"gpus": 2, "auto_select_gpus": True}, [1, 2]),
+        ({"gpus": 2, "auto_select_gpus": False}, [0, 1]),
+        ({"gpus": -1, "auto_select_gpus": True}, [1, 2, 3]),
+        ({"accelerator": "gpu", "devices": 2}, [1, 2]),
+        ({"accelerator": "gpu", "devices": 2, "auto_select_gpus": False}, [0, 1]),
+    ],
+)
+def test_forms_of_gpus_select_those_of_four_of_which_the_first_is_busy(
+    call: dict[str, Any], expected: list[int]
+) -> None:
+    settings = TrainerConfig(max_steps=1, **call)
+    assert settings.accelerator == "gpu"
+    assert settings.devices is not None
+    assert choose_devices(settings.devices, 4, busy=[0]) == expected
+
+
+@pytest.mark.parametrize("gpus", [0, [], ""])
+def test_no_gpus_mean_the_cpu(gpus: Any) -> None:
+    settings = TrainerConfig(max_steps=1, gpus=gpus)
+    assert (settings.accelerator, settings.devices) == ("cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [
+        *(("gradient_allreduce", "AllReduce"), ("bytegrad", "ByteGrad"), ("qadam", "QAdam")),
+        *(("decentralized", "Decentralized"), ("async", "AsyncAveraging")),
+        ("low_precision_decentralized", "LowPrecisionDecentralized"),
+    ],
+)
+def test_bagua_strategy_is_ddp_with_its_algorithm(algorithm: str, name: str) -> None:
+    settings = TrainerConfig(max_steps=1, strategy=BaguaStrategy(algorithm=algorithm))
+    assert (settings.strategy, type(settings.algorithm).__name__) == ("ddp", name)
+    with pytest.raises(UserError, match=f"BaguaStrategy received flat=1, but the arguments of '{algorithm}'"):
+        BaguaStrategy(algorithm, flat=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"accelerator": "tpu"}, r"accelerator='tpu'\): hpctrain trains only on GPUs and CPUs"),
+        ({"tpu_cores": 8}, "hpctrain trains only on GPUs and CPUs"),
+        ({"amp_backend": "apex"}, "hpctrain does not support apex"),
+        ({"gpus": 2, "devices": 3}, "gpus=2 and devices=3 contradict each other"),
+        ({"gpus": 2, "accelerator": "cpu"}, "accelerator is 'gpu' and 'cpu'"),
+        ({"accelerator": "cpu", "devices": [1]}, r"devices=\[1\] selects GPUs, but accelerator='cpu'"),
+        ({"replace_sampler_ddp": False}, "divides the data among the ranks itself"),
+    ],
+)
+def test_calls_without_a_meaning_here_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrainerConfig(max_steps=1, **settings)
 
 
 def test_single_logger_needs_no_list() -> None:
@@ -51,14 +128,14 @@ def test_callbacks_of_lightning_get_a_hint(name: str, replacement: str) -> None:
 
 def test_every_alias_names_a_setting_and_is_not_one() -> None:
     assert set(ALIASES.values()) <= set(TrainerConfig.__dataclass_fields__)
-    assert not {*ALIASES, *EXPLAINED} & set(TrainerConfig.__dataclass_fields__)
-    assert not ALIASES.keys() & EXPLAINED.keys()
+    assert not {*ALIASES, *REFUSED} & set(TrainerConfig.__dataclass_fields__)
+    assert not ALIASES.keys() & REFUSED.keys()
 
 
-@pytest.mark.parametrize("name", sorted(EXPLAINED))
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_unsupported_settings_are_explained(name: str) -> None:
-    with pytest.raises(UserError, match=rf"^Trainer\({name}=1\): {name} ") as caught:
-        TrainerConfig(max_steps=1, **{name: 1})
+    with pytest.raises(UserError, match=rf"^Trainer\({name}=7\): {name} is not supported\. ") as caught:
+        TrainerConfig(max_steps=1, **{name: 7})
     assert "Did you mean" not in str(caught.value)
 
 
@@ -81,11 +158,14 @@ LIGHTNING = """
 
 
 def test_every_lightning_setting_is_known() -> None:
-    assert not {*LIGHTNING.split()} - {*ALIASES, *EXPLAINED, *TrainerConfig.__dataclass_fields__}
+    translated = {"gpus", "auto_select_gpus", "num_processes"}
+    assert not {*LIGHTNING.split()} - {*ALIASES, *REFUSED, *TrainerConfig.__dataclass_fields__} - translated
 
 
 def test_setting_given_twice_is_refused() -> None:
-    with pytest.raises(UserError, match=r"gradient_clip_norm=2\.0 and max_grad_norm=1\.0 are the same"):
+    with pytest.raises(
+        UserError, match=r"gradient_clip_norm=2\.0 and max_grad_norm=1\.0 contradict each other"
+    ):
         TrainerConfig(max_steps=1, gradient_clip_norm=2.0, max_grad_norm=1.0)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
-from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +101,22 @@ def test_one_and_fifty_steps_are_those_of_one_process(tmp_path, strategy, ranks)
     loss, predictions = evaluate(single["weights"])
     assert single["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12)
     assert torch.allclose(single["predictions"], predictions, rtol=1e-12)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", [{}, {"lightning": True}], ids=["Module", "LightningModule"])
+def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path, kind):
+    if kind and find_spec("lightning") is None:
+        pytest.skip("Lightning is not installed")
+    names = ["ddp", "ddp_spawn", "ddp2", "zero1", "zero2", "ddp_sharded", "zero3", "fsdp"]
+    trainings = [{"strategy": name, "max_steps": 12, **kind} for name in names]
+    results = train(tmp_path, *trainings, ranks=2)
+    results += train(tmp_path, {"strategy": "dp", "devices": 3, "max_steps": 12, **kind}, ranks=1)
+    for name, result in zip([*names, "dp"], results, strict=True):
+        assert "error" not in result, (name, result)
+        assert_same(result["weights"], train_manually(12))
+        loss, _ = evaluate(result["weights"])
+        assert result["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12), name
 
 
 @pytest.mark.extended
@@ -582,19 +596,39 @@ def test_devices_are_checked_when_they_are_set():
         hpctrain.Trainer(max_steps=1, devices="gpu")
 
 
-def train_with_five_devices() -> int:
-    trainer = hpctrain.Trainer(max_steps=1, devices=5)
-    output = io.StringIO()
-    with redirect_stdout(output):
+def create_trainers() -> list[str]:
+    """Return the number of ranks of two trainings, and the errors of calls that differ from the launch."""
+    results = []
+    for call in ({"num_nodes": 1, "devices": 2, "accelerator": "cpu"}, {"devices": -1}):
+        trainer = hpctrain.Trainer(max_steps=1, **call)
         trainer.fit(Blocks(), samples())
-    if trainer.is_main:
-        assert output.getvalue().startswith("hpctrain: devices=5 has no effect")
-    return trainer.ranks.world_size
+        results.append(str(trainer.ranks.world_size))
+    for call in ({"devices": 5}, {"devices": "1,"}, {"num_nodes": 2}):
+        with pytest.raises(UserError) as caught:
+            hpctrain.Trainer(max_steps=1, **call)
+        results.append(str(caught.value))
+    os.environ["HPCTRAIN_ATTEMPT"] = "1"  # a restart may have fewer ranks
+    hpctrain.Trainer(max_steps=1, num_nodes=3, devices=8)
+    return results
 
 
 @pytest.mark.ranks
-def test_devices_are_ignored_under_a_launcher():
-    assert run_on_ranks(train_with_five_devices, group=False) == [2, 2]
+def test_devices_and_nodes_are_those_of_the_launcher():
+    results, _ = run_on_ranks(create_trainers, group=False)
+    assert results[:2] == ["2", "2"]
+    assert "devices=5, but the launcher started 2 ranks on this node (LOCAL_WORLD_SIZE)" in results[2]
+    assert "devices='1,', but the launcher started 2 ranks" in results[3]
+    assert "num_nodes=2, but the number of nodes is 1 (" in results[4]
+
+
+def test_nodes_and_gpus_that_do_not_exist_are_refused():
+    with pytest.raises(UserError, match=r"num_nodes=2, .* without a launcher, .* `hpctrain submit --nodes 2"):
+        hpctrain.Trainer(max_steps=1, num_nodes=2)
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for call, name in (({"gpus": 1}, "gpus=1"), ({"accelerator": "gpu"}, "accelerator='gpu'")):
+        with pytest.raises(UserError, match=f"{name} requires a GPU, but PyTorch .* finds none"):
+            hpctrain.Trainer(max_steps=1, **call)
 
 
 class Thawing(hpctrain.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from helpers import SCRIPTS
 from helpers.fork_server import run_forked
 from test_trainer import losses, variables
 from torch import nn
+from torch.utils.data import Dataset
 from train_regression import Gan, Noisy, Regression, Tokens, samples
 
 import hpctrain
@@ -481,10 +483,31 @@ def test_hints_about_data_workers():
         assert "num_workers is 8, but each rank has only 4 CPUs" in (too_many(8, 4) or "")
         assert ("--cpus-per-task" in (too_many(8, 4) or "")) == can_request
         assert too_few(1.0, 100.0, 0, 8) is None
-        assert too_few(9.0, 10.0, 0, 8) is None  # too early to decide
-        assert "50% of the time" in (too_few(50.0, 100.0, 2, 8) or "")
+        assert too_few(8.0, 9.0, 0, 8) is None  # too early to decide
+        assert "50% of the first 100 s waiting" in (too_few(50.0, 100.0, 2, 8) or "")
         assert "try num_workers=4" in (too_few(50.0, 100.0, 2, 8) or "")
         assert ("--cpus-per-task" in (too_few(50.0, 100.0, 8, 8) or "")) == can_request
+
+
+def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):
+    class SlowData(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return tuple(column[index] for column in samples())
+
+    class Printed(hpctrain.Callback):
+        def on_step_end(self, trainer, module, metrics):
+            output.append(capsys.readouterr().out)
+
+    output: list[str] = []
+    monkeypatch.setattr("hpctrain.training.observe.dataloader_hints._SEEN_S", 0.05)
+    trainer = hpctrain.Trainer(max_steps=8, global_batch_size=4, callbacks=[Printed()])
+    trainer.fit(Regression(), SlowData())
+    assert "s waiting for data with num_workers=0" in "".join(output[:7])
+    assert "".join(output).count("waiting for data") == 1
 
 
 def test_sample_rate_is_reported_after_an_interval():

@@ -77,24 +77,24 @@ def bind_port(candidates: Iterable[int]) -> ReservedPort:
     )
 
 
-def bind_socket(number: int = 0, *, interface: str = "") -> socket.socket:
+def bind_socket(number: int = 0, *, local_only: bool = False) -> socket.socket:
     """Return a socket that is bound to a port, but does not listen.
 
     While it does not listen, another socket with SO_REUSEADDR may listen on the port, as torch's store does.
 
     Args:
         number: the port; 0 chooses a free one.
-        interface: 127.0.0.1 for connections of this host only; otherwise, all addresses of IPv6 and IPv4.
+        local_only: bind 127.0.0.1 instead of all addresses of IPv6 and IPv4.
 
     Raises:
         OSError: the port is in use.
     """
-    if interface != "127.0.0.1" and socket.has_dualstack_ipv6():
+    if not local_only and socket.has_dualstack_ipv6():
         sock, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), "::"
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     else:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        address = interface if interface == "127.0.0.1" else "0.0.0.0"
+        address = "127.0.0.1" if local_only else "0.0.0.0"
     with contextlib.ExitStack() as on_error:
         on_error.enter_context(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -105,7 +105,7 @@ class LocalBackend:
                 )
         except OSError as error:
             raise SchedulerError(f"Could not start the supervisor of the run: {error}.") from error
-        # The script ends in an exec, so this is also the supervisor's process id.
+        # The script becomes the supervisor, unless it has a teardown. Then the supervisor replaces this id.
         os.pwrite(lock, f"{process.pid}\n".encode(), 0)
         # A long-running caller must not keep a zombie process after the run has ended.
         threading.Thread(target=process.wait, name=f"reap-{process.pid}", daemon=True).start()

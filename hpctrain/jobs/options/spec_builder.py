@@ -35,7 +35,7 @@ _NODE_DIRECTIVES = {"nodelist", "exclude"}
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
 _MAX_NAME_IN_ID = 40
-_EXTENDS_PLAIN = re.compile(r"""\{%-?\s*extends\s+["']plain\.sbatch\.j2["']""")
+_EXTENDS = re.compile(r"""\{%-?\s*extends\s+["']([^"']+)["']""")
 
 
 def build_spec(
@@ -333,8 +333,12 @@ def is_plain_template(template: str | None) -> bool:
     """Return true if a template, given by its name or path, is `plain` or extends it."""
     if template is None or "/" not in template:
         return template == "plain"
+    path = Path(template)
     try:
-        text = Path(template).read_text(errors="replace")
+        parent = _EXTENDS.search(path.read_text(errors="replace"))
     except OSError:
         return False  # reported when the template is rendered
-    return _EXTENDS_PLAIN.search(text) is not None
+    if parent is None or parent[1] == "plain.sbatch.j2":
+        return parent is not None
+    # A template of the same name in its folder has precedence over a built-in one.
+    return parent[1] != path.name and is_plain_template(str(path.parent / parent[1]))

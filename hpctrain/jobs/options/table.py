@@ -95,7 +95,16 @@ class _Size(TypedDict, total=False):
             help="Ranks per node. With fewer ranks than GPUs, each rank has several GPUs.",
         ),
     ]
-    cpus_per_task: Annotated[int, OptionInfo(short="-c", metavar="C", example="8", help="CPUs per rank.")]
+    cpus_per_task: Annotated[
+        int,
+        OptionInfo(
+            short="-c",
+            metavar="C",
+            example="8",
+            default_words="for GPU jobs on Slurm, the share of the GPUs",
+            help="CPUs per rank.",
+        ),
+    ]
     mem: Annotated[
         int | str,
         OptionInfo(
@@ -309,7 +318,7 @@ class _Shell(TypedDict, total=False):
         OptionInfo(
             metavar="LINE",
             example="[ulimit -c 0]",
-            help="Shell line to run verbatim in the batch script, which starts in the run folder.",
+            help="Shell line to run verbatim in the batch script, in the working directory.",
         ),
     ]
     teardown: Annotated[

@@ -81,6 +81,15 @@ def job_log_tail(log: str | None) -> list[str]:
     return read_last_lines(Path(log), _LAST_LINES)
 
 
+def crashed_log_tail(run: RunDir, attempt: int) -> list[str]:
+    """Return the end of the first log of a rank that shows a crash, for a run without failure records."""
+    for rank in run.ranks(attempt):
+        log = run.rank_log(attempt, rank)
+        if any("Traceback (most recent" in line for line in read_last_lines(log, _SEARCHED_LINES)):
+            return list(_end_of(str(log)))
+    return []
+
+
 def _details(record: dict[str, Any]) -> Iterator[str]:
     if traceback := str(record.get("traceback") or ""):
         yield from fold(traceback).rstrip().split("\n")

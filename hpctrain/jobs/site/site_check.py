@@ -149,17 +149,25 @@ def _qos_notes(request: JobRequest, site: Site, ask: RunQuery) -> Iterator[str]:
 
 def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
     """Yield what the site's defaults mean for a job without a time limit or a memory request."""
+    options, defaults = [], []
     if not request.is_given("time"):
         limit = partition.time_without_option_s
-        limited = "no time limit" if limit is None else f"a time limit of {format_time_limit(limit)}"
-        yield f"Without --time, the job has {limited}, the default of partition {partition.name}."
+        options.append("--time")
+        defaults.append("no time limit" if limit is None else f"a time limit of {format_time_limit(limit)}")
     if request.memory_option is None and site.slurm is not None and site.slurm.hands_out_memory:
         per_cpu = partition.def_mem_per_cpu_mib or site.slurm.def_mem_per_cpu_mib
         memory = partition.def_mem_per_node_mib or site.slurm.def_mem_per_node_mib
         if per_cpu is not None and partition.def_mem_per_node_mib is None:
             memory = per_cpu * request.cpus_per_node
-        amount = f"{format_memory(memory)} of memory" if memory else "all memory"
-        yield f"Without --mem, the job has {amount} on each node, the default of partition {partition.name}."
+        options.append("--mem")
+        defaults.append(
+            f"{format_memory(memory)} of memory per node" if memory else "all memory of its nodes"
+        )
+    if options:
+        yield (
+            f"Without {' and '.join(options)}, the job has {' and '.join(defaults)} (default of partition "
+            f"{partition.name})."
+        )
 
 
 def _refusal(problems: Sequence[SiteProblem], mend: str = "") -> SpecError:

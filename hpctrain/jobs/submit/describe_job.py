@@ -36,7 +36,7 @@ def _explain_step(spec: JobSpec) -> Iterator[str]:
         yield f"Each attempt starts {spec.world_size} processes on this machine:"
     else:
         words = ["srun", *srun_options(spec, spec.nodes), *words]
-        yield "Each attempt runs:"
+        yield "Each attempt runs the equivalent of:"
     command = " ".join(map(_quote, words))
     if len(command) > _MAX_CHARACTERS:
         command = f"{command[:_MAX_CHARACTERS]} …"
@@ -45,7 +45,8 @@ def _explain_step(spec: JobSpec) -> Iterator[str]:
     if spec.torchrun is not None and spec.torchrun.rdzv_endpoint is not None:
         yield f"Rendezvous: {spec.torchrun.rdzv_backend} at {_quote(spec.torchrun.rdzv_endpoint)}"
     else:
-        yield "Rendezvous: a store of the supervisor, on the first node (MASTER_ADDR, MASTER_PORT)"
+        host = "rank 0" if spec.torchrun is None else "the supervisor"
+        yield f"Rendezvous: a store of {host} on the first node (MASTER_ADDR, MASTER_PORT)"
     if spec.container is not None:
         yield f"Container of the ranks: {_quote(spec.container.image)} ({spec.container.runtime})"
     for name, source in spec.stage.items():

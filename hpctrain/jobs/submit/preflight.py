@@ -35,8 +35,9 @@ _MIN_S = 300.0
 #: Maximum number of seconds by which Slurm may send its signal early.
 _EARLY_S = 60.0
 _WITHOUT_SUPERVISOR = (
-    "Without hpctrain in the job (--template plain), a crash, a hang or the time limit ends the run. Slurm "
-    "requeues the job only after a preemption or a node failure, and the script must load its own checkpoint."
+    "Without hpctrain in the job (--template plain), a crash or the time limit ends the run, and hangs are "
+    "not detected. Slurm requeues the job only after a preemption or a node failure, and the script must "
+    "load its own checkpoint."
 )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpctrain.tracebacks import PEER_LOST
+from hpctrain.tracebacks import is_peer_lost
 
 #: Time limit for the main thread to complete a change of the state.
 _FREEZE_LIMIT_S = 5.0
@@ -93,7 +93,9 @@ class EmergencySave:
 
     def hold_exit(self, error: BaseException) -> None:
         """Wait for a save if `error` is a consequence of the failure of another rank."""
-        if self._source is None or PEER_LOST.search(str(error)) is None:
+        if self._source is None or not is_peer_lost(
+            str(error), [its.__name__ for its in type(error).__mro__]
+        ):
             return
         self.has_lost_peer = True
         if self._requested.wait(_REQUEST_LIMIT_S):

@@ -72,7 +72,7 @@ def has_process_group() -> bool:
     """Return true if this process has or had a process group of torch, or communicates in another way."""
     if any(name in sys.modules for name in _OTHER_COMMUNICATION):
         return True
-    # The script's thread may be importing the module at this moment.
+    # Another thread may be importing the module, which then lacks attributes.
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     is_initialized = getattr(c10d, "is_initialized", None)
     if is_initialized is None:
@@ -107,7 +107,8 @@ def find_rendezvous(frame: FrameType | None, environ: Mapping[str, str]) -> str 
         environ: the variables for `env://`.
     """
     while frame is not None:
-        if frame.f_code.co_name == "init_process_group":
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "init_process_group" and module == "torch.distributed.distributed_c10d":
             method = frame.f_locals.get("init_method") or "env://"
             if frame.f_locals.get("store") is not None:
                 return "the store of the script"

@@ -16,6 +16,7 @@ from contextlib import suppress
 from types import FrameType
 
 from hpctrain.cluster.processes import child_pids, stat_fields
+from hpctrain.runtime.program.process_group_check import find_rendezvous
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.program.wait_modules import loads_data, waits_for_data, waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
@@ -23,6 +24,8 @@ from hpctrain.runtime.unfinished_training import has_started
 
 #: Samples per second. A sample takes about 50 µs, so sampling uses 0.05% of a core.
 _SAMPLES_PER_S = 10
+#: Maximum time of a sample; native code may hold the GIL for seconds.
+_MAX_SAMPLE_S = 10.0
 #: Fraction of a core below which processes are idle. Threads of trackers and data loaders wake up at times.
 _IDLE_SHARE = 0.02
 #: Seconds between two checks of CPU time and output.
@@ -43,7 +46,7 @@ class ScriptMonitor:
         self._pid = pid
         self._main = threading.main_thread()
         self._stack: tuple[int, ...] = ()
-        self._has_moved = False
+        self._has_moved = self._is_joining = False
         self._checked_at, self._cpu_s, self._printed = time.monotonic(), 0.0, 0
 
     def start(self) -> None:
@@ -55,7 +58,9 @@ class ScriptMonitor:
         while not has_started():
             time.sleep(1 / _SAMPLES_PER_S)
             now = time.monotonic()
-            is_waiting = self._pid is None and self._sample(now - sampled_at)
+            # A longer time means that this process was suspended.
+            elapsed_s = min(now - sampled_at, _MAX_SAMPLE_S)
+            is_waiting = self._pid is None and self._sample(elapsed_s)
             sampled_at = now
             if now - self._checked_at >= _CHECK_EVERY_S:
                 self._check(now, is_waiting=is_waiting)
@@ -72,6 +77,8 @@ class ScriptMonitor:
         self._stack = stack
         module = str(frame.f_globals.get("__name__"))
         is_waiting = waits_for_ranks(module) and _is_asleep(self._main.native_id)
+        # torch polls the store, and prints warnings.
+        self._is_joining = not activity.step and find_rendezvous(frame, os.environ) is not None
         if activity.step:
             if is_waiting:
                 activity.exchange_s += elapsed_s
@@ -85,7 +92,8 @@ class ScriptMonitor:
         """Count progress if the rank was busy or printed since the last check."""
         cpu_s, printed = _cpu_seconds(self._pid), _output_size()
         busy = cpu_s - self._cpu_s >= _IDLE_SHARE * (now - self._checked_at)
-        if self._has_moved or printed != self._printed or (busy and not is_waiting):
+        is_active = printed != self._printed or (busy and not is_waiting)
+        if self._has_moved or (is_active and not self._is_joining):
             activity.progress_count += 1
         self._has_moved, self._checked_at, self._cpu_s, self._printed = False, now, cpu_s, printed
 

@@ -19,14 +19,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import NoReturn
 
-from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.runtime.stopping.stop_grace import read_stop_grace
 
 #: SIGTERM announces preemption, SIGUSR2 the time limit (NCCL uses SIGUSR1).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+#: A failure after this time, and after the signal's grace time with this margin, is not part of the stop.
+STOP_TIMEOUT_S, STOP_MARGIN_S = 300.0, 60.0
 
 #: A handler is stuck if it has waited for other ranks at the same instruction for this time.
 STUCK_HANDLER_TIMEOUT_S = 30.0
@@ -46,6 +50,8 @@ class _SignalRecord:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self._lock = threading.Lock()
         self._stop_signals: list[signal.Signals] = []
+        self.received_at = 0.0
+        """Time of the last stop signal, on the monotonic clock."""
         self._report: Callable[[signal.Signals], None] | None = None
 
     def first_stop_signal(self) -> signal.Signals | None:
@@ -53,7 +59,9 @@ class _SignalRecord:
         with self._lock:
             with contextlib.suppress(BlockingIOError):
                 numbers = os.read(self._reading, 4096)
-                self._stop_signals += [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
+                if new := [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]:
+                    self._stop_signals += new
+                    self.received_at = time.monotonic()
             return self._stop_signals[0] if self._stop_signals else None
 
     def report_to(self, report: Callable[[signal.Signals], None]) -> None:
@@ -94,20 +102,27 @@ def pending_stop_signal() -> signal.Signals | None:
     return _record.first_stop_signal() if _record else None
 
 
+def is_failure_part_of_stop(environ: Mapping[str, str]) -> bool:
+    """True if a stop signal is pending whose grace time may not be over. A script may save and continue."""
+    if (number := pending_stop_signal()) is None or _record is None:
+        return False
+    grace_s = 0.0
+    with contextlib.suppress(UserError):
+        grace_s = read_stop_grace(environ).get(number.name, 0.0)
+    return time.monotonic() - _record.received_at < max(STOP_TIMEOUT_S, grace_s + STOP_MARGIN_S)
+
+
 def report_stop_signal(report: Callable[[signal.Signals], None]) -> None:
     """Report the first stop signal as soon as it arrives: the script's reaction may end this process."""
     if _record:
         _record.report_to(report)
 
 
-def wait_for_stop_signal(timeout_s: float) -> bool:
-    """Return true if a stop signal is pending, or arrives within the time limit."""
+def wait_for_stop_signal(timeout_s: float) -> None:
+    """Wait until a stop signal is pending, or the time limit is over."""
     deadline = time.monotonic() + timeout_s
-    while pending_stop_signal() is None:
-        if time.monotonic() >= deadline:
-            return False
+    while pending_stop_signal() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    return True
 
 
 def clear_stop_signals() -> None:
@@ -122,13 +137,14 @@ def _watch(notes: _SignalRecord) -> None:
     while True:
         notes.wait()
         notes.report_first()
-        place, since = None, time.monotonic()
+        place, polls = None, 0
         while (told := notes.first_stop_signal()) is not None:
             if (now := _handler_instruction(main, told)) is None or now != place:
-                place, since = now, time.monotonic()
-            elif time.monotonic() - since > STUCK_HANDLER_TIMEOUT_S:
+                place, polls = now, 0
+            elif polls * HANDLER_POLL_S >= STUCK_HANDLER_TIMEOUT_S:
                 _exit_stuck_handler(told)
             time.sleep(HANDLER_POLL_S)
+            polls += 1  # a pause of this process counts as one
 
 
 def _handler_instruction(thread: int, number: signal.Signals) -> tuple[int, int] | None:

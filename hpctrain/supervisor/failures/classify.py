@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable
 
 from hpctrain.crash_output import UNFINISHED
-from hpctrain.errors import DiskFull, RendezvousError
+from hpctrain.errors import DataWorkerKilled, DiskFull, RendezvousError
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.spec.restart_policy import EndKind
@@ -22,7 +22,7 @@ _GPU = re.compile(
 )
 _GPU_OOM = re.compile(r"cuda out of memory|cublas_status_alloc_failed|hip out of memory", re.IGNORECASE)
 _OOM = re.compile(r"can't allocate memory|cannot allocate memory|\bbad_alloc\b", re.IGNORECASE)
-_NCCL = re.compile(
+_COLLECTIVE = re.compile(
     r"\bncc?l\b.*(?:error|timeout|timed out|abort)|\bgloo\b.*(?:error|timeout|timed out)"
     r"|enforce fail at .*\bgloo\b",
     re.IGNORECASE,
@@ -64,10 +64,12 @@ def classify(failure: RankFailure) -> EndKind:
         return EndKind.GPU_OOM
     if _GPU.search(text):
         return EndKind.GPU
+    if DataWorkerKilled.__name__ in classes:
+        return EndKind.KILLED if signal.SIGKILL.name in failure.message else EndKind.SIGNAL
     if failure.kind == "signal" and failure.error == signal.SIGKILL.name:
         return EndKind.KILLED
-    if failure.is_peer_lost or classes & _COMMUNICATION or _NCCL.search(text):
-        return EndKind.NCCL
+    if failure.is_peer_lost or classes & _COMMUNICATION or _COLLECTIVE.search(text):
+        return EndKind.COMMUNICATION
     if failure.kind == "signal":
         return EndKind.SIGNAL
     return EndKind.OOM if _OOM.search(text) else EndKind.PYTHON

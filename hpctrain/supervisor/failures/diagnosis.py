@@ -8,13 +8,14 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hpctrain import system
 from hpctrain.crash_output import describe_unfinished
 from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, is_event, is_metrics
+from hpctrain.rundir import RunDir, is_event, is_metrics, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.classify import classify, gpu_faults, is_deterministic
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 #: Failures after a stop request that are part of the stop, in addition to exit codes: ranks that stop at
 #: different times lose each other.
-_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.NCCL, EndKind.UNFINISHED})
+_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED})
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class FailureAnalyzer:
         """
         per_task = self.spec.ntasks_per_node // self.spec.processes_per_node
         done = {task.rank for task in result.monitor.exits if task.result is TaskResult.DONE}
-        trained = self._newest_step(result.attempt)
+        newest = self._newest_metrics()
+        trained = newest.get("step") if newest.get("attempt") == result.attempt else None
         found = {}
         for path in self.run.unfinished_files(result.attempt):
             rank = int(path.name.split("-")[3])
@@ -145,39 +147,42 @@ class FailureAnalyzer:
                 path.unlink()
         return found
 
-    def _newest_step(self, attempt: int) -> int | None:
-        """Return the last step that the attempt logged; None if it is unknown."""
+    def _newest_metrics(self) -> dict[str, Any]:
+        """Return the newest logged metrics; empty if there are none, or they cannot be read."""
         try:
-            record = next(read_last_records(self.run.metrics, is_metrics), {})
+            return next(read_last_records(self.run.metrics, is_metrics), {})
         except OSError:
-            return None
-        return record.get("step") if record.get("attempt") == attempt else None
+            return {}
 
     def _describe_missing_steps(self, attempt: int) -> str | None:
         """Return the cause if the steps of a failed attempt are lost, but this attempt trained none.
 
-        After a checkpoint of the last step, or of an unknown step, training may be complete.
+        After a checkpoint of the last step, or of an unknown step, training may be complete. Without one, the
+        script may be complete, but it may also have refused to start again.
         """
-        newest = next(read_last_records(self.run.metrics, is_metrics), {})
+        newest = self._newest_metrics()
         trained, step = newest.get("attempt", attempt), newest.get("step")
         if trained == attempt or not step:
             return None
         failure = None
         for event in self.run.read_events():
-            kind, by = event["kind"], event["attempt"]
+            kind, by = event.get("kind"), event.get("attempt", -1)
             has_loaded = kind == "resumed" and by == attempt
             is_saved = kind == "checkpoint" and by >= trained and (event.get("step") or step) >= step
             if has_loaded or is_saved:
                 return None
-            if kind == "submitted" and "after" not in event:
+            if is_new_submission(event):
                 failure = None
             elif kind == "failure" and by == trained and event.get("rank") is not None:
                 failure = event
         if failure is None:
             return None
+        command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
         return (
-            f"attempt {trained} failed after step {step} ({failure.get('cause')}), and attempt {attempt} "
-            "trained no step and exited with code 0, so training is not complete"
+            f"attempt {trained} failed after step {step} ({failure.get('cause')}), attempt {attempt} trained "
+            "no step and exited with code 0, and no checkpoint of the run contains the steps. If the script "
+            "had finished and saved its result elsewhere, nothing is lost. Otherwise, change the script to "
+            f"continue from its earlier output, or to overwrite it, then resume the run: {command}"
         )
 
     def _agreed_to_stop(self, attempt: int) -> bool:
@@ -269,8 +274,7 @@ class FailureAnalyzer:
         if not is_deterministic(first) or system.time() - result.started_at > SHORT_ATTEMPT_S:
             return False
         saved = any(event["kind"] in ("checkpoint", "resumed") for event in self.run.read_events())
-        newest = next(read_last_records(self.run.metrics, is_metrics), {})
-        return not saved and int(newest.get("step", 0)) <= 1
+        return not saved and int(self._newest_metrics().get("step", 0)) <= 1
 
     def _find_lost(self, hosts: list[str]) -> dict[str, str]:
         """Return lost nodes with the reason; empty if this cannot be determined."""

@@ -15,7 +15,7 @@ from hpctrain.files import read_json
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
-from hpctrain.tracebacks import PEER_LOST
+from hpctrain.tracebacks import is_peer_lost
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RankFailure:
     @property
     def is_peer_lost(self) -> bool:
         """True if this rank only detected that another rank was gone."""
-        return self.kind == "exception" and bool(PEER_LOST.search(self.message))
+        return self.kind == "exception" and is_peer_lost(self.message, self.classes)
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.error}: {self.message}".rstrip(": ")

@@ -32,7 +32,7 @@ class RendezvousStore:
         """
         self._address = address
         # The store has no authentication, so other hosts can reach it only if ranks run there.
-        self._socket = bind_socket(interface=address)
+        self._socket = bind_socket(local_only=address == "127.0.0.1")
         self._port: int = self._socket.getsockname()[1]
         self._hosted = hosted
         if hosted:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.rundir import is_new_submission
 from hpctrain.spec.restart_policy import EndKind
 
 #: Longer attempts may have made progress: scripts may save without a record.
@@ -89,10 +90,10 @@ class History:
                 failures.clear()
                 stops.clear()
             if is_new:
-                newest = step or newest
+                newest = int(step or 0)
                 crashes.clear()
             match kind:
-                case "submitted" if "after" not in event:
+                case "submitted" if is_new_submission(event):
                     for count in (failures, crashes, stops, slow, excluded, faulty):
                         count.clear()
                     memory = micro_batch_size = emergency = None

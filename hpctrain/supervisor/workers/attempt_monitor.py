@@ -7,11 +7,12 @@ import math
 import queue
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.supervisor.job_control.base import JobTime, known_seconds_left
+from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobTime, known_seconds_left
 from hpctrain.supervisor.launch.job_step import (
     EmergencySaveEnded,
     HangDetected,
@@ -46,6 +47,8 @@ STOP_GRACE_S = 300.0
 _LEAVE_GRACE_S = 3600.0
 #: Time for ranks of a cancelled run to exit; a second cancel request kills them immediately.
 CANCEL_GRACE_S = 60.0
+#: A later wake-up means that the job was suspended.
+_PAUSE_S = 10.0
 #: Time limit for the end of a killed step.
 _KILL_LIMIT_S = 60.0
 
@@ -79,7 +82,8 @@ class AttemptMonitor:
     end: StepEnded | None = None
     out_of_time: bool = False
     is_stopping: bool = False
-    """True if the ranks were asked to stop before the first of them failed."""
+    """True if the ranks were asked to stop before the first of them failed, and may still be stopping."""
+    _stop_ends_at: float = math.inf
     _deadline: float | None = None
     _awaited: str = ""
     _killed: bool = False
@@ -93,9 +97,21 @@ class AttemptMonitor:
             TimeoutError: the step was killed and did not end.
         """
         while self.end is None:
-            try:
-                event = self.events.get(timeout=self._time_left())
-            except queue.Empty:
+            timeout_s, begun = self._time_left(), system.monotonic()
+            if timeout_s is not None:
+                timeout_s = min(timeout_s, _PAUSE_S)
+            event = None
+            with suppress(queue.Empty):
+                event = self.events.get(timeout=timeout_s)
+            if timeout_s is not None and (late_s := system.monotonic() - begun - timeout_s) > _PAUSE_S:
+                # This job, and thus the ranks, were suspended.
+                self._stop_ends_at += late_s
+                if self._deadline is not None:
+                    self._deadline += late_s
+            if self._deadline is None and system.monotonic() >= self._stop_ends_at:
+                # The script may have handled the signal by saving, and continues its training.
+                self.is_stopping, self._stop_ends_at = False, math.inf
+            if event is None:
                 self._on_time_limit(step)
             else:
                 self._handle(event, step)
@@ -160,6 +176,8 @@ class AttemptMonitor:
         """Note a stop request, unless a rank has failed before, or the supervisor itself ends the ranks."""
         if not self._killed and all(task.result is not TaskResult.FAILED for task in self.exits):
             self.is_stopping = True
+            grace_s = max(STOP_GRACE_S, self.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S)
+            self._stop_ends_at = system.monotonic() + grace_s
 
     def _task_ended(self, task: TaskExit, step: JobStep) -> None:
         if task.result is TaskResult.CONTINUE:
@@ -205,6 +223,8 @@ class AttemptMonitor:
 
     def _time_left(self) -> float | None:
         moments = [self._deadline]
+        if self._deadline is None and self.is_stopping:
+            moments.append(self._stop_ends_at)
         if self.ends_at is not None and not self._killed:
             moments.append(self.ends_at if self._warned else self.ends_at - self.stop_before_limit_s)
         known = [moment for moment in moments if moment is not None]

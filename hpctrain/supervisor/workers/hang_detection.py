@@ -18,6 +18,8 @@ _DURATION_FACTOR = 10.0
 #: A rank sends a message every second, or every ten seconds with ten thousand ranks. A rank that is silent
 #: for this many seconds is stuck or starved, and its last reported phase is outdated.
 _SILENT_S = 30.0
+#: Seconds between two searches for silent ranks.
+_CHECK_INTERVAL_S = 1.0
 #: Minimum limit of each phase, as a multiple of the floor, because an unseen phase may be long. In `start`
 #: and `script` a rank that computes or prints makes progress (`runtime/program/script_monitor.py`). `first`
 #: is the first step, which may compile.
@@ -102,6 +104,7 @@ class HangDetector:
         self.ranks: dict[int, RankProgress] = {}
         #: Start of the attempt, until the first rank connects.
         self._waiting_since: float | None = now
+        self._checked_at, self._has_silent = -math.inf, False
 
     def on_heartbeat(self, rank: int, phase: str, step: int, progress_count: int, now: float) -> None:
         """Handle a heartbeat."""
@@ -112,13 +115,22 @@ class HangDetector:
         if state is None:
             self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, now)
         elif progress_count != state.progress_count:
-            self.limits.record(state.limit_phase, now - state.since)
+            # A rank waits for suspended ranks, which are silent.
+            if not self._is_any_silent(now):
+                self.limits.record(state.limit_phase, now - state.since)
             last_step_at = state.last_step_at
             if step != state.step:
                 if phase == state.phase == RankPhase.SCRIPT:
                     self.limits.record(_STEP_GAP, now - last_step_at)
                 last_step_at = now
             self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, last_step_at)
+
+    def _is_any_silent(self, now: float) -> bool:
+        """Return true if a rank is silent; searches thousands of ranks at most once per interval."""
+        if now - self._checked_at >= _CHECK_INTERVAL_S:
+            self._checked_at = now
+            self._has_silent = any(now - state.last_message_at >= _SILENT_S for state in self.ranks.values())
+        return self._has_silent
 
     def on_message(self, rank: int, now: float) -> None:
         """Record a message of a rank, even without progress."""

@@ -85,7 +85,7 @@ class HeartbeatServer:
         """
         self._address, self._handler = address, handler
         (self._secret,) = new_secret().values()
-        self._socket = bind_socket(interface=address)
+        self._socket = bind_socket(local_only=address == "127.0.0.1")
         self._socket.listen(socket.SOMAXCONN)
         self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 _SNAPSHOT_TIMEOUT_S = 10.0
 #: Time for silent ranks to print their position to their logs after a signal.
 _SIGNAL_PAUSE_S = 2.0
-#: A longer pause between two checks means that the supervisor, and probably the ranks, were suspended.
+#: A longer time between two checks means that the supervisor, and probably the ranks, were suspended.
 _PAUSE_S = 10.0
 #: Time after the exit of the last rank. The end of the step is reported within seconds, unless the report is
 #: lost.
@@ -96,7 +97,9 @@ class RankMonitor:
         self._probe: _HangProbe | None = None
         self._stopped = False
         self._empty_since: float | None = None
-        self._last_tick = system.monotonic()
+        self._last_seen = system.monotonic()
+        #: Time of the last discounted pause, and end of the last recorded one.
+        self._discounted_at = self._recorded_until = -math.inf
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
         self._reported: set[int] = set()
@@ -105,6 +108,9 @@ class RankMonitor:
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank."""
+        self._check_for_pause(system.monotonic())
+        if "paused" in message:
+            self._on_rank_pause(rank, *map(float, message["paused"]))
         self._hang_detector.on_message(rank, system.monotonic())
         self._stop_agreement.on_message(rank, message)
         self._emergency.on_message(rank, message)
@@ -113,7 +119,9 @@ class RankMonitor:
             phase, step = str(message["phase"]), int(message["step"])
             self._hang_detector.on_heartbeat(rank, phase, step, int(message["beats"]), system.monotonic())
             data_s, compute_s, exchange_s = map(float, message["spent"])
-            self._straggler_detector.on_heartbeat(rank, StepTimes(step, data_s, compute_s, exchange_s))
+            timed, measured = map(int, message["timed"])
+            times = StepTimes(step, data_s, compute_s, exchange_s, timed, measured)
+            self._straggler_detector.on_heartbeat(rank, times)
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
             self.has_process_group |= "group" in message
@@ -160,9 +168,7 @@ class RankMonitor:
     def on_tick(self) -> None:
         """Check for hangs, stragglers and a missed end of the step."""
         now = system.monotonic()
-        if (paused := now - self._last_tick) > _PAUSE_S:
-            self._hang_detector.discount_pause(paused)
-        self._last_tick = now
+        self._check_for_pause(now)
         self._emergency.check()
         if self._stopped:
             return
@@ -186,6 +192,38 @@ class RankMonitor:
     def close(self) -> None:
         """Stop monitoring after the attempt."""
         self._stopped = True
+
+    def _check_for_pause(self, now: float) -> None:
+        """Discount the time since the last call if this process was suspended."""
+        passed, self._last_seen = now - self._last_seen, now
+        if passed > _PAUSE_S:
+            self._discount(passed, now)
+
+    def _on_rank_pause(self, rank: int, seconds: float, monotonic_s: float) -> None:
+        """Discount and record a pause of a rank, for which the others had to wait, unless already done.
+
+        Args:
+            rank: the rank.
+            seconds: duration by the system clock.
+            monotonic_s: duration by the monotonic clock, which stops while the machine sleeps.
+        """
+        now, clock = system.monotonic(), system.time()
+        if monotonic_s > _PAUSE_S and now - monotonic_s >= self._discounted_at:
+            self._discount(monotonic_s, now)
+        # Most ranks report the same pause.
+        if seconds > _PAUSE_S and clock - seconds >= self._recorded_until - _PAUSE_S:
+            self._recorded_until = clock
+            log.info("rank %d on %s was suspended for %.0f s", rank, self._host_of(rank), seconds)
+            self._run.log_event("paused", self._attempt, rank=rank, seconds=seconds)
+
+    def _discount(self, seconds: float, now: float) -> None:
+        self._discounted_at = now
+        self._hang_detector.discount_pause(seconds)
+        self._straggler_detector.restart()
+        if self._probe is not None:
+            self._probe.since += seconds
+        if self._empty_since is not None:
+            self._empty_since += seconds
 
     def _probe_ranks(self, probe: _HangProbe, now: float) -> None:
         there = self._hang_detector.ranks.keys()
@@ -290,9 +328,9 @@ def describe_hang(
             f"; {format_ranks(sorted(waiting))} waiting for the process group at {' and '.join(addresses)}"
         )
         if absent := sorted(set(range(world_size)) - waiting.keys()):
-            text += f", and {format_ranks(absent)} not there"
+            text += f"; {format_ranks(absent)} not arrived"
         if len(addresses) > 1:
-            return f"{text}. All ranks must use the same address"
+            return f"{text}. Set MASTER_ADDR and MASTER_PORT, or the init_method, equally on all ranks"
     if not missing:
         places = ", ".join(sorted({one.place for one in snapshots.values()})) or "not reported"
         return f"{text}; the rank that the others are waiting for is unknown; positions: {places}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 #: A rank is slow if its time is this multiple of the typical time,
 _SLOW_RATIO = 1.5
 #: and is longer by this fraction of the step, which excludes negligible differences.
 _SLOW_PART = 0.1
-#: Minimum length of a window in seconds and in steps; one pause does not make a straggler.
+#: Minimum length of a window in seconds and in measured steps; one pause does not make a straggler.
 WINDOW_S, _WINDOW_STEPS = 20.0, 5
 #: Number of consecutive slow windows after which a rank counts as a lasting straggler.
 LASTING_WINDOWS = 3
@@ -28,24 +28,27 @@ class StepTimes:
     data_s: float
     compute_s: float
     exchange_s: float
+    timed_steps: int
+    """Steps that the times of computing and exchange contain: on a GPU, measurements arrive later."""
+    measured_steps: int
+    """The measured ones of these steps."""
 
     def __sub__(self, other: StepTimes) -> StepTimes:
-        return StepTimes(
-            self.steps - other.steps,
-            self.data_s - other.data_s,
-            self.compute_s - other.compute_s,
-            self.exchange_s - other.exchange_s,
-        )
+        return StepTimes(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
 
     def per_step(self) -> StepTimes:
         """Return the averages per step."""
-        count = max(1, self.steps)
-        return StepTimes(1, self.data_s / count, self.compute_s / count, self.exchange_s / count)
+        timed = max(1, self.timed_steps)
+        data_s = self.data_s / max(1, self.steps)
+        return StepTimes(1, data_s, self.compute_s / timed, self.exchange_s / timed, 1, 1)
 
     @property
     def own_time_s(self) -> float:
         """Time without the exchange."""
         return self.data_s + self.compute_s
+
+
+_FIELDS = tuple(entry.name for entry in fields(StepTimes))
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def find_stragglers(spent: Mapping[int, StepTimes]) -> list[Straggler]:
         statistics.median_low(each.data_s for each in steps.values()),
         statistics.median_low(each.compute_s for each in steps.values()),
         statistics.median_low(each.exchange_s for each in steps.values()),
+        1,
+        1,
     )
     most_s = max(statistics.median_low(each.own_time_s for each in steps.values()), 1e-9)
     whole_s = max(each.own_time_s + each.exchange_s for each in steps.values())
@@ -101,11 +106,17 @@ class StragglerDetector:
         self._window: dict[int, StepTimes] = {}
         self._window_start = 0.0
         self._in_a_row: dict[int, int] = {}
+        self._ignored: dict[int, int] = {}
 
     def on_heartbeat(self, rank: int, spent: StepTimes) -> None:
         """Handle a heartbeat."""
-        if spent.steps > 0:
+        if spent.measured_steps > self._ignored.get(rank, 0):
             self._newest[rank] = spent
+
+    def restart(self) -> None:
+        """Discard the current window, and the steps that a pause of the ranks has interrupted."""
+        self._ignored |= {rank: spent.measured_steps + 1 for rank, spent in self._newest.items()}
+        self._newest, self._window = {}, {}
 
     def check_window(self, now: float) -> list[tuple[Straggler, int]]:
         """Return the slow ranks of a window that has just ended, with their consecutive slow windows."""
@@ -117,7 +128,7 @@ class StragglerDetector:
         spent = {rank: each - self._window[rank] for rank, each in self._newest.items()}
         if (
             now - self._window_start < self._window_s
-            or min(each.steps for each in spent.values()) < _WINDOW_STEPS
+            or min(each.measured_steps for each in spent.values()) < _WINDOW_STEPS
         ):
             return []
         self._window, self._window_start = dict(self._newest), now

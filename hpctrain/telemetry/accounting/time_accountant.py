@@ -178,7 +178,7 @@ class TimeAccountant:
     def _fill(self, until_us: int, what: TimeCategory) -> None:
         """Account for the time until `until_us`; saves within it count as saving."""
         for start_us, end_us, save in self._segments(until_us):
-            self._add(start_us, end_us, what if save is None else TimeCategory.SAVING, save)
+            self._add(start_us, end_us, what if save is None else save.category, save)
 
     def _work(self, until_us: int, spent: Mapping[TimeCategory, int], first: int, last: int) -> None:
         """Split the time until `until_us` among the reported categories; saves within it count as saving."""
@@ -193,7 +193,7 @@ class TimeAccountant:
         portions = deque([*before, (TimeCategory.TRAINING, left), *after])
         for start, end_us, save in segments:
             if save is not None:
-                self._add(start, end_us, TimeCategory.SAVING, save)
+                self._add(start, end_us, save.category, save)
                 continue
             while start < end_us:
                 what, us = portions.popleft()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.text import is_finite
 
 #: Events after which the state of an attempt's ranks changes.
@@ -37,17 +38,18 @@ class TimelineEvent:
 
 @dataclass(frozen=True)
 class SaveEvent:
-    """A span in which a save blocked training, in microseconds since the epoch."""
+    """A span in which a save or a pause blocked training, in microseconds since the epoch."""
 
     start_us: int
     end_us: int
     step: int
+    category: TimeCategory = TimeCategory.SAVING
 
 
 def read_timeline_events(
     events: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]]
 ) -> tuple[list[TimelineEvent], list[SaveEvent]]:
-    """Return timeline events in order, and the spans in which saves blocked training.
+    """Return timeline events in order, and the spans in which saves or pauses blocked training.
 
     Records without a usable time are skipped. The lines of each file are in the order of writing. A time
     before the previous line, such as from unsynchronized host clocks, is replaced with the previous time.
@@ -55,6 +57,7 @@ def read_timeline_events(
     turns: list[TimelineEvent] = []
     steps: list[TimelineEvent] = []
     saves: dict[int, SaveEvent] = {}
+    pauses: list[SaveEvent] = []
     started_us: dict[int, int] = {}
     for event, time_us in _in_order(events):
         kind, attempt, step = str(event.get("kind")), _count(event.get("attempt")), event.get("step")
@@ -64,6 +67,8 @@ def read_timeline_events(
             steps.append(TimelineEvent(time_us - seconds_us, kind, attempt, known_step))
             # A second line for a step refers to the copy, which does not block the training.
             saves.setdefault(known_step, _save(event, time_us, seconds_us, known_step))
+        elif kind == "paused":
+            pauses.append(SaveEvent(time_us - seconds_us, time_us, 0, TimeCategory.IDLE))
         elif kind in STATE_CHANGES and (kind != "failure" or is_finite(event.get("rank"))):
             spent = {"loading": seconds_us} if kind == "resumed" else {}
             turns.append(
@@ -81,7 +86,7 @@ def read_timeline_events(
                 TimelineEvent(time_us, "step", attempt, step, first_step, _spent(record.get("spent")))
             )
     steps.sort(key=lambda mark: mark.time_us)
-    return list(_merged(turns, steps)), sorted(saves.values(), key=lambda save: save.start_us)
+    return list(_merged(turns, steps)), sorted([*saves.values(), *pauses], key=lambda span: span.start_us)
 
 
 def _merged(turns: list[TimelineEvent], steps: list[TimelineEvent]) -> Iterator[TimelineEvent]:

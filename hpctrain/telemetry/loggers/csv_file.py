@@ -16,14 +16,19 @@ _FIRST = ("step", "epoch", "time", "attempt")
 
 @dataclass
 class Csv:
-    """Logger that writes `metrics.csv` in the run folder, or another file."""
+    """Logger that writes `metrics.csv` in the run folder, or another file.
+
+    With `folder`, it writes this file into a subfolder with the name of the run.
+    """
 
     path: str | None = None
     name: str = "csv"
+    folder: str | None = None
     _columns: list[str] = field(default_factory=list, repr=False)
 
     def start(self, run: LoggedRun) -> None:
-        self._file = Path(self.path) if self.path else run.folder / "metrics.csv"
+        folder = Path(self.folder) / run.run_id if self.folder else run.folder
+        self._file = Path(self.path) if self.path else folder / "metrics.csv"
         make_folder(self._file.parent)
         terminate_partial_line(self._file)
         rows = self._read()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
 from hpctrain.class_registry import Registry
 from hpctrain.errors import UserError
@@ -30,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
 def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
-    """Return the loggers given by name or as objects.
+    """Return the loggers given by name, as objects, or as loggers of Lightning.
 
     Raises:
         UserError: a name is unknown, a package is not installed, or two loggers have the same name.
@@ -56,7 +58,42 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
     return loggers
 
 
+def _from_lightning(logger: Any) -> Logger:
+    """Return the logger here that writes to the destination of Lightning's logger.
+
+    Raises:
+        UserError: there is none.
+    """
+    kind = type(logger).__name__
+    if kind != "NeptuneLogger" and getattr(logger, "_prefix", None):
+        raise UserError(
+            f"{kind} has prefix={logger._prefix!r}, but hpctrain logs metrics under their own names. Remove "
+            "prefix, and choose the names in self.log."
+        )
+    arguments: dict[str, Any]
+    match kind:
+        case "CSVLogger" | "TensorBoardLogger":
+            name = kind.removesuffix("Logger").lower()
+            arguments = {"folder": os.path.join(logger.save_dir, logger.name or "")}
+        case "WandbLogger":
+            options = {key: value for key, value in logger._wandb_init.items() if value is not None}
+            name, arguments = "wandb", {"options": options}
+        case "MLFlowLogger":
+            name = "mlflow"
+            arguments = {"experiment": logger._experiment_name, "tracking_uri": logger._tracking_uri}
+        case "NeptuneLogger":
+            name, arguments = "neptune", {"project": logger._project_name}
+        case _:
+            raise UserError(
+                f"loggers contains a {kind} of Lightning, which has no counterpart here. Choose from "
+                f"{', '.join(map(repr, LOGGERS.ours))}, or write a logger (docs/loggers.md)."
+            )
+    return LOGGERS.find(name)(**arguments)
+
+
 def _checked(logger: object) -> Logger:
+    if type(logger).__module__.split(".")[0] in ("lightning", "pytorch_lightning"):
+        logger = _from_lightning(logger)
     if not isinstance(logger, Logger):
         raise UserError(
             f"{logger!r} is not a logger. A logger must have a name, and the methods start, log, rewind and "

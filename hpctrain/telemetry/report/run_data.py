@@ -83,6 +83,8 @@ class RunData:
     best: BestValue | None
     """Best value of the metric that the user optimizes."""
     resubmit_command: list[str]
+    resubmit_remarks: list[str]
+    """Comments on values of the command that did not apply."""
     reports_steps: bool | None
     """True if the script reports its steps; None if unknown."""
     notes: list[str] = field(default_factory=list)
@@ -178,6 +180,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         devices=devices,
         energy=_energy_use(devices, breakdown, num_steps, environment),
         resubmit_command=[*state.resubmit_command, *(remarks if state.resubmit_command else ())],
+        resubmit_remarks=remarks,
         reports_steps=reports,
         notes=[
             *breakdown.notes,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
+from typing import Any
 
 from hpctrain.class_registry import Registry
+from hpctrain.errors import UserError
 from hpctrain.training.algorithms.base import Algorithm
 
 ALGORITHMS: Registry[Algorithm] = Registry(
@@ -26,6 +29,34 @@ ALGORITHMS: Registry[Algorithm] = Registry(
 )
 
 
+#: Names of Bagua that differ from those here.
+_BAGUA = {"gradient_allreduce": "allreduce"}
+
+
+class BaguaStrategy:
+    """Lightning's strategy of this name: `ddp` with one of Bagua's algorithms, as implemented here.
+
+    Attributes:
+        trainer_settings: the settings of the Trainer with the same meaning.
+    """
+
+    def __init__(self, algorithm: str = "gradient_allreduce", **arguments: Any) -> None:
+        """Choose an algorithm by Bagua's name, with the arguments of the `Algorithm` here.
+
+        Raises:
+            UserError: the algorithm is unknown, or has no such argument.
+        """
+        kind = ALGORITHMS.find(_BAGUA.get(algorithm, algorithm))
+        accepted = signature(kind).parameters
+        for name in arguments:
+            if name not in accepted:
+                raise UserError(
+                    f"BaguaStrategy received {name}={arguments[name]!r}, but the arguments of {algorithm!r} "
+                    f"here are: {', '.join(accepted) or 'none'}. Remove {name}."
+                )
+        self.trainer_settings = {"strategy": "ddp", "algorithm": kind(**arguments)}
+
+
 def register_algorithm(name: str) -> Callable[[type[Algorithm]], type[Algorithm]]:
     """Register a subclass of `Algorithm` for `Trainer(algorithm=name)`; a built-in name is replaced."""
     return ALGORITHMS.register(name)
@@ -37,4 +68,6 @@ def find_algorithm(algorithm: str | Algorithm) -> Algorithm:
     Raises:
         UserError: there is no algorithm with this name.
     """
-    return algorithm if isinstance(algorithm, Algorithm) else ALGORITHMS.find(algorithm)()
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    return ALGORITHMS.find(_BAGUA.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm)()

@@ -105,13 +105,13 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
     return list(free[:wanted])
 
 
-def find_devices(devices: Devices, environ: Mapping[str, str]) -> list[int | None]:
-    """Return `choose_devices` for the current state of this machine.
+def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool = True) -> list[int | None]:
+    """Return `choose_devices` for the current state of this machine, or for no GPUs.
 
     Raises:
         UserError: as in `choose_devices`.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     busy: list[int] = []
     if num_gpus:
         with GpuReader(visible_devices(environ)) as reader:

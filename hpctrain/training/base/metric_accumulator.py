@@ -24,6 +24,7 @@ class MetricAccumulator:
         self.values: dict[str, torch.Tensor | float] = {}
         #: Numbers of each value.
         self.width = 1
+        self._names: set[str] | None = None
 
     def add(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
         """Add means over samples that are `share` of the global batch.
@@ -33,24 +34,30 @@ class MetricAccumulator:
         Raises:
             UserError: the names differ from those of the previous micro-batch.
         """
-        if self.values and self.values.keys() != scalars.keys():
+        if self._names not in (None, scalars.keys()):
             raise UserError(
                 f"training_step returned the metrics {sorted(scalars)} for a micro-batch, but "
-                f"{sorted(self.values)} for the previous micro-batch. Return the same metrics for every "
-                "micro-batch."
+                f"{sorted(self._names or ())} for the previous micro-batch. Return the same metrics for "
+                "every micro-batch."
             )
+        self._names = {*scalars}
         tokens = _double(scalars[TOKENS_FIELD]) if TOKENS_FIELD in scalars else None
         parts: dict[str, torch.Tensor | float] = {}
         for name, scalar in scalars.items():
             weight = share if tokens is None or name not in ("loss", TOKENS_FIELD) else 1.0
-            # A rank without samples uses a sample of another rank; zeros avoid 0 · inf = nan.
-            part = _double(scalar) * weight if share else 0.0 * _double(torch.zeros_like(scalar))
+            part = _part(scalar, weight if share else 0.0)
             if tokens is not None and name == "loss":
                 part = _total(part, tokens)
             parts[name] = part
-        self.values = (
-            {name: self.values[name] + part for name, part in parts.items()} if self.values else parts
-        )
+        self._add(parts)
+
+    def add_logged(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
+        """Add logged means, which every micro-batch may have or not, as in `add`."""
+        self._add({name: _part(scalar, share) for name, scalar in scalars.items()})
+
+    def _add(self, parts: Mapping[str, torch.Tensor | float]) -> None:
+        for name, part in parts.items():
+            self.values[name] = self.values[name] + part if name in self.values else part
 
     def put(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
         """Insert means; existing means with the same name are replaced."""
@@ -64,6 +71,11 @@ class MetricAccumulator:
         self.values |= other.values
         if losses:
             self.values["loss"] = sum(losses[1:], losses[0])
+
+
+def _part(scalar: torch.Tensor, weight: float) -> torch.Tensor | float:
+    # A rank without samples uses a sample of another rank; zeros avoid 0 · inf = nan.
+    return _double(scalar) * weight if weight else 0.0 * _double(torch.zeros_like(scalar))
 
 
 def _total(mean: torch.Tensor | float, tokens: torch.Tensor | float) -> torch.Tensor | float:

@@ -72,9 +72,14 @@ def unpack_dataloader(data: Any, loading: LoaderConfig, name: str) -> tuple[Data
         return DataLoaderParts(data.dataset), loading.with_loader_batch_size(batch_size, name)
     if batch_size is None:
         assert batch_sampler is not None
+        loading.check_accumulation(
+            f"{name} is a DataLoader with a batch_sampler", "Return larger batches from the batch sampler"
+        )
         return DataLoaderParts(data.dataset, sampler=batch_sampler, yields_batches=True), loading
     loading = loading.with_loader_batch_size(batch_size, name)
     drop_last = data.drop_last or getattr(batch_sampler, "drop_last", False)
+    if drop_last:
+        loading.check_accumulation(f"{name} is a DataLoader with drop_last=True", "Remove drop_last")
     if type(sampler) is DistributedSampler:  # hpctrain divides batches among the ranks itself
         return DataLoaderParts(data.dataset, sampler.shuffle, drop_last), loading
     if type(sampler) is SequentialSampler or _is_permutation(sampler, data.dataset):

@@ -121,7 +121,8 @@ def make_validation_set(
     Raises:
         UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
     """
-    parts, loading = unpack_dataloader(dataset, replace(loading, global_batch_size_is_set=False), name)
+    loading = replace(loading, global_batch_size_is_set=False, accumulate_grad_batches=1)
+    parts, loading = unpack_dataloader(dataset, loading, name)
     if is_stream(parts.dataset):
         _check_divisible_stream(data_rank, name)
     make = _ValidationStream if is_stream(parts.dataset) else _ValidationMap

@@ -37,6 +37,8 @@ class LoaderConfig:
     """Function to call in each data worker; only a DataLoader has one."""
     global_batch_size_is_set: bool = False
     """True if the user set `global_batch_size`, so that a DataLoader cannot replace it."""
+    accumulate_grad_batches: int = 1
+    """Batches of a DataLoader per optimizer step."""
 
     def with_loader_batch_size(self, batch_size: int, name: str) -> LoaderConfig:
         """Return these settings with the `batch_size` of a DataLoader, unless the user set another.
@@ -45,7 +47,7 @@ class LoaderConfig:
             UserError: the global batch size is not a multiple of `batch_size`.
         """
         if not self.global_batch_size_is_set:
-            return replace(self, global_batch_size=batch_size)
+            return replace(self, global_batch_size=batch_size * self.accumulate_grad_batches)
         if self.global_batch_size % batch_size:
             raise UserError(
                 f"global_batch_size is {self.global_batch_size}, but {name} is a DataLoader with "
@@ -54,6 +56,18 @@ class LoaderConfig:
                 "the ranks instead, remove global_batch_size."
             )
         return self
+
+    def check_accumulation(self, problem: str, remedy: str) -> None:
+        """Raise an error if several batches of a DataLoader would form a step.
+
+        Raises:
+            UserError: `problem` does not permit this.
+        """
+        if self.accumulate_grad_batches > 1:
+            raise UserError(
+                f"accumulate_grad_batches is {self.accumulate_grad_batches}, but {problem}, so the batches "
+                f"of a step are unknown. {remedy}, or set global_batch_size and micro_batch_size instead."
+            )
 
     def with_batches_of(self, batch_size: int, name: str) -> LoaderConfig:
         """Return these settings with the size of the largest batch of a batch sampler.
@@ -122,6 +136,7 @@ def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> 
         timeout_s=settings.dataloader_timeout_s,
         seed_samples=settings.seed_samples,
         global_batch_size_is_set="global_batch_size" in settings.given,
+        accumulate_grad_batches=settings.accumulate_grad_batches,
     )
 
 

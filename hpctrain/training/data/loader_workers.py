@@ -25,7 +25,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hpctrain.cluster.parent_death import die_with_parent
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import DataWorkerKilled, HpctrainError
+from hpctrain.runtime.failure_file import wait_for_dead_worker
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.training.base.rng import derive_seed
 from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, describe_round, write_progress_to
@@ -84,6 +85,7 @@ class LoaderWorkers:
         before = set(multiprocessing.active_children())
         with _signals_blocked():
             self._results: Iterator[Any] | None = iter(loader)
+            _exclude_from_death_handler(self._results)
         # At exit, multiprocessing sends SIGTERM and waits, but data workers ignore SIGTERM.
         atexit.register(self._end_at_exit)
         self._processes: list[BaseProcess] = sorted(
@@ -98,21 +100,23 @@ class LoaderWorkers:
         """Return the next result.
 
         Raises:
-            HpctrainError: a data worker died or did not respond in time.
+            HpctrainError: a data worker exited, was killed, or did not respond in time.
         """
         if self._results is None:
             raise StopIteration
-        deadline = time.monotonic() + self._timeout_s
+        begun, polls = time.monotonic(), 0
         while True:
             try:
                 return next(self._results)
-            except RuntimeError as error:
-                dead = [i for i, process in enumerate(self._processes) if process.exitcode not in (None, 0)]
-                if dead:
-                    raise HpctrainError(self._death_message(dead[0])) from None
+            except (RuntimeError, OSError, EOFError) as error:
+                if (dead := wait_for_dead_worker(error, self._processes)) is not None:
+                    raise self._death(dead) from None
                 if not str(error).startswith("DataLoader timed out"):
                     raise
-            if time.monotonic() >= deadline:
+            polls += 1
+            # Another clock would count the time for which this process was suspended.
+            waited_s = min(time.monotonic() - begun, 2 * polls * _POLL_INTERVAL_S)
+            if waited_s >= self._timeout_s:
                 places = "; ".join(self._position(i) for i in range(len(self._processes)))
                 raise HpctrainError(
                     f"No batch of {self._name} arrived within {self._timeout_s:g} s "
@@ -144,13 +148,12 @@ class LoaderWorkers:
             with suppress(ValueError):  # already closed
                 process.kill()
 
-    def _death_message(self, number: int) -> str:
-        code = self._processes[number].exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        hint = " A common cause is a lack of memory." if code == -signal.SIGKILL else ""
-        return (
-            f"Data worker {number} (pid {self._processes[number].pid}) {how} {self._position(number)}.{hint}"
-        )
+    def _death(self, process: BaseProcess) -> HpctrainError:
+        number, code = self._processes.index(process), process.exitcode or 0
+        worker, place = f"Data worker {number} (pid {process.pid})", self._position(number)
+        if code < 0:
+            return DataWorkerKilled(worker, signal.Signals(-code), place)
+        return HpctrainError(f"{worker} exited with code {code} {place}.")
 
     def _position(self, number: int) -> str:
         epoch, index, second = self._progress_boards[number]
@@ -165,18 +168,23 @@ class LoaderWorkers:
 def _signals_blocked() -> Iterator[None]:
     """Block the job's signals for processes started in this block.
 
-    Signals to this process are delivered at the end of the block. Torch's SIGCHLD handler, which raises at an
-    arbitrary point of the main thread, is removed: `LoaderWorkers` checks its processes itself.
+    Signals to this process are delivered at the end of the block.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    on_death = signal.getsignal(signal.SIGCHLD)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if in_main:
-            signal.signal(signal.SIGCHLD, on_death if on_death is not None else signal.SIG_DFL)
+
+
+def _exclude_from_death_handler(results: Any) -> None:
+    """Exclude these data workers from torch's SIGCHLD handler, which raises anywhere in the main thread.
+
+    The handler would report a data worker that is killed because it is no longer needed, in place of the
+    error for which it is killed. `LoaderWorkers` checks its processes itself.
+    """
+    torch._C._remove_worker_pids(id(results))
+    results._worker_pids_set = False
 
 
 def _initialize_worker(

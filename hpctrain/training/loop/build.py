@@ -25,13 +25,12 @@ from hpctrain.training.data.loader_config import make_loader_config
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.determinism.witness import Witness, witness_distance
-from hpctrain.training.lightning_module import find_lightning_run
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.lightning_step import LightningTrainStep
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.loop.validator import Validator
-from hpctrain.training.module import Module, check_initialized, takes_optimizer_idx
+from hpctrain.training.module import Module, check_initialized, find_run, takes_optimizer_idx
 from hpctrain.training.observe.compute_timer import ComputeTimer
 from hpctrain.training.observe.environment_info import collect_environment, hash_code
 from hpctrain.training.observe.logger_process import LoggerProcess
@@ -92,6 +91,9 @@ def build_training_loop(
     source, val_data = _make_data(settings, context, data_rank, train_dataset, val_dataset)
     settings = copy(settings)
     settings.global_batch_size = source.loading.global_batch_size
+    if settings.accumulate_grad_batches > 1 and settings.micro_batch_size is None:
+        passes = settings.accumulate_grad_batches * data_rank.world_size
+        settings.micro_batch_size = -(-settings.global_batch_size // passes)
     _check_monitor(settings, validates=val_data is not None)
     if run is None and settings.on_bad_loss == "rollback":
         raise UserError(
@@ -101,9 +103,10 @@ def build_training_loop(
     callbacks.check(validates=val_data is not None and settings.validate_every is not None)
     cast_module(module, settings.precision)
     placed = strategy_class(module, context, settings)
-    lightning = find_lightning_run(module)
-    if lightning is not None:
-        lightning.source = source
+    module_in_use = find_run(module)
+    if module_in_use is not None:
+        module_in_use.source = source
+    lightning = module_in_use if module_in_use is not None and module_in_use.has_hooks else None
     optimization = _configure_optimizers(placed, module)
     has_shards = context.is_distributed and not placed.has_complete_state
     scaler = make_scaler(settings.precision, context.device, has_shards=has_shards)
@@ -122,8 +125,9 @@ def build_training_loop(
         train_step = TrainStep(placed, optimization, settings, scaler, int(most) if most else None)
     guard = LossGuard(settings, has_scaler=scaler is not None)
     state = TrainingState(module, optimization, source, guard)
-    if lightning is not None:
-        lightning.state = state
+    if module_in_use is not None:
+        module_in_use.state = state
+        module_in_use.proxy.optimizers = module_in_use.proxy.optimizers or [*state.optimizers]
     state.determinism = determinism
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
@@ -199,7 +203,7 @@ def _make_data(
 
 
 def _check_grain_size(settings: TrainerConfig) -> None:
-    if not settings.given & {"grain_size", "micro_batch_size", "global_batch_size"}:
+    if not settings.given.keys() & {"grain_size", "micro_batch_size", "global_batch_size"}:
         raise UserError(
             "elastic_determinism is True, and train_dataset is a DataLoader, so the size of the grains is "
             "unknown. Set grain_size, for example to a divisor of the DataLoader's batch_size."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -23,9 +23,8 @@ from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config, to_device
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
-from hpctrain.training.lightning_module import find_lightning_run
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
-from hpctrain.training.module import Module, as_scalars
+from hpctrain.training.module import Module, as_scalars, collect_logged, find_run
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -81,7 +80,7 @@ class Evaluation:
         ):
             batches = pad_to_longest(mine, context) if strategy.in_lockstep else mine
             first = self._data.first_batch() if self._determinism else None
-            for output, _, num_held in evaluate_batches(strategy, "predict_step", batches, first):
+            for output, _, _, num_held in evaluate_batches(strategy, "predict_step", batches, first):
                 if num_held:
                     own.append(map_tensors(output, lambda tensor: tensor.cpu()))
         return [
@@ -130,45 +129,51 @@ def run_validation(
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
-    lightning = find_lightning_run(strategy.module)
+    run = find_run(strategy.module)
     with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as own:
-        if lightning is not None:
-            lightning.begin_evaluation(method, is_sanity=num_batches is not None)
+        if run is not None:
+            run.begin_evaluation(method, is_sanity=num_batches is not None)
         some = islice(own, num_batches)
         batches = loop.iterate(pad_to_longest(some, context) if strategy.in_lockstep else some)
         first = data.first_batch() if strategy.settings.elastic_determinism else None
-        for output, num_samples, _ in evaluate_batches(strategy, method, batches, first):
+        for output, logged, num_samples, num_held in evaluate_batches(strategy, method, batches, first):
+            if run is not None and run.has_hooks:
+                output = {}  # only logged values are metrics
             if num_samples:
-                means.add(as_scalars(output, lone_name, means.origin), num_samples)
+                output = {} if output is None and logged else output
+                means.add(as_scalars(output, lone_name, means.origin), num_samples, logged, num_held)
                 activity.set_phase(RankPhase.VALIDATE)
         if loop.interrupted:
             return None
         results = means.over_ranks()
-        return results if lightning is None else lightning.end_evaluation(method, results, means.count)
+        return results if run is None else run.end_evaluation(method, results, means.count)
 
 
 def evaluate_batches(
     strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]], first: int | None = None
-) -> Iterator[tuple[Any, int, int]]:
+) -> Iterator[tuple[Any, dict[str, torch.Tensor], float, int]]:
     """Call a method of the module on each of `batches`, pairs of number of samples and batch.
 
     With `first`, the number of the first batch among those of all ranks, random numbers depend only on the
     number of a batch.
 
-    Yields the output, the number of samples that it represents, and the number of this rank's samples.
+    Yields the output, the logged scalars, the number of samples that the output represents, and the number of
+    this rank's samples.
     """
     device, precision = strategy.context.device, strategy.settings.precision
-    lightning = find_lightning_run(strategy.module)
+    origin = f"{type(strategy.module).__name__}.log"
     for batch_idx, (num_held, batch) in enumerate(batches, first or 0):
         if first is not None:
             batch = align_tensors(batch)
             seed_all(derive_seed(strategy.settings.seed, "evaluation", batch_idx))
-        if lightning is not None:
-            lightning.num_samples = num_held
-        with forward_context(precision, device):
+        # As in Lightning, predictions cannot log.
+        collected: Any = (
+            nullcontext({}) if method == "predict_step" else collect_logged(strategy.module, num_held)
+        )
+        with forward_context(precision, device), collected as logged:
             on_device = cast_batch(to_device(batch, device), precision)
             output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
-        yield output, num_samples, num_held
+        yield output, as_scalars(logged, "", origin), num_samples, num_held
 
 
 def pad_to_longest(
@@ -201,22 +206,29 @@ class _SampleMeans:
         """Start without samples; `origin` names the method that returns the metrics."""
         self.origin, self._context = origin, context
         self._terms: dict[str, list[torch.Tensor]] = {}
-        self.count = 0
+        self.count = 0.0
 
-    def add(self, scalars: Mapping[str, torch.Tensor], num_samples: int) -> None:
-        """Add means over `num_samples`.
+    def add(
+        self,
+        scalars: Mapping[str, torch.Tensor],
+        num_samples: float,
+        logged: Mapping[str, torch.Tensor],
+        num_held: int,
+    ) -> None:
+        """Add means over `num_samples`, and logged means over the samples of this rank.
 
         Raises:
             UserError: the names differ from earlier names.
         """
-        terms = self._terms
-        if terms and terms.keys() != scalars.keys():
+        terms, names = self._terms, {**logged, **scalars}.keys()
+        if terms and terms.keys() != names:
             raise UserError(
-                f"{self.origin} returned the metrics {sorted(scalars)} for a batch, but {sorted(terms)} "
-                "for earlier batches. Return the same metrics for every batch."
+                f"{self.origin} returned or logged the metrics {sorted(names)} for a batch, but "
+                f"{sorted(terms)} for earlier batches. Return the same metrics for every batch."
             )
-        for name, mean in scalars.items():
-            terms.setdefault(name, []).append(mean.double() * num_samples)
+        for name in names:
+            value, count = (scalars[name], num_samples) if name in scalars else (logged[name], num_held)
+            terms.setdefault(name, []).append(value.double() * count if count else torch.zeros(()).double())
         self.count += num_samples
 
     def over_ranks(self) -> dict[str, float]:

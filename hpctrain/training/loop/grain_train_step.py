@@ -19,7 +19,7 @@ from hpctrain.training.determinism.exact_norm import exact_norm
 from hpctrain.training.determinism.gradient_sum import GradientSum
 from hpctrain.training.determinism.witness import Witness, hash_gradients
 from hpctrain.training.loop.train_step import TokenCounter, TrainStep
-from hpctrain.training.module import Module, takes_optimizer_idx
+from hpctrain.training.module import has_step_end, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -238,8 +238,8 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
         )
     elif (
         strategy.gathers_samples
-        and type(module).training_step_end is not Module.training_step_end
-        and not settings.given & {"grain_size", "micro_batch_size"}
+        and has_step_end(module, "training_step")
+        and not settings.given.keys() & {"grain_size", "micro_batch_size"}
     ):
         reason = (
             f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end combines "

@@ -16,11 +16,11 @@ from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData
 from hpctrain.training.lightning_hooks import overrides
-from hpctrain.training.lightning_module import LightningRun
+from hpctrain.training.lightning_module import ModuleRun
 from hpctrain.training.loop.optimizer_step import OptimizerStep
 from hpctrain.training.loop.train_step import TrainStep
-from hpctrain.training.module import as_scalars, is_manual
-from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
+from hpctrain.training.module import as_scalars, collect_logged, is_manual
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -30,7 +30,7 @@ class LightningTrainStep(TrainStep):
 
     def __init__(
         self,
-        run: LightningRun,
+        run: ModuleRun,
         strategy: Strategy,
         optimization: OptimizerSetup,
         settings: TrainerConfig,
@@ -42,7 +42,8 @@ class LightningTrainStep(TrainStep):
             UserError: the module needs the end of an epoch, which is not known in time for a stream.
         """
         super().__init__(strategy, optimization, settings, scaler)
-        self._run, self._is_manual = run, is_manual(self._module)
+        self._run: ModuleRun = run
+        self._is_manual = is_manual(self._module)
         self._user_module: Any = self._module  # mypy does not know the hooks of Lightning
         self._optimizer_step = _LightningOptimizerStep(optimization, strategy, settings, scaler)
         self._weight, self._losses = 1.0, list[torch.Tensor]()
@@ -77,8 +78,7 @@ class LightningTrainStep(TrainStep):
     @contextmanager
     def _hooks(self, rank_batch: RankBatch, sums: MetricAccumulator) -> Iterator[None]:
         run, proxy = self._run, self._run.proxy
-        proxy.training, proxy.current_epoch, proxy.global_step = True, rank_batch.epoch, rank_batch.step - 1
-        run.batch_idx = rank_batch.batch_idx
+        run.begin_step(rank_batch)
         with run.logging() as at_start:
             if rank_batch.batch_idx == 0:
                 self._user_module.on_train_epoch_start()
@@ -98,7 +98,6 @@ class LightningTrainStep(TrainStep):
     def _forward_backward(
         self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
     ) -> None:
-        self._run.num_samples = micro_batch.num_samples
         super()._forward_backward(rank_batch, micro_batch, sums, last)
         self._user_module.on_after_backward()
 
@@ -112,19 +111,21 @@ class LightningTrainStep(TrainStep):
         if not self._is_manual:
             return super()._update(step, micro_batches, optimizers, sums)
         (micro_batch,) = micro_batches
-        num_samples = self._run.num_samples = micro_batch.num_samples
+        num_samples = micro_batch.num_samples
         part = num_samples / step.rank_batch.batch_size
         self._weight, self._losses = part * self._num_parts, []
         self._stepped.clear()
         self._strategy.sync_buffers()  # as DDP does before each forward pass
         batch = cast_batch(to_device(micro_batch.batch, self._context.device), self._settings.precision)
-        with self._forward_context:
+        with self._forward_context, collect_logged(self._module, num_samples) as logged:
             output, _ = self._strategy.training_step(batch, step.rank_batch.batch_idx, num_samples)
-        self._check_steps()
-        self._optimizer_step.clear_gradients()
+        # Others are accumulated in further steps, and saved in checkpoints.
+        for optimizer in self._stepped:
+            self._strategy.zero_grad(optimizer)
         if self._losses:
             output = {"loss": torch.stack(self._losses).sum(), **output}
         sums.add(as_scalars(output, "loss", self._origin), part)
+        self._add_logged(logged, output, part, sums)
         return True
 
     def _backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
@@ -151,22 +152,6 @@ class LightningTrainStep(TrainStep):
                 parameter.grad = torch.zeros_like(parameter)
         assert self._strategy.algorithm is not None
         self._strategy.algorithm.average([parameter.grad for parameter in used if parameter.grad is not None])
-
-    def _check_steps(self) -> None:
-        """Check that no gradient is kept for the next step.
-
-        Raises:
-            UserError: an optimizer has gradients, but did not step.
-        """
-        for number, optimizer in enumerate(self._optimizers):
-            if optimizer not in self._stepped and any(p.grad is not None for p in parameters_of(optimizer)):
-                raise UserError(
-                    f"{self._origin} computed gradients for optimizer {number}, but did not call its step(). "
-                    "Gradients cannot be kept for the next step, because checkpoints do not contain "
-                    "gradients. Instead of accumulating gradients over several steps, increase "
-                    "global_batch_size. To exclude these parameters from the backward pass, use "
-                    "toggle_optimizer()."
-                )
 
 
 class _LightningOptimizerStep(OptimizerStep):

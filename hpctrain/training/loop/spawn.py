@@ -82,7 +82,7 @@ def spawn_ranks(
     call = dumps((train, arguments), whose, list(arguments.items()))
     with (
         # Rank 0 listens on this port.
-        bind_socket(interface="127.0.0.1") as reserved,
+        bind_socket(local_only=True) as reserved,
         tempfile.TemporaryDirectory(prefix="hpctrain-spawn-") as folder,
         capture_stop_signals() as stop,
     ):

@@ -21,7 +21,13 @@ from hpctrain.training.data.loader_config import needs_transfer, to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
 from hpctrain.training.loop.optimizer_step import OptimizerStep
 from hpctrain.training.loop.step_exchange import StepExchange
-from hpctrain.training.module import Module, as_scalars, takes_optimizer_idx
+from hpctrain.training.module import (
+    as_scalars,
+    collect_logged,
+    find_run,
+    has_step_end,
+    takes_optimizer_idx,
+)
 from hpctrain.training.optim.micro_batch_size import (
     add_oom_hint,
     find_micro_batch_size,
@@ -62,7 +68,7 @@ class TrainStep:
                 to be skipped.
         """
         self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
-        self._settings, self._scaler = settings, scaler
+        self._settings, self._scaler, self._run = settings, scaler, find_run(self._module)
         self.max_micro_batch = max_micro_batch
         self._optimizers = optimization.optimizers
         self._optimizer_step = OptimizerStep(optimization, strategy, settings, scaler)
@@ -99,6 +105,8 @@ class TrainStep:
             UserError: the training step did not return a loss.
         """
         number = step.rank_batch.step
+        if self._run is not None:
+            self._run.begin_step(step.rank_batch)
         updated = True
         if not self._optimizers_alternate:
             updated = self._update(step, micro_batches, self._optimizers, sums)
@@ -192,7 +200,7 @@ class TrainStep:
         """Compute the gradients of a batch on this rank only."""
         batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
         turn = self._strategy.toggled_optimizer(0) if self._optimizers_alternate else _NOTHING
-        with turn, self._forward_context:
+        with turn, self._forward_context, collect_logged(self._module, 0):
             # Ranks must not wait for a rank that runs out of memory.
             scalars = self._scalars(self._strategy.trial_step(batch))
         torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
@@ -248,7 +256,7 @@ class TrainStep:
 
     def _can_split_batches(self) -> bool:
         """Return true if smaller micro-batches yield the same gradient, up to rounding."""
-        if self._runs_backward or type(self._module).training_step_end is not Module.training_step_end:
+        if self._runs_backward or has_step_end(self._module, "training_step"):
             return False
         return not any(isinstance(layer, BatchNorm) and layer.training for layer in self._module.modules())
 
@@ -259,13 +267,14 @@ class TrainStep:
         batch = micro_batch.batch
         if self._converts_batches:
             batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
-        with self._forward_context:
-            output, num_samples = self._strategy.training_step(
-                batch, rank_batch.batch_idx, micro_batch.num_samples
-            )
+        own_samples = micro_batch.num_samples
+        with self._forward_context, collect_logged(self._module, own_samples) as logged:
+            output, num_samples = self._strategy.training_step(batch, rank_batch.batch_idx, own_samples)
         if output is None and self._optimizers_alternate:
             return
         scalars = self._scalars(output)
+        if logged:
+            self._add_logged(logged, scalars, own_samples / rank_batch.batch_size, sums)
         part = num_samples / rank_batch.batch_size
         # The strategy averages over the ranks that share the batch; the mean over the batch is needed.
         weight: float | torch.Tensor = part * self._num_parts
@@ -285,6 +294,13 @@ class TrainStep:
         if last and self.loss_check is not None:
             self.loss_check.send_loss(sums)
         self._strategy.backward(self._weighted(scalars["loss"], weight))
+
+    def _add_logged(
+        self, logged: dict[str, Any], beside: Iterable[str], share: float, sums: MetricAccumulator
+    ) -> None:
+        """Add logged values, except those that the step also returns."""
+        own = {name: value for name, value in logged.items() if name not in beside}
+        sums.add_logged(as_scalars(own, "", f"{type(self._module).__name__}.log"), share)
 
     def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
         if norm is not None:

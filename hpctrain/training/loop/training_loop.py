@@ -65,6 +65,7 @@ class TrainingLoop:
             train_step.loss_check = self._exchange
         train_step.record_result = checkpoints.emergency.record_result
         self._cpus = count_rank_cpus(parts.context.ranks.local_world_size)
+        self._has_warned = False
         self.state, self.last_step = parts.state, parts.source.last_step
         self.metrics = MetricAccumulator()
 
@@ -111,13 +112,6 @@ class TrainingLoop:
                     yield from self._steps()
                 except BadStep as bad:
                     self._roll_back(bad)
-                waited_s, all_s = parts.step_timer.data_wait()
-                num_workers = parts.source.loading.num_workers
-                self._print_hint(
-                    warn_too_few_workers(
-                        waited_s, all_s, num_workers, self._cpus, can_request=can_request_cpus()
-                    )
-                )
             parts.context.barrier()
             parts.callbacks.fit_end()
         activity.set_phase(RankPhase.END)
@@ -141,6 +135,7 @@ class TrainingLoop:
                 parts.compute_timer.begin()
                 yield step
                 parts.compute_timer.end()
+            self._warn_of_waits()
             requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:
                 continue
@@ -156,6 +151,17 @@ class TrainingLoop:
             if state.finished:
                 break
             self._exchange.begin()
+
+    def _warn_of_waits(self) -> None:
+        """Print a hint once if most of the time passes with waiting for data."""
+        if not self._has_warned:
+            waited_s, all_s = self._parts.step_timer.data_wait()
+            num_workers = self._parts.source.loading.num_workers
+            hint = warn_too_few_workers(
+                waited_s, all_s, num_workers, self._cpus, can_request=can_request_cpus()
+            )
+            self._has_warned = hint is not None
+            self._print_hint(hint)
 
     def _seeded(self, steps: Iterator[StepData]) -> Iterator[StepData]:
         """Seed each step. A rank that replaces a failed one can thus continue without its random state."""

@@ -32,6 +32,8 @@ class ComputeTimer:
         self._events: list[torch.cuda.Event] = []
         self._since_sample = 0
         self._is_sampled = False
+        if self._on_gpu:
+            activity.timed_steps = activity.measured_steps = 0
         first = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
         if first is not None and context.is_distributed:
             first.register_post_accumulate_grad_hook(self._record_last_gradient)  # type: ignore[no-untyped-call]
@@ -89,6 +91,8 @@ class ComputeTimer:
         done = between[-1] if between else end
         activity.compute_s += begin.elapsed_time(done) / 1000 * self._since_sample
         activity.exchange_s += done.elapsed_time(end) / 1000 * self._since_sample
+        activity.timed_steps = (activity.timed_steps or 0) + self._since_sample
+        activity.measured_steps = (activity.measured_steps or 0) + 1
         self._events, self._since_sample = [], 0
 
 

@@ -7,7 +7,7 @@ import os
 from hpctrain.text import pluralize
 
 #: Minimum training time in seconds, and minimum fraction of waiting, for a hint.
-_SEEN_S, _SHARE = 20.0, 0.2
+_SEEN_S, _SHARE = 10.0, 0.2
 
 
 def count_rank_cpus(ranks_here: int) -> int:
@@ -40,7 +40,7 @@ def warn_too_many_workers(num_workers: int, cpus: int, *, can_request: bool) -> 
 def warn_too_few_workers(
     waited_s: float, all_s: float, num_workers: int, cpus: int, *, can_request: bool
 ) -> str | None:
-    """Return a hint at the end of training; None if waits for data were short.
+    """Return a hint during or after training; None if it is too early, or if waits for data were short.
 
     Args:
         waited_s: seconds during which a rank waited for batches.
@@ -52,7 +52,9 @@ def warn_too_few_workers(
     if all_s < _SEEN_S or waited_s < _SHARE * all_s:
         return None
     share = f"{waited_s / all_s:.0%}"
-    said = f"Training spent {share} of the time waiting for data with num_workers={num_workers}"
+    said = (
+        f"Training spent {share} of the first {all_s:.0f} s waiting for data with num_workers={num_workers}"
+    )
     more = min(max(2 * num_workers, 1), cpus)
     if more > num_workers:
         return f"{said}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={more}."

@@ -31,27 +31,29 @@ class IgnoredValue(NamedTuple):
     """Optimizer or scheduler, such as "CosineAnnealingLR"; empty for the only optimizer."""
     applied: Any
     """Value in the checkpoint."""
-    asked: Any
+    script_value: Any
     """Value in the script."""
 
     @property
     def record(self) -> tuple[str, Any, Any]:
         """Name, value in the checkpoint, and value in the script, for `applied_hparams`."""
-        return self.name, self.applied, self.asked
+        return self.name, self.applied, self.script_value
 
     def __str__(self) -> str:
         of = self.owner and f" of {self.owner}"
         return (
             f"{self.name}{of} remains {self.applied!r}, the value in the checkpoint, although the script now "
-            f"sets {self.asked!r}."
+            f"sets {self.script_value!r}."
         )
 
 
 def configured_values(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
     """Return the values of newly created optimizers and schedulers, before training changes them."""
     return {
-        "optimizers": [[_group_values(group) for group in each.param_groups] for each in optimizers],
-        "schedulers": [dict(_scheduler_values(each.state_dict())) for each in schedulers],
+        "optimizers": [
+            [_group_values(group) for group in optimizer.param_groups] for optimizer in optimizers
+        ],
+        "schedulers": [dict(_scheduler_values(scheduler.state_dict())) for scheduler in schedulers],
     }
 
 
@@ -62,10 +64,9 @@ def ignored_after_load(
     configured: Mapping[str, Any] | None,
 ) -> list[IgnoredValue]:
     """Return the `ignored_values` of objects whose states another library has just loaded."""
-    groups = [{"param_groups": each.param_groups} for each in optimizers]
-    return ignored_values(
-        schedulers, script, (groups, [each.state_dict() for each in schedulers]), configured
-    )
+    groups = [{"param_groups": optimizer.param_groups} for optimizer in optimizers]
+    states = [scheduler.state_dict() for scheduler in schedulers]
+    return ignored_values(schedulers, script, (groups, states), configured)
 
 
 def ignored_values(
@@ -82,35 +83,35 @@ def ignored_values(
         schedulers: the schedulers.
         script: `configured_values` of this script.
         saved: states of the optimizers and schedulers in the checkpoint.
-        configured: `configured_values` of the script that began the run; None if unknown.
+        configured: `configured_values` of the script that started the run; None if unknown.
     """
     ignored: dict[IgnoredValue, None] = {}
-    before = configured or {}
-    states = [each for each in saved[0] or () if isinstance(each, Mapping)]
+    original = configured or {}
+    states = [state for state in saved[0] or () if isinstance(state, Mapping)]
     for number, (groups, state) in enumerate(zip(script["optimizers"], states, strict=False)):
         owner = f"optimizer {number}" if len(script["optimizers"]) > 1 else ""
-        began = _item(before.get("optimizers"), number)
+        original_groups = _item(original.get("optimizers"), number)
         for index, (new, group) in enumerate(zip(groups, state.get("param_groups", ()), strict=False)):
-            old, first = _group_values(group), _item(began, index)
+            old, original_group = _group_values(group), _item(original_groups, index)
             # A scheduler stores the configured rate as `initial_lr`.
             is_scheduled = "initial_lr" in new and "initial_lr" in old
-            for name, asked in new.items():
-                if is_scheduled and (name == "lr" or (first is None and name in _SCHEDULED)):
+            for name, value in new.items():
+                if is_scheduled and (name == "lr" or (original_group is None and name in _SCHEDULED)):
                     continue
-                if _differs(asked, name, old, first):
+                if _differs(value, name, old, original_group):
                     shown = "lr" if name == "initial_lr" else name
-                    ignored[IgnoredValue(shown, owner, old[name], asked)] = None
+                    ignored[IgnoredValue(shown, owner, old[name], value)] = None
     for number, (scheduler, new, state) in enumerate(
         zip(schedulers, script["schedulers"], saved[1] or (), strict=False)
     ):
-        old, first = dict(_scheduler_values(state)), _item(before.get("schedulers"), number)
+        old, original_values = dict(_scheduler_values(state)), _item(original.get("schedulers"), number)
         kind = type(inner_scheduler(scheduler))
         is_torch = kind.__module__ == torch.optim.lr_scheduler.__name__
-        for name, asked in new.items():
+        for name, value in new.items():
             shown = name.rpartition(".")[2].removeprefix("_")
-            is_known = first is not None or (is_torch and shown not in _PROGRESS)
-            if is_known and _differs(asked, name, old, first):
-                ignored[IgnoredValue(shown, kind.__name__, old[name], asked)] = None
+            is_constant = original_values is not None or (is_torch and shown not in _PROGRESS)
+            if is_constant and _differs(value, name, old, original_values):
+                ignored[IgnoredValue(shown, kind.__name__, old[name], value)] = None
     return list(ignored)
 
 
@@ -129,16 +130,16 @@ def check_ends(
         UserError: a scheduler refuses further steps after its end.
     """
     messages = []
-    for each in schedulers:
-        scheduler, end = inner_scheduler(each), _end(inner_scheduler(each))
-        period = each.period(steps_per_epoch) if hasattr(each, "period") else 1
+    for outer in schedulers:
+        scheduler, end = inner_scheduler(outer), _end(inner_scheduler(outer))
+        period = outer.period(steps_per_epoch) if hasattr(outer, "period") else 1
         if period is None or end is None or end[1] * period >= last_step:
             continue
         name, kind = end[0], type(scheduler).__name__
         source = ""
         for value in ignored:
             if value.name == name and value.owner == kind:
-                source = f", the value in the checkpoint; the script sets {value.asked!r}"
+                source = f", the value in the checkpoint; the script sets {value.script_value!r}"
         sentence = (
             f"{kind} ends after step {end[1] * period} ({name}={end[1]}{source}), but training ends after "
             f"step {last_step}."
@@ -179,8 +180,9 @@ def inner_scheduler(scheduler: Any) -> Any:
     return getattr(scheduler, "scheduler", scheduler)
 
 
-def _differs(asked: Any, name: str, old: Mapping[str, Any], first: Mapping[str, Any] | None) -> bool:
-    return name in old and asked != old[name] and (first is None or asked != first.get(name))
+def _differs(value: Any, name: str, old: Mapping[str, Any], original: Mapping[str, Any] | None) -> bool:
+    # Checkpoints may contain lists for tuples.
+    return name in old and value != old[name] and (original is None or value != _plain(original.get(name)))
 
 
 def _item(values: Sequence[Any] | None, number: int) -> Any:
@@ -205,9 +207,9 @@ def _scheduler_values(state: Mapping[str, Any], prefix: str = "") -> Iterator[tu
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, a string or a list of these; None for other values."""
+    """Return a number, a string or a tuple of these; None for other values."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() == 1 else None
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return tuple(map(_plain, value))
     return value if isinstance(value, (bool, int, float, str)) else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +29,12 @@ def compile_steps(module: Module, options: bool | Mapping[str, Any]) -> Iterator
         return
     words: dict[str, Any] = {} if options is True else dict(options)
     for name in _STEPS:
-        setattr(module, name, torch.compile(getattr(module, name), **words))
+        step = getattr(module, name)
+        if isinstance(step, MethodType) and step.__self__ is module:
+            # `dp` calls the same compiled function with copies of the module.
+            setattr(module, name, partial(torch.compile(step.__func__, **words), module))
+        else:
+            setattr(module, name, torch.compile(step, **words))
     try:
         yield
     finally:

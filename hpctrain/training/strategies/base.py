@@ -167,8 +167,8 @@ class Strategy:
         """Return a context for all forward and backward passes except the last pass before an update."""
         return nullcontext()
 
-    def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, int]:
-        """Call a method of the module without gradients, such as `validation_step`.
+    def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        """Call a method of the module without gradients, such as `validation_step`, and its `_end` method.
 
         Args:
             method: name of the method.
@@ -179,7 +179,13 @@ class Strategy:
         Returns:
             The method's result, and the number of samples that it represents.
         """
-        return getattr(self.module, method)(batch, batch_idx), num_samples
+        output = getattr(self.module, method)(batch, batch_idx)
+        return self.end_evaluation_step(method, output), num_samples
+
+    def end_evaluation_step(self, method: str, output: Any) -> Any:
+        """Return the result of the module's method with the suffix `_end`; unchanged if there is none."""
+        end = getattr(self.module, f"{method}_end", None)
+        return output if end is None else end(output)
 
     def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         """Return the optimizers and schedules for training, based on those of the module."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.loader_config import to_device
-from hpctrain.training.module import Module
+from hpctrain.training.module import Module, as_scalars, collect_logged, find_run, has_step_end
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.batch_split import slice_batch
 
@@ -46,7 +48,6 @@ class DP(Strategy):
             )
         super().__init__(module, context, settings)
         self._devices = context.devices
-        self._ends_itself = type(module).training_step_end is not Module.training_step_end
 
     @property
     def counts_tokens(self) -> bool:
@@ -54,10 +55,14 @@ class DP(Strategy):
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         arguments = (batch_idx, *self.optimizer_idx)
-        joined = run_on_devices(
-            self.module, batch, num_samples, arguments, self._devices, averages=not self._ends_itself
-        )
+        joined = run_on_devices(self.module, "training_step", batch, arguments, num_samples, self._devices)
         return self.module.training_step_end(joined), num_samples
+
+    def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
+        if not has_step_end(self.module, method):
+            return super().evaluation_step(method, batch, batch_idx, num_samples)
+        joined = run_on_devices(self.module, method, batch, (batch_idx,), num_samples, self._devices)
+        return self.end_evaluation_step(method, joined), num_samples
 
     def trial_step(self, batch: Any) -> Any:
         num_samples = next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
@@ -66,34 +71,38 @@ class DP(Strategy):
 
 def run_on_devices(
     module: Module,
+    step: str,
     batch: Any,
-    num_samples: int,
     arguments: tuple[int, ...],
+    num_samples: int,
     devices: tuple[torch.device, ...],
-    *,
-    averages: bool,
 ) -> Any:
-    """Split a batch, run `training_step` on a copy of the module on each device, and join the outputs.
+    """Split a batch, run a step on a copy of the module on each device, and log the means of logged values.
 
     Args:
         module: the module, on the first device. Gradients are added to its parameters.
+        step: name of the step, such as `training_step`.
         batch: the batch.
+        arguments: the other arguments of the step.
         num_samples: samples of the batch; with 0, it contains a spare sample.
-        arguments: the other arguments of `training_step`.
         devices: the devices.
-        averages: return means over the samples instead of a vector for scalars.
 
     Returns:
-        The outputs of all devices, on the first one: tensors joined along dimension 0.
+        The outputs of all devices, on the first one: tensors joined along dimension 0, and scalars as a
+        vector, or as their mean over the samples if the module does not end the step itself.
     """
     parts = _parts(batch, max(1, num_samples), devices)
     copies = [module, *(_copy(module, device) for device in devices[1 : len(parts)])]
-    outputs = [copy.training_step(part, *arguments) for copy, (part, _) in zip(copies, parts, strict=True)]
+    outputs, logged = [], []
+    for copy, (part, count) in zip(copies, parts, strict=True):
+        with collect_logged(module, count) as values:
+            outputs.append(getattr(copy, step)(part, *arguments))
+        logged.append(as_scalars(values, "", f"{type(module).__name__}.log"))
+    weights = torch.tensor([float(count) for _, count in parts], device=devices[0])
+    if any(logged):
+        find_run(module).log_values(_means(_joined(logged, devices[0]), weights))
     joined = _joined(outputs, devices[0])
-    if averages:
-        weights = torch.tensor([float(count) for _, count in parts], device=devices[0])
-        joined = pytree.tree_map_only(torch.Tensor, lambda each: _mean(each, weights), joined)
-    return joined
+    return joined if has_step_end(module, step) else _means(joined, weights)
 
 
 def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> list[tuple[Any, int]]:
@@ -121,7 +130,19 @@ def _copy(module: Module, device: torch.device) -> Any:
             setattr(copy, name, None if parameter is None else parameter.to(device))
         for name, buffer in part._buffers.items():
             copy._buffers[name] = None if buffer is None else buffer.to(device, copy=True)
+        # Methods replaced by `recompute` and `compile` must use the copy.
+        for name, value in vars(part).items():
+            if type(value) is partial:
+                vars(copy)[name] = partial(value.func, *(_rebound(each, part, copy) for each in value.args))
     return copies[module]
+
+
+def _rebound(value: Any, part: nn.Module, copy: Any) -> Any:
+    """Return the copy in place of a part of the module, and the copy's method in place of the part's."""
+    if value is part:
+        return copy
+    is_method = isinstance(value, MethodType) and value.__self__ is part
+    return MethodType(value.__func__, copy) if is_method else value
 
 
 def _joined(outputs: list[Any], device: torch.device) -> Any:
@@ -137,6 +158,10 @@ def _joined(outputs: list[Any], device: torch.device) -> Any:
     return pytree.tree_unflatten(joined, structure)
 
 
-def _mean(each: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the mean over samples of a scalar computed on each device."""
-    return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each
+def _means(joined: Any, weights: torch.Tensor) -> Any:
+    """Return the means over samples of the scalars computed on each device."""
+
+    def mean(each: torch.Tensor) -> torch.Tensor:
+        return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each
+
+    return pytree.tree_map_only(torch.Tensor, mean, joined)

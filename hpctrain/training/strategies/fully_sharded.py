@@ -117,9 +117,9 @@ class FullyShardedBase(Strategy):
         for part in late:
             part.set_requires_gradient_sync(True, recurse=False)
 
-    def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, int]:
+    def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         with _explained():
-            output: tuple[Any, int] = self._root(
+            output: tuple[Any, float] = self._root(
                 super().evaluation_step, method, batch, batch_idx, num_samples
             )
         for part in self._shard_modules():

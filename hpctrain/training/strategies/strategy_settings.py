@@ -1,12 +1,21 @@
-"""Checks of the settings by the strategy and the algorithm."""
+"""Checks of the settings by the strategy, the algorithm and the launch."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+import torch
+
+from hpctrain.cluster import Ranks
+from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpus_per_task
 from hpctrain.errors import UserError
+from hpctrain.rundir import ATTEMPT_VARIABLE, VERIFY_STEPS_VARIABLE
+from hpctrain.text import pluralize
 from hpctrain.training.algorithms import find_algorithm
 from hpctrain.training.algorithms.base import AllReduce
+from hpctrain.training.base.device_selection import has_launcher, parse_devices
 from hpctrain.training.strategies.strategy_registry import find_strategy, resolve_auto
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -39,3 +48,55 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
             "algorithms work only with 'ddp' and 'ddp_spawn'. Use one of these, or remove algorithm."
         )
     algorithm.check(settings)
+
+
+def check_launch(settings: TrainerConfig, ranks: Ranks, environ: Mapping[str, str]) -> None:
+    """Check that this process has the devices and nodes that the script requests.
+
+    A restart or a verification may have fewer nodes and ranks than the first attempt.
+
+    Raises:
+        UserError: the launch differs from the script, or there is no GPU.
+    """
+    given = settings.given
+    if settings.accelerator == "gpu" and not torch.cuda.is_available():
+        shown = environ.get(VISIBLE_VARIABLE)
+        hidden = "" if shown is None else f" ({VISIBLE_VARIABLE} is {shown!r})"
+        raise UserError(
+            f"{given['accelerator']} requires a GPU, but PyTorch {torch.__version__} finds none{hidden}. "
+            "Request GPUs with `hpctrain submit --gpus-per-node`, or set accelerator='cpu'."
+        )
+    if not has_launcher(ranks):
+        if (settings.num_nodes or 1) > 1:
+            raise UserError(
+                f"{given['num_nodes']}, but this process was started without a launcher, so it has one "
+                f"node. Run `hpctrain submit --nodes {settings.num_nodes} {_script()}`."
+            )
+        return
+    if environ.get(ATTEMPT_VARIABLE, "0") != "0" or VERIFY_STEPS_VARIABLE in environ:
+        return
+    origin = ranks.sources.get("num_nodes", ranks.environment)
+    if settings.num_nodes not in (None, ranks.num_nodes):
+        raise UserError(
+            f"{given['num_nodes']}, but the number of nodes is {ranks.num_nodes} ({origin}). Start the "
+            f"script on {settings.num_nodes} nodes, or remove num_nodes."
+        )
+    devices = None if settings.devices is None else parse_devices(settings.devices)
+    if devices in (None, -1) or (
+        ranks.world_size == 1 and find_strategy(settings.strategy, environ).single_process
+    ):
+        return
+    # With Horovod's launcher, scripts state the devices of each process.
+    num_ranks = 1 if settings.strategy == "horovod" and devices in (1, [0]) else ranks.local_world_size
+    counts = {num_ranks, num_ranks * max(1, gpus_per_task(environ))}
+    if devices not in (*counts, *([*range(count)] for count in counts)):
+        origin = ranks.sources.get("local_world_size", ranks.environment)
+        raise UserError(
+            f"{given['devices']}, but the launcher started {pluralize(ranks.local_world_size, 'rank')} on "
+            f"this node ({origin}), and assigns a device to each rank. Set devices={ranks.local_world_size}, "
+            "remove this setting, or start another number of ranks."
+        )
+
+
+def _script() -> str:
+    return Path(sys.argv[0]).name or "SCRIPT"

@@ -1,0 +1,179 @@
+"""Methods of `hpctrain.Module` that are those of Lightning: logging, step ends, data, refused hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_on_ranks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hpctrain
+from hpctrain.files import read_json_lines
+from hpctrain.rundir import RunDir
+
+X = torch.arange(10.0, dtype=torch.float64).unsqueeze(1)
+
+
+class Logging(hpctrain.Module):
+    def __init__(self, lr: float = 0.01, ignored: object = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore="ignored")
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.positions: list[tuple[int, int, bool]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x,) = batch
+        self.log("mean_x", x.mean(), prog_bar=True)
+        if batch_idx == 0:
+            self.log_dict({"first": 4, "loss": -1.0})
+        trainer = self.trainer
+        self.positions.append((trainer.current_epoch, trainer.global_step, trainer.is_last_batch))
+        assert trainer.world_size in (1, 2)
+        assert len(trainer.optimizers) == 1
+        assert self.device == torch.device("cpu")
+        return (self.weight * x).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_x", batch[0].mean())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(X), batch_size=4)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def train_logging(run: Path, settings: dict[str, Any]) -> list[dict]:
+    module = Logging(0.02, ignored=object())
+    trainer = hpctrain.Trainer(max_epochs=2, run_dir=run, **settings)
+    trainer.fit(module)
+    assert trainer.metrics == {"val_x": 4.5}
+    if settings.get("micro_batch_size") is None:
+        expected = [(epoch, 3 * epoch + i, i == 2) for epoch in (0, 1) for i in range(3)]
+        assert sorted({*module.positions}) == expected
+    with pytest.raises(AttributeError, match="trainer exists only during fit"):
+        module.trainer  # noqa: B018
+    return [*read_json_lines(RunDir(run).metrics)]
+
+
+def check(records: list[dict]) -> None:
+    assert [record["mean_x"] for record in records] == [1.5, 5.5, 8.5] * 2
+    assert [record.get("first") for record in records] == [4, None, None] * 2
+    assert all(record["loss"] >= 0 for record in records)  # the returned value, not the logged one
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"micro_batch_size": 3},
+        {"strategy": "dp", "devices": 3},
+        {"elastic_determinism": True, "grain_size": 4},
+    ],
+)
+def test_logged_values_are_means_over_the_batch(tmp_path, settings):
+    check(train_logging(tmp_path, settings))
+    environment, *_ = read_json_lines(RunDir(tmp_path).environment)
+    assert environment["hparams"]["lr"] == 0.02
+    assert "ignored" not in environment["hparams"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "ddp2", "zero3"])
+def test_logged_values_are_means_over_all_ranks(tmp_path, strategy):
+    check(run_on_ranks(train_logging, tmp_path, {"strategy": strategy}, group=False)[0])
+
+
+class Ends(hpctrain.Module):
+    """Records the number of samples that each `_end` method receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.sizes: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.weight * batch
+
+    validation_step = test_step = training_step
+
+    def _end(self, kind: str, outputs: torch.Tensor) -> torch.Tensor:
+        self.sizes[kind].append(len(outputs))
+        return outputs.max() - outputs.min() + 0 * self.weight
+
+    def training_step_end(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self._end("training", outputs)
+
+    def validation_step_end(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self._end("validation", outputs)
+
+    def test_step_end(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self._end("test", outputs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def run_ends(settings: dict[str, Any]) -> tuple[dict[str, list[int]], float, float]:
+    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=10, sanity_val_batches=0, **settings)
+    module = Ends()
+    trainer.fit(module, X[:, 0], X[:, 0])
+    (test,) = trainer.test(module, X[:, 0]).values()
+    return module.sizes, trainer.metrics["val_loss"], test
+
+
+def test_step_ends_see_the_batch_of_all_devices_with_dp():
+    sizes, validation, test = run_ends({"strategy": "dp", "devices": 3})
+    assert sizes == {"training": [10], "validation": [10], "test": [10]}
+    assert validation == test == 9.0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "size", "mean"), [("ddp", 5, 4.0), ("zero3", 5, 4.0), ("ddp2", 10, 9.0)]
+)
+def test_step_ends_see_the_batch_of_the_rank_or_of_the_node(strategy, size, mean):
+    for sizes, validation, test in run_on_ranks(run_ends, {"strategy": strategy}, group=False):
+        assert sizes == {"training": [size], "validation": [size], "test": [size]}
+        assert validation == test == mean
+
+
+@pytest.mark.parametrize(
+    ("hook", "remedy"),
+    [
+        ("configure_ddp", "use the Trainer settings find_unused_parameters"),
+        ("init_ddp_connection", "use `hpctrain submit`, torchrun or srun"),
+        ("optimizer_zero_grad", "hpctrain sets gradients to None"),
+        ("on_train_epoch_end", "a callback or a LightningModule"),
+        ("validation_epoch_end", "use on_validation_epoch_end"),
+        ("setup", "a callback or a LightningModule"),
+        ("backward", "use manual optimization"),
+    ],
+)
+def test_hooks_that_are_not_called_are_refused_before_the_first_step(hook, remedy):
+    module = type("Sine", (Logging,), {hook: lambda self, *_: None})()
+    with pytest.raises(
+        hpctrain.UserError, match=rf"Sine overrides {hook}, which .* does not call\. .*{remedy}"
+    ):
+        hpctrain.Trainer(max_steps=1).fit(module)
+    assert module.positions == []
+
+
+def test_unknown_option_of_log_is_refused():
+    class Misspelled(Logging):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("a", 1, progress_bar=True)
+
+    with pytest.raises(hpctrain.UserError, match=r"log\('a', …\) has no argument 'progress_bar'"):
+        hpctrain.Trainer(max_steps=1).fit(Misspelled())
+
+
+def test_logging_outside_of_the_trainer_is_refused():
+    with pytest.raises(hpctrain.UserError, match=r"Logging.log\('a', …\) was called outside of fit"):
+        Logging().log("a", 1)
