@@ -152,7 +152,7 @@ def test_run_is_submitted_followed_inspected_and_continued(hpctrain, tmp_path):
     assert "r: COMPLETED" in result.stderr
     assert "hpctrain status r" in result.stderr
     assert (tmp_path / "r" / "job.sbatch").read_text() == hpctrain(
-        "submit", "--dry-run", *options, "train.py"
+        "submit", "--dry-run", *options, "train.py", *args
     ).stdout
     assert_no_process_left(tmp_path / "r")
 
