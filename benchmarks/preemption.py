@@ -20,10 +20,12 @@ from pathlib import Path
 
 from results import Results
 
-from hpctrain import sandbox
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.runs import control
 from hpctrain.rundir import RunDir
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from helpers.slurm_versions import up_with_version
 
 SCRIPT = """
 import os, time
@@ -66,8 +68,8 @@ def main() -> None:
 def measure_version(version: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Return the results of each method for a new allocation."""
     found: dict[str, list[dict[str, float]]] = {"requeue": [], "successor": []}
-    slurm = None if version == "installed" else version
-    cluster = sandbox.up(f"bench-{os.getpid() % 100_000}", nodes=2, gpus_per_node=1, slurm=slurm)
+    slurm = "" if version == "installed" else version
+    cluster = up_with_version(f"bench-{os.getpid() % 100_000}", nodes=2, gpus_per_node=1, slurm=slurm)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             script = Path(scratch, "train.py")

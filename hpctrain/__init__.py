@@ -101,9 +101,6 @@ __all__ = [
     "Unauthenticated",
 ]
 
-#: Former names of classes.
-_ALIASES = {"BrokenCheckpoint": "CorruptCheckpoint", "MeetingFailed": "RendezvousError"}
-
 _HOMES = {
     "BaguaStrategy": "hpctrain.training.algorithms",
     "Callback": "hpctrain.training.callbacks",
@@ -136,8 +133,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ALIASES:
-        return globals()[_ALIASES[name]]
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -255,16 +255,6 @@ class RunDir:
         return self.path / "sweep.json"
 
     @property
-    def optuna_journal(self) -> Path:
-        """Optuna's storage of a sweep, in the folder of its job array."""
-        return self.path / "optuna.journal"
-
-    @property
-    def optuna_trial(self) -> Path:
-        """The values that Optuna chose for a trial, and its number in Optuna's storage. Written once."""
-        return self.path / "optuna-trial.json"
-
-    @property
     def git_ignore(self) -> Path:
         """Excludes the run from the enclosing Git repository, and from copies of the code."""
         return self.path / ".gitignore"
@@ -368,11 +358,6 @@ class RunDir:
     def profile_request(self) -> Path:
         """A profile requested by the user. The supervisor removes the file when it sends the request."""
         return self.path / "profile-requested"
-
-    @property
-    def flip_request(self) -> Path:
-        """A bit flip requested by the user. The supervisor removes the file when it sends the request."""
-        return self.path / "bit-flip-requested"
 
     def profile(self, number: int) -> Path:
         """Return the folder of a profile."""

@@ -18,7 +18,7 @@ import pytest
 import pytest_timeout
 from helpers import fork_server
 from helpers.distribution import SharedSlurmScheduling
-from helpers.slurm_versions import need_slurm_version
+from helpers.slurm_versions import need_slurm_version, up_with_version
 from helpers.waiting import deadline_in, scaled
 from hypothesis import settings
 from xdist.remote import Producer
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     version = config.getoption("--slurm-version")
     if version not in (None, "installed"):
-        sandbox.up = partial(sandbox.up, slurm=version)
+        sandbox.up = partial(up_with_version, slurm=version)
     # Background jobs of a shell without job control ignore SIGINT, and so do their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

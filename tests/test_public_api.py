@@ -52,8 +52,3 @@ def test_import_loads_neither_torch_nor_other_modules():
         "hpctrain.errors",
         "hpctrain",
     ]
-
-
-def test_former_names_of_errors_still_work():
-    assert hpctrain.MeetingFailed is hpctrain.RendezvousError
-    assert hpctrain.BrokenCheckpoint is hpctrain.CorruptCheckpoint

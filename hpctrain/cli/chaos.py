@@ -18,16 +18,8 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     "names",
     multiple=True,
     metavar="FAULT",
-    help="Fault to inject: kill-rank, kill-node-ranks, stop-rank, preempt or flip-bit. With Slurm, also "
-    "kill-supervisor or requeue. May be repeated.  [default: all except stop-rank and flip-bit]",
-)
-@click.option(
-    "--target",
-    type=click.Choice(["parameter", "optimizer", "gradient", "activation"]),
-    help="With flip-bit: kind of tensor in which to flip a bit.  [default: parameter]",
-)
-@click.option(
-    "--persistent", is_flag=True, help="With flip-bit: flip the bit again in each step until the rank exits."
+    help="Fault to inject: kill-rank, kill-node-ranks, stop-rank or preempt. With Slurm, also "
+    "kill-supervisor or requeue. May be repeated.  [default: all except stop-rank]",
 )
 @click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Number of faults.")
 @click.option(
@@ -45,8 +37,6 @@ def command(
     run: str,
     runs_dir: Path,
     names: tuple[str, ...],
-    target: str | None,
-    persistent: bool,
     times: int,
     every: float,
     seed: int | None,
@@ -58,10 +48,7 @@ def command(
     RUN must be running and belong to you.
     """
     from hpctrain.jobs.runs.chaos import ChaosRunner, Fault, check_disturbable, faults_for
-    from hpctrain.records.bit_flip import FlipTarget
 
-    if (target or persistent) and Fault.FLIP_BIT not in names:
-        raise click.UsageError("--target and --persistent require --fault flip-bit.")
     if unknown := sorted(set(names).difference(Fault)):
         raise click.UsageError(f"Unknown --fault {', '.join(unknown)}. Valid faults: {', '.join(Fault)}.")
     found = open_run(run, runs_dir)
@@ -71,8 +58,7 @@ def command(
         seed = random.SystemRandom().randrange(1 << 32)
     tell = partial(click.echo, err=as_json)
     tell(f"Faults for run {found.run_id}: {', '.join(faults)} (--seed {seed})")
-    place = FlipTarget(target) if target else FlipTarget.PARAMETER
-    runner = ChaosRunner(found, faults, seed, tell, place, persistent)
+    runner = ChaosRunner(found, faults, seed, tell)
     done = runner.inject_faults(times, every, dry_run=dry_run)
     if as_json:
         echo_json({"run_id": found.run_id, "faults": 0 if dry_run else done, "seed": seed})

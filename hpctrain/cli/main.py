@@ -24,7 +24,7 @@ _TASKS = {
     "Work interactively": ("shell", "attach"),
     "Check and explain": ("doctor", "explain", "env", "exec"),
     "Test faults": ("chaos", "sandbox"),
-    "Set up": ("setup", "pull", "completion", "man"),
+    "Set up": ("setup", "pull", "completion"),
 }
 _COMMANDS = tuple(name for names in _TASKS.values() for name in names)
 
@@ -32,23 +32,6 @@ _COMMANDS = tuple(name for names in _TASKS.values() for name in names)
 _WITH_CLUSTER = ("setup", "pull")
 #: Commands whose later arguments belong to a script.
 _WITH_SCRIPT = ("submit", "sweep", "exec", "shell")
-
-
-#: Names of the same commands in other tools.
-_ALIASES = {
-    "ckpt": "checkpoints",
-    "continue": "resume",
-    "dashboard": "serve",
-    "kill": "cancel",
-    "launch": "submit",
-    "ls": "list",
-    "ps": "list",
-    "restart": "resume",
-    "run": "submit",
-    "stop": "cancel",
-    "tail": "logs",
-    "ui": "serve",
-}
 
 
 class _LazyGroup(click.Group):
@@ -72,7 +55,7 @@ class _LazyGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # `--on` may also follow the command. All words after a script, or `--`, are those of a program.
         end = args.index("--") if "--" in args else len(args)
-        if args and _ALIASES.get(args[0], args[0]) in _WITH_SCRIPT:
+        if args and args[0] in _WITH_SCRIPT:
             places = [place for place, word in enumerate(args[:end]) if word.partition("=")[0] == "--on"]
             if places and places[0] > 1 and not ctx.resilient_parsing:
                 click.echo(
@@ -92,10 +75,8 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            if args[0] not in _ALIASES:
-                hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
-                ctx.fail(f"No such command {args[0]!r}. {hint}")
-            args = [_ALIASES[args[0]], *args[1:]]
+            hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
+            ctx.fail(f"No such command {args[0]!r}. {hint}")
         # Shell completion parses without running.
         clusters = None if ctx.resilient_parsing else ctx.params["on"]
         if clusters is not None and args[0] not in _WITH_CLUSTER:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.common import complete_runs, json_text, open_run, runs_dir_option, short_path
+from hpctrain.cli.common import complete_runs, json_option, json_text, open_run, runs_dir_option, short_path
 from hpctrain.errors import RunNotFound, UserError
 from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
@@ -17,40 +17,30 @@ from hpctrain.rundir import RunDir
 if TYPE_CHECKING:
     from hpctrain.telemetry.report.run_data import RunData
 
-_FORMATS = ("html", "md", "json")
-
 
 @click.command("report")
 @click.argument("runs", metavar="RUN [RUN …]", nargs=-1, required=True, shell_complete=complete_runs)
 @runs_dir_option
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(_FORMATS),
-    help="Format of the report. html is one self-contained page.  [default: the extension of FILE, or html]",
-)
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Output file, or - for standard output.  [default: report.html in the folder of the run or job "
-    "array; - for md and json]",
+    "array; - with --json]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
-def command(
-    runs: tuple[str, ...], runs_dir: Path, form: str | None, output: Path | None, as_json: bool
-) -> None:
+@json_option
+def command(runs: tuple[str, ...], runs_dir: Path, output: Path | None, as_json: bool) -> None:
     """Generate a one-page report of RUN: loss, restarts, timeline, time breakdown, and how to reproduce it.
 
     RUN may be active, damaged or without metrics; the report then shows the available data. Several runs, or
     the tasks of a job array, are compared.
     """
-    form = "json" if as_json else form or _form_of(output)
+    as_json = as_json or _has_json_suffix(output)
     facts = [one for run in runs for one in read_runs(run, runs_dir)]
-    text = _render(facts, form)
+    text = _render(facts, as_json=as_json)
     if output is None:
-        output = _default_output(runs, facts) if form == "html" else Path("-")
+        output = Path("-") if as_json else _default_output(runs, facts)
     if str(output) == "-":
         click.echo(text, nl=not text.endswith("\n"))
         return
@@ -63,14 +53,13 @@ def command(
     click.echo(f"Report written to {short_path(output)}")
 
 
-def _form_of(output: Path | None) -> str:
-    suffix = output.suffix[1:].lower() if output is not None else ""
-    if suffix in ("", "htm", *_FORMATS):
-        return suffix if suffix in _FORMATS else "html"
-    raise UserError(
-        f"{output} (--output) ends in .{suffix}, which is not a report format. Use .html, .md or .json, or "
-        "pass --format."
-    )
+def _has_json_suffix(output: Path | None) -> bool:
+    suffix = "" if output is None else output.suffix.lower()
+    if suffix not in ("", ".htm", ".html", ".json"):
+        raise UserError(
+            f"{output} (--output) ends in {suffix}, which is not a report format. Use .html or .json."
+        )
+    return suffix == ".json"
 
 
 def _default_output(runs: Sequence[str], facts: list[RunData]) -> Path:
@@ -82,17 +71,13 @@ def _default_output(runs: Sequence[str], facts: list[RunData]) -> Path:
     raise UserError(f"Comparing {len(facts)} runs requires an output file, such as --output comparison.html.")
 
 
-def _render(facts: list[RunData], form: str) -> str:
+def _render(facts: list[RunData], *, as_json: bool) -> str:
     several = len(facts) > 1
-    if form == "json":
+    if as_json:
         from hpctrain.telemetry.report.json_report import json_report
 
         documents = [json_report(one) for one in facts]
         return json_text(documents if several else documents[0], default=str) + "\n"
-    if form == "md":
-        from hpctrain.telemetry.report.markdown_report import markdown_comparison, markdown_report
-
-        return markdown_comparison(facts) if several else markdown_report(facts[0])
     if several:
         from hpctrain.telemetry.report.comparison_page import render_comparison
 

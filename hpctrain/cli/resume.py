@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
 
 #: Options that change the output, not the job.
-_OUTPUT_OPTIONS = {"--json", "--follow", "--dry-run", "--show-config", "--explain"}
+_OUTPUT_OPTIONS = {"--json", "--follow", "--dry-run", "--show-config"}
 
 
 @click.command("resume", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

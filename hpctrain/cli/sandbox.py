@@ -43,13 +43,6 @@ def command() -> None:
     metavar="KEY=VALUE",
     help="Setting for slurm.conf, such as JobRequeue=0. Overrides the default. May be repeated.",
 )
-@click.option(
-    "--slurm",
-    default="",
-    metavar="VERSION",
-    help="Slurm version, such as 26.05, from this machine's Debian mirror. Its packages are only unpacked, "
-    "not installed.",
-)
 @_name_option
 @json_option
 def up(
@@ -60,7 +53,6 @@ def up(
     accounting: bool,
     gpu_type: str,
     conf: tuple[str, ...],
-    slurm: str,
     name: str,
     as_json: bool,
 ) -> None:
@@ -77,7 +69,6 @@ def up(
         accounting=accounting,
         gpu_type=gpu_type,
         settings=conf,
-        slurm=slurm,
     )
     if as_json:
         echo_json({**_facts(box), "was_up": found is not None and not dead, "restarted": dead})
@@ -174,7 +165,7 @@ def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
         "preempt_grace_s": box.shape.preempt_grace_s,
         "accounting": box.shape.accounting,
         "partitions": ["preemptible", "urgent"],
-        "slurm": box.shape.slurm or sandbox.installed_version(),
+        "slurm": sandbox.installed_version(),
         "folder": str(box.plan.folder),
         "env": box.env,
         "sandboxes": sandbox.list_names(),
@@ -182,10 +173,7 @@ def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
 
 
 def _exports(box: sandbox.Sandbox) -> str:
-    lines = [f"export SLURM_CONF={shlex.quote(str(box.conf))}"]
-    if box.shape.slurm:
-        lines.append(f'export PATH={shlex.quote(str(box.plan.commands))}:"$PATH"')
-    return "\n".join(lines)
+    return f"export SLURM_CONF={shlex.quote(str(box.conf))}"
 
 
 def _not_there(name: str) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
-import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -24,7 +22,6 @@ from hpctrain.text import printable
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.rundir import RunDir
-    from hpctrain.telemetry.report.html_renderer import LiveParts
 
 #: Seconds between two polls of a page, and between two queries to the scheduler.
 _LIVE_S, _QUERY_INTERVAL_S = 3, 10.0
@@ -33,8 +30,6 @@ _LIVE_S, _QUERY_INTERVAL_S = 3, 10.0
 _CACHE_FACTOR, _MAX_CACHED_PAGES = 4.0, 8
 #: Maximum number of logs on the page of a run, and of lines of each.
 _MAX_LOGS, _LOG_LINES = 8, 100
-_CANCEL = "The script saves a checkpoint first, if it can. The run then ends permanently."
-_REQUEUE = "The script saves a checkpoint first, if it can. The run then continues in a new attempt."
 
 
 @click.command("serve")
@@ -48,7 +43,7 @@ _REQUEUE = "The script saves a checkpoint first, if it can. The run then continu
 def command(runs_dir: Path, port: int) -> None:
     """Show all runs in the browser, with live updates, until Ctrl-C.
 
-    On the pages, you can compare, cancel and requeue runs, and read their logs.
+    On the pages, you can compare runs, and read their logs.
 
     Listens on this machine only. Open the printed address. The token in the address keeps out other users
     and websites.
@@ -88,7 +83,6 @@ class RunPages:
 
     def __init__(self, runs_dir: Path) -> None:
         self._runs_dir = runs_dir
-        self._confirmation = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
         self._asked = -_QUERY_INTERVAL_S
         self._known: dict[str, RunStatus] = {}
@@ -121,24 +115,6 @@ class RunPages:
         folder = str(self._runs_dir.absolute())
         return render_index_page(folder, rows, live=LiveParts(_LIVE_S), num_omitted=self._num_omitted)
 
-    def act(self, run_id: str, action: str, confirmation: str) -> bool:
-        """Perform an action that the page of a run offers. Return False if it is not confirmed.
-
-        Raises:
-            LookupError: the run or the action does not exist.
-            HpctrainError: the scheduler refused the action.
-        """
-        from hpctrain.jobs.runs.run import Run
-        from hpctrain.rundir import RunDir
-
-        run = Run(RunDir(Path(self._statuses()[run_id].run_dir)), os.environ)
-        request = {"cancel": run.cancel, "requeue": run.requeue}[action]
-        if not hmac.compare_digest(confirmation.encode(), self._confirmation.encode()):
-            return False
-        request()
-        self._asked = -_QUERY_INTERVAL_S
-        return True
-
     def _page_of(self, run_ids: tuple[str, ...]) -> str:
         """Return a page, cached for all clients; those of large runs are updated less often."""
         known = self._statuses()
@@ -160,26 +136,13 @@ class RunPages:
     def _render(self, statuses: Sequence[RunStatus]) -> str:
         from hpctrain.cli.report import read_runs
         from hpctrain.telemetry.report.comparison_page import render_comparison
+        from hpctrain.telemetry.report.html_renderer import LiveParts
         from hpctrain.telemetry.report.run_page import render_run_page
 
         facts = [run for status in statuses for run in read_runs(status.run_dir, self._runs_dir)]
         if len(facts) == 1:
-            return render_run_page(facts[0], live=self._live_parts(statuses))
-        return render_comparison(facts, live=self._live_parts(statuses))
-
-    def _live_parts(self, statuses: Sequence[RunStatus]) -> LiveParts:
-        """Return the actions and logs of a run; there are none on a comparison."""
-        from hpctrain.slurm.states import RunState
-        from hpctrain.telemetry.report.html_renderer import LiveParts, page_url
-
-        url = page_url([status.run_id for status in statuses])
-        if len(statuses) > 1:
-            return LiveParts(_LIVE_S, url)
-        (status,) = statuses
-        actions = [] if status.state.ended else [("cancel", _CANCEL)]
-        if status.state is RunState.RUNNING or status.held:
-            actions.append(("requeue", _REQUEUE))
-        return LiveParts(_LIVE_S, url, actions, self._confirmation, list(_read_logs(status)))
+            return render_run_page(facts[0], live=LiveParts(_LIVE_S, list(_read_logs(statuses[0]))))
+        return render_comparison(facts, live=LiveParts(_LIVE_S))
 
     def _hparams_of(self, status: RunStatus) -> Mapping[str, Any]:
         """Return the hyper-parameters of a run; its files are read again only after a change."""

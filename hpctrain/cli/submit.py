@@ -54,21 +54,6 @@ def heading(param: click.Parameter) -> str:
     return known[param.name].group if param.name in known else "This submission"
 
 
-class SubmitOption(click.Option):
-    """An option of the table. Its help shows the primary and the short name, not the other aliases."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        aliases = all_options()[str(self.name)].about.aliases
-        opts, secondary = self.opts, self.secondary_opts
-        hidden = {*aliases, *(f"--no-{alias[2:]}" for alias in aliases)}
-        self.opts = [each for each in opts if each not in hidden or not each.startswith("--")]
-        self.secondary_opts = [each for each in secondary if each not in hidden]
-        try:
-            return super().get_help_record(ctx)
-        finally:
-            self.opts, self.secondary_opts = opts, secondary
-
-
 class SubmitCommand(click.Command):
     """A command with the options of a submission, grouped in sections in its help."""
 
@@ -110,14 +95,14 @@ def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 def _click_option(option: Option) -> click.Option:
     """Return the command-line option. Values remain strings, and are parsed like values from files."""
-    names = [option.name, option.flag, *option.about.aliases]
+    names = [option.name, option.flag, *([option.about.short] if option.about.short else [])]
     text = option.about.help + (f"  [default: {option.default}]" if option.default else "")
     if option.kind.flag:
         names = [option.name, *(f"{name}/--no-{name[2:]}" for name in names[1:])]
-        return SubmitOption(names, default=None, help=text)
+        return click.Option(names, default=None, help=text)
     if option.kind.pairs:
         callback = {"sbatch": _directives, "env": _variables}.get(option.name, parse_pairs)
-        return SubmitOption(
+        return click.Option(
             names,
             multiple=True,
             callback=callback,
@@ -125,14 +110,14 @@ def _click_option(option: Option) -> click.Option:
             help=f"{text} May be repeated.",
         )
     if option.kind.many:
-        return SubmitOption(
+        return click.Option(
             names,
             multiple=True,
             callback=lambda ctx, param, values: list(values) or None,  # noqa: ARG005
             metavar=option.metavar,
             help=f"{text} May be repeated.",
         )
-    return SubmitOption(names, metavar=option.metavar, help=text, shell_complete=_complete_value)
+    return click.Option(names, metavar=option.metavar, help=text, shell_complete=_complete_value)
 
 
 def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -177,7 +162,6 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 )
 @click.option(
     "--show-config",
-    "--explain",
     "explain",
     is_flag=True,
     help="Print the value of each option and its source, without submitting.",
@@ -224,7 +208,7 @@ def command(
         hpctrain submit [OPTIONS] -- COMMAND [ARGS]
     """  # noqa: D301
     if dry_run and (as_json or explain):
-        what = "--json a JSON document" if as_json else "--explain a table"
+        what = "--json a JSON document" if as_json else "--show-config a table"
         raise click.UsageError(f"--dry-run prints a batch script and {what}. Use only one of these options.")
     # Click's options have the names of the fields of SubmitOptions.
     where: Any = {

@@ -35,7 +35,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.program import ProgramKind
 from hpctrain.sweeps.search_space import inline_files
 from hpctrain.sweeps.stopping_rules import StoppingRule
-from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, Sampler, SweepRecord, read_sweep
+from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep
 from hpctrain.telemetry.report.run_results import Mode, describe_results, rank_key
 from hpctrain.text import pluralize
 
@@ -75,8 +75,8 @@ _over_option = click.option(
     multiple=True,
     callback=_parse_over,
     metavar="NAME=VALUES",
-    help="Hyper-parameter and its values: a list (1e-4,3e-4), integers (0:5 is 0 to 4), a range for --random "
-    "or --optuna (1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",
+    help="Hyper-parameter and its values: a list (1e-4,3e-4), integers (0:5 is 0 to 4), a range for "
+    "--random (1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",
 )
 _random_option = click.option(
     "--random",
@@ -85,15 +85,6 @@ _random_option = click.option(
     metavar="N",
     help="Run N random trials instead of the complete grid.",
 )
-_optuna_option = click.option(
-    "--optuna",
-    "num_optuna",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Run N trials chosen by Optuna. When a trial starts, Optuna chooses its values from the results of "
-    "finished trials.",
-)
-
 _concurrent_option = click.option(
     "--concurrent",
     type=click.IntRange(min=1),
@@ -110,10 +101,7 @@ _concurrent_option = click.option(
 )
 @_over_option
 @_random_option
-@_optuna_option
-@click.option(
-    "--sweep-seed", type=int, metavar="SEED", help="Random seed for --random and --optuna.  [default: 0]"
-)
+@click.option("--sweep-seed", type=int, metavar="SEED", help="Random seed for --random.  [default: 0]")
 @click.option(
     "--as",
     "form",
@@ -151,7 +139,6 @@ def submit_(
     /,
     over: dict[str, str],
     number: int | None,
-    num_optuna: int | None,
     sweep_seed: int | None,
     form: str,
     concurrent: int | None,
@@ -182,18 +169,9 @@ def submit_(
         raise click.UsageError("--mode is the direction of a metric. Add --metric NAME.")
     if rule is None and min_steps is not None:
         raise click.UsageError("--min-steps has no effect without --stop-early. Add --stop-early asha.")
-    if number is None and num_optuna is None and sweep_seed is not None:
-        raise click.UsageError("--sweep-seed has no effect on a grid. Add --random N or --optuna N.")
-    sampler: Sampler = "random" if number else "optuna" if num_optuna else "grid"
-    if num_optuna is not None:
-        from hpctrain.sweeps.optuna_sampler import check_optuna_installed
-
-        if number is not None:
-            raise click.UsageError("--random and --optuna are mutually exclusive. Use only one of them.")
-        if metric is None:
-            raise click.UsageError("--optuna requires a metric to optimize. Add --metric NAME.")
-        check_optuna_installed()
-    if rule or num_optuna:
+    if number is None and sweep_seed is not None:
+        raise click.UsageError("--sweep-seed has no effect on a grid. Add --random N.")
+    if rule:
         mode = mode or "min"
     stopping = StoppingRule.parse(rule, metric, mode or "min", min_steps or 100) if rule and metric else None
     if asked["dry_run"] and asked["as_json"]:
@@ -203,13 +181,13 @@ def submit_(
         format=form,
         space=inline_files(space, Path.cwd()),
         folder=str(Path.cwd()),
-        sampler=sampler,
+        sampler="random" if number else "grid",
         seed=sweep_seed or 0,
         concurrent=concurrent or 0,
         metric=metric,
         mode=mode,
         stopping=stopping,
-    ).with_trials(number or num_optuna or 0)
+    ).with_trials(number or 0)
     _submit(ctx, record, range(len(record.trials)), asked)
 
 
@@ -246,8 +224,7 @@ def _submit(
         click.echo(note.replace(f"--array {record.array(indices)}%2", "--concurrent 2"), err=True)
     if params["dry_run"]:
         for index in indices:
-            chosen = [f"({', '.join(record.space)} chosen by Optuna)"] if record.sampler == "optuna" else []
-            click.echo(f"task-{index}: {' '.join([*record.trial_args(index), *chosen])}")
+            click.echo(f"task-{index}: {' '.join(record.trial_args(index))}")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 
@@ -386,7 +363,6 @@ def resume(
 @click.pass_context
 @_over_option
 @_random_option
-@_optuna_option
 @_concurrent_option
 @run_argument
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
@@ -396,7 +372,6 @@ def extend(
     runs_dir: Path,
     over: dict[str, str],
     number: int | None,
-    num_optuna: int | None,
     concurrent: int | None,
     options: tuple[str, ...],
 ) -> None:
@@ -410,13 +385,11 @@ def extend(
             f"The sweep has no hyper-parameter {unknown[0]!r} (--over). Its hyper-parameters are "
             f"{', '.join(record.space)}. To vary {unknown[0]!r}, submit another sweep."
         )
-    if record.sampler == "random" and (number is None or num_optuna):
+    if record.sampler == "random" and number is None:
         raise click.UsageError("This sweep draws random trials. Add --random N.")
-    if record.sampler == "optuna" and (num_optuna is None or number or over):
-        raise click.UsageError("Optuna chooses the trials of this sweep. Add only --optuna N.")
-    if record.sampler == "grid" and (not over or number or num_optuna):
+    if record.sampler == "grid" and (not over or number):
         raise click.UsageError("This sweep is a grid. Add values: --over NAME=VALUES.")
-    larger = record.with_values(over, Path.cwd()).with_trials(number or num_optuna or 0)
+    larger = record.with_values(over, Path.cwd()).with_trials(number or 0)
     new = range(len(record.trials), len(larger.trials))
     if not new:
         raise SpecError(f"The sweep {found.run_id} already has all of these trials.")

@@ -23,7 +23,6 @@ from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.program.process_group_check import find_rendezvous, has_process_group
-from hpctrain.runtime.program.requested_flips import request_flip
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
@@ -100,8 +99,6 @@ def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, 
         agreed_stop.stop_after(message["stop_after"])
     elif "profile" in message:
         step_profiler.request(run, ranks.rank, message["profile"])
-    elif "flip_bit" in message:
-        request_flip(ranks.rank, message["flip_bit"])
     elif (answer := emergency_save.handle(ranks.rank, message)) is not None:
         connection.send(answer)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.sandbox.cluster import Sandbox, find
-from hpctrain.sandbox.download_slurm import installed_version
 from hpctrain.sandbox.layout import list_names
+from hpctrain.sandbox.requirements import installed_version
 from hpctrain.sandbox.setup import up
 from hpctrain.sandbox.teardown import down
 

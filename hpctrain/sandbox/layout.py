@@ -47,7 +47,7 @@ class SandboxSize:
     gpu_type: str = ""
     #: Lines of `slurm.conf` that replace default lines or are added.
     settings: tuple[str, ...] = ()
-    #: Slurm version, such as `26.05`; empty for the installed one.
+    #: Slurm version of a test, such as `26.05`; empty for the installed one.
     slurm: str = ""
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Sequence
 
 from hpctrain.errors import UserError
@@ -23,6 +24,14 @@ _ACCOUNTING_PROGRAMS = (
 )
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
+
+
+def installed_version(search_path: str = SEARCH_PATH) -> str:
+    """Return the version of the installed Slurm, such as `22.05.8`; empty if there is none."""
+    program = shutil.which("slurmctld", path=search_path)
+    if program is None:
+        return ""
+    return subprocess.run([program, "-V"], capture_output=True, text=True, timeout=20).stdout.split()[-1]
 
 
 def check_requirements(

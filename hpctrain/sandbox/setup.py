@@ -7,7 +7,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpctrain.errors import SpecError, UserError
@@ -16,12 +16,6 @@ from hpctrain.sandbox.accounting import create_accounting as lay_out_accounting
 from hpctrain.sandbox.allocate import allocate
 from hpctrain.sandbox.cluster import Sandbox
 from hpctrain.sandbox.daemons import MUNGE_USER
-from hpctrain.sandbox.download_slurm import (
-    download_slurm,
-    installed_version,
-    link_commands,
-    matches_version,
-)
 from hpctrain.sandbox.layout import ROOT, SandboxLayout, SandboxSize, folder_of
 from hpctrain.sandbox.lock import sandbox_lock
 from hpctrain.sandbox.requirements import check_requirements
@@ -44,6 +38,7 @@ def up(
     gpu_type: str = "",
     settings: Sequence[str] = (),
     slurm: str = "",
+    link_commands: Callable[[SandboxLayout], None] | None = None,
     limit_s: float = 60.0,
 ) -> Sandbox:
     """Start a sandbox and wait until all its nodes accept jobs.
@@ -60,23 +55,19 @@ def up(
         gpu_type: GPU type in Slurm, such as `a100`; empty for none.
         settings: lines of `slurm.conf` that replace default lines with the same key or partition, or are
             added.
-        slurm: Slurm version, such as `26.05`, which is downloaded the first time. Empty: the installed one.
+        slurm: Slurm version that `link_commands` provides; empty for the installed one.
+        link_commands: creates the launcher and the folder of commands of another Slurm version, for tests.
         limit_s: seconds until the sandbox must be up.
 
     Raises:
-        UserError: this machine cannot run a sandbox, the existing sandbox has another size, or the Slurm
-            version cannot be downloaded.
+        UserError: this machine cannot run a sandbox, or the existing sandbox has another size.
         SchedulerError: a daemon did not start within `limit_s` seconds; a new sandbox is removed again.
     """
-    if matches_version(slurm, installed_version()):
-        slurm = ""
     shape = SandboxSize(
         nodes, gpus_per_node, cpus_per_node, preempt_grace_s, accounting, gpu_type, tuple(settings), slurm
     )
     folder = folder_of(name)
     check_requirements(accounting=accounting, slurm=slurm)
-    if slurm:
-        download_slurm(slurm)
     with sandbox_lock(ROOT):
         plan = SandboxLayout.load(folder)
         if plan is not None:
@@ -88,13 +79,15 @@ def up(
             return _start(plan, limit_s)
         remove(folder)
         try:
-            return _start(create_folder(folder, shape), limit_s)
+            return _start(create_folder(folder, shape, link_commands), limit_s)
         except BaseException:
             remove(folder, came_up=False)
             raise
 
 
-def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
+def create_folder(
+    folder: Path, shape: SandboxSize, link_commands: Callable[[SandboxLayout], None] | None = None
+) -> SandboxLayout:
     """Create the files that the daemons of a new sandbox read.
 
     Raises:
@@ -115,8 +108,8 @@ def create_folder(folder: Path, shape: SandboxSize) -> SandboxLayout:
     (plan.munge / "key").chmod(0o400)
     for path in (plan.munge, plan.munge / "key"):
         shutil.chown(path, MUNGE_USER, MUNGE_USER)
-    if shape.slurm:
-        link_commands(plan, download_slurm(shape.slurm))
+    if link_commands is not None:
+        link_commands(plan)
     if shape.accounting:
         lay_out_accounting(plan)
     try:

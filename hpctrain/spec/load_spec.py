@@ -17,19 +17,6 @@ from hpctrain.spec.notify import NotifyConfig
 from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.spec.validation import check_spec
 
-#: Former field names in specifications of earlier versions.
-_FORMER_NAMES = {
-    "continue_by": "resume_mode",
-    "gpu_directive": "gpu_request_style",
-    "grow_after_s": "scale_up_after_s",
-    "hang_limit_s": "hang_timeout_s",
-    "restart": "restart_policy",
-    "signal_lead_s": "stop_before_limit_s",
-    "spares": "spare_nodes",
-    "tasks_per_node": "ntasks_per_node",
-    "warm_workers_s": "standby_workers_s",
-}
-
 #: Fields that are mappings in the file.
 _PARTS: dict[str, Callable[..., Any]] = {
     "shell": ShellSetup,
@@ -58,7 +45,6 @@ def load_spec(path: Path) -> JobSpec:
         ) from error
     if not isinstance(values, dict):
         raise SpecError(f"The specification {path} is not a mapping of fields. Submit the run again.")
-    values = {_FORMER_NAMES.get(name, name): value for name, value in values.items()}
     known = {entry.name for entry in fields(JobSpec)}
     if unknown := sorted(str(name) for name in values.keys() - known):
         raise SpecError(

@@ -6,13 +6,12 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from hpctrain import system
 from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.errors import HpctrainError, RunFailed
-from hpctrain.files import make_folder, read_regular, write_atomic
+from hpctrain.files import make_folder, read_regular
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import BATCH_PID_VARIABLE, RunDir
 from hpctrain.slurm.environment import own_job_id
@@ -23,7 +22,6 @@ from hpctrain.supervisor.buffered_storage import (
     BufferedLogHandler,
     BufferedStorage,
     describe_disk_error,
-    retry_while_away,
 )
 from hpctrain.supervisor.job_control.local import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
@@ -37,7 +35,6 @@ from hpctrain.supervisor.stop_grace import stop_grace_env
 from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
 from hpctrain.supervisor.workers.stager import StagePlan
-from hpctrain.sweeps.sweep_record import read_sweep
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +93,6 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
     try:
         if spec.array is not None:
             return LocalArray(run, spec, environ).run()
-        spec = _with_trial_values(run, spec)
         raise_fd_limit(_CONNECTIONS_PER_RANK * spec.world_size)
         grace = stop_grace_env(spec, environ)
         plan = StagePlan.create(spec, environ)
@@ -135,21 +131,6 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         log.exception("the supervisor failed")
         words = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
         return _fail(run, spec, environ, words)
-
-
-def _with_trial_values(run: RunDir, spec: JobSpec) -> JobSpec:
-    """Add the values that Optuna chooses for a trial of a sweep to the script's arguments."""
-    array = run.array
-    sweep = None if array is None else retry_while_away(lambda: read_sweep(array))
-    if sweep is None or sweep.sampler != "optuna":
-        return spec
-    from hpctrain.sweeps.optuna_sampler import choose_values
-
-    args = sweep.args_with(choose_values(run, sweep))
-    if args != spec.args:
-        spec = replace(spec, args=args)
-        write_atomic(run.spec, spec.text(), private=True)
-    return spec
 
 
 def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) -> int:

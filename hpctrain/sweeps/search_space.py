@@ -125,8 +125,8 @@ def grid(space: SearchSpace) -> list[TrialValues]:
     for name, values in space.items():
         if isinstance(values, ValueRange):
             raise UserError(
-                f"{name} is a range (--over), so a grid search cannot list its values. Add --random N "
-                "or --optuna N, or list the values."
+                f"{name} is a range (--over), so a grid search cannot list its values. Add --random N, "
+                "or list the values."
             )
         lists.append(values)
     if (number := math.prod(map(len, lists))) > MAX_TASKS:

@@ -23,8 +23,6 @@ from hpctrain.sweeps.search_space import (
 )
 from hpctrain.sweeps.stopping_rules import StoppingRule
 
-Sampler = Literal["grid", "random", "optuna"]
-
 DEFAULT_FORMAT = "--{name} {value}"
 
 
@@ -40,7 +38,7 @@ class SweepRecord:
     """Values of each hyper-parameter, as given by the user."""
     folder: str
     """Folder of files with values."""
-    sampler: Sampler = "grid"
+    sampler: Literal["grid", "random"] = "grid"
     seed: int = 0
     concurrent: int = 0
     """Maximum number of concurrent trials; 0 means no maximum."""
@@ -99,8 +97,6 @@ class SweepRecord:
             )
         if self.sampler == "grid":
             new = [trial for trial in grid(self.parsed_space) if trial not in self.trials]
-        elif self.sampler == "optuna":
-            new = [{} for _ in range(number)]  # Optuna chooses their values when they start.
         else:
             first = len(self.trials)
             new = draw_trials(self.parsed_space, range(first, first + number), self.seed)
@@ -108,11 +104,7 @@ class SweepRecord:
 
     def trial_args(self, index: int) -> tuple[str, ...]:
         """Return the arguments of the script in a trial."""
-        return self.args_with(self.trials[index])
-
-    def args_with(self, values: TrialValues) -> tuple[str, ...]:
-        """Return the arguments of the script in a trial with these values."""
-        words = self.format.split()
+        values, words = self.trials[index], self.format.split()
         own = [word.format(name=n, value=v) for n, v in values.items() for word in words]
         return (*self.args, *own)
 

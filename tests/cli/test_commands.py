@@ -36,7 +36,7 @@ def test_help_lists_every_command(hpctrain):
         (["submit", "--cpus-per-task", "two", "train.py"], "'two', but must be an integer"),
         (["submit", "--set", "cpus_per_task=two", "train.py"], "--set cpus_per_task is 'two'"),
         (["submit", "--profile", "x", "train.py"], "Unknown profile 'x'"),
-        (["submit", "--explain", "--dry-run", "train.py"], "Use only one of these options"),
+        (["submit", "--show-config", "--dry-run", "train.py"], "Use only one of these options"),
         (["submit", "--array", "3-1", "train.py"], "the range '3-1' is empty"),
         (["init", "train.py"], "already exists"),
         (["init", "no/where.yaml"], "Cannot write 'no/where.yaml'"),
@@ -133,8 +133,8 @@ def test_dry_run_prints_only_the_script_and_creates_nothing(hpctrain, tmp_path):
 
 
 def test_option_after_the_script_is_reported(hpctrain, tmp_path):
-    (tmp_path / "train.py").write_text("'--num-nodes', config.max_failures")
-    words = ["--json", "--num-nodes=2", "--max_failures", "3", "--max-failures=4", "--lr=1"]
+    (tmp_path / "train.py").write_text("'--spare-nodes', config.max_failures")
+    words = ["--json", "--spare-nodes=2", "--max_failures", "3", "--max-failures=4", "--lr=1"]
     result = hpctrain("submit", "--dry-run", "--backend=local", "train.py", *words)
     notes = [line for line in result.stderr.splitlines() if line.startswith("Note: ")]
     assert notes == ["Note: --json is passed to train.py. Put options of hpctrain before the script."]
@@ -152,7 +152,7 @@ def test_run_is_submitted_followed_inspected_and_continued(hpctrain, tmp_path):
     assert "r: COMPLETED" in result.stderr
     assert "hpctrain status r" in result.stderr
     assert (tmp_path / "r" / "job.sbatch").read_text() == hpctrain(
-        "submit", "--dry-run", *options, "train.py"
+        "submit", "--dry-run", *options, "train.py", *args
     ).stdout
     assert_no_process_left(tmp_path / "r")
 

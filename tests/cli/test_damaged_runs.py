@@ -25,7 +25,6 @@ COMMANDS = [
     ["logs", "r"],
     ["logs", "r", "--errors"],
     ["report", "r", "--json"],
-    ["report", "r", "--format", "md"],
     ["report", "r"],
     ["top", "r", "--once"],
     ["wait", "r", "--timeout", "0"],
@@ -151,9 +150,9 @@ def test_resubmit_command_omits_an_invalid_time_limit(tmp_path, limit):
     write_run(tmp_path).spec.write_text(yaml.safe_dump(spec))
     _, command = resubmit_command(spec)
     assert "--time" not in command
-    reported = invoke(tmp_path, "report", "r", "--format", "md")
+    reported = invoke(tmp_path, "report", "r", "--json")
     assert reported.exit_code == 0
-    assert command in reported.stdout
+    assert command in json.loads(reported.stdout)["again"]
 
 
 values = st.recursive(

@@ -52,8 +52,7 @@ def explain(*args: str) -> str:
         ("3", ["The scheduler rejected a request"]),
         ("node_lost", ["node-lost (failure kind)", "starts all ranks again", "node-lost.retries"]),
         ("requeue", ["(restart action)", "another allocation"]),
-        ("--time", ["--time, --walltime, -t (option of hpctrain submit)", "Time limit of the job"]),
-        ("walltime", ["--time, --walltime"]),
+        ("--time", ["--time, -t (option of hpctrain submit)", "Time limit of the job"]),
         ("-N", ["--nodes", "MIN:MAX"]),
     ],
 )

@@ -50,7 +50,17 @@ def test_init_file_has_every_option_and_can_be_uncommented(hpctrain, tmp_path):
 
 def test_explain_shows_each_value_and_its_source(hpctrain, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("nodes: 2\nprofiles:\n  long:\n    time: 2-0\nenv:\n  A: b c\n")
-    command = ["submit", "--explain", "--profile", "long", "--qos", "x", "--set", "comment=a b", "nowhere.py"]
+    command = [
+        "submit",
+        "--show-config",
+        "--profile",
+        "long",
+        "--qos",
+        "x",
+        "--set",
+        "comment=a b",
+        "nowhere.py",
+    ]
     result = hpctrain(*command)
     assert result.returncode == 0, result.stderr
     rows = [re.split(r"  +", line) for line in result.stdout.splitlines()]

@@ -25,7 +25,6 @@ from helpers.commands import environment
 from helpers.waiting import wait_for
 
 from hpctrain.cli.serve import RunPages
-from hpctrain.files import try_lock
 from hpctrain.rundir import RunDir
 
 #: They start many processes, so `make test-fast` leaves them out.
@@ -56,15 +55,13 @@ class ReportServer:
         assert match, line
         self.address, self.port, self.token = match[0], int(match[1]), match[2]
 
-    def request(
-        self, path: str, method: str = "GET", *, token: bool = True, form: str | None = None, **headers: str
-    ):
+    def request(self, path: str, method: str = "GET", *, token: bool = True, **headers: str):
         """Return status, headers and body of a response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         sent_headers = {name.replace("_", "-"): value for name, value in headers.items()}
         if token:
             sent_headers["Authorization"] = f"Bearer {self.token}"
-        connection.request(method, path, form, sent_headers)
+        connection.request(method, path, headers=sent_headers)
         response = connection.getresponse()
         text = response.read().decode()
         connection.close()
@@ -79,10 +76,6 @@ def write(run: RunDir, events: list[dict], steps: range) -> None:
         for step in steps:
             line = {"step": step, "loss": 1 / step, "time": START + step, "attempt": 0}
             file.write(json.dumps(line) + "\n")
-
-
-def kinds(run: RunDir) -> list[str]:
-    return [event["kind"] for event in run.read_events()]
 
 
 SPEC = """\
@@ -253,7 +246,7 @@ def test_no_path_leads_outside_the_runs_folder(server, path):
     assert "outside" not in text
 
 
-@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
 def test_other_methods_are_not_allowed(server, method):
     assert server.request("/run/digits", method)[0] == 405
 
@@ -364,7 +357,9 @@ def test_page_in_a_browser_follows_the_run(server, folder, tmp_path):
     with chromium.Chromium(tmp_path / "profile") as browser:
         browser.open(server.address)
         assert browser.evaluate("document.querySelectorAll('#runs tbody tr').length") == 2
-        browser.open(f"http://127.0.0.1:{server.port}/run/digits")
+        browser.focus_with_tab("digits")
+        browser.press("Enter")
+        wait_for(lambda: browser.evaluate("document.title").startswith("digits"), 30, "the page of the run")
         browser.evaluate("document.getElementById('loss-chart-log').click()")
         steps = "document.querySelector('.figures dd').textContent"
         before = int(browser.evaluate(steps))
@@ -375,24 +370,6 @@ def test_page_in_a_browser_follows_the_run(server, folder, tmp_path):
         assert browser.evaluate("document.querySelectorAll('#loss-chart canvas').length") == 1
         assert browser.console == []
         assert {address.split("/")[2] for address in browser.requests} == {f"127.0.0.1:{server.port}"}
-
-
-@pytest.fixture(scope="module")
-def server_with_active_run(tmp_path_factory) -> Iterator[tuple[ReportServer, str]]:
-    """A server of an ended and an active run, and the confirmation, which the page of the latter contains."""
-    folder = tmp_path_factory.mktemp("active") / "runs"
-    for name, events in (("digits", EVENTS), ("active", EVENTS[:1])):
-        run = RunDir(folder / name)
-        write(run, events, range(1, 3))
-        run.spec.write_text(SPEC.format(name=name, path=json.dumps(str(run.path))))
-    lock = try_lock(RunDir(folder / "active").lock)
-    assert lock is not None
-    with serving(folder) as server:
-        text = server.request("/run/active")[2]
-        match = re.search(r'name="confirmation" value="([^"]+)"', text)
-        assert match
-        yield server, match[1]
-    os.close(lock)
 
 
 def test_comparison_shows_the_runs_that_the_address_names(server):
@@ -420,88 +397,6 @@ def test_page_shows_the_end_of_logs_as_text(server):
     assert "&lt;b&gt;last&lt;/b&gt; line" in text
     assert "\x1b" not in text
     assert "rank-00001.log" not in text
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({}, 303),
-        ({"token": False}, 403),
-        ({"Origin": "http://evil.example"}, 403),
-        ({"Origin": "null"}, 403),
-        ({"Origin": None}, 403),
-        ({"Sec_Fetch_Site": "cross-site"}, 403),
-        ({"Host": "evil.example"}, 403),
-        ({"form": ""}, 403),
-        ({"form": "confirmation=x"}, 403),
-        ({"form": "confirmation=%ff"}, 403),
-        ({"form": "x" * 2000}, 413),
-        ({"Content_Length": "-1"}, 413),
-        ({"Content_Length": "x"}, 400),
-        ({"path": "/run/digits/remove"}, 404),
-        ({"path": "/run/digits"}, 404),
-        ({"path": "/run/outside/cancel"}, 404),
-        ({"path": "/run/..%2Foutside/cancel"}, 404),
-        ({"path": "/cancel"}, 404),
-        ({"path": "/compare/cancel"}, 404),
-    ],
-)
-def test_actions_require_token_origin_and_confirmation(server_with_active_run, change, expected):
-    server, confirmation = server_with_active_run
-    given = {"path": "/run/digits/cancel", "form": f"confirmation={confirmation}"}
-    given |= {"Origin": f"http://127.0.0.1:{server.port}"} | change
-    given = {name: value for name, value in given.items() if value is not None}
-    status, headers, _ = server.request(given.pop("path"), "POST", **given)
-    assert status == expected
-    assert headers["Location"] == ("/run/digits" if expected == 303 else None)
-
-
-def test_ended_run_has_no_actions(server):
-    assert "<form" not in server.request("/run/digits")[2]
-
-
-SLEEPER = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-time.sleep(600)
-"""
-
-
-@pytest.mark.ranks
-def test_run_is_requeued_and_cancelled_with_the_keyboard_on_a_phone(hpctrain, tmp_path):
-    if chromium.find() is None:
-        pytest.skip("needs a Chromium: scripts/install_for_tests.sh installs one")
-    (tmp_path / "train.py").write_text(SLEEPER)
-    for name in ("one", "two"):
-        words = ["--backend", "local", "--run-dir", f"runs/{name}", "--no-code-snapshot", "train.py"]
-        assert hpctrain("submit", *words, f"--name={name}").returncode == 0
-    one = RunDir(tmp_path / "runs/one")
-    wait_for(lambda: one.rank_log(0, 0).exists(), 60, "the first attempt")
-    with serving(tmp_path / "runs") as server, chromium.Chromium(tmp_path / "profile") as browser:
-        has_effect = {
-            "requeue": lambda: one.rank_log(1, 0).exists(),
-            "cancel": lambda: "finished" in kinds(one),
-        }
-        for action in ("requeue", "cancel"):
-            browser.open(server.address, width=390, height=800)
-            browser.focus_with_tab("filter")
-            for letter in "name=one":
-                browser.press(letter)
-            assert browser.evaluate("document.getElementById('shown').textContent") == "1 of 2 runs"
-            browser.focus_with_tab("one")
-            browser.press("Enter")
-            wait_for(lambda: browser.evaluate("document.title").startswith("one"), 30, "the page of the run")
-            browser.focus_with_tab(f"{action.capitalize()} …")
-            browser.press("Enter")
-            browser.focus_with_tab(f"Yes, {action}")
-            assert browser.evaluate("document.documentElement.scrollWidth") <= 390
-            browser.press("Enter")
-            wait_for(has_effect[action], 60, f"the {action}")
-        assert browser.console == []
-    assert json.loads(hpctrain("wait", "one", "--json").stdout)["state"] == "CANCELLED"
-    assert len(one.attempts()) == 2
-    assert hpctrain("cancel", "two").returncode == 0
-    hpctrain("wait", "two")
 
 
 @pytest.mark.ranks

@@ -1,4 +1,4 @@
-"""`hpctrain sweep`: dry runs, errors, and trials chosen by Optuna."""
+"""`hpctrain sweep`: dry runs, errors, and random trials."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if x < 3 and not (run / "failed").exists():
 
 @pytest.mark.extended
 @pytest.mark.ranks
-def test_optuna_chooses_the_trials(hpctrain, tmp_path):
+def test_random_trials_are_resumed_and_extended(hpctrain, tmp_path):
     def document(*args: str):
         return json.loads(hpctrain("sweep", *args, "--json").stdout)
 
     (tmp_path / "train.py").write_text(TRIAL)
     shape = ["--backend=local", "--concurrent=2", "--max-failures=1", "--run-dir=runs/s", "train.py"]
-    words = ["--over", "x=0..9", "--optuna", "4", "--metric", "loss", "--sweep-seed", "1"]
+    words = ["--over", "x=0..9", "--random", "4", "--metric", "loss", "--sweep-seed", "1"]
     result = hpctrain("sweep", *words, *shape)
     assert result.stdout.startswith("Sweep s: 4 trials"), result.stderr
     hpctrain("wait", "s")
@@ -40,18 +40,14 @@ def test_optuna_chooses_the_trials(hpctrain, tmp_path):
     assert "accepts only options" in hpctrain("sweep", "resume", "s", "train.py", "--y=1").stderr
     assert hpctrain("sweep", "resume", "s").returncode == 0
     hpctrain("wait", "s")
-    assert "Add only --optuna N" in hpctrain("sweep", "extend", "s", "--random", "2").stderr
-    assert document("extend", "s", "--optuna", "2")["trials"] == [4, 5]
+    assert "Add --random N" in hpctrain("sweep", "extend", "s", "--over", "x=1..2").stderr
+    assert document("extend", "s", "--random", "2")["trials"] == [4, 5]
     hpctrain("wait", "s")
     trials = document("status", "s")["trials"]
     values = {one["run_id"]: one["hparams"]["x"] for one in trials}
     assert len(values) == 6
     assert failed.items() <= values.items()
     assert document("best", "s")["best"]["value"] == min((x - 3) ** 2 for x in values.values())
-    journal = [json.loads(line) for line in (tmp_path / "runs/s/optuna.journal").read_text().splitlines()]
-    # Operation 6 sets the state and the value of a trial; the last trials have not asked afterwards.
-    told = {line["trial_id"]: line["values"] for line in journal if line["op_code"] == 6}
-    assert len(told) >= 4
 
 
 def test_trials_of_a_dry_run(hpctrain, tmp_path):
@@ -68,9 +64,6 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
         "sweep", "--dry-run", "--backend=local", "--over=n=1..9", "--random=3", "--sweep-seed=1", "train.py"
     )
     assert result.stdout.splitlines() == ["task-0: --n 7", "task-1: --n 8", "task-2: --n 2"]
-    words = ["--over=n=1..9", "--optuna=2", "--metric=loss", "train.py", "x"]
-    result = hpctrain("sweep", "--dry-run", "--backend=local", *words)
-    assert result.stdout.splitlines() == ["task-0: x (n chosen by Optuna)", "task-1: x (n chosen by Optuna)"]
 
 
 @pytest.mark.parametrize(
@@ -93,12 +86,7 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
             "must be median, asha or asha:FACTOR",
         ),
         (["--over", "lr=1", "--min-steps", "5", "train.py"], "Add --stop-early"),
-        (["--over", "lr=1", "--sweep-seed", "5", "train.py"], "Add --random N or --optuna N"),
-        (["--over", "lr=1", "--optuna", "5", "train.py"], "--optuna requires a metric to optimize"),
-        (
-            ["--over", "lr=1", "--optuna=5", "--random=5", "train.py"],
-            "--random and --optuna are mutually exclusive",
-        ),
+        (["--over", "lr=1", "--sweep-seed", "5", "train.py"], "Add --random N"),
         (["best", "none"], "There is no run 'none'"),
     ],
 )

@@ -55,7 +55,7 @@ def backend(request, monkeypatch) -> str:
 @pytest.fixture
 def executor(backend, tmp_path) -> Iterator[Executor]:
     """Two nodes; active runs are cancelled at the end, and no process is left."""
-    executor = Executor(tmp_path / "runs", backend=backend, nodes=2, snapshot=False)
+    executor = Executor(tmp_path / "runs", backend=backend, nodes=2, code_snapshot=False)
     yield executor
     runs = list_runs(tmp_path / "runs", os.environ)
     for run in runs:

@@ -158,7 +158,7 @@ def fail() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("umask", [0o002], indirect=True, ids=["002"])
 def test_pickles_are_private(tmp_path, umask):
-    executor = Executor(tmp_path / "runs", backend="local", snapshot=False, max_failures=1)
+    executor = Executor(tmp_path / "runs", backend="local", code_snapshot=False, max_failures=1)
     good, bad = executor.submit(answer), executor.submit(fail)
     assert good.result() == 42
     with pytest.raises(RunFailed):

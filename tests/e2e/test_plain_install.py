@@ -40,12 +40,11 @@ for module in pkgutil.walk_packages(hpctrain.__path__, "hpctrain."):
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             print(error)
-from hpctrain.sweeps.optuna_sampler import check_optuna_installed
 from hpctrain.telemetry.loggers.logger_registry import find_loggers
 
-for call in (check_optuna_installed, *((lambda kind=kind: find_loggers(kind)) for kind in sys.argv[1:])):
+for kind in sys.argv[1:]:
     try:
-        call()
+        find_loggers(kind)
     except UserError as error:
         print(error)
 """
@@ -131,7 +130,7 @@ def test_missing_packages_are_named(installation):
     loggers = ("tensorboard", "wandb", "mlflow", "neptune")
     printed = installation.run(installation.python, "-c", USE_ALL, *loggers, timeout=120).stdout
     commands = {line for text in printed.splitlines() for line in re.findall("pip install ([^`'.]*)", text)}
-    extras = {"lightning", "huggingface", "accelerate", "optuna", *loggers}
+    extras = {"lightning", "huggingface", "accelerate", *loggers}
     assert commands == {" ".join(installation.extras[extra]) for extra in extras}
     assert len(printed.splitlines()) == len(extras), printed
     etcd = ["--launcher=torchrun", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=h:1", "--", "true"]

@@ -39,7 +39,7 @@ def test_preempted_and_killed_run_equals_the_undisturbed_one(tmp_path):
     assert len(run.events("resumed")) == 2, run.describe()
     assert run.losses() == undisturbed.losses()
     assert_no_process_left(run.path)
-    check_report(json.loads(run.hpctrain("report", str(run.path), "--format", "json").stdout))
+    check_report(json.loads(run.hpctrain("report", str(run.path), "--json").stdout))
 
 
 def check_report(report: dict) -> None:

@@ -10,7 +10,6 @@ import torch
 from helpers.training_runs import Run, assert_undisturbed, submit
 
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.runtime.program.requested_flips import FLIP_BIT_VARIABLE
 
 LOCAL = ["--backend", "local", "--ntasks-per-node", "3", "--standby-workers", "never"]
 
@@ -23,8 +22,7 @@ def reference(tmp_path_factory) -> Run:
 
 
 def submit_with_flip(path: Path, **flip) -> Run:
-    options = [f"--env={FLIP_BIT_VARIABLE}={json.dumps(flip)}"]
-    return submit(path, {}, LOCAL, options=options, step_s=0.0)
+    return submit(path, {}, LOCAL, step_s=0.0, further=["--flip-bit", json.dumps(flip)])
 
 
 def assert_same_state(run: Run, reference: Run) -> None:
@@ -93,9 +91,7 @@ def test_persistent_fault_on_the_only_node_ends_the_run(tmp_path):
 def test_spare_node_replaces_a_faulty_one(slurm, reference, tmp_path):
     flip = json.dumps({"rank": 1, "seed": 5, "step": 9})
     shape = ["--nodes", "3", "--gpus-per-node", "1", "--spare-nodes", "1"]
-    run = submit(
-        tmp_path / "run", slurm.env, shape, options=[f"--env={FLIP_BIT_VARIABLE}={flip}"], step_s=0.0
-    )
+    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.0, further=["--flip-bit", flip])
     assert run.wait() == 0, run.describe()
     faulty = run.events("started")[0]["hosts"][1]
     (failure,) = run.events("failure")
@@ -118,9 +114,8 @@ def test_node_named_by_the_witness_is_replaced(slurm, tmp_path):
         tmp_path / "run",
         slurm.env,
         shape,
-        options=[f"--env={FLIP_BIT_VARIABLE}={flip}"],
         step_s=0.0,
-        further=[*elastic, "--witness-every", "1"],
+        further=[*elastic, "--witness-every", "1", "--flip-bit", flip],
     )
     assert run.wait() == 0, run.describe()
     faulty = run.events("started")[0]["hosts"][1]
@@ -131,24 +126,5 @@ def test_node_named_by_the_witness_is_replaced(slurm, tmp_path):
     (excluded,) = run.events("excluded")
     assert excluded["hosts"] == [faulty]
     assert faulty not in run.events("replace")[0]["hosts"]
-    assert_undisturbed(run, reference)
-    assert_same_state(run, reference)
-
-
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_flipped_bit_from_chaos_is_detected(tmp_path, reference):
-    run = submit(tmp_path / "run", {}, LOCAL, step_s=0.1)
-    run.wait_for_step(7)
-    arguments = ["--fault", "flip-bit", "--target", "optimizer", "--seed", "2"]
-    result = run.hpctrain("chaos", str(run.path), "--json", *arguments, timeout=60)
-    assert json.loads(result.stdout)["faults"] == 1
-    assert run.wait() == 0, run.describe()
-    (chaos,) = run.events("chaos")
-    (failure,) = run.events("failure")
-    assert (chaos["fault"], failure["class"]) == ("flip-bit", "corruption")
-    assert chaos["ranks"] == [failure["rank"]]
     assert_undisturbed(run, reference)
     assert_same_state(run, reference)

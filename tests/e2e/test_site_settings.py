@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
-from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version
+from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version, up_with_version
 from helpers.training_runs import check_preempted_run_continues, submit
 from helpers.unprivileged_user import UnprivilegedUser, UserRun
 from helpers.waiting import wait_for
@@ -32,7 +32,9 @@ def cluster_of(version: str, settings: list[str], cpus: int = 8) -> Iterator[san
     name = f"pytest-s{os.getpid()}"
     try:
         settings = ["KillWait=5", *settings]
-        yield sandbox.up(name, nodes=2, gpus_per_node=2, cpus_per_node=cpus, settings=settings, slurm=version)
+        yield up_with_version(
+            name, nodes=2, gpus_per_node=2, cpus_per_node=cpus, settings=settings, slurm=version
+        )
     finally:
         sandbox.down(name)
 

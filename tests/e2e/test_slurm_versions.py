@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.commands import run_command
-from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version
+from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version, up_with_version
 from helpers.training_runs import LAST_STEP, Run, check_preempted_run_continues, submit
 from helpers.waiting import wait_for
 
@@ -21,7 +21,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[sandbox.Sandbox]:
     need_slurm_version(request.param)
     name = f"pytest-v{os.getpid()}"
     try:
-        yield sandbox.up(name, nodes=1, gpus_per_node=1, slurm=request.param)
+        yield up_with_version(name, nodes=1, gpus_per_node=1, slurm=request.param)
     finally:
         sandbox.down(name)
 
@@ -40,7 +40,7 @@ def expediting() -> Iterator[sandbox.Sandbox]:
     need_slurm_version("26.05")
     name, settings = f"pytest-x{os.getpid()}", ["SlurmctldParameters=enable_expedited_requeue"]
     try:
-        yield sandbox.up(name, nodes=2, gpus_per_node=1, slurm="26.05", settings=settings)
+        yield up_with_version(name, nodes=2, gpus_per_node=1, slurm="26.05", settings=settings)
     finally:
         sandbox.down(name)
 

@@ -20,7 +20,7 @@ from hpctrain.cluster.port_candidates import port_candidates
 from hpctrain.cluster.rendezvous.protocol import read_nonce
 from hpctrain.errors import CorruptCheckpoint, EnvironmentMismatch, SchedulerError, SpecError, UserError
 from hpctrain.jobs.options.config_reader import read_config_file
-from hpctrain.jobs.options.spec_builder import _gpus, _nodes
+from hpctrain.jobs.options.spec_builder import _nodes, parse_gpus
 from hpctrain.jobs.site.forecast import _when
 from hpctrain.records.lease import LeaseHolder, newest_lease
 from hpctrain.records.successor import claim_successor
@@ -84,7 +84,7 @@ def test_number_with_thousands_of_digits_is_no_number(parse, expected):
         (lambda: JobArray.parse(LONG), SpecError),
         (lambda: JobArray.parse(f"0-3%{LONG}"), SpecError),
         (lambda: _nodes(f"1:{LONG}"), SpecError),
-        (lambda: _gpus(f"a100:{LONG}"), SpecError),
+        (lambda: parse_gpus(f"a100:{LONG}"), SpecError),
         (lambda: parse_rule_changes({"oom.retries": LONG}), SpecError),
         (lambda: _parse_steps(f"1:{LONG}"), click.UsageError),
         (lambda: StoppingRule.parse(f"asha:{LONG}", "loss", "min", 1), UserError),

@@ -121,7 +121,6 @@ EXEMPT = {
         "runtime.program.program._parse_python_command",
     },
     "every error is caught by the caller and reported": {
-        "telemetry.live.http_server._Handler._read_form",
         "cli.on_cluster._read_status",
         "cluster.processes._read",
         "supervisor.workers.heartbeat_server.HeartbeatServer._read",

@@ -19,7 +19,7 @@ from hpctrain.checkpoint.format import manifest
 from hpctrain.errors import CheckpointError, Unauthenticated, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
-from hpctrain.records import bit_flip, checkpoint_health, lease, log_tail, run_record, successor
+from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.supervisor import buffered_storage, node_check_step
@@ -27,7 +27,7 @@ from hpctrain.supervisor.failures import classify, failure_files
 from hpctrain.supervisor.job_control import signal_lead
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import worker_group
-from hpctrain.sweeps import optuna_sampler, sweep_record
+from hpctrain.sweeps import sweep_record
 from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
@@ -156,12 +156,6 @@ PARSERS = [
         with_file(RUN.sweep, lambda: sweep_record.read_sweep(RUN)),
     ),
     Parser(
-        optuna_sampler._read,
-        ['{"number": 3, "values": {"lr": "0.1"}}'],
-        (UserError,),
-        with_file(RUN.optuna_trial, lambda: optuna_sampler._read(RUN)),
-    ),
-    Parser(
         TrialReport.from_record,
         ['{"step": 3, "best": 0.5, "mean": null}'],
         (KeyError, TypeError, ValueError, OverflowError),
@@ -243,12 +237,6 @@ PARSERS = [
         call=with_file(RUN.lease(0), lambda: lease.newest_lease(RUN)),
     ),
     Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
-    Parser(
-        bit_flip.BitFlip.from_record,
-        [json.dumps(bit_flip.BitFlip(1).as_record())],
-        (KeyError, TypeError, ValueError, OverflowError),
-        lambda text: bit_flip.BitFlip.from_record(files.parse_json_line(text, FOLDER) or {}),
-    ),
     Parser(
         StartupDurations.from_event,
         [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from helpers.fuzzing import FOLDER
@@ -14,7 +12,6 @@ from hpctrain import files, messages
 from hpctrain.authentication import Signed, seal, unseal
 from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
 from hpctrain.errors import Unauthenticated
-from hpctrain.records.bit_flip import BitFlip, FlipTarget
 from hpctrain.records.lease import LeaseHolder, newest_lease
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
@@ -86,12 +83,6 @@ def test_sealed_content_opens_only_unchanged(key, content, position):
 def test_signed_messages_arrive_in_order(sent):
     sender, receiver = Signed(b"key"), Signed(b"key")
     assert [receiver.open(sender.seal(message)) for message in sent] == sent
-
-
-@FEW
-@given(st.builds(BitFlip, counts, st.sampled_from(FlipTarget), counts, counts, st.booleans()))
-def test_bit_flip_is_read_back(flip):
-    assert BitFlip.from_record(json.loads(json.dumps(flip.as_record()))) == flip
 
 
 @FEW

@@ -154,7 +154,7 @@ PARSERS = [
         (SpecError,),
     ),
     Parser(spec_builder._nodes, ["2:4"], (SpecError,)),
-    Parser(spec_builder._gpus, ["h100:8"], (SpecError,)),
+    Parser(spec_builder.parse_gpus, ["h100:8"], (SpecError,)),
     Parser(
         restart_policy.parse_rule_changes,
         ["0", "17"],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 import pytest
 
+from helpers.download_slurm import download_slurm, link_commands, matches_version
 from hpctrain.errors import UserError
-from hpctrain.sandbox.download_slurm import download_slurm
+from hpctrain.sandbox import Sandbox, installed_version
+from hpctrain.sandbox.setup import up
 
 #: The last has a smoke test in `make test`; `make test-slurm-versions` runs many tests with each.
 SLURM_VERSIONS = ("24.11", "26.05")
@@ -21,3 +25,11 @@ def need_slurm_version(version: str) -> None:
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI=true, so Slurm {version} must be available: {error}", pytrace=False)
         pytest.skip(f"Slurm {version} is not available: {error}")
+
+
+def up_with_version(name: str, *, slurm: str = "", **options: Any) -> Sandbox:
+    """Start a sandbox with a Slurm version, which is downloaded the first time; empty: the installed one."""
+    if slurm and not matches_version(slurm, installed_version()):
+        packages = download_slurm(slurm)
+        options |= {"slurm": slurm, "link_commands": partial(link_commands, packages=packages)}
+    return up(name, **options)

@@ -109,7 +109,7 @@ def prepared(tmp_path: Path, script: Path, fake_python: str) -> Callable[..., Pr
         options.setdefault("backend", "local")
         if "script" not in options:
             # The usual script lies in no repository, which would add a note each time.
-            options.setdefault("snapshot", False)
+            options.setdefault("code_snapshot", False)
         return prepare_submission(
             options.pop("script", script),
             args,

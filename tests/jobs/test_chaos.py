@@ -12,11 +12,9 @@ import pytest
 from helpers.commands import run_command
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.files import read_json
 from hpctrain.jobs.runs import chaos
 from hpctrain.jobs.runs.chaos import ChaosRunner, Fault, check_disturbable, choose_fault, faults_for
 from hpctrain.jobs.runs.run import Run
-from hpctrain.records.bit_flip import BitFlip, FlipTarget
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 
@@ -89,56 +87,6 @@ def test_unreachable_run_is_abandoned_but_pending_one_is_not(tmp_path, monkeypat
     run = FakeRun(RunDir(tmp_path), {"looks": statuses(*["UNKNOWN"] * 9)})
     with pytest.raises(SchedulerError, match="is UNKNOWN, but no fault could be injected within 120 s"):
         ChaosRunner(run, (Fault.KILL_RANK,), 1, print).inject_faults(2, 1.0)
-
-
-def test_flipped_bits_are_never_chosen_at_random():
-    assert Fault.FLIP_BIT not in faults_for("slurm", [])
-    assert faults_for("local", [Fault.FLIP_BIT]) == (Fault.FLIP_BIT,)
-    chosen = [
-        choose_fault([Fault.FLIP_BIT], STARTED, random.Random(seed), FlipTarget.GRADIENT, persistent=True)
-        for seed in range(200)
-    ]
-    assert {fault.ranks for fault in chosen} == {(rank,) for rank in range(6)}
-    assert all(fault.ranks == (fault.flip.rank,) for fault in chosen)
-    assert len({fault.flip.seed for fault in chosen}) == 200
-    assert {(fault.flip.target, fault.flip.persistent) for fault in chosen} == {(FlipTarget.GRADIENT, True)}
-    assert str(chosen[0]).startswith("flip-bit: gradient of rank ")
-
-
-def test_a_flip_is_requested_from_the_supervisor(tmp_path, monkeypatch):
-    run = FakeRun(RunDir(tmp_path), {"looks": statuses("RUNNING")})
-    run.dir.log_event("submitted", 0, job_id="1", backend="local")
-    run.dir.log_event("started", 3, world_size=6, hosts=["n1", "n2", "n5"])
-    sent = []
-
-    def send(_seconds):
-        sent.append(BitFlip.from_record(read_json(run.dir.flip_request)))
-        run.dir.flip_request.unlink()
-
-    monkeypatch.setattr(chaos.time, "sleep", send)
-    runner = ChaosRunner(run, (Fault.FLIP_BIT,), 7, print, FlipTarget.OPTIMIZER)
-    assert runner.inject_faults(1, 1.0) == 1
-    (flip,) = sent
-    assert flip.target is FlipTarget.OPTIMIZER
-    (event,) = (event for event in run.dir.read_events() if event["kind"] == "chaos")
-    assert (event["fault"], event["ranks"]) == ("flip-bit", [flip.rank])
-
-
-def test_a_flip_that_the_supervisor_does_not_send_is_withdrawn(tmp_path, monkeypatch):
-    clock = itertools.count(0.0, 5.0)
-    monkeypatch.setattr(chaos.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(chaos.time, "sleep", lambda _: None)
-    run = FakeRun(RunDir(tmp_path), {})
-    assert not ChaosRunner(run, (Fault.FLIP_BIT,), 7, print)._request_flip(BitFlip(1))
-    assert not run.dir.flip_request.exists()
-
-
-@pytest.mark.parametrize("option", [["--target", "optimizer"], ["--persistent"]])
-def test_options_of_flips_require_flips(option):
-    command = [sys.executable, "-m", "hpctrain", "chaos", "no-run", "--fault", "kill-rank", *option]
-    result = run_command(command, check=False)
-    assert result.returncode == 2
-    assert "--target and --persistent require --fault flip-bit" in result.stderr
 
 
 def test_same_seed_injects_the_same_faults(tmp_path):

@@ -230,8 +230,8 @@ def test_missing_git_is_noted(prepared, repo, tmp_path):
 
 
 def test_disabled_snapshot_has_no_note(prepared, repo, script):
-    assert prepared(script=repo / "train.py", snapshot=False).snapshot is None
-    assert not [note for note in prepared(script=script, snapshot=False).notes if "copied" in note]
+    assert prepared(script=repo / "train.py", code_snapshot=False).snapshot is None
+    assert not [note for note in prepared(script=script, code_snapshot=False).notes if "copied" in note]
 
 
 def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, repo):
@@ -241,7 +241,7 @@ def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, rep
     ):
         prepared(script=repo / "train.py", code_snapshot_limit=2)
     assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000
-    assert prepared(script=repo / "train.py", code_snapshot_limit=2, snapshot=False).snapshot is None
+    assert prepared(script=repo / "train.py", code_snapshot_limit=2, code_snapshot=False).snapshot is None
     with pytest.raises(SpecError, match="must be at least 1"):
         prepared(script=repo / "train.py", code_snapshot_limit=0)
 

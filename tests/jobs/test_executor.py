@@ -41,7 +41,7 @@ def executor(tmp_path, monkeypatch, fake_python):
         monkeypatch.delenv(name)
     for name, value in plain.items():
         monkeypatch.setenv(name, value)
-    return Executor(tmp_path / "runs", backend="local", snapshot=False)
+    return Executor(tmp_path / "runs", backend="local", code_snapshot=False)
 
 
 def add(a, b=0):
@@ -150,7 +150,9 @@ def test_unknown_parameter_gets_a_suggestion(executor, name, hint):
 
 def test_errors_name_the_parameters_as_in_python(executor, tmp_path):
     with pytest.raises(SpecError, match=r"mem 1 and mem_per_cpu 2 are mutually exclusive"):
-        Executor(tmp_path / "runs", backend="local", snapshot=False, mem="1", mem_per_cpu="2").submit(add, 1)
+        Executor(tmp_path / "runs", backend="local", code_snapshot=False, mem="1", mem_per_cpu="2").submit(
+            add, 1
+        )
 
 
 def test_notes_name_the_parameters_as_in_python(executor, caplog):

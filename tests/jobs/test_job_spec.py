@@ -147,14 +147,14 @@ def test_damaged_spec_is_reported(tmp_path, text):
         load_spec(path)
 
 
-def test_spec_of_an_earlier_version_is_read(make_spec, tmp_path):
+def test_spec_with_escapes_is_read(make_spec, tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text(
         'script: "/home/me/train.py"\n'
         'args: ["a", "\\U000000e9 \\U0001f600"]\n'
         'env:\n  "NO": "1e3"\n'
         'name: "train"\nrun_id: "train-1"\nrun_dir: "/home/me/runs/train-1"\nbackend: "slurm"\n'
-        "nodes: 1\ntasks_per_node: 2\ntime_limit_s: 1.0e+18\n"
+        "nodes: 1\nntasks_per_node: 2\ntime_limit_s: 1.0e+18\n"
         'python: "/usr/bin/python3"\nworkdir: "/home/me"\n'
         'shell:\n  "modules": []\n  "conda": null\n  "venv": null\n  "setup": ["a"]\n'
     )

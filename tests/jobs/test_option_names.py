@@ -15,7 +15,6 @@ from hpctrain.cli.resubmit_command import submit_arguments
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.extra_directives import explain_foreign
 from hpctrain.jobs.options.resolved_options import resolve_options
-from hpctrain.jobs.options.table import all_options, option_aliases
 
 
 def resolve(tmp_path: Path, options: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -23,14 +22,8 @@ def resolve(tmp_path: Path, options: dict[str, Any], **kwargs: Any) -> dict[str,
     return dict(resolve_options(options, cwd=tmp_path, environ=environ, **kwargs).options)
 
 
-def test_aliases_are_unique_and_differ_from_options() -> None:
-    aliases = [alias for option in all_options().values() for alias in option.about.aliases]
-    assert len(aliases) == len(set(aliases))
-    assert not option_aliases().keys() & all_options().keys()
-
-
-@pytest.mark.parametrize("args", [["-N", "2"], ["--nnodes", "2"], ["--num-nodes=2"], ["--nodes", "2"]])
-def test_aliases_work_on_the_command_line(args: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [["-N", "2"], ["-N2"], ["--nodes", "2"]])
+def test_short_names_of_sbatch_work(args: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     result = CliRunner().invoke(cli, ["submit", "--backend=local", *args, "--dry-run", str(script)])
@@ -38,30 +31,13 @@ def test_aliases_work_on_the_command_line(args: list[str], tmp_path: Path) -> No
     assert "#SBATCH --nodes=2\n" in result.stdout
 
 
-def test_aliases_work_in_python_and_files(tmp_path: Path) -> None:
-    (tmp_path / "hpctrain.yaml").write_text("walltime: 30\nhang_limit: 60\n")
-    options = resolve(
-        tmp_path, {"tasks_per_node": 2}, assignments=["warm_workers=never", "restart.oom.retries=3"]
-    )
-    assert options["ntasks_per_node"] == 2
-    assert int(options["time"]) == 30
-    assert options["hang_timeout"] == 60
-    assert options["standby_workers"] == "never"
-    assert options["restart_policy"] == {"oom.retries": "3"}
-
-
-def test_negated_alias_works(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    result = CliRunner().invoke(cli, ["submit", "--no-snapshot", "--show-config", str(script)])
-    assert "code_snapshot  " in result.output
-    assert "false" in next(line for line in result.output.splitlines() if line.startswith("code_snapshot "))
-
-
 @pytest.mark.parametrize(
     ("flag", "advice"),
     [
         ("--gpus", "Use --gpus-per-node"),
+        ("--job-name", "Use --name"),
+        ("--nproc-per-node", "Use --ntasks-per-node"),
+        ("--walltime", "Use --time"),
         ("-G", "Use --gpus-per-node"),
         ("--output", "--run-dir"),
         ("--hint", "Use --sbatch hint=VALUE"),
@@ -90,10 +66,9 @@ def test_only_close_options_are_suggested(flag: str, hint: str) -> None:
     assert result.output.endswith(f"Error: No such option {flag!r}. {hint}\n")
 
 
-@pytest.mark.parametrize("flag", ["--ntasks_per_node", "--nproc_per_node"])
-def test_options_may_have_underscores(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_may_have_underscores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    args = ["submit", "--show-config", "--json", f"{flag}=3", "--name=a_b", "train_it.py"]
+    args = ["submit", "--show-config", "--json", "--ntasks_per_node=3", "--name=a_b", "train_it.py"]
     result = CliRunner().invoke(cli, args)
     assert result.exit_code == 0, result.output
     values = {row["option"]: row["value"] for row in json.loads(result.stdout)}
@@ -164,9 +139,3 @@ def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"no option 'num_gpus'. Use --gpus-per-node"):
         resolve(tmp_path, {"num_gpus": 1})
     assert explain_foreign("no-such-option") == ""
-
-
-@pytest.mark.parametrize(("alias", "command"), [("ls", "list"), ("stop", "cancel"), ("tail", "logs")])
-def test_commands_have_aliases(alias: str, command: str) -> None:
-    result = CliRunner().invoke(cli, [alias, "--help"])
-    assert result.output.startswith(f"Usage: cli {command} ")

@@ -155,7 +155,7 @@ def test_slurm_only_options_are_noted_for_the_local_backend(prepared):
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({"spares": 1}, "--spare-nodes has no effect: the run uses the local backend."),
+        ({"spare_nodes": 1}, "--spare-nodes has no effect: the run uses the local backend."),
         (
             {"resume_mode": "requeue"},
             "--resume-mode has no effect: the run uses the local backend.",
@@ -178,7 +178,7 @@ def test_slurm_only_options_are_noted_for_the_local_backend(prepared):
             "--notify-stall-after has no effect: --notify-on does not include stall.",
         ),
         (
-            {"snapshot": False, "code_snapshot_limit": 9},
+            {"code_snapshot": False, "code_snapshot_limit": 9},
             "--code-snapshot-limit has no effect: the code is not copied",
         ),
         (
@@ -238,7 +238,7 @@ def test_sufficient_time_limit_has_no_note(prepared):
 
 
 def test_config_file_may_set_options_that_other_jobs_need(prepared, tmp_path):
-    (tmp_path / "hpctrain.yaml").write_text("rdzv_backend: c10d\nspares: 1\nnotify_on: stall\n")
+    (tmp_path / "hpctrain.yaml").write_text("rdzv_backend: c10d\nspare_nodes: 1\nnotify_on: stall\n")
     assert prepared().notes == ()
     with pytest.raises(SpecError, match=r"--rdzv-backend requires torchrun, but srun .*--launcher torchrun"):
         prepared(rdzv_backend="c10d")

@@ -109,9 +109,11 @@ def test_mapping_entries_are_merged_and_later_ones_win(files):
 
 
 def test_restart_policy_entries_may_be_nested(files):
-    files.user.write_text("restart: {oom: {retries: 0, exclude: 1}, killed: {retries: 9}}\n")
-    files.project.write_text("restart:\n  killed:\n    retries: 20\n  gpu.exclude: 0\n")
-    settings = files.resolve("restart.oom.exclude=2", restart={"python": {"repeats": 0}, "hang.retries": 4})
+    files.user.write_text("restart_policy: {oom: {retries: 0, exclude: 1}, killed: {retries: 9}}\n")
+    files.project.write_text("restart_policy:\n  killed:\n    retries: 20\n  gpu.exclude: 0\n")
+    settings = files.resolve(
+        "restart_policy.oom.exclude=2", restart_policy={"python": {"repeats": 0}, "hang.retries": 4}
+    )
     changed = {"oom.retries": "0", "oom.exclude": "2", "killed.retries": "20", "gpu.exclude": "0"}
     assert settings.options["restart_policy"] == {**changed, "python.repeats": "0", "hang.retries": "4"}
     assert sources(settings)["restart_policy.killed.retries"] == f"{files.project}:3"
@@ -245,7 +247,7 @@ def test_file_may_be_empty(files, text):
         ("env: [A]\n", 1, "env must be a mapping"),
         ("env:\n  A: [1]\n", 2, "env.A is a list, but"),
         ("env:\n  A: {B: c}\n", 2, "env.A is a mapping, but"),
-        ("restart:\n  oom:\n    retries: [1]\n", 3, "restart.oom.retries is a list, but"),
+        ("restart_policy:\n  oom:\n    retries: [1]\n", 3, "restart_policy.oom.retries is a list, but"),
         ("nodes: 1\nqos: a\nnodes: 2\n", 3, "duplicate key 'nodes', already set on line 1"),
         ("[1]: 2\n", 1, "a key is a list or a mapping"),
         ("- a\n", 1, "the file must be a mapping"),
@@ -327,6 +329,6 @@ def test_error_names_the_files_of_the_options_involved(prepared: Callable[..., A
 
 
 def test_python_options_are_merged_with_files(prepared: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "hpctrain.yaml").write_text("nodes: 3\ntasks_per_node: 2\nbackend: slurm\n")
+    (tmp_path / "hpctrain.yaml").write_text("nodes: 3\nntasks_per_node: 2\nbackend: slurm\n")
     spec = prepared(ntasks_per_node=1, qos=None).spec
     assert (spec.nodes, spec.ntasks_per_node, spec.backend) == (3, 1, "local")

@@ -6,10 +6,12 @@ Only the first attempts can be slow: those that are to be disturbed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 
 import torch
+from bit_flips import BitFlip
 from hang import never_return
 from torch import nn
 from torch.nn import functional as F
@@ -75,6 +77,7 @@ if __name__ == "__main__":
     parser.add_argument("--slow-node", help="where a step takes ten times as long")
     parser.add_argument("--grain-size", type=int, help="with elastic determinism")
     parser.add_argument("--witness-every", type=int)
+    parser.add_argument("--flip-bit", type=json.loads, help="arguments of a BitFlip")
     args = parser.parse_args()
     trainer = hpctrain.Trainer(
         max_epochs=args.epochs,
@@ -86,6 +89,7 @@ if __name__ == "__main__":
         elastic_determinism=args.grain_size is not None,
         grain_size=args.grain_size,
         witness_every=args.witness_every,
+        callbacks=[BitFlip(**args.flip_bit)] if args.flip_bit else [],
     )
     data = dataset()
     module = Small(args.step_s, args.dropout, args.slow_attempts, args.hang, args.slow_node)

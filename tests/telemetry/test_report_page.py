@@ -13,12 +13,17 @@ from helpers.run_histories import START, RunHistory, disturbed_run, started_run,
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.comparison_page import render_comparison
 from hpctrain.telemetry.report.json_report import json_report
-from hpctrain.telemetry.report.markdown_report import markdown_comparison, markdown_report
 from hpctrain.telemetry.report.run_data import RunContext, RunData, read_run_data
 from hpctrain.telemetry.report.run_page import render_run_page
-from hpctrain.telemetry.report.summary import describe_attempt_end, describe_follow_up, key_figures, summarize
+from hpctrain.telemetry.report.summary import (
+    comparison_rows,
+    describe_attempt_end,
+    describe_follow_up,
+    key_figures,
+    spec_differences,
+    summarize,
+)
 from hpctrain.telemetry.report.timeline import build_timeline
-from hpctrain.telemetry.report.trial_table import best_first, make_trial_table
 
 SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/home/me", "nodes": 2}
 
@@ -190,22 +195,8 @@ def test_hostile_texts_are_escaped_in_html(tmp_path):
     assert HOSTILE[0] in [series["name"] for chart in charts for series in chart["series"]]
 
 
-def test_hostile_texts_are_escaped_in_markdown_and_comparisons(tmp_path):
+def test_hostile_texts_are_escaped_in_comparisons(tmp_path):
     facts = facts_of(hostile_run(tmp_path / "run"), resubmit_command=[*HOSTILE, "echo ```"])
-    text = markdown_report(facts)
-    assert all(item.isprintable() or item in "\n\u202f" for item in text)
-    outside = text.split("````bash")[0]
-    assert not re.search(r"(?<!\\)<", outside)
-    rows = [
-        line
-        for line in outside.split("## Timeline")[1].split("\n## ")[0].splitlines()
-        if line.startswith("|")
-    ]
-    assert len(rows) == 2 + len(HOSTILE)
-    assert {row.count(" | ") for row in rows} == {4}
-    compared = markdown_comparison([facts, facts])
-    assert not re.search(r"(?<!\\)<", compared)
-    assert all(item.isprintable() or item in "\n\u202f" for item in compared)
     page = render_comparison([facts, facts])
     assert page.count("<script") == page.count("</script>") == 3
     assert not re.search(r"<(img|b)\b|<svg onload", page)
@@ -232,7 +223,6 @@ def test_damaged_folder_gives_a_report(tmp_path, damage):
     facts = facts_of(run)
     assert sum(facts.breakdown.totals_us.values()) == facts.breakdown.wall_us
     page_data(render_run_page(facts))
-    markdown_report(facts)
     json.dumps(json_report(facts))
 
 
@@ -256,13 +246,11 @@ def test_values_of_wrong_types_give_a_report(tmp_path, line):
             file.write(json.dumps({"step": 6, "loss": value, "time": history.now + 1, "attempt": 0}) + "\n")
     facts = facts_of(run)
     page_data(render_run_page(facts))
-    markdown_report(facts)
 
 
 def test_empty_folder_gives_a_report(tmp_path):
     facts = facts_of(RunDir(tmp_path))
     assert "Nothing has been recorded" in render_run_page(facts)
-    assert "Nothing has been recorded" in markdown_report(facts)
 
 
 def test_active_run_is_reported_up_to_now(tmp_path):
@@ -288,19 +276,18 @@ def test_figures_from_steps_are_unknown_without_steps(tmp_path):
     reason = "the script reports no steps"
     assert key_figures(facts)[0] == ("Steps", "unknown", reason)
     assert {("Productive", "unknown", reason), ("Lost work", "unknown", reason)} <= set(key_figures(facts))
-    text, page = markdown_report(facts), render_run_page(facts)
-    for view in (text, page):
-        assert "lost work unknown, 1 min 1 s of downtime" in view
-        assert "0 s lost" not in view
-        assert f"unknown: {reason}" in view
-    assert "| lost work | – | – | not measured; included in training |" in text
+    page = render_run_page(facts)
+    assert "lost work unknown, 1 min 1 s of downtime" in page
+    assert "0 s lost" not in page
+    assert f"unknown: {reason}" in page
+    assert re.search(r'lost work</td>\n<td class="n">–</td>.*\n.*; not measured, included in training', page)
     document = json_report(facts)
     unknown = ("lost_steps", "ettr", "training", "step")
     assert [document[name] for name in unknown] == [None] * 4
     assert document["reports_steps"] is False
     assert [attempt["lost_us"] for attempt in document["attempts"]] == [None, None]
     assert {row["what"]: row["us"] for row in document["ledger"]}["lost work"] is None
-    assert "| Lost work | unknown | unknown |" in markdown_comparison([facts, facts])
+    assert ["Lost work", "unknown", "unknown"] in comparison_rows([facts, facts])
 
 
 def test_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
@@ -323,8 +310,8 @@ def test_cancelled_run_without_a_recorded_end_is_not_a_lost_job(tmp_path):
     for facts in (facts_of(run), facts_of(run, "CANCELLED")):
         (attempt,) = facts.attempts
         assert (facts.state, attempt.end, attempt.interrupted) == ("CANCELLED", "cancelled", False)
-        assert "lost job" not in markdown_report(facts)
-        assert "cause unknown" not in markdown_report(facts)
+        assert "lost job" not in render_run_page(facts)
+        assert "cause unknown" not in render_run_page(facts)
 
 
 def test_cancellation_is_known_after_a_resubmission(tmp_path):
@@ -352,7 +339,7 @@ def test_cancelled_and_resubmitted_run_had_interruptions(tmp_path):
     )
     text = " ".join(summarize(facts))
     assert "3 attempts. The run was cancelled and resubmitted 2 times." in text
-    for view in (text, markdown_report(facts), render_run_page(facts)):
+    for view in (text, render_run_page(facts)):
         assert "There were no interruptions" not in view
 
 
@@ -409,28 +396,11 @@ def test_runs_are_compared_by_their_differences(tmp_path):
         facts_of(write_run(tmp_path / name, disturbed_run(last_step=last), **SPEC, max_failures=number))
         for name, last, number in (("one", 240, 3), ("two", 300, 5))
     ]
-    text = markdown_comparison(runs)
-    assert "| max\\_failures | 3 | 5 |" in text
-    assert "script" not in text
+    assert spec_differences(runs) == [["max_failures", "3", "5"]]
     page = render_comparison(runs)
     loss = page_data(page)["charts"][0]
     assert [series["name"] for series in loss["series"]] == ["one", "two"]
     assert [series["x"][-1] for series in loss["series"]] == [240, 300]
-
-
-@pytest.mark.parametrize(("names", "is_drawn"), [(["lr"], False), (["lr", "width"], True)])
-def test_parallel_coordinates_need_two_hyper_parameters(tmp_path, names, is_drawn):
-    runs = []
-    for number in range(3):
-        values = ((0.1, 0.2, 0.4)[number], number)
-        args = [f"--{name}={value}" for name, value in zip(names, values, strict=False)]
-        history = started_run(0).steps(1, 5, every=1, val_loss=number).after(1, "finished", state="COMPLETED")
-        runs.append(facts_of(write_run(tmp_path / str(number), history, args=args)))
-    assert ('class="coordinates"' in render_comparison(runs)) == is_drawn
-    table = make_trial_table(best_first(runs))
-    if is_drawn:
-        heights = sorted(float(line["points"].split()[0].split(",")[1]) for line in table.lines)
-        assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.2)  # logarithmic
 
 
 def test_faulty_nodes_are_listed_first(tmp_path):

@@ -11,7 +11,6 @@ from test_report_page import facts_of
 from hpctrain.cli.resubmit_command import resubmit_command
 from hpctrain.redaction import redact, redact_args
 from hpctrain.telemetry.report.json_report import json_report
-from hpctrain.telemetry.report.markdown_report import markdown_report
 from hpctrain.telemetry.report.run_page import render_run_page
 
 SPEC = {
@@ -38,14 +37,14 @@ SPEC = {
 }
 
 
-def test_secrets_are_in_no_report_format(tmp_path):
+def test_secrets_are_in_no_report(tmp_path):
     run = write_run(tmp_path / "run", disturbed_run(), **SPEC)
     run.environment.write_text(
         json.dumps({"args": "--lr 0.1 --hf-token s3kret11 --password=s3kret12"}) + "\n"
     )
     facts = facts_of(run)
     facts.resubmit_command = resubmit_command(facts.spec)
-    for text in (render_run_page(facts), markdown_report(facts), json.dumps(json_report(facts))):
+    for text in (render_run_page(facts), json.dumps(json_report(facts))):
         assert "s3kret" not in text
     page = render_run_page(facts)
     assert all(f"shown{number}" in page for number in range(1, 5))

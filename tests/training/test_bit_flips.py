@@ -1,8 +1,7 @@
-"""Bit flips in the memory of a rank, as `hpctrain chaos` requests them, in trainings with the Trainer."""
+"""Bit flips in the memory of a rank, in trainings with the Trainer."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -10,15 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from bit_flips import BitFlip
 from helpers.ranks import run_on_ranks
 from torch import nn
 
 import hpctrain
 from hpctrain.errors import BadLoss, SilentCorruption
-from hpctrain.records.bit_flip import BitFlip, FlipTarget
-from hpctrain.rundir import ATTEMPT_VARIABLE
-from hpctrain.runtime.program.requested_flips import FLIP_BIT_VARIABLE, requested_flips
-from hpctrain.training.loop.bit_flipper import BitFlipper
 
 STEPS, EVERY = 16, 4
 
@@ -39,11 +35,10 @@ class Net(hpctrain.Module):
 
 def fit(run_dir: Path | None = None, strategy: str = "auto", **flip) -> dict[str, torch.Tensor]:
     """Train with a flip; return the final state."""
-    os.environ[FLIP_BIT_VARIABLE] = json.dumps(flip) if flip else ""
     module = Net()
     trainer = hpctrain.Trainer(
         max_steps=STEPS, global_batch_size=6, seed=3, replica_check_every=EVERY, checkpoint_every=6,
-        run_dir=run_dir, strategy=strategy,
+        run_dir=run_dir, strategy=strategy, callbacks=[BitFlip(**flip)] if flip else [],
     )  # fmt: skip
     trainer.fit(module, list(torch.randn(128, 3, generator=torch.Generator().manual_seed(5))))
     return module.state_dict()
@@ -122,60 +117,3 @@ def test_flips_in_gradients_and_activations_change_all_replicas_equally(target, 
     (same, state), *others = run_on_ranks(flips_within_a_step_reach_all_ranks, target, strategy, world_size=3)
     assert not same
     assert others == [(same, state)] * 2
-
-
-@pytest.mark.parametrize("target", FlipTarget)
-def test_a_flip_is_reproducible_and_changes_one_bit(target, capsys):
-    def train(flip: BitFlip | None) -> list[torch.Tensor]:
-        """Return what the target was in each of four steps, without updates."""
-        module, seen = Net(), []
-        optimizer = torch.optim.Adam(module.parameters(), lr=0.0)
-        if flip is not None:
-            requested_flips.append(flip)
-        flipper = BitFlipper(module, [optimizer], 0, {})
-        for step in range(1, 5):
-            flipper.before_step(step)
-            optimizer.zero_grad()
-            (out := module.net(torch.ones(2, 3))).sum().backward()
-            if step == 1 or target is not FlipTarget.OPTIMIZER:
-                optimizer.step()
-            flipper.after_step(step)
-            own = {
-                FlipTarget.PARAMETER: list(module.parameters()),
-                FlipTarget.OPTIMIZER: [each for one in optimizer.state.values() for each in one.values()],
-                FlipTarget.GRADIENT: [p.grad for p in module.parameters() if p.grad is not None],
-                FlipTarget.ACTIVATION: [out],
-            }[target]
-            seen.append(torch.cat([each.detach().flatten() for each in own]).view(torch.int32).clone())
-        return seen
-
-    if target is not FlipTarget.OPTIMIZER:
-        clean = train(None)
-    first = train(BitFlip(0, target, seed=11, step=2))
-    again = train(BitFlip(0, target, seed=11, step=2))
-    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
-    changed = first[1] ^ (first[0] if target is FlipTarget.OPTIMIZER else clean[1])
-    bits = sum((int(each) & 0xFFFFFFFF).bit_count() for each in changed)
-    assert bits == 1 or (target is FlipTarget.ACTIVATION and bits > 1)
-    assert "chaos: flipped bit" in capsys.readouterr().err
-    assert requested_flips == []
-    # A persistent flip also happens in later steps, and twice restores a state.
-    stuck = train(BitFlip(0, target, seed=11, step=2, persistent=True))
-    expected = first[0] if target in (FlipTarget.PARAMETER, FlipTarget.OPTIMIZER) else first[1]
-    assert torch.equal(stuck[2], expected)
-    requested_flips.clear()
-
-
-def test_a_flip_of_the_environment_happens_only_in_the_first_attempt_of_its_rank():
-    def requested(own_rank: int, attempt: str | None, **flip) -> int:
-        environ = {FLIP_BIT_VARIABLE: json.dumps(flip)} | ({ATTEMPT_VARIABLE: attempt} if attempt else {})
-        BitFlipper(Net(), [], own_rank, environ)
-        count = len(requested_flips)
-        requested_flips.clear()
-        return count
-
-    assert requested(1, None, rank=1) == 1
-    assert requested(0, None, rank=1) == 0
-    assert requested(1, "0", rank=1) == 1
-    assert requested(1, "1", rank=1) == 0
-    assert requested(1, "1", rank=1, persistent=True) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -12,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from bit_flips import BitFlip
 from helpers.ranks import run_on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
 import hpctrain
 from hpctrain.errors import SilentCorruption
-from hpctrain.runtime.program.requested_flips import FLIP_BIT_VARIABLE
 
 pytestmark = pytest.mark.ranks
 
@@ -43,13 +42,13 @@ def fit(
     flip: dict[str, Any] | None = None, run_dir: Path | None = None, **settings: Any
 ) -> list[torch.Tensor]:
     """Train with one grain per rank; return the final state."""
-    os.environ[FLIP_BIT_VARIABLE] = json.dumps(flip) if flip else ""
     settings = {
         "witness_every": 1,
         "max_steps": STEPS,
         "checkpoint_every": None,
         "strategy": "ddp",
         "seed": 3,
+        "callbacks": [BitFlip(**flip)] if flip else [],
     } | settings
     settings.setdefault("global_batch_size", GRAIN_SIZE * int(os.environ["WORLD_SIZE"]))
     trainer = hpctrain.Trainer(elastic_determinism=True, grain_size=GRAIN_SIZE, run_dir=run_dir, **settings)

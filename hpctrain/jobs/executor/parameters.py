@@ -9,7 +9,7 @@ import submitit
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.spec_builder import node_shape, validate_option
-from hpctrain.jobs.options.table import SubmitOptions, all_options, option_aliases
+from hpctrain.jobs.options.table import SubmitOptions, all_options
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest
 
@@ -27,9 +27,11 @@ _HINTS = {
 }
 #: submitit's names of options.
 _RENAMED = {
+    "job_name": "name",
     "num_gpus": "gpus_per_node",
     "signal_delay_s": "stop_before_limit",
     "srun_args": "srun_arg",
+    "tasks_per_node": "ntasks_per_node",
 }
 #: submitit's parameters that `to_options` converts, because they are a part of an option.
 _CONVERTED = {"additional_parameters", "array_parallelism", "cpus_per_gpu", "max_num_timeout", "wckey"}
@@ -51,7 +53,7 @@ class _PluginParameters(set[str]):
 def plugin_parameters() -> set[str]:
     """Return the parameters that `submitit.AutoExecutor` accepts with the prefix `hpctrain_`."""
     submitits = {*_HINTS, *_RENAMED, *_CONVERTED, *_WITHOUT_EFFECT}
-    return _PluginParameters({*all_options(), *option_aliases(), *submitits})
+    return _PluginParameters({*all_options(), *submitits})
 
 
 def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
@@ -61,7 +63,7 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
         SpecError: there is no such option, or it does not accept this value.
     """
     plain = name.removeprefix("slurm_")
-    plain = _RENAMED.get(plain, option_aliases().get(plain, plain))
+    plain = _RENAMED.get(plain, plain)
     match plain, value:
         case "timeout_min", _:
             return "time", None if value is None else format_time_limit(60 * value)
@@ -88,7 +90,7 @@ def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
         extra.setdefault("wckey", parameters["wckey"])
     for key, value in extra.items():
         name = key.replace("-", "_")
-        if option_aliases().get(name, name) in all_options():
+        if _RENAMED.get(name, name) in all_options():
             options.update([translate_parameter(name, value)])
         else:
             text = "" if value is True else str(value)

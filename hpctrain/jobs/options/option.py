@@ -149,8 +149,8 @@ class OptionInfo(NamedTuple):
     """True if the option may be given in a file or with `--set`."""
     is_path: Callable[[str], bool] | None = None
     """Predicate for values that are paths; in a file, they are relative to the file's folder."""
-    aliases: tuple[str, ...] = ()
-    """Other names on the command line, with dashes; Python and files also accept the long names."""
+    short: str = ""
+    """Short name on the command line, with its dash."""
 
 
 class Option(NamedTuple):

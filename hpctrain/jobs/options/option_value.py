@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.extra_directives import explain_foreign
 from hpctrain.jobs.options.option import Option
-from hpctrain.jobs.options.table import all_options, option_aliases
+from hpctrain.jobs.options.table import all_options
 from hpctrain.text import suggest
 
 #: Key of the named sets of options in a file.
@@ -54,7 +54,6 @@ def find_option(key: str, where: str) -> Option:
         SpecError: there is no such option; the message begins with `where`.
     """
     known = all_options()
-    key = option_aliases().get(key, key)
     if key in known and known[key].about.in_files:
         return known[key]
     if key in known:

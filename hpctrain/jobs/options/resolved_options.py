@@ -21,7 +21,7 @@ from hpctrain.jobs.options.option_value import (
     find_option,
     invalid_value_message,
 )
-from hpctrain.jobs.options.table import SubmitOptions, all_options, option_aliases
+from hpctrain.jobs.options.table import SubmitOptions, all_options
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -186,13 +186,14 @@ def _from_files(
 
 
 def _from_caller(given: SubmitOptions, source: OptionSource) -> Iterator[OptionValue]:
-    known, aliases = all_options(), option_aliases()
-    for key, value in cast(Mapping[str, Any], given).items():
-        name = aliases.get(key, key)
+    known = all_options()
+    for name, value in cast(Mapping[str, Any], given).items():
         if name not in known:
-            raise SpecError(f"submit() has no option {key!r}. {explain_foreign(key) or suggest(key, known)}")
+            raise SpecError(
+                f"submit() has no option {name!r}. {explain_foreign(name) or suggest(name, known)}"
+            )
         if value is not None:
-            label = f"{key} (submit())" if source is PYTHON_SOURCE else known[name].flag
+            label = f"{name} (submit())" if source is PYTHON_SOURCE else known[name].flag
             yield from _parse_value(known[name], value, label, source)
 
 

@@ -1,4 +1,4 @@
-"""The table of all submission options: name, type, aliases and help text.
+"""The table of all submission options: name, type and help text.
 
 The command line, `SubmitOptions` in Python, the keys of `hpctrain.yaml`, the output of `hpctrain init` and
 the tables of the documentation are generated from it. To add an option, add a field to a group below.
@@ -38,7 +38,7 @@ class _Size(TypedDict, total=False):
     nodes: Annotated[
         int | str,
         OptionInfo(
-            aliases=("-N", "--nnodes", "--num-nodes"),
+            short="-N",
             metavar="N|MIN:MAX",
             default=JobSpec.nodes,
             help="Number of nodes. With MIN:MAX, the run uses as many nodes in this range as are "
@@ -48,7 +48,6 @@ class _Size(TypedDict, total=False):
     spare_nodes: Annotated[
         int,
         OptionInfo(
-            aliases=("--spares",),
             metavar="N",
             default=JobSpec.spare_nodes,
             help="Number of spare nodes. When a node fails, a spare node replaces it, so that the job "
@@ -66,7 +65,6 @@ class _Size(TypedDict, total=False):
     scale_up_after: Annotated[
         int,
         OptionInfo(
-            aliases=("--grow-after",),
             metavar="SECONDS",
             default=JobSpec.scale_up_after_s,
             help="Seconds after which a run on fewer than MAX nodes looks for more nodes. 0 disables the "
@@ -92,7 +90,6 @@ class _Size(TypedDict, total=False):
     ntasks_per_node: Annotated[
         int,
         OptionInfo(
-            aliases=("--tasks-per-node", "--nproc-per-node"),
             metavar="T",
             default_words="one per GPU; 1 for runs on CPUs",
             help="Ranks per node. With fewer ranks than GPUs, each rank has several GPUs.",
@@ -101,7 +98,7 @@ class _Size(TypedDict, total=False):
     cpus_per_task: Annotated[
         int,
         OptionInfo(
-            aliases=("-c",),
+            short="-c",
             metavar="C",
             example="8",
             default_words="for GPU jobs on Slurm, the share of the GPUs",
@@ -134,7 +131,7 @@ class _Size(TypedDict, total=False):
     array: Annotated[
         int | str,
         OptionInfo(
-            aliases=("-a",),
+            short="-a",
             metavar="TASKS[%LIMIT]",
             example="0-19%4",
             help="Submit a job array: one run per task number, each in a separate folder, with at most "
@@ -148,7 +145,7 @@ class _Run(TypedDict, total=False):
 
     name: Annotated[
         str,
-        OptionInfo(aliases=("-J", "--job-name"), default_words="the name of the script", help="Job name."),
+        OptionInfo(short="-J", default_words="the name of the script", help="Job name."),
     ]
     run_dir: Annotated[
         str | os.PathLike[str],
@@ -171,7 +168,6 @@ class _Run(TypedDict, total=False):
     backend: Annotated[
         Literal["auto", "slurm", "local"],
         OptionInfo(
-            aliases=("--scheduler", "--cluster"),
             default="auto",
             help="Where to run. auto uses Slurm if it is available.",
         ),
@@ -198,7 +194,6 @@ class _Run(TypedDict, total=False):
     max_failures: Annotated[
         int,
         OptionInfo(
-            aliases=("--max-restarts",),
             metavar="N",
             default=JobSpec.max_failures,
             help="Give up after N consecutive crashes without a new checkpoint.",
@@ -207,7 +202,6 @@ class _Run(TypedDict, total=False):
     restart_policy: Annotated[
         Mapping[str, Mapping[str, str]],
         OptionInfo(
-            aliases=("--restart",),
             metavar="KIND.FIELD=N",
             example="oom: {retries: 0}",
             help="Override a limit of the restart policy, such as oom.retries=3.",
@@ -216,7 +210,6 @@ class _Run(TypedDict, total=False):
     standby_workers: Annotated[
         int | Literal["never"],
         OptionInfo(
-            aliases=("--warm-workers",),
             metavar="SECONDS|never",
             default=JobSpec.standby_workers_s,
             help="After SECONDS of training, start standby workers on each node. They import heavy "
@@ -226,7 +219,6 @@ class _Run(TypedDict, total=False):
     hang_timeout: Annotated[
         int | Literal["never"],
         OptionInfo(
-            aliases=("--hang-limit",),
             metavar="SECONDS|never",
             default=JobSpec.hang_timeout_s,
             help="Restart the run if no rank makes progress for SECONDS or for ten times the longest step so "
@@ -268,7 +260,6 @@ class _Run(TypedDict, total=False):
     resume_mode: Annotated[
         ResumeMode,
         OptionInfo(
-            aliases=("--continue-by",),
             default=JobSpec.resume_mode,
             help="How an interrupted run continues: requeue (in the same job) or successor (in a new job). "
             "auto requeues if the site allows it.",
@@ -282,7 +273,6 @@ class _Code(TypedDict, total=False):
     code_snapshot: Annotated[
         bool,
         OptionInfo(
-            aliases=("--snapshot",),
             default_words="yes",
             help="Copy the working tree (tracked, changed and new files) into the run folder and run "
             "the copy.",
@@ -291,7 +281,6 @@ class _Code(TypedDict, total=False):
     code_snapshot_limit: Annotated[
         int,
         OptionInfo(
-            aliases=("--snapshot-limit",),
             metavar="MB",
             default=DEFAULT_SNAPSHOT_LIMIT_MB,
             help="Maximum size of the code snapshot, in MB.",
@@ -348,7 +337,6 @@ class _Container(TypedDict, total=False):
     container_image: Annotated[
         str | os.PathLike[str],
         OptionInfo(
-            aliases=("--image",),
             metavar="IMAGE",
             example="docker://nvcr.io/nvidia/pytorch:25.03-py3",
             help="Run the ranks in a container: an image file or an image URL.",
@@ -443,7 +431,7 @@ class _Time(TypedDict, total=False):
     time: Annotated[
         int | str,
         OptionInfo(
-            aliases=("-t", "--walltime"),
+            short="-t",
             metavar="TIME",
             example="12:00:00",
             default_words="the limit of the partition",
@@ -453,7 +441,6 @@ class _Time(TypedDict, total=False):
     stop_before_limit: Annotated[
         int,
         OptionInfo(
-            aliases=("--signal-lead",),
             metavar="SECONDS",
             default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the time limit if shorter",
             help="Seconds before the time limit at which the ranks receive the stop signal, so that they can "
@@ -463,7 +450,7 @@ class _Time(TypedDict, total=False):
     begin: Annotated[
         str,
         OptionInfo(
-            aliases=("-b",),
+            short="-b",
             metavar="TIME",
             example="now+1hour",
             directive=True,
@@ -476,19 +463,17 @@ class _Queue(TypedDict, total=False):
     """Queue."""
 
     partition: Annotated[
-        str, OptionInfo(aliases=("-p",), example="gpu", directive=True, help="Partitions to submit to.")
+        str, OptionInfo(short="-p", example="gpu", directive=True, help="Partitions to submit to.")
     ]
     account: Annotated[
-        str, OptionInfo(aliases=("-A",), example="physics", directive=True, help="Account to charge.")
+        str, OptionInfo(short="-A", example="physics", directive=True, help="Account to charge.")
     ]
-    qos: Annotated[
-        str, OptionInfo(aliases=("-q",), example="long", directive=True, help="Quality of service.")
-    ]
+    qos: Annotated[str, OptionInfo(short="-q", example="long", directive=True, help="Quality of service.")]
     reservation: Annotated[str, OptionInfo(example="workshop", directive=True, help="Reservation to use.")]
     dependency: Annotated[
         str,
         OptionInfo(
-            aliases=("-d",),
+            short="-d",
             metavar="KIND:RUN|JOB",
             example="afterok:digits-20261121-052813-cc6c",
             directive=True,
@@ -502,7 +487,7 @@ class _Queue(TypedDict, total=False):
     licenses: Annotated[
         str,
         OptionInfo(
-            aliases=("-L",),
+            short="-L",
             metavar="NAME[:N],…",
             example="fluent:2",
             directive=True,
@@ -516,14 +501,12 @@ class _Nodes(TypedDict, total=False):
 
     constraint: Annotated[
         str,
-        OptionInfo(
-            aliases=("-C",), example="ib&ssd", directive=True, help="Features that the nodes must have."
-        ),
+        OptionInfo(short="-C", example="ib&ssd", directive=True, help="Features that the nodes must have."),
     ]
     nodelist: Annotated[
         str,
         OptionInfo(
-            aliases=("-w",),
+            short="-w",
             metavar="NODES|FILE",
             example="n[01-04]",
             directive=True,
@@ -533,7 +516,7 @@ class _Nodes(TypedDict, total=False):
     exclude: Annotated[
         str,
         OptionInfo(
-            aliases=("-x",),
+            short="-x",
             metavar="NODES|FILE",
             example="n[07,12]",
             directive=True,
@@ -562,7 +545,6 @@ class _Nodes(TypedDict, total=False):
     gpu_request_style: Annotated[
         GpuRequestStyle,
         OptionInfo(
-            aliases=("--gpu-directive",),
             default=JobSpec.gpu_request_style,
             help="sbatch option that requests GPUs at this site.",
         ),
@@ -682,17 +664,6 @@ _GROUPS = (
     _Rest,
     _Sources,
 )
-
-
-@cache
-def option_aliases() -> dict[str, str]:
-    """Return option names by their long aliases."""
-    return {
-        alias.removeprefix("--").replace("-", "_"): option.name
-        for option in all_options().values()
-        for alias in option.about.aliases
-        if alias.startswith("--")
-    }
 
 
 @cache

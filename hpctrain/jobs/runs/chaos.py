@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from hpctrain.cluster.signal_processes import signal_ranks
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.files import write_atomic
 from hpctrain.jobs.runs import control
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.records.bit_flip import BitFlip, FlipTarget
 from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.command import CHAOS_STEP, run_slurm
 from hpctrain.slurm.environment import strip_job_env
@@ -30,8 +26,6 @@ from hpctrain.text import format_ranks
 
 #: Ranks restart within this time.
 _REACH_LIMIT_S = 120.0
-#: The supervisor sends requests to the ranks within this time.
-_SEND_LIMIT_S, _POLL_S = 10.0, 0.2
 
 
 class Fault(StrEnum):
@@ -49,14 +43,12 @@ class Fault(StrEnum):
     """The ranks receive the preemption signal."""
     REQUEUE = "requeue"
     """Slurm requeues the job, as with `scontrol requeue`."""
-    FLIP_BIT = "flip-bit"
-    """A bit in the memory of a rank changes."""
 
 
 #: Without Slurm, nothing restarts a supervisor, and there is no queue.
 _SLURM_ONLY = frozenset({Fault.KILL_SUPERVISOR, Fault.REQUEUE})
-#: A hang takes minutes; a flipped bit may remain undetected.
-_ONLY_ON_REQUEST = frozenset({Fault.STOP_RANK, Fault.FLIP_BIT})
+#: A hang takes minutes.
+_ONLY_ON_REQUEST = frozenset({Fault.STOP_RANK})
 
 
 @dataclass(frozen=True)
@@ -69,12 +61,8 @@ class FaultInjection:
     """Ranks to signal; empty if the fault does not target ranks."""
     host: str | None = None
     """Host of these ranks."""
-    flip: BitFlip | None = None
-    """The bit to flip."""
 
     def __str__(self) -> str:
-        if self.flip is not None:
-            return f"{self.fault}: {self.flip.target} of {format_ranks(self.ranks)} on {self.host}"
         if not self.ranks:
             return str(self.fault)
         return f"{self.fault}: {format_ranks(self.ranks)} on {self.host}"
@@ -96,12 +84,7 @@ def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ..
 
 
 def choose_fault(
-    faults: Sequence[Fault],
-    started: Mapping[str, Any],
-    chance: random.Random,
-    target: FlipTarget = FlipTarget.PARAMETER,
-    *,
-    persistent: bool = False,
+    faults: Sequence[Fault], started: Mapping[str, Any], chance: random.Random
 ) -> FaultInjection:
     """Choose the next fault at random.
 
@@ -109,8 +92,6 @@ def choose_fault(
         faults: the faults to choose from.
         started: the event of the last launch of the ranks.
         chance: the only source of randomness.
-        target: place of a bit to flip.
-        persistent: flip this bit again in each later step.
     """
     fault, attempt = chance.choice(faults), int(started["attempt"])
     world_size, hosts = int(started["world_size"]), [str(host) for host in started["hosts"]]
@@ -119,9 +100,6 @@ def choose_fault(
     match fault:
         case Fault.KILL_RANK | Fault.STOP_RANK:
             return FaultInjection(fault, attempt, (rank,), hosts[node])
-        case Fault.FLIP_BIT:
-            flip = BitFlip(rank, target, chance.randrange(1 << 32), persistent=persistent)
-            return FaultInjection(fault, attempt, (rank,), hosts[node], flip)
         case Fault.KILL_NODE_RANKS:
             return FaultInjection(
                 fault, attempt, tuple(range(node * per_node, (node + 1) * per_node)), hosts[node]
@@ -139,16 +117,12 @@ class ChaosRunner:
         faults: the faults to choose from.
         seed: random seed; each fault has its own generator, so its timing does not affect the choice.
         report: called with a message about each fault.
-        target: place of a bit to flip.
-        persistent: flip a bit again in each later step.
     """
 
     run: Run
     faults: tuple[Fault, ...]
     seed: int
     report: Callable[[str], object]
-    target: FlipTarget = FlipTarget.PARAMETER
-    persistent: bool = False
 
     def inject_faults(self, times: int, every_s: float, *, dry_run: bool = False) -> int:
         """Disturb the run until it has ended or `times` is reached; return the number of faults.
@@ -190,7 +164,7 @@ class ChaosRunner:
         started = read_run_record(self.run.dir).started
         if status.state is not RunState.RUNNING or started is None or started["attempt"] != status.attempt:
             return None
-        return choose_fault(self.faults, started, chance, self.target, persistent=self.persistent)
+        return choose_fault(self.faults, started, chance)
 
     def _inject(self, injection: FaultInjection, status: RunStatus) -> bool:
         """Inject the fault. Return true if it affected a process; ranks may exit at any time."""
@@ -218,9 +192,6 @@ class ChaosRunner:
             case Fault.REQUEUE:
                 requeue_job(str(status.job_id), environ)
                 return True
-            case Fault.FLIP_BIT:
-                assert injection.flip is not None
-                return self._request_flip(injection.flip)
             case Fault.KILL_SUPERVISOR:
                 raw_id, host = _batch_host(str(status.job_id), environ)
                 words = [run_dir, signal.SIGKILL.name, "supervisor"]
@@ -231,19 +202,6 @@ class ChaosRunner:
         raw_id, _ = _batch_host(str(status.job_id), environ)
         words = [run_dir, number.name, str(injection.attempt), *map(str, injection.ranks)]
         return _on_host(raw_id, str(injection.host), words, environ)
-
-    def _request_flip(self, flip: BitFlip) -> bool:
-        """Request a flip through the supervisor; return true if it sent the request to the rank."""
-        path = self.run.dir.flip_request
-        write_atomic(path, json.dumps(flip.as_record()) + "\n", durable=False)
-        deadline = time.monotonic() + _SEND_LIMIT_S
-        while path.exists():
-            if time.monotonic() >= deadline:
-                with suppress(OSError):
-                    path.unlink()
-                return False
-            time.sleep(_POLL_S)
-        return True
 
 
 def check_disturbable(run: Run) -> RunStatus:

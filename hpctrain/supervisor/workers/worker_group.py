@@ -14,7 +14,6 @@ from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
-from hpctrain.records.bit_flip import BitFlip
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
@@ -163,25 +162,22 @@ class WorkerGroup:
             self._start_standby_when_due(monitor)
 
     def _send_requests(self) -> None:
-        """Send requested profiles and bit flips to the ranks.
+        """Send requested profiles to the ranks.
 
         In a separate thread, because the file system may hang.
         """
         while not self._closed.wait(TICK_INTERVAL_S):
-            for path, send in (
-                (self._run.profile_request, self._send_profile_request),
-                (self._run.flip_request, self._send_flip_request),
-            ):
-                with self._lock:
-                    attempt, monitor = self._attempt, self._monitor
-                try:
-                    send(read_json(path), attempt, monitor)
-                except FileNotFoundError:
-                    continue
-                except (OSError, ValueError, KeyError, TypeError) as error:
-                    log.warning("cannot read %s: %r", path, error)
-                    with suppress(OSError):
-                        path.unlink()
+            path = self._run.profile_request
+            with self._lock:
+                attempt, monitor = self._attempt, self._monitor
+            try:
+                self._send_profile_request(read_json(path), attempt, monitor)
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("cannot read %s: %r", path, error)
+                with suppress(OSError):
+                    path.unlink()
 
     def _send_profile_request(self, read: Any, attempt: int, monitor: RankMonitor | None) -> None:
         ranks = [int(rank) for rank in read["ranks"]]
@@ -189,12 +185,6 @@ class WorkerGroup:
         if monitor is not None and monitor.are_connected(ranks):
             self._run.profile_request.unlink()
             self._server.send(attempt, {"profile": request})
-
-    def _send_flip_request(self, read: Any, attempt: int, monitor: RankMonitor | None) -> None:
-        flip = BitFlip.from_record(read)
-        if monitor is not None and monitor.are_connected([flip.rank]):
-            self._run.flip_request.unlink()
-            self._server.send(attempt, {"flip_bit": flip.as_record()})
 
     def _start_from_standby(
         self, attempt: int, hosts: list[str], known: Mapping[str, str], emit: EmitEvent

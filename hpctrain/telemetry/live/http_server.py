@@ -23,14 +23,13 @@ from hpctrain.telemetry.report.html_renderer import page_url
 _IDLE_S = 30.0
 #: Seconds until an unauthenticated connection is closed, and maximum number; the oldest is closed first.
 _UNAUTHORIZED_TIMEOUT_S, _MAX_UNAUTHORIZED = 10.0, 32
-#: Maximum number of compared runs, and of bytes of a form.
-_MAX_COMPARED, _MAX_FORM_BYTES = 50, 1000
+#: Maximum number of compared runs.
+_MAX_COMPARED = 50
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # Without a referrer, browsers would omit the origin of a form.
-    "Referrer-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     # One response per connection, so that no unused connections remain open.
@@ -49,13 +48,6 @@ class PageSource(Protocol):
 
         Raises:
             LookupError: the run no longer exists.
-        """
-
-    def act(self, run_id: str, action: str, confirmation: str) -> bool:
-        """Perform an action that a page offers. Return False if the form of the page did not confirm it.
-
-        Raises:
-            LookupError: the run or the action does not exist.
         """
 
 
@@ -150,9 +142,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer()
 
-    def do_POST(self) -> None:
-        self._answer()
-
     def __getattr__(self, name: str) -> object:
         if name.startswith("do_"):
             return self._refuse_method
@@ -162,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: URLs may contain the token."""
 
     def _refuse_method(self) -> None:
-        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "Use GET or POST.", {"Allow": "GET, HEAD, POST"})
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "Use GET.", {"Allow": "GET, HEAD"})
 
     def _answer(self) -> None:
         try:
@@ -170,8 +159,6 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.path.startswith("/"):
                 raise _Refused(HTTPStatus.NOT_FOUND, "Page not found.")
             parts = urlsplit(self.path)
-            if self.command == "POST":
-                return self._act(parts.path, self._read_form())
             if self._brings_token(parts.query):
                 cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
                 # Built from the run ids, so that the request does not determine the target of the redirect.
@@ -194,23 +181,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"The run cannot be read: {error.strerror}.")
         except HpctrainError as error:
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
-
-    def _read_form(self) -> dict[str, list[str]]:
-        size = int(self.headers.get("Content-Length", "0"))
-        if not 0 <= size <= _MAX_FORM_BYTES:
-            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The form is too large.")
-        return parse_qs(self.rfile.read(size).decode(), max_num_fields=10)
-
-    def _act(self, path: str, form: Mapping[str, list[str]]) -> None:
-        """Perform the action of a form. Only pages of this server contain the confirmation."""
-        if self.headers.get("Origin") is None:
-            raise _Refused(HTTPStatus.FORBIDDEN, "The request has no origin. Use the page of the run.")
-        self._check_token()
-        path, _, action = path.rpartition("/")
-        run_ids = _run_ids(path, "")
-        if not self.server.pages.act(run_ids[0], action, form.get("confirmation", [""])[0]):
-            raise _Refused(HTTPStatus.FORBIDDEN, "The page is outdated. Load the page of the run again.")
-        self._send(HTTPStatus.SEE_OTHER, "", {"Location": page_url(run_ids)})
 
     def _check_origin(self) -> None:
         """Accept only requests from pages of this server or from direct navigation."""

@@ -26,12 +26,6 @@ class LiveParts:
 
     interval_s: int
     """Seconds between two polls of the server for updates."""
-    url: str = "/"
-    """Path of the page."""
-    actions: Sequence[tuple[str, str]] = ()
-    """Names of the actions on the run, each with its effect."""
-    confirmation: str = ""
-    """Value that a request for an action must contain."""
     logs: Sequence[tuple[str, str]] = ()
     """Names of logs, each with its last lines."""
 

@@ -10,7 +10,7 @@ from hpctrain.telemetry.report.run_data import RunData
 
 
 def json_report(run_data: RunData) -> dict[str, Any]:
-    """Return the document printed by `--format json`."""
+    """Return the document printed by `--json`."""
     breakdown = run_data.breakdown
     lowest = run_data.curves.lowest("loss")
     return {

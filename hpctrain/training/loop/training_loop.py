@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from typing import NoReturn
@@ -15,7 +14,6 @@ from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.step_source import StepData
-from hpctrain.training.loop.bit_flipper import BitFlipper
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.validator import Validator
@@ -66,8 +64,6 @@ class TrainingLoop:
         if parts.state.loss_guard.policy == "skip":
             train_step.loss_check = self._exchange
         train_step.record_result = checkpoints.emergency.record_result
-        ranks = parts.context.ranks
-        self._bit_flipper = BitFlipper(parts.module, parts.state.optimizers, ranks.rank, os.environ)
         self._cpus = count_rank_cpus(parts.context.ranks.local_world_size)
         self._has_warned = False
         self.state, self.last_step = parts.state, parts.source.last_step
@@ -136,11 +132,9 @@ class TrainingLoop:
                 self.train_step.exclude_step(step, self.metrics)
             else:
                 parts.log.write_samples(step.rank_batch)
-                self._bit_flipper.before_step(step.rank_batch.step)
                 parts.compute_timer.begin()
                 yield step
                 parts.compute_timer.end()
-                self._bit_flipper.after_step(step.rank_batch.step)
             self._warn_of_waits()
             requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:

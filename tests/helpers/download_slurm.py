@@ -19,7 +19,6 @@ from pathlib import Path
 from hpctrain.errors import SpecError, UserError
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.sandbox.lock import sandbox_lock
-from hpctrain.sandbox.requirements import SEARCH_PATH
 
 #: Parent of one folder per version. Not in root's home, because other users' jobs run these programs.
 CACHE = Path("/var/cache/hpctrain/slurm")
@@ -62,14 +61,6 @@ else
 fi
 exec /usr/bin/unshare --mount "$@"
 """
-
-
-def installed_version(search_path: str = SEARCH_PATH) -> str:
-    """Return the version of the installed Slurm, such as `22.05.8`; empty if there is none."""
-    program = shutil.which("slurmctld", path=search_path)
-    if program is None:
-        return ""
-    return subprocess.run([program, "-V"], capture_output=True, text=True, timeout=20).stdout.split()[-1]
 
 
 def matches_version(version: str, full: str) -> bool:
@@ -213,8 +204,7 @@ def _codename() -> str:
         codename = "unknown"
     if codename not in _SUITES:
         raise UserError(
-            f"--slurm requires Debian {_SUITES[0]} or newer, but the release of this machine is {codename}. "
-            "Remove --slurm to use the installed version, or create the sandbox in a Debian container."
+            f"Another Slurm version requires Debian {_SUITES[0]} or newer, but this machine runs {codename}."
         )
     return codename
 
@@ -247,9 +237,7 @@ def _run(command: Sequence[str]) -> str:
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]} did not finish within {_COMMAND_LIMIT_S:.0f} s") from None
     except FileNotFoundError:
-        raise UserError(
-            f"--slurm requires {command[0]}, which is not installed. Install it, or remove --slurm."
-        ) from None
+        raise UserError(f"Another Slurm version requires {command[0]}, which is not installed.") from None
     if done.returncode:
         errors = [
             line for line in done.stderr.splitlines() if line.startswith("E: ")
