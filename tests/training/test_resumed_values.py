@@ -118,6 +118,28 @@ def test_schedule_that_cannot_continue_is_refused_before_the_first_step(tmp_path
     assert max(trained(tmp_path, "lr")) == 8
 
 
+def train_session(folder, max_steps, total_steps, advances_every=1):
+    with hpctrain.session(seed=1, run_dir=folder) as session:
+        module = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
+        module, optimizer, scheduler = session.prepare(module, optimizer, scheduler)
+        for x, _ in session.batches(DATA, global_batch_size=8, max_steps=max_steps):
+            optimizer.zero_grad()
+            session.backward(module(x[:, :1]).square().mean())
+            optimizer.step()
+            if session.step % advances_every == 0:
+                scheduler.step()
+
+
+def test_schedule_of_a_session_that_cannot_continue_is_refused_before_the_first_step(tmp_path):
+    train_session(tmp_path / "steps", 8, 8)
+    with pytest.raises(UserError, match=r"OneCycleLR ends after step 8 .* but training ends after step 16"):
+        train_session(tmp_path / "steps", 16, 16)
+    train_session(tmp_path / "epochs", 8, 16, advances_every=4)
+    train_session(tmp_path / "epochs", 16, 16, advances_every=4)
+
+
 def test_schedule_that_ends_long_before_training_is_noted(tmp_path, capsys):
     fit(tmp_path, 12, cosine(3))
     assert "ends after step 3 (T_max=3), but training ends after step 12. It advances once per step." in (

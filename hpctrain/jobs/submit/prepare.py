@@ -92,7 +92,7 @@ def _prepare(
     notes += _resolve_runs(asked, backend.name, cwd, environ)
     if backend.name == "slurm":
         notes += [
-            *_read_srun_variables(asked, environ),
+            *_apply_srun_variables(asked, environ),
             *_choose_cpus(asked, backend.site(settings.site), environ),
         ]
     container = _container(settings, backend.name, cwd, environ)
@@ -141,7 +141,7 @@ def _resolve_runs(
     return notes
 
 
-def _read_srun_variables(asked: SubmitOptions, environ: Mapping[str, str]) -> list[str]:
+def _apply_srun_variables(asked: SubmitOptions, environ: Mapping[str, str]) -> list[str]:
     """Turn the user's variables of srun into options; in a job, they would belong to that job."""
     if "SLURM_JOB_ID" in environ:
         return []

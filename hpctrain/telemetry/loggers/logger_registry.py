@@ -58,7 +58,7 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
     return loggers
 
 
-def _from_lightning(logger: Any) -> Logger:
+def _convert_lightning_logger(logger: Any) -> Logger:
     """Return the logger here that writes to the destination of Lightning's logger.
 
     Raises:
@@ -93,7 +93,7 @@ def _from_lightning(logger: Any) -> Logger:
 
 def _checked(logger: object) -> Logger:
     if type(logger).__module__.split(".")[0] in ("lightning", "pytorch_lightning"):
-        logger = _from_lightning(logger)
+        logger = _convert_lightning_logger(logger)
     if not isinstance(logger, Logger):
         raise UserError(
             f"{logger!r} is not a logger. A logger must have a name, and the methods start, log, rewind and "

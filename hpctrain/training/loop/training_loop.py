@@ -28,7 +28,7 @@ from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, bad_loss
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
-from hpctrain.training.optim.resumed_values import check_ends
+from hpctrain.training.optim.resumed_values import check_ends, inner_scheduler
 from hpctrain.training.optim.torch_compile import compile_steps
 from hpctrain.training.saving.emergency_checkpoints import Recovery
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
@@ -226,9 +226,15 @@ class TrainingLoop:
         self._validator.limit_batches(self.train_step.known_micro_batch_size(state))
         remedy = _TRAINER_REMEDY if advances_schedules else _SESSION_REMEDY
         ignored = [f"{each} {remedy}" for each in state.ignored]
-        if advances_schedules and parts.source.last_step is not None and not is_manual(parts.module):
+        # A session's script advances its schedules, in most cases once per step.
+        schedulers = [
+            scheduler
+            for scheduler in state.schedulers
+            if advances_schedules or 0 < state.step == getattr(inner_scheduler(scheduler), "last_epoch", None)
+        ]
+        if parts.source.last_step is not None and not is_manual(parts.module):
             last_step, steps_per_epoch = parts.source.last_step, parts.source.steps_per_epoch
-            ignored += check_ends(state.schedulers, last_step, steps_per_epoch, state.ignored)
+            ignored += check_ends(schedulers, last_step, steps_per_epoch, state.ignored)
         for remark in (*parts.source.remarks, *parts.strategy.remarks, *ignored, *state.remarks):
             self._print_hint(remark)
         parts.log.write_ignored(state.ignored)
