@@ -110,6 +110,11 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     from hpctrain.redaction import redact_spec
     from hpctrain.telemetry.report.artifacts import read_spec
 
+    if read_spec(found.dir.spec).get("supervised") is False:
+        raise UserError(
+            f"Run {found.run_id} ran without hpctrain in the job (--template plain), so it has no records "
+            f"for a report. Its logs: hpctrain logs {found.run_id}"
+        )
     runs = found.tasks() or [found]
     told = []
     try:

@@ -117,7 +117,8 @@ def submit(
     further: Sequence[str] = (),
 ) -> Run:
     """Submit `train_classifier.py` with `further` arguments. Does not wait."""
-    run = Run(path, env)
+    # The same number of threads as in `train_on_forked_ranks`, for the same bits.
+    run = Run(path, {"OMP_NUM_THREADS": "1", **env})
     arguments = ["--step-s", str(step_s), "--checkpoint-every", str(checkpoint_every)]
     arguments += ["--slow-attempts", str(slow_attempts), *further]
     run.hpctrain("submit", *shape, *(options or []), "--run-dir", str(path), str(JOB), *arguments)

@@ -83,6 +83,8 @@ def test_failure_of_a_plain_script_is_reported(submit_plain, environ):
     with pytest.raises(RunFailed, match="srun exited with code 3"):
         run.wait(timeout=100)
     assert run.status().state == "FAILED"
+    report = run_command([sys.executable, "-m", "hpctrain", "report", run.dir.path], environ, check=False)
+    assert "ran without hpctrain in the job (--template plain)" in report.stderr
     run.dir.rank_log(0, 1).write_text("Traceback (most recent call last):\nValueError: bad\n")
     errors = run_command([sys.executable, "-m", "hpctrain", "logs", "--errors", run.dir.path], environ)
     assert "srun exited with code 3" in errors.stdout
