@@ -25,8 +25,9 @@ from helpers.waiting import wait_for
 from hpctrain.rundir import ATTEMPT_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE
 
 ATTACKER = SCRIPTS / "attack_ranks.py"
-#: Ranks that read addresses after the attack.
+#: Its ranks read what others wrote after the attack.
 PATIENT_JOB = SCRIPTS / "train_after_attack.py"
+ATTACKED_KEYS = {"store": "answers/", "addresses": "//cpu//", "group": "none"}
 SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
 
 
@@ -70,15 +71,17 @@ def test_attacker_in_place_of_a_rank_runs_no_code_and_the_run_completes(tmp_path
     folder.chmod(0o777)
     run = Run(tmp_path_factory.mktemp("run") / "run", {})
     with attacker(attack, evil) as process:
-        # Other ranks read the addresses so soon that the attacker would be too late at times.
-        job = [f"--env=ATTACKED={attacked}", str(PATIENT_JOB)] if attack == "addresses" else [str(JOB)]
+        # Without the wait, the attacker would be too late at times.
+        variables = [f"--env=ATTACKED={attacked}", f"--env=ATTACKED_KEYS={ATTACKED_KEYS[attack]}"]
+        job = [*variables, str(PATIENT_JOB)]
         run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), *job, "--epochs", "1")
         assert process.stdin is not None
         process.stdin.write(f"{rank_variable(run, 'MASTER_PORT')}\n")
         process.stdin.flush()
         assert process.stdout is not None
         assert process.stdout.readline() == "sent\n"
-        attacked.touch()
+        for attempt in range(3):
+            Path(f"{attacked}{attempt}").touch()
         assert run.wait() == 0
     assert not evil.exists()
     assert run.events("finished")[0]["state"] == "COMPLETED"
@@ -173,14 +176,19 @@ def test_run_completes_despite_junk_on_its_ports(tmp_path):
 @pytest.mark.long
 def test_attacks_on_each_attempt_end_the_run_after_max_failures(tmp_path):
     run = Run(tmp_path / "run", {})
+    attacked = tmp_path / "attacked"
     options = ["--run-dir", str(run.path), "--standby-workers", "never", "--max-failures", "2"]
+    options += [f"--env=ATTACKED={attacked}", f"--env=ATTACKED_KEYS={ATTACKED_KEYS['store']}"]
     with attacker("store", tmp_path / "evil") as first, attacker("store", tmp_path / "evil") as second:
-        run.hpctrain("submit", *SHAPE, *options, str(JOB), "--epochs", "1")
+        run.hpctrain("submit", *SHAPE, *options, str(PATIENT_JOB), "--epochs", "1")
         for attempt, process in enumerate((first, second)):
             wait_for(lambda n=attempt: len(run.events("started")) > n, 60, f"attempt {attempt}")
             assert process.stdin is not None
             process.stdin.write(f"{rank_variable(run, 'MASTER_PORT', attempt)}\n")
             process.stdin.flush()
+            assert process.stdout is not None
+            assert process.stdout.readline() == "sent\n"
+            Path(f"{attacked}{attempt}").touch()
         assert run.wait() == 4
     assert [failure["class"] for failure in run.events("failure")] == ["unauthenticated"] * 2
     (finished,) = run.events("finished")

@@ -82,6 +82,6 @@ def test_suspended_ranks_neither_hang_nor_train(tmp_path):
     (pause,) = run.events("paused")
     assert 11 < pause["seconds"] < 60
     assert run.events("failure") == run.events("straggler") == []
-    report = json.loads(run.hpctrain("report", str(run.path), "--format=json").stdout)
+    report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
     (idle_us,) = (entry["us"] for entry in report["ledger"] if entry["what"] == "idle")
     assert idle_us > 10e6

