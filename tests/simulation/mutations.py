@@ -131,13 +131,6 @@ MUTATIONS: dict[str, list[Patch]] = {
 PLANTED_SEEDS: dict[str, tuple[int, str]] = {
     "a requeue is tried only once": (1, "requeue@45 slurm-away@40:60"),
     "a replaced holder keeps its lease": (36, "steal-lease@27.5:64.7"),
-    "the queue is searched only before the first submission": (
-        1415,
-        (
-            "slurm-lost-answers@1.9:17.3 preempt@25.9:3.7 start-by-hand@130.4:49.9 kill-batch@5.9:146.5 "
-            "crash@8.8 hang@8.5:4"
-        ),
-    ),
     "a counted step is progress": (0, "start-over@0:5"),
     "a spare in use remains a spare": (3146, "gpu-fault@9.5:1 kill-node@20.3:2"),
     "unusable standby workers are not ended": (265, "kill-node@7.2 kill-node@251:3"),
