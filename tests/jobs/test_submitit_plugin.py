@@ -217,7 +217,7 @@ def test_hydra_submits_a_multirun_without_waiting(tmp_path):
     """The jobs wait for a file that does not exist yet."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     app = REPOSITORY / "tests/scripts/hydra_app.py"
-    setup = "while [ ! -e go ]; do sleep 0.1; done"
+    setup = f"while [ ! -e {tmp_path}/go ]; do sleep 0.1; done"
     done = run_command(
         [
             *(sys.executable, app, "--multirun", "+lr=1,2", "hydra.sweep.dir=sweep"),
@@ -233,5 +233,5 @@ def test_hydra_submits_a_multirun_without_waiting(tmp_path):
     assert run.status().state is RunState.PENDING
     run.cancel()
     assert run.wait_for_end(timeout=120).state is RunState.CANCELLED
-    (array / "go").touch()
+    (tmp_path / "go").touch()
     wait_for(lambda: not run_processes(array), 60, "the end of the job script")
