@@ -29,6 +29,6 @@ def command(file: Path) -> None:
     except OSError as error:
         raise SpecError(f"Cannot write {str(file)!r}: {error.strerror}. Choose another file name.") from error
     click.echo(
-        f"Wrote {file}. Edit this file, then run `{program_name()} submit --explain SCRIPT` to see the "
+        f"Wrote {file}. Edit this file, then run `{program_name()} submit --show-config SCRIPT` to see the "
         "effective values."
     )

@@ -55,7 +55,7 @@ def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         return _list_clusters(names, args)
     options = _parse_options(args)
     cluster = open_cluster(names[0])
-    prints_only = options.get("explain") or options.get("help")
+    prints_only = options.get("show_config") or options.get("help")
     if args[0] in _SENDING and (*args, "")[1] not in _NOT_SENDING and not prints_only:
         send_project(cluster, needs_slurm=options.get("backend") != "local")
     # A lost connection kills programs on its terminal, which must not happen during a submission.

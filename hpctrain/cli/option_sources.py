@@ -1,4 +1,4 @@
-"""`hpctrain submit --explain`: show the source of each option's value."""
+"""`hpctrain submit --show-config`: show the source of each option's value."""
 
 from __future__ import annotations
 

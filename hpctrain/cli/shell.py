@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = frozenset(
         *("independent_ranks", "resume_mode", "code_snapshot", "code_snapshot_limit", "stop_before_limit"),
         *("launcher", "rdzv_backend", "rdzv_endpoint", "mail_type", "mail_user"),
         *("notify", "notify_on", "notify_stall_after", "stage", "stage_environment"),
-        *("explain", "dry_run", "follow", "as_json", "as_module"),
+        *("show_config", "dry_run", "follow", "as_json", "as_module"),
     }
 )
 #: Options of sbatch that salloc does not accept or that do not apply to a shell.

@@ -162,7 +162,6 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 )
 @click.option(
     "--show-config",
-    "explain",
     is_flag=True,
     help="Print the value of each option and its source, without submitting.",
 )
@@ -192,7 +191,7 @@ def command(
     script: str,
     args: tuple[str, ...],
     assignments: tuple[str, ...],
-    explain: bool,
+    show_config: bool,
     dry_run: bool,
     follow: bool,
     as_json: bool,
@@ -207,7 +206,7 @@ def command(
         hpctrain submit [OPTIONS] -m package.module [ARGS]
         hpctrain submit [OPTIONS] -- COMMAND [ARGS]
     """  # noqa: D301
-    if dry_run and (as_json or explain):
+    if dry_run and (as_json or show_config):
         what = "--json a JSON document" if as_json else "--show-config a table"
         raise click.UsageError(f"--dry-run prints a batch script and {what}. Use only one of these options.")
     # Click's options have the names of the fields of SubmitOptions.
@@ -218,7 +217,7 @@ def command(
         "environ": os.environ,
         "cwd": Path.cwd(),
     }
-    if explain:
+    if show_config:
         from hpctrain.cli.option_sources import print_option_sources
 
         print_option_sources(resolve_options(asked, **where), as_json=as_json)  # type: ignore[arg-type]

@@ -430,7 +430,7 @@ def _resubmit(
     record = replace(record, concurrent=concurrent or record.concurrent)
     with submit.resubmission(ctx, fields, run.dir, options) as inner:
         os.chdir(spec.workdir)
-        if inner.params["follow"] or inner.params["explain"]:
+        if inner.params["follow"] or inner.params["show_config"]:
             raise click.UsageError(
                 "Sweeps do not support --follow or --show-config. To follow the logs, use "
                 "`hpctrain logs -f RUN`."
@@ -439,6 +439,6 @@ def _resubmit(
 
 
 for _param in submit.options():
-    if _param.name not in ("explain", "follow"):
+    if _param.name not in ("show_config", "follow"):
         _param.hidden = True
         submit_.params.append(_param)

@@ -1,4 +1,4 @@
-"""Configuration files on the command line: `init`, `--explain` and `--profile`."""
+"""Configuration files on the command line: `init`, `--show-config` and `--profile`."""
 
 from __future__ import annotations
 

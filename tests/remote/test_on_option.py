@@ -106,7 +106,7 @@ def test_commands_of_a_cluster_need_one():
         ("submit t.py --backend local --follow --help --show-config", {}),
         ("submit -- prog --follow", {}),
         ("submit --dry-run t.py", {}),
-        ("submit --show-config t.py", {"explain": True}),
+        ("submit --show-config t.py", {"show_config": True}),
         ("submit --bad-option", {}),
         ("submit --help", {"help": True}),
         ("sweep --help", {"help": True}),
@@ -122,7 +122,7 @@ def test_commands_of_a_cluster_need_one():
 )
 def test_options_before_a_script(line: str, options: dict[str, object]):
     values = on_cluster._parse_options(line.split())
-    names = ("backend", "follow", "help", "explain")
+    names = ("backend", "follow", "help", "show_config")
     assert {name: value for name, value in values.items() if name in names and value} == options
 
 

@@ -12,7 +12,7 @@ _WIDTH = 100
 
 _HEAD = """\
 # Default options of `hpctrain submit` in this project. The command line overrides them.
-# `hpctrain submit --explain SCRIPT` shows each value and its source.
+# `hpctrain submit --show-config SCRIPT` shows each value and its source.
 #
 # To set an option, remove the # before its line. A key without a value removes a value that is set in
 # /etc/hpctrain/*.yaml (for all users) or ~/.config/hpctrain/config.yaml. These files have the same format.
