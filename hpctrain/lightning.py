@@ -29,7 +29,7 @@ from hpctrain.training.base import rng
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
 from hpctrain.training.optim.resumed_values import check_ends, configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
-from hpctrain.training.saving.unsaved_objects import overrides_any, remark_on_unsaved
+from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
@@ -165,12 +165,7 @@ class RunCheckpoint(lightning.Callback):
         saved = [pl_module, *trainer.optimizers, *schedulers, trainer.precision_plugin, *stateful]
         if overrides_any(pl_module, ("on_save_checkpoint",)):
             saved.append(vars(pl_module))
-        unsaved = remark_on_unsaved(
-            saved,
-            "Return schedulers from configure_optimizers(). Assign averaged models to the module, or save "
-            "them in the state_dict() of a callback.",
-            steps_by_script=False,
-        )
+        unsaved = remark_on_unsaved(saved, TRAINER_REMEDY, steps_by_script=False)
         ends: list[str] = []
         if pl_module.automatic_optimization and math.isfinite(trainer.estimated_stepping_batches):
             ends = check_ends(

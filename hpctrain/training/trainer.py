@@ -26,7 +26,7 @@ from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
 from hpctrain.training.optim.resumed_values import inner_scheduler
-from hpctrain.training.saving.unsaved_objects import overrides_any, remark_on_unsaved
+from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.strategy_settings import check_launch, resolve_strategy
@@ -265,8 +265,7 @@ class Trainer(TrainerConfig):
         attributes = vars(module) if overrides_any(module, ["on_save_checkpoint"]) else None
         return remark_on_unsaved(
             [module, attributes, *stateful, *state.optimizers, *map(inner_scheduler, state.schedulers)],
-            "Return schedulers from configure_optimizers(). Assign averaged models to the module, "
-            "or save them in the state_dict() of a callback.",
+            TRAINER_REMEDY,
             steps_by_script=False,
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from hpctrain.errors import SpecError
@@ -93,7 +94,7 @@ def _prepare(
     if backend.name == "slurm":
         notes += [
             *_apply_srun_variables(asked, environ),
-            *_choose_cpus(asked, backend.site(settings.site), environ),
+            *_choose_cpus(asked, partial(backend.site, settings.site), environ),
         ]
     container = _container(settings, backend.name, cwd, environ)
     spec = build_spec(
@@ -154,10 +155,12 @@ def _apply_srun_variables(asked: SubmitOptions, environ: Mapping[str, str]) -> l
     return notes
 
 
-def _choose_cpus(asked: SubmitOptions, site: Site | None, environ: Mapping[str, str]) -> list[str]:
+def _choose_cpus(
+    asked: SubmitOptions, get_site: Callable[[], Site | None], environ: Mapping[str, str]
+) -> list[str]:
     """Choose the CPUs per rank of a job with GPUs, unless they were requested."""
     gpu_type, gpus, ntasks = node_shape(asked)
-    if not gpus or site is None or "cpus_per_task" in asked:
+    if not gpus or "cpus_per_task" in asked or (site := get_site()) is None:
         return []
     from hpctrain.jobs.site.node_share import choose_cpus_per_task
 

@@ -17,6 +17,11 @@ from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
 
 #: Packages with base classes of the user's classes.
 _LIBRARIES = ("hpctrain.", "lightning.", "pytorch_lightning.", "torch.", "builtins")
+#: Remedy for scripts whose optimizers belong to a trainer.
+TRAINER_REMEDY = (
+    "Return schedulers from configure_optimizers(). Assign averaged models to the module, or save them in "
+    "the state_dict() of a callback."
+)
 #: Depth to which the attributes of saved objects are searched.
 _DEPTH = 3
 
