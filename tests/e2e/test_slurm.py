@@ -184,7 +184,7 @@ def test_ranks_have_the_variables_of_sbatch_and_srun(slurm, tmp_path):
     )
     (node, other), (home, ours) = slurm.nodes[:2], (tmp_path / "plain", tmp_path / "ours")
     shape = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=200"]
-    shape += ["--time=10", "--job-name=shape", f"--nodelist={node},{other}"]
+    shape += ["--time=10", "-Jshape", f"--nodelist={node},{other}"]
     command = f"srun --cpus-per-task=2 {sys.executable} {script} {home}"
     run_command(["sbatch", "--wait", "--output=/dev/null", *shape, f"--wrap={command}"], slurm.env)
     run = Run(tmp_path / "run", slurm.env)
