@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import json
 import os
@@ -68,7 +67,7 @@ def observe_process() -> None:
     )
     step_log = StepLog(run, attempt) if launch[1] == "0" else None
     if step_log is not None:
-        atexit.register(step_log.write)
+        step_log.write_at_exit()
     ScriptMonitor(step_log=step_log).start()
 
 

@@ -127,6 +127,8 @@ def main(argv: list[str]) -> NoReturn:
     program = _resolve_program(words)
     group_check = ProcessGroupCheck(os.environ)
     step_log = StepLog(run, attempt) if ranks.is_main else None
+    if step_log is not None:
+        step_log.write_at_exit()
     if os.environ.get(STEP_HOOK_VARIABLE) != "0":
         install_step_hook(partial(after_step, group_check), is_restart=attempt > 0)
     relay = None if connect is None else _start_heartbeat(connect, program, run, attempt, ranks, step_log)
@@ -136,7 +138,8 @@ def main(argv: list[str]) -> NoReturn:
     argument: object = None
     startup_times.end(StartupPart.WORKER)
     try:
-        _run_program(program, relay, step_log, group_check)
+        program.run(relay)
+        group_check.check_end()
     except CommandFailed as failed:
         # Slurm may signal the command, or other ranks, before this process.
         wait_for_stop_signal(_LATE_SIGNAL_TIMEOUT_S)
@@ -211,17 +214,6 @@ def _start_heartbeat(
         heartbeat, handle = relay.heartbeat_message, relay.on_message
     start_heartbeat(connect, heartbeat, handle, on_heartbeat_sent)
     return relay
-
-
-def _run_program(
-    program: Program, relay: ChildRelay | None, step_log: StepLog | None, group_check: ProcessGroupCheck
-) -> None:
-    try:
-        program.run(relay)
-    finally:
-        if step_log is not None:
-            step_log.write()
-    group_check.check_end()
 
 
 def _exit_with(

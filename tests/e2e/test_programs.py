@@ -34,7 +34,6 @@ for step in range(40):
     layer(torch.ones(1, 1)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0.1)
 print("trained", flush=True)
 os._exit(0)
 """
@@ -127,6 +126,7 @@ def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
     ("program", "step", "location"),
     [
         pytest.param(["train.py"], "0", "pause_here (train.py:", marks=pytest.mark.long),
+        # The second attempt trains for less time than between two heartbeats.
         (["train.py"], "20", "pause_here (train.py:"),
         pytest.param(
             ["--", sys.executable, "train.py"], "20", "pause_here (train.py:", marks=pytest.mark.long

@@ -5,8 +5,12 @@ These lines provide the steps for `status`, `top` and the report, and the data f
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+import threading
 import time
+from typing import NoReturn
 
 from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.records.log_tail import read_last_records
@@ -30,12 +34,30 @@ class StepLog:
         self._written = 0
         self._since = 0.0
         self._data_s = self._exchange_s = 0.0
+        self._writing = threading.Lock()
+
+    def write_at_exit(self) -> None:
+        """Write the last line at the end of this process, also if the script calls `os._exit`."""
+        atexit.register(self.write)
+        pid, exit_process = os.getpid(), os._exit
+
+        def write_and_exit(status: int) -> NoReturn:
+            # A forked child is not the rank, and its lock may be held by a thread that it does not have.
+            if os.getpid() == pid:
+                self.write()
+            exit_process(status)
+
+        os._exit = write_and_exit
 
     def write(self) -> None:
         """Write a line if steps were completed since the last line.
 
         The time of the steps in the first line is unknown.
         """
+        with self._writing:
+            self._write()
+
+    def _write(self) -> None:
         step, now = activity.optimizer_steps, time.perf_counter()
         if activity.logs_metrics or has_started() or step == self._written:
             return

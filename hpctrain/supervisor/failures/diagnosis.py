@@ -167,7 +167,7 @@ class FailureAnalyzer:
         failure = None
         for event in self.run.read_events():
             kind, by = event.get("kind"), event.get("attempt", -1)
-            # The ranks report their first step at once, and log steps once a second.
+            # Ranks without a step log, such as those of a command, only report their first step.
             has_trained = kind in ("resumed", "startup") and by == attempt
             is_saved = kind == "checkpoint" and by >= trained and (event.get("step") or step) >= step
             if has_trained or is_saved:
