@@ -28,7 +28,6 @@ from hpctrain.authentication import new_secret
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
-from hpctrain.runtime.rendezvous.signed_store import SignedStore
 from hpctrain.runtime.supervisor_connection import SupervisorConnection
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 from hpctrain.supervisor.workers.heartbeat_server import HeartbeatServer
@@ -62,8 +61,7 @@ def meet(first: int, last: int, num_hosts: int, environ: dict[str, str], times: 
         ranks = Ranks(rank, num_hosts, 0, 1, rank, num_hosts, "127.0.0.1", port, "slurm")
         connection = SupervisorConnection(environ[SUPERVISOR_ADDRESS_VARIABLE], ranks, 0)
         connection.send({"ready": True})
-        tcp_store = TCPStore("127.0.0.1", port, timeout=timeout, wait_for_workers=False)
-        store = SignedStore.wrap(tcp_store, environ)
+        store = TCPStore("127.0.0.1", port, timeout=timeout, wait_for_workers=False)
         store.set(f"address/{rank}", "127.0.0.1")
         if store.add("arrived", 1) == num_hosts:
             store.set("all", "")

@@ -16,7 +16,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
 from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
 from hpctrain.cluster.host_name import host_name
-from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError, Unauthenticated
+from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError
 from hpctrain.text import format_ranks
 
 _READ_KEY = "read"
@@ -53,18 +53,28 @@ def assign_device(
     Raises:
         HpctrainError: two ranks have the same placement or would share a GPU. Raised on all ranks; the
             message names both ranks.
-        RendezvousError: a rank did not arrive within the store's timeout. Raised on all ranks.
-        Unauthenticated: an entry of a `SignedStore` was written by a process without the secret.
+        RendezvousError: a rank did not arrive within the store's timeout, or another program changed an entry
+            of the store. Raised on all ranks.
     """
     _publish_placement(_own_placement(ranks, environ, use_gpus=use_gpus), store)
     if ranks.is_main:
         for rank, answer in enumerate(_answers(ranks.world_size, environ, store)):
             store.set(_answer_key(rank), json.dumps(answer))
-    answer = json.loads(store.get(_answer_key(ranks.rank)))
+    answer = _parse_entry(_answer_key(ranks.rank), store.get(_answer_key(ranks.rank)))
     if "error" in answer:
         _wait_until_read(ranks, store)
         raise (RendezvousError if answer["missing"] else HpctrainError)(answer["error"])
     return DeviceAssignment(_select_gpu(answer["index"]), answer["shared"])
+
+
+def _parse_entry(key: str, text: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        raise RendezvousError(f"the store entry {key!r} is not valid: another program changed it")
+    return entry
 
 
 def _plan(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> int | None:
@@ -94,7 +104,8 @@ def _own_placement(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool) 
 def _publish_placement(placement: RankPlacement, store: Store) -> None:
     mine = {**asdict(placement), "pid": os.getpid()}
     # An existing value is kept and returned.
-    there = json.loads(store.compare_set(_placement_key(placement.rank), "", json.dumps(mine)))
+    key = _placement_key(placement.rank)
+    there = _parse_entry(key, store.compare_set(key, "", json.dumps(mine)))
     if there["pid"] != mine["pid"] or there["host"] != mine["host"]:
         raise HpctrainError(
             f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
@@ -109,8 +120,6 @@ def _answers(world_size: int, environ: Mapping[str, str], store: Store) -> list[
         placements = _gather_placements(world_size, store)
         check_unique_placement(placements)
         assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
-    except Unauthenticated:
-        raise
     except HpctrainError as error:
         return [{"error": str(error), "missing": isinstance(error, RendezvousError)}] * world_size
     return [

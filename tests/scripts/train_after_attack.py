@@ -10,15 +10,16 @@ import runpy
 import time
 from pathlib import Path
 
+from torch.distributed import PrefixStore
+
 from hpctrain.rundir import ATTEMPT_VARIABLE
-from hpctrain.runtime.rendezvous.signed_store import SignedStore
 
 LIMIT_S = 60.0
 ATTACKED_KEYS = os.environ["ATTACKED_KEYS"]
-get = SignedStore.get
+get = PrefixStore.get
 
 
-def get_after_attack(store: SignedStore, key: str) -> bytes:
+def get_after_attack(store: PrefixStore, key: str) -> bytes:
     deadline = time.monotonic() + LIMIT_S
     attacked = Path(os.environ["ATTACKED"] + os.environ[ATTEMPT_VARIABLE])
     while ATTACKED_KEYS in key and not attacked.exists() and time.monotonic() < deadline:
@@ -26,5 +27,5 @@ def get_after_attack(store: SignedStore, key: str) -> bytes:
     return get(store, key)
 
 
-SignedStore.get = get_after_attack
+PrefixStore.get = get_after_attack
 runpy.run_path(str(Path(__file__).with_name("train_classifier.py")), run_name="__main__")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain import messages
-from hpctrain.errors import CheckpointError, DiskFull, Unauthenticated
+from hpctrain.errors import CheckpointError, DiskFull
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class RankCoordinator:
         self._group = (
             None
             if group is None
-            else messages.new_group(self._members, timeout=timedelta(seconds=limit_s), backend="gloo")
+            else dist.new_group(self._members, timeout=timedelta(seconds=limit_s), backend="gloo")
         )
 
     @property
@@ -189,7 +189,7 @@ class RankCoordinator:
             raise PeerLost(self._lost_reason)
         try:
             exchange(self._group)
-        except (RuntimeError, ValueError, dist.DistError, Unauthenticated) as error:
+        except (RuntimeError, ValueError, dist.DistError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._lost_reason = (
                 f"the ranks lost their connection during a checkpoint operation with a time limit of "

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain import messages
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.algorithms.base import Algorithm, noop_hook, register_comm_hook
 
@@ -49,7 +48,7 @@ class AsyncAveraging(Algorithm):
     def begin(self, module: nn.Module, context: DistributedContext) -> None:
         super().begin(module, context)
         # A separate group: ranks start averaging at different steps, between other collectives.
-        self._group = messages.new_group()
+        self._group = dist.new_group()
         self._num_started = 0
         self._weights_before: torch.Tensor
         self._sum: torch.Tensor

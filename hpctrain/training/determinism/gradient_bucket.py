@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain import messages
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import all_gather_single
 from hpctrain.training.base.dtensor_parts import local_part
@@ -239,7 +238,7 @@ def make_buckets(
         each.scaled = scaled[: each.numel].view(each.target.shape)
     # If not all ranks use a parameter, a bucket is sent before or after collectives of the sharded modules.
     has_shards = context.is_distributed and any(each.is_sharded for each in tensors)
-    separate = messages.new_group() if has_shards else None
+    separate = dist.new_group() if has_shards else None
     buckets: list[GradientBucket] = []
     group: list[SummedTensor] = []
     length, last_kind = 0, None

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpctrain import messages
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import FSDP_ATTRIBUTES, fsdp_states
 from hpctrain.training.determinism.gradient_sum import SummedParameter
@@ -70,7 +69,6 @@ class FullyShardedBase(Strategy):
             return
         device = self.context.device
         self._mesh = init_device_mesh(device.type, (self.context.ranks.world_size,))
-        messages.prove(self._mesh.get_group())
         self._parts = ShardedParameters(self._mesh)
         for scalar in self._scalars:
             self._broadcast(scalar)

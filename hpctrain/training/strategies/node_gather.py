@@ -29,8 +29,8 @@ class NodeGather:
         nodes: list[int] = context.all_gather(context.ranks.node_rank)
         for node in sorted(set(nodes)):
             members = [rank for rank, its_node in enumerate(nodes) if its_node == node]
-            group = messages.new_group(members)
-            control = messages.new_group(members, backend="gloo") if context.device.type == "cuda" else group
+            group = dist.new_group(members)
+            control = dist.new_group(members, backend="gloo") if context.device.type == "cuda" else group
             if node == context.ranks.node_rank:
                 self.members, self.group, self._control = members, group, control
         self._own = self.members.index(context.ranks.rank)

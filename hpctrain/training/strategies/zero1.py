@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpctrain import messages
 from hpctrain.torch_compat import register_first_post_hook
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies.ddp import DataParallelBase
@@ -31,7 +30,6 @@ class ZeRO1(DataParallelBase):
         if self.context.is_distributed:
             ranks, device = self.context.ranks, self.context.device
             mesh = init_device_mesh(device.type, (ranks.world_size,))
-            messages.prove(mesh.get_group())
             parts = self._parts = ShardedParameters(mesh)
             for optimizer in optimization.optimizers:
                 parts.shard_optimizer(optimizer, self.before_update)

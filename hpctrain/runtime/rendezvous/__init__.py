@@ -1,1 +1,0 @@
-"""Authenticated rendezvous of ranks and torchrun agents."""
