@@ -1,4 +1,4 @@
-"""`hpctrain verify`: train steps of a run again, and compare them with its record."""
+"""Train steps of a run again, and compare them with its record: `hpctrain verify`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
     help="Parent of the folder for the repeated steps.  [default: the folder for temporary files, or the "
     "parent folder of RUN with --backend slurm]",
 )
-@click.option("--keep", is_flag=True, help="Keep the folder of the repeated steps.")
 @json_option
 def command(
     run: str,
@@ -50,14 +49,13 @@ def command(
     backend: Literal["local", "slurm"],
     ignored: tuple[str, ...],
     scratch_dir: Path | None,
-    keep: bool,
     as_json: bool,
 ) -> None:
     """Train steps of RUN again, and compare losses, samples and state with its record.
 
     Training starts from the checkpoint before the first step, or from the beginning. It uses the code
     snapshot, arguments, environment and data of RUN. RUN is not changed. The exit code is 0 if everything is
-    identical to the last bit, 1 if not, and 2 if there is nothing to compare.
+    identical to the last bit, 4 if not, and 2 if there is nothing to compare.
     """
     from hpctrain.jobs.verify.verify_run import describe_result, result_record, verify_run
 
@@ -75,7 +73,6 @@ def command(
         ignored_metrics=ignored,
         backend=backend,
         parent=scratch_dir,
-        keep=keep,
         report=partial(click.echo, err=True),
     )
     if as_json:
@@ -83,13 +80,13 @@ def command(
     else:
         for line in describe_result(result):
             click.echo(printable(line))
-    sys.exit(0 if result.identical else 1)
+    sys.exit(0 if result.identical else 4)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     """Exit after the training is cancelled and its folder removed. Further signals do not interrupt this."""
-    for each in _EXIT_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+    for exit_signal in _EXIT_SIGNALS:
+        signal.signal(exit_signal, signal.SIG_IGN)
     sys.exit(128 + number)
 
 

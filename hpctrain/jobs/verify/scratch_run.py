@@ -1,4 +1,4 @@
-"""The run that trains the steps again, in its own folder on this machine."""
+"""Train steps of a run again, in a scratch folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from hpctrain.rundir import (
     VERIFY_STEPS_VARIABLE,
     VERIFY_SYNC_STEPS_VARIABLE,
     RunDir,
-    checkpoint_folder_name,
     list_checkpoint_steps,
 )
 from hpctrain.slurm.states import RunState
@@ -44,9 +43,9 @@ _CANCEL_TIMEOUT_S = 60.0
 
 
 class ScratchRun:
-    """A copy of a run that trains some of its steps again. Use as a context manager.
+    """A copy of a run that trains some of its steps again, as a context manager.
 
-    The verified run is only read: its large files are linked.
+    The verified run is only read. The large files of its checkpoint are linked.
 
     Attributes:
         run: the folder of the copy.
@@ -54,13 +53,7 @@ class ScratchRun:
     """
 
     def __init__(
-        self,
-        verified: RunDir,
-        environ: Mapping[str, str],
-        backend: BackendName = "local",
-        parent: Path | None = None,
-        *,
-        keep: bool = False,
+        self, verified: RunDir, environ: Mapping[str, str], backend: BackendName, parent: Path | None
     ) -> None:
         """Load the specification of the verified run.
 
@@ -70,14 +63,14 @@ class ScratchRun:
             backend: the backend that runs the copy.
             parent: folder for the copy; by default, the folder for temporary files, or the parent folder of
                 the verified run with Slurm, because all nodes need access.
-            keep: do not remove the folder on exit.
 
         Raises:
             SpecError: the script, its code or its working directory is not on this machine.
         """
-        self._verified, self._environ, self._keep = verified, environ, keep
+        self._verified, self._environ = verified, environ
         self._backend = choose_backend(backend, environ)[0]
         self._parent = parent or (verified.path.parent if backend == "slurm" else None)
+        self._failed = False
         self.notes: list[str] = []
         self._spec = self._load_spec()
 
@@ -94,15 +87,11 @@ class ScratchRun:
             with suppress(HpctrainError):
                 run.cancel()
                 run.wait_for_end(_CANCEL_TIMEOUT_S)
-        if not self._keep:
+        if not self._failed:
             shutil.rmtree(self.run.path, ignore_errors=True)
 
     def check(self, plan: VerificationPlan) -> None:
-        """Check that this machine can run the ranks.
-
-        Raises:
-            SpecError: they do not fit.
-        """
+        """Raise `SpecError` if the ranks do not fit."""
         for part in plan.parts:
             spec = self._spec_of(part, Path.cwd(), {})
             try:
@@ -134,19 +123,13 @@ class ScratchRun:
             variables = {"OMP_NUM_THREADS": str(threads)} if type(threads) is int else {}
             spec = self._spec_of(part, self.run.path, variables)
             submission = PreparedSubmission(
-                spec,
-                ResolvedOptions({}),
-                self._backend,
-                self._environ,
-                None,
-                script=render(spec),
+                spec, ResolvedOptions({}), self._backend, self._environ, None, script=render(spec)
             )
-            run = submit_prepared(submission, function)
-            status = run.wait_for_end()
+            status = submit_prepared(submission, function).wait_for_end()
             if part.last not in list_checkpoint_steps(self.run.checkpoints) and (
                 status.state is not RunState.COMPLETED
             ):
-                self._keep = True
+                self._failed = True
                 raise RunFailed(
                     f"The steps could not be repeated: {status.cause or status.state}. "
                     f"Log: {status.log or self.run.logs}"
@@ -240,16 +223,12 @@ class ScratchRun:
         """Return the working directory, or its copy in the code snapshot."""
         if Path(spec.workdir).is_dir():
             return spec.workdir
-        inside = os.pardir if code is None else os.path.relpath(spec.workdir, code.source)
-        copied = None if code is None else Path(code.copy, inside)
-        if copied is None or inside == os.pardir or not copied.is_dir():
-            raise SpecError(
-                f"The working directory {spec.workdir} of run {self._verified.run_id} is not on this "
-                "machine. Create this directory, with the data that the script reads from it."
-            )
-        self.notes.append(f"{spec.workdir} is not on this machine, so the script runs in {copied}.")
-        return str(copied)
-
-    def checkpoint(self, step: int) -> Path:
-        """Return the folder of the state after `step`."""
-        return self.run.checkpoints / checkpoint_folder_name(step)
+        if code is not None and Path(spec.workdir).is_relative_to(code.source):
+            copy = Path(code.copy, Path(spec.workdir).relative_to(code.source))
+            if copy.is_dir():
+                self.notes.append(f"{spec.workdir} is not on this machine, so the script runs in {copy}.")
+                return str(copy)
+        raise SpecError(
+            f"The working directory {spec.workdir} of run {self._verified.run_id} is not on this "
+            "machine. Create this directory, with the data that the script reads from it."
+        )
