@@ -50,7 +50,7 @@ def main(argv: list[str]) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    from hpctrain.runtime.signed_rendezvous import register
+    from hpctrain.runtime.program.signed_rendezvous import register
 
     try:
         torchrun(torchrun_options(plan, os.environ, register(plan["backend"], read_secret(os.environ))))

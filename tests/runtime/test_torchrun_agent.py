@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from hpctrain.runtime.signed_rendezvous import ForgedState, SignedBackend, register
+from hpctrain.runtime.program.signed_rendezvous import ForgedState, SignedBackend, register
 from hpctrain.runtime.torchrun_agent import torchrun_options
 
 pytestmark = pytest.mark.ranks
