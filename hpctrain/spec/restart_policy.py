@@ -136,7 +136,7 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "`hpctrain doctor` checks the network; --env NCCL_DEBUG=INFO logs the cause",
     ),
     EndKind.UNAUTHENTICATED: EndKindInfo(
-        "a program from outside the run connected in place of a rank",
+        "a program from outside the run changed the state of torchrun's agents",
         "restart",
         "ask an administrator which program scans ports on the nodes",
     ),
