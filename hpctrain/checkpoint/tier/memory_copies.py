@@ -32,7 +32,7 @@ from hpctrain.checkpoint.io.file_writer import file_copy_write
 from hpctrain.checkpoint.io.loading import STATE_NAME, list_shared_steps
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.errors import CheckpointError
-from hpctrain.files import own_file, read_json, write_atomic
+from hpctrain.files import own_file, read_json
 
 #: Share of the free memory of a node that copies may use.
 _MAX_MEMORY_SHARE = 0.5
@@ -66,8 +66,8 @@ class _CopyFile:
         return self.memory
 
     def end(self, marker: bytes) -> None:
-        """Write the marker."""
-        write_atomic(self.marker, marker, durable=False, private=True)
+        """Write the marker. An incomplete marker is not valid JSON, and is ignored."""
+        self.marker.write_bytes(marker)
 
 
 class MemoryCopies:

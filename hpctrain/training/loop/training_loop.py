@@ -135,7 +135,7 @@ class TrainingLoop:
             requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:
                 continue
-            begun = time.monotonic()
+            begun = time.thread_time()
             parts.strategy.sync_buffers()
             if requests.stop and not state.finished:
                 self._save_and_exit()
@@ -148,7 +148,7 @@ class TrainingLoop:
                 with activity.in_phase(RankPhase.SAVE):
                     self._checkpoints.save()
             if saves or state.validated_step == state.step:
-                begun = time.monotonic()  # the work so far is not part of a copy
+                begun = time.thread_time()  # the work so far is not part of a copy
             if self._checkpoints.copy_due():
                 self._checkpoints.copy(begun)
             if state.finished:

@@ -80,7 +80,7 @@ class StateCopies:
         self._copies: MemoryCopies | None = None
         self._interval = CopyInterval(None)
         self._is_enabled, self._has_announced = False, False
-        self._last_step, self._last_end = 0, 0.0
+        self._last_step, self._last_end, self._waited_s = 0, 0.0, 0.0
         # Without a supervisor, nothing would remove the copies of killed ranks.
         is_supervised = ATTEMPT_VARIABLE in environ and VERIFY_STEPS_VARIABLE not in environ
         usable = is_supervised and parts.log.run is not None and _SHARED_MEMORY.is_dir()
@@ -149,17 +149,25 @@ class StateCopies:
     def wait(self) -> None:
         """Wait until the previous copy is complete on this rank."""
         if self._copies is not None:
+            begun = time.monotonic()
             self._copies.wait()
+            self._waited_s = time.monotonic() - begun
 
     def copy(self, begun: float) -> None:
-        """Copy the state after this step, as part of work that began at `begun`. All ranks must call this."""
+        """Copy the state after this step. All ranks must call this.
+
+        Args:
+            begun: CPU time of this thread when the work for the copy began. Its wall-clock time would include
+                waits for other ranks.
+        """
         state, copies = self._parts.state, self._copies
         assert copies is not None
         num_steps = state.step - self._last_step
-        step_s = (begun - self._last_end) / num_steps
+        step_s = (time.monotonic() - self._last_end) / num_steps
         copies.copy(state.step, state.tree(), rng.capture_rng_state(), state.verified_step)
         self._last_step, self._last_end = state.step, time.monotonic()
-        self._interval.on_copied(max(self._last_end - begun, copies.gpu_s), step_s)
+        cost_s = time.thread_time() - begun + copies.gpu_s + self._waited_s
+        self._interval.on_copied(cost_s, step_s)
         if copies.problem is not None:
             self._disable(copies.problem)
         elif failure := copies.pop_failure():

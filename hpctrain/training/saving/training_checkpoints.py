@@ -166,7 +166,7 @@ class TrainingCheckpoints:
         self._copies.wait()
 
     def copy(self, begun: float) -> None:
-        """Copy the state to memory, as part of work that began at `begun`. All ranks must call this."""
+        """See `StateCopies.copy`. All ranks must call this."""
         self._copies.copy(begun)
 
     def wanted_copy_interval(self) -> int:
