@@ -2,9 +2,9 @@
 
     python benchmarks/memory_copies.py [--rounds N] [--kills N] [--ranks N]
 
-For the cost, two ranks train a small model alternately with and without copies, in the same processes. Each
-rank simulates a node, so the ranks also exchange their copies. The CPU time includes all threads of a rank,
-and depends less on other work on the machine than the time of a step.
+For the cost, two ranks train a small model alternately with and without copies, in the same processes. With
+two nodes, each rank simulates a node, and the ranks also exchange their copies. The CPU time includes all
+threads of a rank, and depends less on other work on the machine than the time of a step.
 
 For the repeated steps, the last rank of a run without other checkpoints is killed repeatedly, after some
 steps and when standby workers are ready.
@@ -49,7 +49,7 @@ class Net(hpctrain.Module):
         self.net = torch.nn.Linear(64, 64)
 
     def training_step(self, batch, batch_idx):
-        time.sleep(0.02)
+        time.sleep(0.1)
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self):
@@ -73,7 +73,7 @@ hpctrain.Trainer(callbacks=[Steps()], **settings).fit(Net(), data)
 """
 WIDTH, BATCH, LAYERS = 512, 640, 4
 #: Steps of a round, and the limit of the ratio. Not all steps copy, so the cost is an average over many.
-COSTS = {"ddp": (100, 1.03), "zero1": (100, 1.03)}
+COSTS = {"ddp, one node": (100, 1.03), "zero1, two nodes": (200, 1.03)}
 
 
 def main() -> None:
@@ -98,16 +98,21 @@ def add_costs(results: Results, strategy: str, rounds: int) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         environ |= {"HPCTRAIN_ATTEMPT": "0"}  # without it, there are no copies
-        environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}
+        num_nodes = 2 if "two nodes" in strategy else 1
+        environ |= {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": str(2 // num_nodes),
+            "GROUP_WORLD_SIZE": str(num_nodes),
+        }
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, "--as-rank", strategy, f"--rounds={rounds}"],
                 env={
                     **environ,
                     "RANK": str(rank),
-                    "GROUP_RANK": str(rank),
+                    "LOCAL_RANK": str(rank if num_nodes == 1 else 0),
+                    "GROUP_RANK": str(0 if num_nodes == 1 else rank),
                     "HPCTRAIN_RUN_DIR": folder,
-                    "HPCTRAIN_ATTEMPT": "0",
                 },
                 stdout=subprocess.PIPE,
                 text=True,
@@ -157,8 +162,8 @@ def train_alternately(strategy: str, rounds: int) -> dict[str, Any]:
 
     state_copies.CopyInterval.__init__ = record  # type: ignore[method-assign]
     folder, steps = Path(os.environ.pop("HPCTRAIN_RUN_DIR")), COSTS[strategy][0]
-    memory = state_copies._SHARED_MEMORY = folder / f"memory-{os.environ['RANK']}"
-    memory.mkdir()
+    memory = state_copies._SHARED_MEMORY = folder / f"memory-{os.environ['GROUP_RANK']}"
+    memory.mkdir(exist_ok=True)
     for number in range(-1, rounds):
         for name in ("plain", "copying"):
             module = Net()
@@ -167,7 +172,7 @@ def train_alternately(strategy: str, rounds: int) -> dict[str, Any]:
                 max_steps=steps,
                 global_batch_size=2 * BATCH,
                 checkpoint_every=None,
-                strategy=strategy,
+                strategy=strategy.split(",")[0],
                 run_dir=run.path,
                 memory_copies=name == "copying",
             )

@@ -64,7 +64,7 @@ def reference(tmp_path_factory) -> Run:
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_six_killed_ranks_cost_at_most_six_steps(reference, tmp_path):
-    """The script asks only for a checkpoint every 1000 steps. Its steps take as long as those of real models."""
+    """The script asks only for a checkpoint every 1000 steps."""
     kills = ["7:2:forward", "13:1:data", "20:0:allreduce", "26:3:validation", "33:1:updated", "40:0:update"]
     repeated = check(tmp_path, reference, kills, arguments=["--step-s=0.2"], max_repeated=6)
     assert sum(repeated.values()) <= 6, repeated

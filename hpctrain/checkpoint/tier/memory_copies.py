@@ -78,6 +78,7 @@ class MemoryCopies:
     Attributes:
         num_bytes: size of this rank's part of the state.
         gpu_s: seconds that the last complete copy from a GPU took.
+        exchange_s: seconds that the last complete exchange with other nodes took.
         problem: reason why the ranks make no copies, the same on all ranks; None while they do.
     """
 
@@ -98,7 +99,7 @@ class MemoryCopies:
         self._layout: tuple[Any, str] = (None, "")
         self._thread: threading.Thread | None = None
         self._count = self.num_bytes = 0
-        self.gpu_s = 0.0
+        self.gpu_s = self.exchange_s = 0.0
         self.problem: str | None = None
         self._failure: str | None = None
 
@@ -208,7 +209,9 @@ class MemoryCopies:
                 self.gpu_s = ready.seconds
                 self._files[self._coordinator.rank][slot].end(marker)
             if self.has_neighbors:
+                begun = time.monotonic()
                 self._exchange(slot, content, marker)
+                self.exchange_s = time.monotonic() - begun
         except (OSError, RuntimeError, PeerLost) as error:
             self._failure = describe_exception(error)
 

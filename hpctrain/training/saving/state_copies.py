@@ -167,6 +167,8 @@ class StateCopies:
         copies.copy(state.step, state.tree(), rng.capture_rng_state(), state.verified_step)
         self._last_step, self._last_end = state.step, time.monotonic()
         cost_s = time.thread_time() - begun + copies.gpu_s + self._waited_s
+        if self._parts.context.device.type == "cpu":  # the exchange needs the CPUs that compute
+            cost_s += copies.exchange_s
         self._interval.on_copied(cost_s, step_s)
         if copies.problem is not None:
             self._disable(copies.problem)
