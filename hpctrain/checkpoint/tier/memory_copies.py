@@ -79,6 +79,7 @@ class MemoryCopies:
         num_bytes: size of this rank's part of the state.
         gpu_s: seconds that the last complete copy from a GPU took.
         exchange_s: seconds that the last complete exchange with other nodes took.
+        failure: reason why the last copy failed on this rank, if it did.
         problem: reason why the ranks make no copies, the same on all ranks; None while they do.
     """
 
@@ -101,17 +102,12 @@ class MemoryCopies:
         self._count = self.num_bytes = 0
         self.gpu_s = self.exchange_s = 0.0
         self.problem: str | None = None
-        self._failure: str | None = None
+        self.failure: str | None = None
 
     @property
     def has_neighbors(self) -> bool:
         """True if this rank exchanges copies with other nodes."""
         return self._target is not None or bool(self._sources)
-
-    def pop_failure(self) -> str | None:
-        """Return the reason why the last copy failed on this rank, once."""
-        failure, self._failure = self._failure, None
-        return failure
 
     def copy(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], verified_step: int | None
@@ -142,7 +138,7 @@ class MemoryCopies:
             content = image.content
             marker = self._describe(step, image, plain, verified_step)
         except Exception as error:  # noqa: BLE001 (the other ranks must not wait)
-            self._failure, self._images[slot] = describe_exception(error), None
+            self.failure, self._images[slot] = describe_exception(error), None
             content, marker = memoryview(b""), b""
         if not self.has_neighbors and (ready is None or not ready.is_pending):
             self._finish(slot, content, marker, ready)
@@ -213,7 +209,7 @@ class MemoryCopies:
                 self._exchange(slot, content, marker)
                 self.exchange_s = time.monotonic() - begun
         except (OSError, RuntimeError, PeerLost) as error:
-            self._failure = describe_exception(error)
+            self.failure = describe_exception(error)
 
     def _exchange(self, slot: int, content: memoryview, marker: bytes) -> None:
         sizes = torch.tensor([len(content), len(marker)])
@@ -227,7 +223,7 @@ class MemoryCopies:
             try:
                 memory = self._files[source][slot].begin(num_bytes)
             except OSError as error:  # the other rank sends the copy anyway
-                self._failure = describe_exception(error)
+                self.failure = describe_exception(error)
             contents[source] = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
             markers[source] = torch.empty(marker_bytes, dtype=torch.uint8)
         for outgoing, incoming in ((content, contents), (bytearray(marker), markers)):

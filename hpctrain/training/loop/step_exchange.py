@@ -119,8 +119,8 @@ class StepExchange:
         is_joint = before.stop or before.save or self._checkpoints.due() or self._validator.due()
         if parts.replica_check is not None:
             parts.replica_check.add(state.step, whole=is_joint)
-        if is_joint or self._checkpoints.copy_due():
-            self._checkpoints.wait_for_copy()
+        if is_joint or self._checkpoints.copies.due():
+            self._checkpoints.copies.wait()
             sync.add(state.step, state.epoch, metrics, None)
             sync.send(self._collect_requests())
             now, (*earlier, latest) = self._receive()
@@ -144,7 +144,7 @@ class StepExchange:
             save=self._checkpoints.save_requested(),
             end=parts.callbacks.ending is not None,
             stream_ends=parts.source.local_ends(),
-            copy_every=self._checkpoints.wanted_copy_interval(),
+            copy_every=self._checkpoints.copies.wanted,
         )
 
     def _receive(
@@ -153,7 +153,7 @@ class StepExchange:
         with timer or self._parts.compute_timer.exchange():
             requests, results = self._sync.read()
         self._parts.source.receive_ends(requests.stream_ends)
-        self._checkpoints.set_copy_interval(int(requests.copy_every))
+        self._checkpoints.copies.set_every(int(requests.copy_every))
         self._handle_results(results)
         return requests, results
 

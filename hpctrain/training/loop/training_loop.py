@@ -149,8 +149,8 @@ class TrainingLoop:
                     self._checkpoints.save()
             if saves or state.validated_step == state.step:
                 begun = time.thread_time()  # the work so far is not part of a copy
-            if self._checkpoints.copy_due():
-                self._checkpoints.copy(begun)
+            if self._checkpoints.copies.due():
+                self._checkpoints.copies.copy(begun)
             if state.finished:
                 break
             self._exchange.begin()

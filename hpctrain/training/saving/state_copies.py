@@ -20,7 +20,6 @@ from hpctrain.files import is_locked, make_private_folder
 from hpctrain.records.lease import counts_as_alive, newest_lease
 from hpctrain.rundir import ATTEMPT_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.slurm.states import RunState
-from hpctrain.text import format_size
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 
@@ -131,15 +130,13 @@ class StateCopies:
 
     def due(self) -> bool:
         """Return true if a copy is due after this step; the same on all ranks."""
-        step = self._parts.state.step
-        return (
-            self._is_enabled and self._copies is not None and step >= self._last_step + self._interval.every
-        )
+        state, due_step = self._parts.state, self._last_step + self._interval.every
+        return self._is_enabled and self._copies is not None and not state.finished and state.step >= due_step
 
     @property
     def wanted(self) -> int:
-        """The interval that this rank has chosen, in steps."""
-        return self._interval.wanted
+        """Steps between two copies that rank 0 has chosen; 0 on other ranks."""
+        return self._interval.wanted if self._parts.context.ranks.is_main else 0
 
     def set_every(self, every: int) -> None:
         """Set the interval that rank 0 has chosen. All ranks must call this at the same point."""
@@ -172,10 +169,9 @@ class StateCopies:
         self._interval.on_copied(cost_s, step_s)
         if copies.problem is not None:
             self._disable(copies.problem)
-        elif failure := copies.pop_failure():
-            self._parts.progress.print_message(
-                f"hpctrain: the state after step {state.step} was not copied to memory: {failure}"
-            )
+        elif copies.failure is not None:
+            self._parts.progress.print_message(f"hpctrain: a copy in memory failed: {copies.failure}")
+            copies.failure = None
         elif not self._has_announced:
             self._has_announced = True
             self._announce(copies)
@@ -194,11 +190,6 @@ class StateCopies:
             memory_bytes=memory,
             sent_bytes=sent,
         )
-        if self._limit is not True:
-            self._parts.progress.print_message(
-                f"hpctrain: each rank copies its state to memory every {self._interval.every} steps; rank 0 "
-                f"needs {format_size(memory)} for copies"
-            )
 
     def close(self) -> None:
         """Remove the copies of this rank."""

@@ -39,6 +39,9 @@ class TrainingCheckpoints:
 
     Use as a context manager. The save in flight is completed on exit. After an error it is aborted, because
     the other ranks may have exited.
+
+    Attributes:
+        copies: copies of the state in memory.
     """
 
     def __init__(self, parts: Components, environ: Mapping[str, str]) -> None:
@@ -72,7 +75,7 @@ class TrainingCheckpoints:
             history=history,
         )
         checked = is_trained({"module": parts.module, "optimizers": None})
-        self._copies = StateCopies(parts, environ, was_out_of_memory=was_out_of_memory)
+        self.copies = StateCopies(parts, environ, was_out_of_memory=was_out_of_memory)
         self._has_resumed = False
         self._manager: CheckpointManager | None = None
         self._prepared = False
@@ -98,7 +101,7 @@ class TrainingCheckpoints:
         # All ranks raise these errors together.
         ends_together = kind is None or issubclass(kind, (BadLoss, SilentCorruption))
         if ends_together or issubclass(kind or BaseException, SystemExit):
-            self._copies.close()
+            self.copies.close()
         if self._manager is None:
             return
         if ends_together:
@@ -157,26 +160,6 @@ class TrainingCheckpoints:
                 manager.wait()
                 manager.collect_finished()
 
-    def copy_due(self) -> bool:
-        """Return true if a copy of the state in memory is due after this step; the same on all ranks."""
-        return not self._state.finished and self._copies.due()
-
-    def wait_for_copy(self) -> None:
-        """Wait until the previous copy is complete on this rank. A step that copies the state begins so."""
-        self._copies.wait()
-
-    def copy(self, begun: float) -> None:
-        """See `StateCopies.copy`. All ranks must call this."""
-        self._copies.copy(begun)
-
-    def wanted_copy_interval(self) -> int:
-        """Return the steps between two copies that rank 0 has chosen; 0 on other ranks."""
-        return self._copies.wanted if self._context.ranks.is_main else 0
-
-    def set_copy_interval(self, every: int) -> None:
-        """Set the steps between two copies. All ranks must call this at the same point."""
-        self._copies.set_every(every)
-
     def _save_result(self, manager: CheckpointManager) -> None:
         """Save the state of the last step; wait for space if the disk is full."""
         disk_wait: DiskSpaceWait | None = None
@@ -210,8 +193,8 @@ class TrainingCheckpoints:
         if self._resume_limit is not None:
             # A later rollback may use the checkpoints of this attempt.
             aside = self._manager.set_aside_after(self._resume_limit)
-        if not self._has_resumed and self._copies.folder is not None:
-            problem = self._manager.commit_newest_copy(self._copies.folder, self._resume_limit)
+        if not self._has_resumed and self.copies.folder is not None:
+            problem = self._manager.commit_newest_copy(self.copies.folder, self._resume_limit)
             aside += [problem] if problem else []
         self._resume_limit, self._has_resumed = None, True
         loaded, broken = self._manager.load()
@@ -221,7 +204,7 @@ class TrainingCheckpoints:
             refuse_restart_from_zero(self._context, self._manager.folder, broken)
         else:
             self._restore(loaded, begun, [*aside, *broken])
-        self._copies.restart()
+        self.copies.restart()
 
     def _restore(self, loaded: LoadedCheckpoint, begun: float, broken: Sequence[str] = ()) -> None:
         self._state.load(loaded)
