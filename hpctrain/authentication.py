@@ -18,7 +18,6 @@ from hpctrain.errors import Unauthenticated
 
 #: Environment variable of the secret. Set by the supervisor, or by the user for ranks without a supervisor.
 SECRET_VARIABLE = "HPCTRAIN_SECRET"
-CODE_BYTES = 32
 #: Length of a nonce in a line of text, in bytes.
 NONCE_LENGTH = 32
 

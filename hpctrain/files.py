@@ -216,12 +216,21 @@ def read_json(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
         OSError: the file cannot be read or is not a regular file.
         ValueError: the file does not contain a JSON object.
     """
+    return parse_json_object(read_regular(path, follow_links=follow_links), str(path))
+
+
+def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
+    """Return the JSON object in a text. `source` names the text in errors.
+
+    Raises:
+        ValueError: the text is not a JSON object.
+    """
     try:
-        record = json.loads(read_regular(path, follow_links=follow_links))
+        record = json.loads(text)
     except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
+        raise ValueError(f"{source} is nested too deeply") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{path} does not contain a JSON object")
+        raise ValueError(f"{source} does not contain a JSON object")
     return record
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.errors import UserError
+from hpctrain.errors import RendezvousError, UserError
+from hpctrain.files import parse_json_object
 
 #: Maximum length of a message without tensors.
 MAX_MESSAGE_BYTES = 1 << 28
@@ -35,7 +36,7 @@ def gather(
 
     Raises:
         UserError: on all receiving members: a value has an unsupported type or is too long.
-        ValueError: a message has an invalid form.
+        RendezvousError: a message has an invalid form.
     """
     packed = _pack(value, what)
     texts = _gather_texts(group, packed.text, to, what)
@@ -52,7 +53,7 @@ def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, what: str = "a 
 
     Raises:
         UserError: on all members: the value has an unsupported type or is too long.
-        ValueError: the message has an invalid form.
+        RendezvousError: the message has an invalid form.
     """
     packed = _pack(value if dist.get_rank(group) == src else None, what)
     size = torch.tensor(len(packed.text))
@@ -97,17 +98,14 @@ def _unpack(text: bytes, tensors: list[torch.Tensor], what: str) -> Any:
     try:
         return _decode(record["value"], tensors)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{what} was received in an invalid form: {error!r}") from error
+        raise RendezvousError(f"{what} was received in an invalid form: {error!r}") from error
 
 
 def _parse(text: bytes, what: str) -> dict[str, Any]:
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} was received in an invalid form: {error!r}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{what} was received in an invalid form")
-    return record
+        return parse_json_object(text, what)
+    except ValueError as error:
+        raise RendezvousError(f"{what} was received in an invalid form: {error}") from error
 
 
 def _encode(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -201,7 +199,7 @@ def _gather_texts(group: dist.ProcessGroup, text: bytes, to: int | None, what: s
 def _checked_length(size: torch.Tensor, what: str) -> int:
     length = int(size)
     if not 0 < length <= MAX_MESSAGE_BYTES:
-        raise ValueError(f"{what} is {length} bytes long, but the limit is {MAX_MESSAGE_BYTES} bytes")
+        raise RendezvousError(f"{what} is {length} bytes long, but the limit is {MAX_MESSAGE_BYTES} bytes")
     return length
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import click
 
 from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
+from hpctrain.errors import RunFailed
 from hpctrain.text import printable
 
 _RANGE = re.compile(r"(\d{1,18})?:(\d{1,18})?", re.ASCII)
@@ -80,7 +81,7 @@ def command(
     else:
         for line in describe_result(result):
             click.echo(printable(line))
-    sys.exit(0 if result.identical else 4)
+    sys.exit(0 if result.identical else RunFailed.exit_code)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

@@ -17,6 +17,7 @@ from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device
 from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
 from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError
+from hpctrain.files import parse_json_object
 from hpctrain.text import format_ranks
 
 _READ_KEY = "read"
@@ -69,12 +70,9 @@ def assign_device(
 
 def _parse_entry(key: str, text: bytes) -> dict[str, Any]:
     try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError):
-        entry = None
-    if not isinstance(entry, dict):
-        raise RendezvousError(f"the store entry {key!r} is not valid: another program changed it")
-    return entry
+        return parse_json_object(text, key)
+    except ValueError:
+        raise RendezvousError(f"the store entry {key!r} is not valid: another program changed it") from None
 
 
 def _plan(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> int | None:
@@ -138,7 +136,7 @@ def _gather_placements(world_size: int, store: Store) -> list[RankPlacement]:
             f"The world size is {world_size}, but {missing} did not join within "
             f"{time.monotonic() - begun:.0f} s of rank 0. Check the logs of the missing ranks."
         ) from error
-    return [_parse_placement(text) for text in store.multi_get(keys)]
+    return [_parse_placement(key, text) for key, text in zip(keys, store.multi_get(keys), strict=True)]
 
 
 def _wait_until_read(ranks: Ranks, store: Store) -> None:
@@ -150,8 +148,8 @@ def _wait_until_read(ranks: Ranks, store: Store) -> None:
         num_read = store.add(_READ_KEY, 0)
 
 
-def _parse_placement(text: bytes) -> RankPlacement:
-    fields = json.loads(text)
+def _parse_placement(key: str, text: bytes) -> RankPlacement:
+    fields = _parse_entry(key, text)
     del fields["pid"]
     return RankPlacement(**{**fields, "gpus": tuple(fields["gpus"])})
 

@@ -21,6 +21,7 @@ from typing import Any
 from hpctrain.authentication import new_nonce, sign_connection
 from hpctrain.cluster import Ranks
 from hpctrain.errors import Unauthenticated
+from hpctrain.files import parse_json_object
 from hpctrain.runtime.stopping.signal_recorder import report_stop_signal
 
 _CONNECT_LIMIT_S = 10.0
@@ -80,13 +81,7 @@ class Connection:
         return json.dumps(message).encode("ascii") + b"\n"
 
     def _open(self, line: bytes) -> Message:
-        try:
-            message: Message = json.loads(line)
-        except RecursionError as error:
-            raise ValueError(error) from None
-        if not isinstance(message, dict):
-            raise ValueError("received a line that is not a JSON object")
-        return message
+        return parse_json_object(line, "a received line")
 
     def _poll(self, timeout_s: float) -> bool:
         """Wait for data; `select` would reject descriptors from 1024."""

@@ -16,7 +16,7 @@ from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 from hpctrain import files, messages, rundir
 from hpctrain.checkpoint import interval
 from hpctrain.checkpoint.format import manifest
-from hpctrain.errors import CheckpointError, UserError
+from hpctrain.errors import CheckpointError, RendezvousError, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
@@ -176,7 +176,7 @@ PARSERS = [
     Parser(
         messages._unpack,
         ['{"value": {"tuple": [{"dict": [["a", {"tensor": 0}]]}, {"dtype": "float32"}]}, "tensors": []}'],
-        (ValueError, UserError),
+        (RendezvousError, UserError),
         lambda text: messages._unpack(encode(text), [torch.zeros(1)], "a message"),
     ),
     Parser(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -128,6 +129,15 @@ def test_entry_of_another_program_is_refused(key, entry):
     store.set(key, entry)
     with pytest.raises(RendezvousError, match=key):
         assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
+
+
+def test_entry_of_another_program_ends_all_ranks(monkeypatch):
+    monkeypatch.setattr(module, "_READ_LIMIT_S", 0.1)
+    store = HashStore()
+    store.set("seats/1", "[1]")
+    with pytest.raises(RendezvousError, match="seats/1"):
+        assign_device(ranks(0, 2), {"SLURMD_NODENAME": "n1"}, store)
+    assert json.loads(store.get("answers/1"))["missing"]
 
 
 def test_missing_ranks_are_reported(monkeypatch):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain import messages
-from hpctrain.errors import CheckpointError, DiskFull
+from hpctrain.errors import CheckpointError, DiskFull, RendezvousError
 
 T = TypeVar("T")
 
@@ -189,7 +189,7 @@ class RankCoordinator:
             raise PeerLost(self._lost_reason)
         try:
             exchange(self._group)
-        except (RuntimeError, ValueError, dist.DistError) as error:
+        except (RuntimeError, ValueError, dist.DistError, RendezvousError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._lost_reason = (
                 f"the ranks lost their connection during a checkpoint operation with a time limit of "

@@ -18,6 +18,9 @@ from hpctrain.rundir import RunDir, event_record, is_metrics
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import has_started
 
+#: Maximum wait for a write of another thread, which must not delay the exit of the rank.
+_WRITE_LIMIT_S = 1.0
+
 
 class StepLog:
     """Writes a line for the steps since the last line. Only rank 0 of an attempt has a log.
@@ -42,7 +45,7 @@ class StepLog:
         pid, exit_process = os.getpid(), os._exit
 
         def write_and_exit(status: int) -> NoReturn:
-            # A forked child is not the rank, and its lock may be held by a thread that it does not have.
+            # A forked child is not the rank.
             if os.getpid() == pid:
                 self.write()
             exit_process(status)
@@ -52,10 +55,14 @@ class StepLog:
     def write(self) -> None:
         """Write a line if steps were completed since the last line.
 
-        The time of the steps in the first line is unknown.
+        The time of the steps in the first line is unknown. Does nothing if another thread is still writing
+        after `_WRITE_LIMIT_S`, such as to a disk that hangs, or if a signal handler interrupted the write.
         """
-        with self._writing:
-            self._write()
+        if self._writing.acquire(timeout=_WRITE_LIMIT_S):
+            try:
+                self._write()
+            finally:
+                self._writing.release()
 
     def _write(self) -> None:
         step, now = activity.optimizer_steps, time.perf_counter()

@@ -7,7 +7,6 @@ import queue
 from collections.abc import Mapping
 
 from hpctrain import system
-from hpctrain.authentication import new_secret
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.supervisor.launch.job_step import Launcher, StepEnded, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
@@ -46,7 +45,6 @@ def run_auxiliary_step(
     with RendezvousStore(launcher.address, hosted=uses_store) as rendezvous:
         told = {
             **rendezvous.variables,
-            **new_secret(),
             RUN_DIR_VARIABLE: str(run.path),
             ATTEMPT_VARIABLE: str(attempt),
             **(variables or {}),

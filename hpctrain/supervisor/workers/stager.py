@@ -15,7 +15,6 @@ from typing import Any
 import xxhash
 
 from hpctrain import system
-from hpctrain.authentication import new_secret
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import StagingError
 from hpctrain.files import REMOVE_COMMAND, read_json
@@ -118,7 +117,7 @@ class Stager:
         begun = system.monotonic()
         plan = {"folder": self.plan.folder, "sources": self.plan.sources, "packs": self.plan.packs}
         command = [*module_command(self.plan.host_spec, "staging.stage_node"), json.dumps(plan)]
-        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt), **new_secret()}
+        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
         log.info("attempt %d: staging on %s, in %s", attempt, pluralize(len(hosts), "node"), self.plan.folder)
         self.launcher.hosts = hosts
         cause = f"the copies to the local disks took more than {format_duration(_LIMIT_S)}. Stage less data"

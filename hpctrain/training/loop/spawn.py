@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from hpctrain.authentication import new_secret
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
 from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.cluster.rendezvous.port import bind_socket
@@ -88,11 +87,11 @@ def spawn_ranks(
     ):
         port = reserved.getsockname()[1]
         Path(folder, "call").write_bytes(call)
-        context, secret = mp.get_context("spawn"), new_secret()
+        context = mp.get_context("spawn")
         processes = [
             context.Process(
                 target=_run_rank,
-                args=(folder, rank, _variables(rank, places, port, environ) | secret, sys.argv),
+                args=(folder, rank, _variables(rank, places, port, environ), sys.argv),
                 name=f"hpctrain-rank-{rank}",
             )
             for rank in range(len(places))

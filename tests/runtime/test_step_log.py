@@ -1,0 +1,44 @@
+"""The last steps of a script that ends with `os._exit`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from helpers.commands import run_command
+
+SCRIPT = """
+import os, sys, threading
+from pathlib import Path
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.program import step_log
+from hpctrain.runtime.rank_activity import activity
+
+step_log._WRITE_LIMIT_S = 0.1
+log = step_log.StepLog(RunDir(Path(sys.argv[1])), 0)
+log.write_at_exit()
+activity.optimizer_steps, activity.restored_steps = 3, 0
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+if sys.argv[2] == "blocked":
+    log._writing.acquire()
+os._exit(7)
+"""
+
+
+def steps_at_exit(tmp_path, mode: str) -> list[int]:
+    result = run_command([sys.executable, "-c", SCRIPT, tmp_path, mode], timeout=30, check=False)
+    assert result.returncode == 7, result.stderr
+    metrics = tmp_path / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_steps_are_written_once_at_os_exit(tmp_path):
+    assert steps_at_exit(tmp_path, "free") == [3]
+
+
+def test_blocked_write_does_not_delay_os_exit(tmp_path):
+    """A signal handler may exit during a write, and a disk may hang."""
+    assert steps_at_exit(tmp_path, "blocked") == []
