@@ -182,7 +182,7 @@ def test_too_many_ranks_for_this_machine_are_refused(killed, tmp_path):
     assert "--ranks N" in refused.stderr
 
 
-@pytest.mark.long
+@pytest.mark.extended
 def test_changed_learning_rate_is_named(own_script):
     script = own_script.path.parent / "train.py"
     script.write_text(script.read_text().replace("lr=0.1", "lr=0.2"))

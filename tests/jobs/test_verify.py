@@ -276,3 +276,10 @@ def test_repeated_steps_use_as_many_gpus_as_ranks(run, write_spec, monkeypatch):
         scratch.check(run.plan(ranks=3))
         with pytest.raises(SpecError, match="requests 1 × 4 = 4 GPUs"):
             scratch.check(run.plan(ranks=4))
+
+
+def test_environment_of_an_attempt_has_the_fields_of_all_its_lines(tmp_path):
+    run = RunBuilder(tmp_path / "run")
+    lines = [{"attempt": 0, "torch": "1.0"}, {"attempt": 0, "ignored": []}, {"attempt": 1, "torch": "2.0"}]
+    run.dir.environment.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run.record.environments == {0: {**lines[0], **lines[1]}, 1: lines[2]}

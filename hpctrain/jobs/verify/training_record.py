@@ -59,8 +59,11 @@ class TrainingRecord:
 
     @cached_property
     def environments(self) -> dict[int, dict[str, Any]]:
-        """The environment by attempt."""
-        return {int(line.get("attempt", 0)): line for line in read_json_lines(self.run.environment)}
+        """The environment by attempt. Later lines of an attempt add or replace fields."""
+        environments: dict[int, dict[str, Any]] = {}
+        for line in read_json_lines(self.run.environment):
+            environments.setdefault(int(line.get("attempt", 0)), {}).update(line)
+        return environments
 
     @cached_property
     def rollbacks(self) -> dict[int, dict[str, Any]]:

@@ -156,10 +156,12 @@ def verify_run(
         result.samples = list(compare_samples(record, here, result.sample_steps))
         if plan.checkpoint is not None:
             _compare_state(result, plan.checkpoint[1], scratch.run.checkpoint(plan.checkpoint[0]))
+        recorded = [
+            record.environments[attempt] for attempt in plan.attempts if attempt in record.environments
+        ]
+        facts = compare_environments(recorded, here.environments.values())
     if not (result.compared or result.damaged):
         raise _nothing_compared(plan, run)
-    recorded = [record.environments[attempt] for attempt in plan.attempts if attempt in record.environments]
-    facts = compare_environments(recorded, here.environments.values())
     if result.identical:
         result.notes += [f"No effect on the result: {fact}" for fact in facts]
     else:
