@@ -72,7 +72,11 @@ def _parse_entry(key: str, text: bytes) -> dict[str, Any]:
     try:
         return parse_json_object(text, key)
     except ValueError:
-        raise RendezvousError(f"the store entry {key!r} is not valid: another program changed it") from None
+        raise _foreign_entry(key) from None
+
+
+def _foreign_entry(key: str) -> RendezvousError:
+    return RendezvousError(f"the store entry {key!r} is not valid: another program changed it")
 
 
 def _plan(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> int | None:
@@ -150,8 +154,11 @@ def _wait_until_read(ranks: Ranks, store: Store) -> None:
 
 def _parse_placement(key: str, text: bytes) -> RankPlacement:
     fields = _parse_entry(key, text)
-    del fields["pid"]
-    return RankPlacement(**{**fields, "gpus": tuple(fields["gpus"])})
+    try:
+        del fields["pid"]
+        return RankPlacement(**{**fields, "gpus": tuple(fields["gpus"])})
+    except (KeyError, TypeError):
+        raise _foreign_entry(key) from None
 
 
 def _placement_key(rank: int) -> str:

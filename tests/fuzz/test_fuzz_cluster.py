@@ -15,10 +15,10 @@ from hpctrain.authentication import Signed, seal, unseal
 from hpctrain.cluster import amd_gpus, connection_owners, detection, device_plan, env_variables, step_layout
 from hpctrain.cluster.environments import horovod, local, mpich, openmpi, slurm, submitit, torchrun
 from hpctrain.cluster.rendezvous import protocol
-from hpctrain.errors import EnvironmentMismatch, Unauthenticated, UserError
+from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.site import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE
-from hpctrain.runtime import cpu_binding
+from hpctrain.runtime import cpu_binding, device_assignment
 from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.stopping import stop_grace
 from hpctrain.runtime.supervisor_connection import Connection
@@ -98,7 +98,21 @@ CONNECTIONS = (
     "   0: 0100007F:1F90 0100007F:8000 01 00000000:00000000 00:00000000 00000000  1000\n"
 )
 
+PLACEMENT = {
+    "rank": 1, "node_rank": 0, "local_rank": 1, "host": "n1", "gpus": ["GPU-1"],
+    "index": 1, "problem": "", "pid": 7,
+}  # fmt: skip
+
 PARSERS = [
+    *(
+        Parser(
+            function,
+            [json.dumps(PLACEMENT)],
+            (RendezvousError,),
+            lambda text, function=function: function("seats/1", text),
+        )
+        for function in (device_assignment._parse_entry, device_assignment._parse_placement)
+    ),
     detector(detection, *LAUNCHES),
     detector(slurm, "srun-cyclic", "het-job-unsorted", "array"),
     detector(openmpi, "openmpi-three-hosts", "openmpi-in-sbatch-by-node"),

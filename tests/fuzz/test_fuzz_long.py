@@ -94,7 +94,6 @@ EXEMPT = {
     "content is covered by a checksum or an authentication code": {
         "checkpoint.format.dcp_format.TensorReader.read_metadata",
         "checkpoint.format.manifest.read_verified",
-        "runtime.device_assignment._parse_placement",
     },
     "unpickles files of the own user (tests/test_untrusted_data.py)": {
         "checkpoint.convert.import_checkpoint._read",

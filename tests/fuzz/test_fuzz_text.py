@@ -7,7 +7,7 @@ import json
 import pytest
 from helpers.fuzzing import Parser, check_errors, check_time, write_file
 
-from hpctrain import crash_output, redaction, text, tracebacks
+from hpctrain import crash_output, files, redaction, text, tracebacks
 from hpctrain.supervisor.failures import classify
 from hpctrain.supervisor.failures.failure_files import RankFailure
 from hpctrain.supervisor.job_control import slurm
@@ -44,6 +44,12 @@ def normalized(cause: str) -> object:
 
 
 PARSERS = [
+    Parser(
+        files.parse_json_object,
+        ['{"step": 7, "ranks": [0, 1]}'],
+        (ValueError,),
+        lambda content: files.parse_json_object(content, "a message"),
+    ),
     Parser(text.printable, [TRACEBACK]),
     Parser(text.without_escapes, ["\x1b[31mred\x1b[0m \x1b]0;title\x07 \x1b[2J\r"]),
     Parser(text.is_count, ["17"]),
