@@ -47,7 +47,7 @@ class Section:
 
 SECTIONS = (
     Section("Restart", "restart", "--rounds 2"),
-    Section("Emergency checkpoints", "emergency_checkpoints", "--rounds 4 --kills 5"),
+    Section("Copies in memory", "memory_copies", "--rounds 4 --kills 6"),
     Section("GPU", "gpu", needs_gpu=True),
     Section("Preemption", "preemption", "--rounds 1 --slurm installed 24.11 26.05"),
     Section("Start-up from local disks", "stage", "--rounds 1"),

@@ -21,8 +21,6 @@ EventKind = Literal[
     "startup",
     "resumed",
     "checkpoint",
-    "emergency_checkpoint",
-    "emergency_kept",
     "memory_copy",
     "bad_loss",
     "signal",
@@ -82,7 +80,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "submitted": ("time", "job_id", "backend"),
     "seen": ("job_id", "job_state"),
     "handover": ("job_id",),
-    "emergency_checkpoint": ("attempt", "step", "world_size"),
     "excluded": ("hosts",),
     "paused": ("attempt", "rank", "seconds"),
     "finished": ("time", "state"),
@@ -156,10 +153,8 @@ INDEPENDENT_RANKS_VARIABLE = "HPCTRAIN_INDEPENDENT_RANKS"
 MICRO_BATCH_VARIABLE = "HPCTRAIN_MAX_MICRO_BATCH"
 #: The last verified step, after wrong results were detected: the attempt resumes at most from this step.
 VERIFIED_STEP_VARIABLE = "HPCTRAIN_VERIFIED_STEP"
-#: Emergency checkpoint that the failed attempt left in the memory of the nodes, as JSON.
-EMERGENCY_CHECKPOINT_VARIABLE = "HPCTRAIN_EMERGENCY_CHECKPOINT"
 #: Variables of an attempt that result from the attempts before.
-HISTORY_VARIABLES = (MICRO_BATCH_VARIABLE, VERIFIED_STEP_VARIABLE, EMERGENCY_CHECKPOINT_VARIABLE)
+HISTORY_VARIABLES = (MICRO_BATCH_VARIABLE, VERIFIED_STEP_VARIABLE)
 #: `none` disables the binding of ranks to CPUs.
 CPU_BINDING_VARIABLE = "HPCTRAIN_CPU_BINDING"
 #: In a process of a command: the ranks of its worker, and the name of the worker's socket, as JSON.
@@ -401,11 +396,6 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    @property
-    def emergency(self) -> Path:
-        """Emergency checkpoint of a requeued run: for each node, the files from its memory."""
-        return self.path / "emergency"
 
     @property
     def failures(self) -> Path:

@@ -19,7 +19,7 @@ OPTIONS = {
     "data_order": "--rounds 1",
     "detect": "--rounds 3",
     "elastic_determinism": "--rounds 1 --steps 3",
-    "emergency_checkpoints": "--rounds 1 --kills 1 --ranks 2",
+    "memory_copies": "--rounds 1 --kills 1 --ranks 2",
     "gpu": "--rounds 1 --only saves",
     "heartbeat": "--steps 2000 --rounds 1",
     "hostlist": "--rounds 1",

@@ -45,8 +45,6 @@ class PendingSave:
     """True if the save bypasses the local tier."""
     verified_step: int | None = None
     """See `Manifest`."""
-    in_memory: bool = False
-    """True if the save remains in the local tier."""
     time: float = field(default_factory=time.time)
     abort: threading.Event = field(default_factory=threading.Event)
     outcome: CommittedSave | CheckpointError | None = None

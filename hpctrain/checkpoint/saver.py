@@ -138,16 +138,13 @@ class Saver:
             except (PeerLost, SaveAborted):
                 raise
             except CheckpointError as error:
-                if save.in_memory:
-                    raise
                 notes.append(
                     f"{error}. The checkpoint was written to {self._target.directory.folder} instead."
                 )
             else:
-                if not save.in_memory:
-                    self.local_tier.schedule_copy(
-                        save.step, may_skip=self._retention.may_skip(save.step, save.score)
-                    )
+                self.local_tier.schedule_copy(
+                    save.step, may_skip=self._retention.may_skip(save.step, save.score)
+                )
                 return describe_save(self.local_tier.target.directory, manifest, save.started_at, notes)
         manifest = self._commit(save, save.staged, self._target)
         notes += self._prune(save.step)
@@ -157,17 +154,13 @@ class Saver:
         staged_file, rank = staged.staged_file, self._coordinator.rank
         news = self._metadata_cache.changed_layout(staged_file, rank)
         layout = None if news is None else [*map(astuple, news)]
-        contents = {rank: staged_file.content}
-        if self.local_tier is not None and target is self.local_tier.target:
-            contents |= self.local_tier.exchange_files(staged, save.abort)
 
         def seal(everything: list[_Contribution]) -> dict[str, bytes]:
             tables = self._metadata_cache.tables(
                 [None if new is None else [StoredChunk(*item) for item in new] for _, (new, _) in everything]
             )
             files = {**tables, STATE_NAME: json.dumps(staged.plain).encode("ascii") + b"\n"}
-            # Copies on other nodes have the same entries.
-            entries = list(dict.fromkeys(entry for entries, _ in everything for entry in entries))
+            entries = [entry for entries, _ in everything for entry in entries]
             entries += [make_entry(name, content) for name, content in files.items()]
             size = self._coordinator.world_size
             metric = None if save.score is None else self._retention.metric
@@ -178,7 +171,7 @@ class Saver:
             return {**files, MANIFEST_NAME: manifest.encode()}
 
         own = RankWrite(
-            [bytes_file_write(rank_file_name(i), content) for i, content in contents.items() if content],
+            [bytes_file_write(rank_file_name(rank), staged_file.content)] if staged_file.content else [],
             seal,
             remark=lambda: (layout, self._checked is None or staged_file.is_finite(self._checked)),
             fingerprint=staged.fingerprint,

@@ -64,7 +64,7 @@ class StateStager:
         Raises:
             CheckpointError: a value cannot be stored.
         """
-        _, items, data, _ = self._plan(state, rank_state)
+        _, items, data, _ = self.plan(state, rank_state)
         self._join()
         if self._staged_file is not None and self._staged_file.items == items:
             return
@@ -79,7 +79,7 @@ class StateStager:
         Raises:
             CheckpointError: a value cannot be stored.
         """
-        plain, items, data, alike = self._plan(state, rank_state)
+        plain, items, data, alike = self.plan(state, rank_state)
         self._join()
         if self._staged_file is None or self._staged_file.items != items:
             self._allocate(items, _gpu_of(data))
@@ -87,9 +87,14 @@ class StateStager:
         assert staged_file is not None
         return StagedState(staged_file, staged_file.fill(data), plain, alike)
 
-    def _plan(
+    def plan(
         self, state: Any, rank_state: Mapping[str, torch.Tensor]
     ) -> tuple[Any, tuple[WriteItem, ...], list[torch.Tensor], str]:
+        """Return the plain values of the state, the content of this rank's file, its data, and a fingerprint.
+
+        Raises:
+            CheckpointError: a value cannot be stored.
+        """
         plain, tensors = split_tree(state, STATE_KEY)
         prefix = rank_key(self._coordinator.rank)
         own = {prefix + name: tensor for name, tensor in rank_state.items()}

@@ -34,8 +34,9 @@ from hpctrain.checkpoint.save_types import CommittedSave, PendingSave
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier
+from hpctrain.checkpoint.tier.memory_copies import commit_newest_copy
 from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
-from hpctrain.errors import CheckpointError, CorruptCheckpoint, DiskFull
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import checkpoint_folder_name
 
 __all__ = ["CheckpointStore", "CommittedSave", "LoadedCheckpoint", "Retention", "TierCopyFailed"]
@@ -63,7 +64,6 @@ class CheckpointStore:
         retention: Retention | None = None,
         second_tier: Path | None = None,
         second_tier_bytes: int | None = None,
-        neighbor_copies: bool = False,
         patience_s: float = IO_TIMEOUT_S,
         records: tuple[Path, ...] = (),
         checked: Callable[[str], bool] | None = None,
@@ -77,7 +77,6 @@ class CheckpointStore:
             second_tier: a faster folder, per node or shared, for the local tier. Saves are first written to
                 this folder, and copied to `folder` in the background. A subfolder is created for this run.
             second_tier_bytes: capacity of that subfolder per node; half of its file system if None.
-            neighbor_copies: each rank also stores the file of a rank on another node in the local tier.
             patience_s: time without disk progress after which a save is aborted, in seconds.
             records: files that rank 0 writes; see `CheckpointDir`.
             checked: returns True for the keys of tensors that must be finite. None checks nothing.
@@ -89,17 +88,15 @@ class CheckpointStore:
             is_leader=self._coordinator.is_main,
             io_timeout_s=patience_s,
         )
-        self._retention = retention or Retention()
+        self._retention, self._checked = retention or Retention(), checked
         self._saver = Saver(self._target, self._retention, checked)
         self._tier: LocalTier | None = None
-        self._has_neighbor_copies = neighbor_copies
         if second_tier is not None:
             self._tier, problem = LocalTier.open(
                 second_tier,
                 self._target,
                 RankCoordinator(group, patience_s + _MARGIN_S),
                 limit_bytes=second_tier_bytes,
-                neighbor_copies=neighbor_copies,
                 on_copied=self._saver.on_copied,
                 on_failure=self._saver.on_copy_failed,
             )
@@ -139,7 +136,6 @@ class CheckpointStore:
         score: float | None = None,
         verified_step: int | None = None,
         direct: bool = False,
-        in_memory: bool = False,
     ) -> None:
         """Copy the state, then write and commit it in the background. All ranks must call this.
 
@@ -154,9 +150,8 @@ class CheckpointStore:
             score: quality of the state, to select the best checkpoints.
             verified_step: last step up to which training was verified.
             direct: write to `folder`, not to the local tier.
-            in_memory: do not copy this checkpoint from the local tier to `folder`.
         """
-        self._start_save(step, state, rank_state, score, verified_step, direct=direct, in_memory=in_memory)
+        self._start_save(step, state, rank_state, score, verified_step, direct=direct)
 
     def save(
         self,
@@ -262,8 +257,12 @@ class CheckpointStore:
         """
         if self._in_flight is not None:
             self._join(self._in_flight)
-        found, broken = find_latest_valid(self._target, self._tier, skips_full=self._has_neighbor_copies)
+        found, broken = find_latest_valid(self._target, self._tier)
         return load(self._coordinator, found, like) if found else None, broken
+
+    def commit_newest_copy(self, folder: Path, limit: int | None = None) -> str | None:
+        """See `memory_copies.commit_newest_copy`. All ranks must call this, without a save in flight."""
+        return commit_newest_copy(folder, self._target, self._checked, limit)
 
     def set_aside_after(self, step: int) -> list[str]:
         """Set aside the checkpoints after `step`, whose states may be wrong. All ranks must call this.
@@ -303,7 +302,6 @@ class CheckpointStore:
         verified_step: int | None,
         *,
         direct: bool,
-        in_memory: bool = False,
     ) -> PendingSave:
         begun = time.monotonic()
         if self._in_flight is not None:
@@ -316,7 +314,7 @@ class CheckpointStore:
             self.state_bytes = staged.staged_file.num_bytes
         except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
             problem = describe_exception(error)
-        save = PendingSave(step, score, begun, staged, problem, direct, verified_step, in_memory)
+        save = PendingSave(step, score, begun, staged, problem, direct, verified_step)
         save.thread = threading.Thread(
             target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )
@@ -342,7 +340,7 @@ def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
 
 
 def find_latest_valid(
-    target: CommitTarget, tier: LocalTier | None, *, skips_full: bool = False
+    target: CommitTarget, tier: LocalTier | None
 ) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Find the newest valid checkpoint, preferably a finite one. All ranks must call this.
 
@@ -351,8 +349,6 @@ def find_latest_valid(
     Args:
         target: the permanent target of checkpoints.
         tier: the local tier, if any.
-        skips_full: skip a checkpoint in the tier that must be copied to a full disk, if there is an earlier
-            checkpoint.
 
     Returns:
         The checkpoint or None, and a message for each checkpoint that was skipped: set aside, with its name,
@@ -364,7 +360,6 @@ def find_latest_valid(
     shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
     broken: list[str] = []
     found: VerifiedCheckpoint | None = None
-    full: DiskFull | None = None
     not_finite: list[VerifiedCheckpoint] = []
     for step in sorted(shared | held.keys(), reverse=True):
         if step in shared:
@@ -377,11 +372,6 @@ def find_latest_valid(
                 found = tier.find(step, held[step])
             except CorruptCheckpoint as error:
                 broken.append(_set_aside(tier.target, tier.target.directory, step, str(error)))
-            except DiskFull as error:
-                if not skips_full:
-                    raise
-                full = error
-                broken.append(f"{error}. An earlier checkpoint is used instead.")
         if found is None:
             continue
         if found.manifest.finite is not False:
@@ -400,8 +390,6 @@ def find_latest_valid(
             if each.folder.parent == target.directory.folder:
                 moved = _set_aside(target, target.directory, each.manifest.step, problem)
             broken.append(moved)
-    if found is None and full is not None:
-        raise full
     if tier is not None:
         tier.reset_to(found)
     return found, broken

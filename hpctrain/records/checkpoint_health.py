@@ -39,10 +39,8 @@ def starts_over(run: RunDir) -> bool:
     is_started = False
     for event in run.read_events():
         is_started |= event["kind"] == "started"
-        # A checkpoint may be in the local tier, or in the memory of the ranks.
+        # A checkpoint may be in the local tier, or a copy of the state in memory.
         if event["kind"] in ("checkpoint", "memory_copy"):
-            return False
-        if event["kind"] == "emergency_checkpoint" and event["step"] is not None:
             return False
     return is_started
 

@@ -1,7 +1,7 @@
-"""Copy of a run's newest checkpoint from the local tier to the run folder, and removal of the local tier.
+"""Copy a run's newest state from the nodes to the run folder, and remove its files from the nodes.
 
-`python -P -m hpctrain.runtime.drain_local_tier FOLDER SECONDS`, one process per rank, after the ranks have
-exited.
+`python -P -m hpctrain.runtime.drain_local_tier TIER COPIES SECONDS`, one process per rank, after the ranks
+have exited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Copy and clear. Return the exit code: 1 if a checkpoint could not be copied.
 
     Args:
-        argv: the folder of the local tier, and the time limit for copying in seconds.
+        argv: the folder of the local tier and that of the copies in memory, each `-` if there is none; and
+            the time limit for copying in seconds.
         environ: the variables of a rank.
     """
     import torch.distributed as dist
@@ -28,7 +29,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from hpctrain.checkpoint.io.retention import KEEP_ALL
     from hpctrain.checkpoint.store import CheckpointStore
 
-    run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[1])
+    run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[3])
+    tier, copies = (None if folder == "-" else Path(folder) for folder in argv[1:3])
     limit = timedelta(seconds=limit_s)
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
@@ -38,8 +40,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     )
     group = dist.group.WORLD if size > 1 else None
     # The run's own rules are not known here; its next attempt applies them.
-    checkpoints = CheckpointStore(run.checkpoints, group, retention=KEEP_ALL, second_tier=Path(argv[0]))
+    checkpoints = CheckpointStore(run.checkpoints, group, retention=KEEP_ALL, second_tier=tier)
     notes = checkpoints.drain(limit_s)
+    if copies is not None and (problem := checkpoints.commit_newest_copy(copies)):
+        notes.append(problem)
     if rank == 0:
         for note in notes:
             print(f"hpctrain: {note}", flush=True)

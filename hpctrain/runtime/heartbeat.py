@@ -21,7 +21,6 @@ from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.program.process_group_check import find_rendezvous, has_process_group
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.program.wait_modules import waits_for_ranks
@@ -54,7 +53,6 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         **stop,
         **group,
         **({} if startup is None else {"startup": startup}),
-        "emergency": emergency_save.heartbeat(),
         "phase": RankPhase.JOIN if _rendezvous() else activity.phase,
         "step": activity.step,
         "beats": activity.progress_count,
@@ -99,8 +97,6 @@ def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, 
         agreed_stop.stop_after(message["stop_after"])
     elif "profile" in message:
         step_profiler.request(run, ranks.rank, message["profile"])
-    elif (answer := emergency_save.handle(ranks.rank, message)) is not None:
-        connection.send(answer)
 
 
 def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Connection) -> None:

@@ -51,7 +51,6 @@ from hpctrain.runtime.heartbeat import (
 from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.program.child_relay import ChildRelay
-from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
@@ -150,7 +149,6 @@ def main(argv: list[str]) -> NoReturn:
         if is_exiting() or has_stopped():
             traceback.print_exception(error)
             _exit_now(EXIT_CONTINUE, sampler)
-        emergency_save.hold_exit(error)
         if not isinstance(error, DiskFull):
             print_failure(failure_file, error, log, os.environ)
         else:
@@ -207,7 +205,6 @@ def _start_heartbeat(
     handle: Callable[[Connection, Message], None] = partial(on_message, run, attempt, ranks)
     relay = None
     if program.kind != "command":
-        emergency_save.is_available = True
         ScriptMonitor(step_log=step_log).start()
     elif sys.platform == "linux":
         relay = ChildRelay(ranks, heartbeat, handle)

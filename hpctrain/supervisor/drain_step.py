@@ -1,4 +1,4 @@
-"""Cleanup of the local tier after a crash: copies checkpoints to the run folder and removes the rest.
+"""Clean up the nodes after a crash: copy the newest state to the run folder, and remove the rest.
 
 Ranks that exit normally clean up themselves; killed ranks leave checkpoints in node memory. The next attempt
 may use other nodes, and memory that is never freed is unavailable to all jobs on the node.
@@ -21,12 +21,6 @@ log = logging.getLogger(__name__)
 
 #: Time limit in seconds. A failure loses at most one save interval of training.
 _LIMIT_S = 120.0
-#: Copies the files once per node.
-_KEEP = """
-[ "$SLURM_LOCALID" = 0 ] || exit 0
-mkdir -p -m 700 "$2" && mkdir "$2/$SLURM_NODEID" && cp -R "$1"/*-* "$2/$SLURM_NODEID"
-"""
-_REMOVAL_LIMIT_S = 30.0
 #: After a stop, the job may have a few seconds left.
 _REMOVAL_LIMIT_AFTER_STOP_S = 5.0
 
@@ -39,10 +33,10 @@ def drain_local_tier(
     lost: Container[str],
     limit_s: float = _LIMIT_S,
 ) -> None:
-    """Copy checkpoints that exist only on the nodes to the run folder, and remove the local tier.
+    """Copy the newest state that exists only on the nodes to the run folder, and remove it from the nodes.
 
-    Does nothing if the run has no local tier. Failures are only logged: the run continues from the run
-    folder.
+    Does nothing if the run has neither a local tier nor copies in memory. Failures are only logged: the run
+    continues from the run folder.
 
     Args:
         run: the run.
@@ -52,64 +46,36 @@ def drain_local_tier(
         lost: nodes on which no process can start.
         limit_s: time limit in seconds.
     """
-    if (base := local_tier_folder(run)) is None:
+    folders = [str(folder) if folder else "-" for folder in node_folders(run)]
+    names = " and ".join(folder for folder in folders if folder != "-")
+    if not names:
         return
     begun = system.monotonic()
-    command = [*module_command(spec, "drain_local_tier"), str(base), f"{limit_s / 2:g}"]
-    what = f"the cleanup of {base}"
+    command = [*module_command(spec, "drain_local_tier"), *folders, f"{limit_s / 2:g}"]
+    what = f"the cleanup of {names}"
     end = clean_nodes(run, launcher, command, attempt, lost, limit_s, what, uses_store=True)
     if end is not None and end.returncode == 0:
-        log.info("emptied the fast folder %s on the nodes in %.1f s", base, system.monotonic() - begun)
+        log.info("emptied %s on the nodes in %.1f s", names, system.monotonic() - begun)
     elif end is not None:
         log.warning(
-            "cannot remove all files from the fast folder %s on the nodes: %s",
-            base,
+            "cannot remove all files from %s on the nodes: %s",
+            names,
             end.stderr_tail or f"exit code {end.returncode}",
         )
 
 
-def keep_emergency_checkpoint(
-    run: RunDir, launcher: Launcher, folder: str, attempt: int, lost: Container[str]
-) -> bool:
-    """Copy the emergency checkpoint and the records of the ranks from the nodes to the run folder.
+def remove_copies(run: RunDir, launcher: Launcher, attempt: int, lost: Container[str]) -> None:
+    """Remove the copies in memory of ranks that were killed during a stop; log failures.
 
     Args:
         run: the run.
         launcher: starts processes on the nodes.
-        folder: the folder on each node.
         attempt: the ended attempt.
         lost: nodes on which no process can start.
-
-    Returns:
-        True if all nodes have copied their files. Failures are only logged.
     """
-    begun, what = system.monotonic(), f"the copy of the emergency checkpoint to {run.emergency}"
-    command = ["/bin/sh", "-c", _KEEP, "sh", folder, str(run.emergency)]
-    end = clean_nodes(run, launcher, command, attempt, lost, _LIMIT_S, what)
-    if end is None or end.returncode:
-        log.warning("%s failed, so the run resumes from its newest regular checkpoint", what)
-        return False
-    log.info("copied the emergency checkpoint to %s in %.1f s", run.emergency, system.monotonic() - begun)
-    return True
-
-
-def remove_emergency_files(
-    run: RunDir, launcher: Launcher, folder: str | None, attempt: int, lost: Container[str], *, is_stop: bool
-) -> None:
-    """Remove the emergency checkpoint and the records of killed ranks from the nodes; log failures.
-
-    Args:
-        run: the run.
-        launcher: starts processes on the nodes.
-        folder: the folder on each node; None if there is none.
-        attempt: the ended attempt.
-        lost: nodes on which no process can start.
-        is_stop: True after a stop.
-    """
-    if folder is not None:
-        limit_s = _REMOVAL_LIMIT_AFTER_STOP_S if is_stop else _REMOVAL_LIMIT_S
-        command = ["rm", "-rf", "--", folder]
-        clean_nodes(run, launcher, command, attempt, lost, limit_s, f"the removal of {folder}")
+    if (folder := node_folders(run)[1]) is not None:
+        command, what = ["rm", "-rf", "--", str(folder)], f"the removal of {folder}"
+        clean_nodes(run, launcher, command, attempt, lost, _REMOVAL_LIMIT_AFTER_STOP_S, what)
 
 
 def clean_nodes(
@@ -138,10 +104,12 @@ def clean_nodes(
     return None
 
 
-def local_tier_folder(run: RunDir) -> Path | None:
-    """Return the local tier's folder on each node; None if the run has none."""
-    base = None
+def node_folders(run: RunDir) -> tuple[Path | None, Path | None]:
+    """Return the folders of the local tier and of the copies in memory on each node, if any."""
+    tier = copies = None
     for event in run.read_events():
-        if event.get("kind") in ("checkpoint", "memory_copy") and event.get("tier") == "local":
-            base = Path(str(event.get("path"))).parent.parent
-    return base
+        if event.get("kind") == "checkpoint" and event.get("tier") == "local":
+            tier = Path(str(event.get("path"))).parent.parent
+        elif event.get("kind") == "memory_copy":
+            copies = Path(str(event.get("path")))
+    return tier, copies

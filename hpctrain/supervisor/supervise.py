@@ -18,8 +18,7 @@ from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.drain_step import (
     drain_local_tier,
-    keep_emergency_checkpoint,
-    remove_emergency_files,
+    remove_copies,
 )
 from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer, describe_nodes
 from hpctrain.supervisor.job_control.base import JobControl, known_seconds_left
@@ -218,13 +217,10 @@ class Supervisor:
             hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
             self._run.log_event("excluded", ended.number, hosts=hosts, reason=reason)
         if decision.action in _RELEASES_NODES:
-            is_stop, folder = end.kind.is_stop, self._worker_group.emergency_folder
-            if not is_stop:
+            if not end.kind.is_stop:
                 drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
-                if folder is not None and decision.action is Action.REQUEUE:
-                    self._keep_emergency_checkpoint(folder, ended.number, lost)
-            if not ended.is_clean:
-                remove_emergency_files(self._run, self._launcher, folder, ended.number, lost, is_stop=is_stop)
+            elif not ended.is_clean:
+                remove_copies(self._run, self._launcher, ended.number, lost)
         if decision.action not in (Action.RESTART, Action.SHRINK, Action.REPLACE):
             # Only a scheduler limits the time after a stop.
             is_short = end.kind.is_stop and self._job_control.nodes is not None
@@ -237,6 +233,8 @@ class Supervisor:
             case Action.SHRINK | Action.REPLACE:
                 # The other nodes may not respond.
                 others = [host for host in self._launcher.hosts if host not in decision.hosts]
+                if not end.kind.is_stop and any(host not in lost for host in others):
+                    drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
                 self._remove_staged(ended.number, others, lost, is_short=True)
                 self._nodes.change(ended.number, decision, lost)
                 return Continue()
@@ -258,11 +256,6 @@ class Supervisor:
     ) -> None:
         if self._stager is not None:
             self._stager.remove(attempt, hosts, lost, is_short=is_short)
-
-    def _keep_emergency_checkpoint(self, folder: str, attempt: int, lost: Container[str]) -> None:
-        saved = History.from_events(self._run.read_events()).emergency
-        if saved and keep_emergency_checkpoint(self._run, self._launcher, folder, attempt, lost):
-            self._run.log_event("emergency_kept", attempt, step=saved["step"], path=str(self._run.emergency))
 
     def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
         """Continue in another allocation, by a requeue or in a successor job."""

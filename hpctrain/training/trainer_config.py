@@ -193,13 +193,12 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     Applies to `ddp`, `ddp_spawn`, `ddp2` and `zero1`. The complete state is also compared before each save.
     If a rank differs, the run restarts without the node of this rank. None disables the comparison.
     """
-    emergency_checkpoints: bool | int = False
-    """True to keep the state in the nodes' memory, so that few steps are repeated after a failure.
+    memory_copies: bool | int = True
+    """Copies of the state in the memory of the nodes, so that a failure repeats few steps.
 
-    With `ddp` on CPUs, a surviving rank saves the state after a failure. Otherwise, each rank regularly
-    copies its state to the memory of its own node and of another node. The copies take at most 2% of the
-    time. A number instead of True limits the steps that are repeated. With either value, the random numbers
-    of a step depend only on seed, rank and step. See docs/restart.md.
+    True copies the state as often as possible without spending more than 2% of the time on copies, if the
+    memory suffices. A number limits the steps that a failure repeats. False makes no copies. See
+    docs/restart.md.
     """
     validate_every: int | Literal["epoch"] | None = "epoch"
     """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation.
@@ -313,9 +312,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         self._check_loss_guard()
         _check_every("checkpoint_every", self.checkpoint_every, "auto")
         _check_every("validate_every", self.validate_every, "epoch")
-        if not isinstance(self.emergency_checkpoints, int) or self.emergency_checkpoints < 0:
+        if not isinstance(self.memory_copies, int) or self.memory_copies < 0:
             raise UserError(
-                f"emergency_checkpoints is {self.emergency_checkpoints!r}, but must be True, False or the "
+                f"memory_copies is {self.memory_copies!r}, but must be True, False or the "
                 "maximum number of steps to repeat after a failure (at least 1)."
             )
         self.loggers = find_loggers(self.loggers)

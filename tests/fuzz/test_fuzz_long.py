@@ -48,9 +48,7 @@ EXEMPT = {
         "training.observe.compute_timer.ComputeTimer._read_sample",
     },
     "reads private memory that this job has written": {
-        "checkpoint.tier.rank_record.RankRecord.read_slot",
-        "checkpoint.tier.rank_record.read_record",
-        "checkpoint.tier.rank_record.read_tensors",
+        "checkpoint.tier.memory_copies._read_markers",
     },
     "returns the content without interpreting it": {
         "authentication.read_secret",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpctrain
-from hpctrain.training.saving import emergency_checkpoints
+from hpctrain.training.saving import state_copies
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 203, 16, 4
 
@@ -120,14 +120,14 @@ if __name__ == "__main__":
     parser.add_argument("--memory", type=Path, help="folder with the memory of each node")
     args = parser.parse_args()
     if args.memory is not None:
-        emergency_checkpoints._SHARED_MEMORY = args.memory / os.environ["SLURMD_NODENAME"]
-        emergency_checkpoints._SHARED_MEMORY.mkdir(exist_ok=True)
+        state_copies._SHARED_MEMORY = args.memory / os.environ["SLURMD_NODENAME"]
+        state_copies._SHARED_MEMORY.mkdir(exist_ok=True)
     killer = Killer(args.kills)
     trainer = hpctrain.Trainer(
         max_epochs=NUM_EPOCHS,
         global_batch_size=BATCH_SIZE,
-        checkpoint_every=13,
-        emergency_checkpoints=args.max_repeated,
+        checkpoint_every=1000,
+        memory_copies=args.max_repeated,
         seed=1,
         record_samples=True,
         strategy=args.strategy,

@@ -77,33 +77,6 @@ def test_all_ranks_done():
     assert not step.killed
 
 
-def test_a_stop_ends_the_wait_for_an_emergency_checkpoint(monkeypatch):
-    """The nodes will be released, so the next attempt could not use it."""
-    monkeypatch.setattr(attempt_monitor, "STOP_GRACE_S", 60.0)
-    begun = time.monotonic()
-    failed, stop = TaskExit(3, None, signal.SIGKILL), SignalReceived(signal.SIGTERM)
-    outcome, step, _ = monitor(failed, stop, request_state=lambda: True)
-    assert step.killed
-    assert outcome is AttemptOutcome.FAILED
-    assert time.monotonic() - begun < attempt_monitor._EMERGENCY_LIMIT_S / 2 * slowness()
-
-
-def test_a_failure_after_a_stop_needs_no_emergency_checkpoint():
-    requested: list[int] = []
-    stop, failed = SignalReceived(signal.SIGTERM), TaskExit(3, None, signal.SIGKILL)
-    monitor(stop, failed, request_state=lambda: requested.append(1))
-    assert requested == []
-
-
-def test_a_failure_while_a_node_drains_leaves_an_emergency_checkpoint(monkeypatch):
-    """The run continues on the other nodes."""
-    monkeypatch.setattr(attempt_monitor, "_LEAVE_GRACE_S", 60.0)
-    requested: list[int] = []
-    leave, failed = StopRequested("n2 drains", {"n2": "drains"}), TaskExit(3, None, signal.SIGKILL)
-    monitor(leave, failed, request_state=lambda: requested.append(1))
-    assert requested == [1]
-
-
 def test_peers_of_a_failed_rank_are_killed():
     outcome, step, attempt = monitor(TaskExit(3, None, signal.SIGKILL))
     assert outcome is AttemptOutcome.FAILED

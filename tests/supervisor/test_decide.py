@@ -495,7 +495,7 @@ def test_limit_to_verified_checkpoints_ends_when_the_run_has_resumed():
     found = {"kind": "failure", "class": "corruption", "rank": 1, "host": "n1", "cause": "x"}
     events = [found | {"verified_step": 40, "device": "GPU-7"}, {"kind": "started"}]
     assert History.from_events(events).resume_limit == 40
-    for kind in ("resumed", "checkpoint", "memory_copy", "emergency_checkpoint"):
+    for kind in ("resumed", "checkpoint", "memory_copy"):
         assert History.from_events([*events, {"kind": kind, "step": 40}]).resume_limit is None
 
 

@@ -750,16 +750,22 @@ def test_xid_of_the_device_classifies_the_failure_as_gpu(run):
     assert failure_of(run)["class"] == "gpu"
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "memory_copy"])
-def test_local_tiers_are_drained_before_the_nodes_are_released(run, kind):
+@pytest.mark.parametrize(
+    ("kind", "path", "folders"),
+    [
+        ("checkpoint", "/fast/hpctrain-x-1/step-00000002", ["/fast", "-"]),
+        ("memory_copy", "/dev/shm/hpctrain-x-1-copies", ["-", "/dev/shm/hpctrain-x-1-copies"]),
+    ],
+)
+def test_nodes_are_cleaned_up_before_they_are_released(run, kind, path, folders):
     def save(_variables, _emit):
-        run.log_event(kind, 0, step=2, tier="local", path="/fast/hpctrain-x-1/step-00000002")
+        run.log_event(kind, 0, step=2, tier="local", path=path)
 
     commands, launcher = [], FakeLauncher([[save, *KILLED], DONE])
     start = launcher.start
     launcher.start = lambda command, *rest: commands.append(command) or start(command, *rest)
     assert Supervisor(run, spec_of(run, max_failures=1), launcher, FakeJob()).run() == 4
-    assert commands[1][-4:] == ["-m", "hpctrain.runtime.drain_local_tier", "/fast", "60"]
+    assert commands[1][-5:] == ["-m", "hpctrain.runtime.drain_local_tier", *folders, "60"]
     assert kinds(run)[-1] == "finished"
 
 

@@ -59,18 +59,6 @@ def test_summary_shows_what_happened_and_what_it_cost(run):
     assert facts.attempts[0].host == "n2"
 
 
-@pytest.mark.parametrize("resumed", [20, 10])
-def test_recovery_from_an_emergency_checkpoint_is_shown(tmp_path, resumed):
-    """The next attempt logs the result of step 20, which the failed attempt had not exchanged."""
-    history = started_run(0).steps(1, 19, every=1).after(1, "emergency_checkpoint", step=20, world_size=4)
-    history.after(0, "failure", rank=0, host="n1", cause="killed").after(0, "restart").after(1, "started")
-    history.after(1, "resumed", step=resumed, seconds=0.1).steps(resumed, 30, every=1)
-    facts = facts_of(write_run(tmp_path / "run", history))
-    source = " from an emergency checkpoint (step 20)" if resumed == 20 else ""
-    assert describe_follow_up(facts.attempts[0]) == f"restarted in the same allocation{source}"
-    assert facts.breakdown.lost_steps == max(0, 19 - resumed)
-
-
 def test_stop_for_more_nodes_is_explained(tmp_path):
     history = started_run(0).steps(1, 5, every=1).after(0, "grow", nodes_before=1, nodes=2)
     history.after(1, "signal", signal="SIGUSR2", step=5, saved=True).after(0, "requeue", by="requeue")

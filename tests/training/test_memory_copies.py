@@ -1,4 +1,4 @@
-"""Copies of sharded states in memory, by ranks on separate nodes, whose memory is a folder of each rank."""
+"""Copies of the state in memory, by ranks on separate nodes, whose memory is a folder of each rank."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from helpers.waiting import wait_for
 from torch import nn
 
 import hpctrain
-from hpctrain.checkpoint.tier.local_tier import LocalTier
+from hpctrain.checkpoint.tier import memory_copies
 from hpctrain.errors import DiskFull, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
-from hpctrain.runtime.program.emergency_save import emergency_save
-from hpctrain.training.saving import emergency_checkpoints
-from hpctrain.training.saving.copy_schedule import CopySchedule
+from hpctrain.training.saving import state_copies
+from hpctrain.training.saving.state_copies import CopyInterval
 
 LAST_STEP, FAILED_STEP, MAX_REPEATED = 12, 9, 2
 
@@ -53,11 +52,10 @@ def train(
     rank = os.environ["RANK"]
     memory = folder / f"memory-{rank}"
     memory.mkdir(parents=True, exist_ok=True)
-    emergency_checkpoints._SHARED_MEMORY = memory
+    state_copies._SHARED_MEMORY = memory
     node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
     node["GROUP_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     os.environ |= {**node, ATTEMPT_VARIABLE: str(attempt)}
-    emergency_save.is_available = True
     trainer = hpctrain.Trainer(
         max_steps=LAST_STEP,
         global_batch_size=8,
@@ -67,7 +65,7 @@ def train(
         algorithm=algorithm,
         run_dir=folder / "run",
         gradient_clip_norm=1.0,
-        emergency_checkpoints=MAX_REPEATED,
+        memory_copies=MAX_REPEATED,
     )
     checkpoint = folder / "run" / "checkpoints" / "step-00000005"
     trainer.fit(Net(failed_step, checkpoint), torch.randn(96, 3, generator=torch.Generator().manual_seed(2)))
@@ -100,7 +98,7 @@ def test_lost_nodes(tmp_path, strategy):
             assert resumed == 5
         assert losses(run) == losses(RunDir(undisturbed / "run")), lost
         copied = next(event for event in run.read_events() if "memory_bytes" in event)
-        assert copied["memory_bytes"] == 8 * copied["sent_bytes"] > 0
+        assert copied["memory_bytes"] == 4 * copied["sent_bytes"] > 0
         assert not list((tmp_path / "failed").glob("memory-*/*"))
 
 
@@ -108,7 +106,7 @@ def test_lost_nodes(tmp_path, strategy):
 def test_new_run_in_the_folder_of_a_deleted_one_ignores_its_copies(tmp_path):
     run = RunDir(tmp_path / "run")
     run_on_ranks(fail, tmp_path, "zero1")
-    assert list(tmp_path.glob("memory-*/*/step-*"))
+    assert list(tmp_path.glob("memory-*/*/*.json"))
     shutil.rmtree(run.path)
     run_on_ranks(train, tmp_path, "zero1", 0)
     assert not [event for event in run.read_events() if event["kind"] == "resumed"]
@@ -123,15 +121,14 @@ def test_remaining_node_copies_all_parts_to_the_run_folder(tmp_path):
     run_on_ranks(train, tmp_path, "zero1", 1, world_size=1)
     (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
     assert FAILED_STEP - 1 - resumed <= MAX_REPEATED
-    checkpoints = [event for event in run.read_events() if event["kind"] == "checkpoint"]
-    assert (resumed, "shared") in [(event["step"], event["tier"]) for event in checkpoints]
+    assert (run.checkpoint(resumed)).is_dir()
 
 
 def resume_on_full_disk(folder: Path) -> None:
-    def find(*_):
+    def fail_to_write(*_):
         raise DiskFull("the copy was not written: No space left on device")
 
-    LocalTier.find = find
+    memory_copies.write_and_commit = fail_to_write
     train(folder, "zero1", 1)
 
 
@@ -142,7 +139,7 @@ def test_run_resumes_from_a_checkpoint_if_the_copy_does_not_fit_on_the_disk(tmp_
     run_on_ranks(resume_on_full_disk, tmp_path)
     (resumed,) = (event for event in run.read_events() if event["kind"] == "resumed")
     assert resumed["step"] == 5
-    assert "No space left on device. An earlier checkpoint is used instead." in resumed["broken"][0]
+    assert "No space left on device. The newest checkpoint is used instead." in resumed["broken"][0]
 
 
 @pytest.mark.ranks
@@ -166,71 +163,31 @@ def test_killed_only_rank(tmp_path):
     assert losses(run) == losses(RunDir(undisturbed / "run"))
 
 
-def train_on_fake_gpus(folder: Path, attempt: int, failed_step: int | None = None) -> None:
-    emergency_checkpoints.EmergencyCheckpoints._find_problem = lambda *_: "GPUs are not supported"
-    train(folder, "ddp", attempt, failed_step)
-
-
-def fail_on_fake_gpus(folder: Path) -> None:
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        train_on_fake_gpus(folder, 0, FAILED_STEP)
-
-
-@pytest.mark.ranks
-@pytest.mark.long
-def test_ranks_of_ddp_on_fake_gpus_copy_their_state(tmp_path):
-    undisturbed, run = tmp_path / "undisturbed", RunDir(tmp_path / "failed" / "run")
-    run_on_ranks(train_on_fake_gpus, undisturbed, 0)
-    run_on_ranks(fail_on_fake_gpus, tmp_path / "failed")
-    shutil.rmtree(tmp_path / "failed" / "memory-1")
-    run_on_ranks(train_on_fake_gpus, tmp_path / "failed", 1)
-    (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
-    assert FAILED_STEP - 1 - resumed <= MAX_REPEATED
-    assert losses(run) == losses(RunDir(undisturbed / "run"))
-
-
 def losses(run: RunDir) -> dict[int, tuple[float, float]]:
     """Return the loss and the norm of each step, the later ones if it was trained twice."""
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics)}
 
 
 def test_interval_by_cost():
-    now = 0.0
-    schedule = CopySchedule(None, lambda: now)
-    assert schedule.is_due_by_time()
-    schedule.on_started()
-    now = 1000.0
-    assert not schedule.is_due_by_time()
-    schedule.on_copied(2.0)
-    now = 99.0
-    assert not schedule.is_due_by_time()
-    now = 100.0
-    assert schedule.is_due_by_time()
-    schedule.on_started()
-    schedule.on_failed()
-    now = 104.0
-    assert not schedule.is_due_by_time()
-    now = 105.0  # the pause
-    assert schedule.is_due_by_time()
-    schedule.on_started()
-    schedule.on_failed()
-    now = 114.0  # the second pause is longer
-    assert not schedule.is_due_by_time()
-    schedule.on_copied(1.0)
-    now = 155.0
-    assert schedule.is_due_by_time()
+    interval = CopyInterval(None)
+    for _ in range(2):
+        interval.on_copied(1.0, 0.1)  # allocates memory
+    assert interval.wanted == 1
+    interval.on_copied(0.001, 0.1)
+    assert interval.wanted == 1
+    for _ in range(3):
+        interval.on_copied(0.1, 0.1)
+    assert (interval.wanted, interval.every) == (50, 1)
 
 
-@pytest.mark.parametrize(("most", "every"), [(1, 1), (2, 1), (3, 1), (10, 5)])
-def test_interval_by_number(most, every):
-    schedule = CopySchedule(most)
-    assert not schedule.is_due_by_time()
-    # A copy begins when the one before has ended.
-    assert every <= most if schedule.waits else 2 * every <= most
-    assert [step for step in range(1, 21) if schedule.is_due_by_step(step)] == [*range(every, 21, every)]
+def test_fixed_interval():
+    interval = CopyInterval(3)
+    for _ in range(9):
+        interval.on_copied(1.0, 0.1)
+    assert interval.wanted == interval.every == 3
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "auto"])
 def test_invalid_number(value):
-    with pytest.raises(UserError, match="emergency_checkpoints"):
-        hpctrain.Trainer(max_steps=1, global_batch_size=1, emergency_checkpoints=value)
+    with pytest.raises(UserError, match="memory_copies"):
+        hpctrain.Trainer(max_steps=1, global_batch_size=1, memory_copies=value)

@@ -12,7 +12,7 @@ import math
 import mmap
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -81,11 +81,12 @@ class StagedFile:
         Returns:
             An object to `synchronize()` with before the content is read.
         """
+        begun = _record_events(data)
         if data:
             # A single call for all tensors, because a state may have thousands of small tensors.
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, list(data), non_blocking=True)
-        return _CopyDone({source.device for source in data if source.is_cuda})
+        return _CopyDone(begun, _record_events(data))
 
     def is_finite(self, checked: Callable[[str], bool]) -> bool:
         """Return False if a tensor has an infinity or NaN.
@@ -102,16 +103,33 @@ class StagedFile:
         )
 
 
+def _record_events(data: Sequence[torch.Tensor]) -> list[Any]:
+    """Record an event in the current stream of each GPU with data."""
+    events = []
+    for gpu in sorted({source.device.index for source in data if source.is_cuda}):
+        with torch.cuda.device(gpu):
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(gpu))
+        events.append(event)
+    return events
+
+
 class _CopyDone:
     """Completion of all copies from the GPUs."""
 
-    def __init__(self, gpus: Iterable[torch.device]) -> None:
-        self._events = []
-        for gpu in gpus:
-            with torch.cuda.device(gpu):
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(torch.cuda.current_stream(gpu))
-            self._events.append(event)
+    def __init__(self, begun: list[Any], events: list[Any]) -> None:
+        self._begun, self._events = begun, events
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the copies from a GPU, after `synchronize`; 0 without GPUs."""
+        pairs = zip(self._begun, self._events, strict=True)
+        return max((begun.elapsed_time(ended) / 1e3 for begun, ended in pairs), default=0.0)
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a copy may still be in progress."""
+        return bool(self._events)
 
     def synchronize(self) -> None:
         for event in self._events:
@@ -132,17 +150,21 @@ def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
     memory.madvise(mmap.MADV_DONTFORK)
     with _suppress_os_error():
         memory.madvise(mmap.MADV_HUGEPAGE)
-    everything = torch.frombuffer(memory, dtype=torch.uint8)
-    everything.zero_()
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()
     if gpu is not None:
-        # Registered, because torch's own pinned memory is rounded up to powers of two. The current device of
-        # a new thread is the first GPU, on which each rank of the node would otherwise create a context.
-        with torch.cuda.device(gpu):
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            address = everything.data_ptr()
-            torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE)))
-        weakref.finalize(memory, runtime.cudaHostUnregister, address)
+        pin_memory(memory, gpu)
     return memory
+
+
+def pin_memory(memory: mmap.mmap, gpu: torch.device) -> None:
+    """Pin memory for asynchronous copies from all GPUs, until it is freed."""
+    # Registered, because torch's own pinned memory is rounded up to powers of two. The current device of a
+    # new thread is the first GPU, on which each rank of the node would otherwise create a context.
+    with torch.cuda.device(gpu):
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(memory), _PORTABLE)))
+    weakref.finalize(memory, runtime.cudaHostUnregister, address)
 
 
 @contextmanager

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import errno
 import re
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -106,42 +104,36 @@ class RankCoordinator:
 
     def exchange(
         self,
-        content: memoryview,
-        target: int,
-        sources: list[int],
+        outgoing: torch.Tensor,
+        target: int | None,
+        incoming: Mapping[int, torch.Tensor],
         waiting_for: str,
-        abort: threading.Event,
-    ) -> list[memoryview]:
-        """Send `content` to `target`; return the contents that `sources` send to this rank.
+    ) -> None:
+        """Send a tensor to `target`, and receive tensors of known sizes from other ranks.
 
-        Raises:
-            CheckpointError: on all ranks: a rank has no memory for the contents.
-            SaveAborted: on all ranks: `abort` is set on a rank.
+        Args:
+            outgoing: the tensor to send.
+            target: the receiving rank, or None.
+            incoming: by sending rank.
+            waiting_for: description of the data.
         """
-        sizes = self.all_gather(len(content), waiting_for)
-        received = self.run_on_all(
-            lambda: [torch.empty(sizes[source], dtype=torch.uint8) for source in sources],
-            f"no memory for {waiting_for}",
-        )
-        own = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        sizes = [len(outgoing), *map(len, incoming.values())]
 
-        def transfer(group: dist.ProcessGroup, part: slice) -> None:
-            pending: list[Any] = [
-                dist.irecv(tensor[part], self._members[source], group)
-                for source, tensor in zip(sources, received, strict=True)
-                if len(tensor[part])
-            ]
-            if len(own[part]):
-                pending.append(dist.isend(own[part], self._members[target], group))
-            for each in pending:
-                each.wait()
+        def transfer(group: dist.ProcessGroup) -> None:
+            # The time limit applies to each message.
+            for start in range(0, max(sizes), _PART_BYTES):
+                part = slice(start, start + _PART_BYTES)
+                pending: list[Any] = [
+                    dist.irecv(tensor[part], self._members[source], group)
+                    for source, tensor in incoming.items()
+                    if len(tensor[part])
+                ]
+                if target is not None and len(outgoing[part]):
+                    pending.append(dist.isend(outgoing[part], self._members[target], group))
+                for each in pending:
+                    each.wait()
 
-        # The time limit applies to each part, so no rank may be more than a part ahead of the others.
-        for start in range(0, max(sizes), _PART_BYTES):
-            if start and sum(self.count_flags(abort.is_set(), waiting_for=waiting_for)):
-                raise SaveAborted(f"the save was aborted during the exchange of {waiting_for}")
-            self._communicate(waiting_for, partial(transfer, part=slice(start, start + _PART_BYTES)))
-        return [tensor.numpy().data for tensor in received]
+        self._communicate(waiting_for, transfer)
 
     def count_flags(self, *flags: bool, waiting_for: str) -> list[int]:
         """Return, for each flag, the number of ranks on which it is set."""

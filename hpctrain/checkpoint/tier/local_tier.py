@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,6 @@ from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, boot_identity
 from hpctrain.checkpoint.io.commit import CommitTarget
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
 from hpctrain.checkpoint.io.loading import VerifiedCheckpoint
-from hpctrain.checkpoint.staging import StagedState
 from hpctrain.checkpoint.tier.node_files import LARGE_SUFFIX, NodeFiles, find_complete, gather_node_files
 from hpctrain.checkpoint.tier.tier_copier import TierCopier, TierCopyFailed
 from hpctrain.errors import CheckpointError
@@ -45,24 +43,15 @@ class LocalTier:
         coordinator: RankCoordinator,
         *,
         members: list[int],
-        leaders: list[int] | None,
         machine: str,
         limit_bytes: int | None,
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> None:
-        """Internal; use `open`. It determines `machine` and `members`, the ranks that see the same folder.
-
-        `leaders` are the lowest ranks that see the folder of each rank, for copies on other nodes.
-        """
+        """Internal; use `open`. It determines `machine` and `members`, the ranks that see the same folder."""
         self._shared = shared.directory
         self._limit_bytes, self._num_members = limit_bytes, len(members)
-        self._is_for_copies = leaders is not None
         leads = coordinator.rank == min(members)
-        targets = {} if leaders is None else _find_targets(leaders)
-        self._target_rank = targets.get(coordinator.rank)
-        #: The ranks on other nodes whose files this rank stores.
-        self.sources = [source for source, target in targets.items() if target == coordinator.rank]
         directory = CheckpointDir(folder, durable=False)
         self.target = CommitTarget(
             shared.coordinator,
@@ -84,7 +73,6 @@ class LocalTier:
         coordinator: RankCoordinator,
         *,
         limit_bytes: int | None,
-        neighbor_copies: bool,
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> tuple[LocalTier | None, str | None]:
@@ -95,7 +83,6 @@ class LocalTier:
             shared: the permanent target of checkpoints.
             coordinator: for communication in parallel to the saves.
             limit_bytes: capacity of the run's folder per node; half of its file system if None.
-            neighbor_copies: each rank also stores the file of a rank on another node.
             on_copied: called with the manifest and the start time of the copy after a copy to the shared
                 folder.
             on_failure: called if a checkpoint could not be copied.
@@ -122,13 +109,11 @@ class LocalTier:
         except CheckpointError as error:
             return None, f"{error}. Checkpoints are written directly to {shared.directory.folder}."
         members = [int(path.name.rpartition("-")[2]) for path in seen]
-        leaders = coordinator.all_gather(min(members), failure) if neighbor_copies else None
         tier = cls(
             folder,
             shared,
             coordinator,
             members=members,
-            leaders=leaders,
             machine=machines[min(members)],
             limit_bytes=limit_bytes,
             on_copied=on_copied,
@@ -158,22 +143,12 @@ class LocalTier:
         disk = shutil.disk_usage(folder)
         used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         limit = disk.total // 2 if self._limit_bytes is None else self._limit_bytes
-        needed = num_bytes * self._num_members * (2 if self.sources else 1)
+        needed = num_bytes * self._num_members
         if used + needed > limit or needed > disk.free:
             raise CheckpointError(
                 f"{folder} has no space for {needed} bytes: {used} of {limit} bytes are in use, and the disk "
                 f"has {disk.free} bytes free"
             )
-
-    def exchange_files(self, staged: StagedState, abort: threading.Event) -> dict[int, memoryview]:
-        """Exchange files with other nodes; return those received, by rank. All ranks must call this."""
-        if self._target_rank is None:
-            return {}
-        content, waiting_for = staged.staged_file.content, "copies of the state on other nodes"
-        coordinator = self.target.coordinator
-        coordinator.run_on_all(staged.ready.synchronize, f"cannot read the state for {waiting_for}")
-        received = coordinator.exchange(content, self._target_rank, self.sources, waiting_for, abort)
-        return dict(zip(self.sources, received, strict=True))
 
     def schedule_copy(self, step: int, *, may_skip: bool) -> None:
         """Schedule the copy of a step committed in the tier. All ranks must call this, in the background.
@@ -269,25 +244,6 @@ class LocalTier:
             for step in self.target.directory.steps()[: -1 if keep_newest else None]:
                 if step not in needed:
                     self.target.directory.discard(step)
-            if self._is_for_copies:  # damaged ones would occupy the memory for further copies
-                for path in self.target.directory.folder.glob("step-*.*"):
-                    shutil.rmtree(path)
-
-
-def _find_targets(leaders: list[int]) -> dict[int, int]:
-    """Return the rank on the next node that stores a copy of each rank's file; empty with a single node.
-
-    Args:
-        leaders: the lowest rank on the node of each rank.
-    """
-    nodes = [[rank for rank, each in enumerate(leaders) if each == leader] for leader in sorted(set(leaders))]
-    if len(nodes) == 1:
-        return {}
-    return {
-        rank: after[i % len(after)]
-        for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
-        for i, rank in enumerate(node)
-    }
 
 
 def tier_folder(base: Path, shared: Path) -> Path:

@@ -223,13 +223,6 @@ def describe_event(event: dict[str, Any]) -> str | None:
         case "resumed":
             damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
             return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"
-        case "emergency_checkpoint":
-            if event["step"] is None:
-                return f"attempt {attempt}: no emergency checkpoint: {event.get('reason')}"
-            rank = event.get("rank")
-            return f"attempt {attempt}: rank {rank} saved the state after step {event['step']} in memory"
-        case "emergency_kept":
-            return f"attempt {attempt}: copied the state after step {event.get('step')} to the run folder"
         case "bad_loss":
             return f"attempt {attempt}: {event.get('cause')}; action: {event.get('action')}"
         case "signal":

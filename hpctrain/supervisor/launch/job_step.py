@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.text import signal_name
@@ -116,16 +116,6 @@ class LauncherStuck:
     """All tasks of the step have exited, but the launcher was not notified and would wait forever."""
 
 
-@dataclass(frozen=True)
-class EmergencySaveEnded:
-    """End of the attempt to save the state after the failure of a rank."""
-
-    record: Mapping[str, Any]
-    """Step, location and duration of the emergency checkpoint; empty if there is none."""
-    reason: str = ""
-    """Reason why there is no emergency checkpoint; empty if the ranks use no `Trainer`."""
-
-
 StepEvent = (
     TaskExit
     | StepEnded
@@ -135,7 +125,6 @@ StepEvent = (
     | HangDetected
     | StragglerDetected
     | LauncherStuck
-    | EmergencySaveEnded
 )
 EmitEvent = Callable[[StepEvent], None]
 

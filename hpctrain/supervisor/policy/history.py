@@ -54,8 +54,6 @@ class History:
     """Maximum size of micro-batches, because larger ones did not fit into GPU memory."""
     faulty_devices: tuple[str | None, ...] = ()
     """Devices that computed wrong results, once per detection; None if the device was not identified."""
-    emergency: Mapping[str, Any] | None = None
-    """Newest emergency checkpoint; None if a regular checkpoint is as new."""
     resume_limit: int | None = None
     """Last verified step, until the run has resumed after wrong results; None otherwise."""
 
@@ -77,13 +75,11 @@ class History:
         micro_batch_size: int | None = None
         faulty: list[str | None] = []
         limit: int | None = None
-        emergency: dict[str, Any] | None = None
-        is_kept = False
         for event in events:
             kind, step = event.get("kind"), event.get("step")
             # Copies of the state in memory are recorded only when a run resumes from one.
             is_loaded = kind == "resumed" and "checkpoint" in event
-            is_saved = kind in ("checkpoint", "emergency_checkpoint") or is_loaded
+            is_saved = kind == "checkpoint" or is_loaded
             is_new = is_saved and (step or 0) > newest
             if is_new or (kind == "checkpoint" and step is None):
                 progressed = True
@@ -96,41 +92,30 @@ class History:
                 case "submitted" if is_new_submission(event):
                     for count in (failures, crashes, stops, slow, excluded, faulty):
                         count.clear()
-                    memory = micro_batch_size = emergency = None
+                    memory = micro_batch_size = None
                 case "started":
                     agreed = saved = False
                 case "signal":
                     agreed = True
                 case "resumed" | "memory_copy":
                     limit = None
-                case "emergency_checkpoint" if event["step"] is not None:
-                    limit = None
-                    names = ("step", "read", "trained", "buffers_change", "files", "world_size")
-                    emergency = {name: event.get(name) for name in names}
                 case "checkpoint":
                     limit = None
                     saved = saved or is_new
-                    if emergency is not None and (step or 0) >= emergency["step"]:
-                        emergency = None
                 case "failure" if event.get("rank") is not None:
                     past = _parse_failure(event)
                     failures.append(past)
                     crashes.append(past.kind)
                     micro_batch_size = event.get("micro_batch_size", micro_batch_size)
-                    if past.kind is EndKind.OOM:
-                        emergency = None  # it uses memory of the node
                     if past.kind is EndKind.CORRUPTION:
-                        limit, emergency = event.get("verified_step"), None
+                        limit = event.get("verified_step")
                         device = event.get("device")
                         faulty.append(None if device is None else f"{device} on {past.host}")
                 case "straggler" if event.get("lasting", True):
                     slow.append(str(event.get("host")))
                 case "excluded":
                     excluded.update(event["hosts"])
-                case "emergency_kept":
-                    is_kept = True
                 case "requeue":
-                    emergency, is_kept = emergency if is_kept else None, False
                     memory = event.get("memory", memory)
                     end = _kind(event.get("class"), EndKind.PREEMPTED)
                     if not shows_no_progress(end, event.get("seconds", 0.0), agreed=agreed):
@@ -139,7 +124,7 @@ class History:
                         stops.append(end)
                     progressed = False
         kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
-        return cls(*kept, agreed, saved, memory, micro_batch_size, tuple(faulty), emergency, limit)
+        return cls(*kept, agreed, saved, memory, micro_batch_size, tuple(faulty), limit)
 
     def consecutive_identical(self) -> int:
         """Count the consecutive identical failures at the end."""

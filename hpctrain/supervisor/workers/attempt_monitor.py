@@ -6,7 +6,7 @@ import logging
 import math
 import queue
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -14,7 +14,6 @@ from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobTime, known_seconds_left
 from hpctrain.supervisor.launch.job_step import (
-    EmergencySaveEnded,
     HangDetected,
     JobStep,
     LauncherStuck,
@@ -33,8 +32,6 @@ log = logging.getLogger(__name__)
 
 #: Time for the other ranks to report their errors after the first failure, before they are killed.
 _FAILURE_GRACE_S = 3.0
-#: Time limit for the emergency checkpoint after the first failure.
-_EMERGENCY_LIMIT_S = 120.0
 #: Time for the other ranks to exit after the first rank saved its state and exited.
 _EXIT_GRACE_S = 60.0
 #: Upper bound for ending the step and requeueing the job.
@@ -63,8 +60,6 @@ class AttemptMonitor:
     """End of the job's time on the monotonic clock; None if the scheduler enforces it."""
     stop_before_limit_s: float
     """Seconds before `ends_at` at which the ranks receive the signal."""
-    request_state: Callable[[], bool] = lambda: False
-    """Requests an emergency checkpoint from the ranks; returns False if no rank can save."""
     process_name: str = "rank"
     """Term for a process of the step."""
     exits: list[TaskExit] = field(default_factory=list)
@@ -77,8 +72,6 @@ class AttemptMonitor:
     """Slow ranks, in order of detection."""
     draining: Mapping[str, str] = field(default_factory=dict)
     """Nodes that caused the ranks to be stopped, with the reason."""
-    emergency: EmergencySaveEnded | None = None
-    """The end of the emergency save; None without one."""
     end: StepEnded | None = None
     out_of_time: bool = False
     is_stopping: bool = False
@@ -122,7 +115,7 @@ class AttemptMonitor:
             case StepEnded():
                 self.end = event
             case TaskExit():
-                self._task_ended(event, step)
+                self._task_ended(event)
             case StragglerDetected():
                 self.stragglers.append(event)
             case HangDetected():
@@ -138,8 +131,6 @@ class AttemptMonitor:
                     log.info("stopping the ranks: %s", reason)
                     self._signal_ranks(step, signal.SIGTERM)
                     self._limit(_LEAVE_GRACE_S if draining else STOP_GRACE_S, "the ranks to stop")
-            case EmergencySaveEnded():
-                self._on_state_saved(event, step)
             case LauncherStuck():
                 if not self._killed:
                     log.warning(
@@ -154,9 +145,6 @@ class AttemptMonitor:
             case SignalReceived(number):
                 self._begin_stop()
                 self.signals.append(number)
-                if any(task.result is TaskResult.FAILED for task in self.exits):
-                    # The nodes will be released, so an emergency checkpoint is not needed.
-                    self._limit(_FAILURE_GRACE_S, f"the ranks to report errors after {number.name}")
                 forward = self.job_control.on_signal.get(number)
                 log.info(
                     "received %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else ""
@@ -179,36 +167,19 @@ class AttemptMonitor:
             grace_s = max(STOP_GRACE_S, self.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S)
             self._stop_ends_at = system.monotonic() + grace_s
 
-    def _task_ended(self, task: TaskExit, step: JobStep) -> None:
+    def _task_ended(self, task: TaskExit) -> None:
         if task.result is TaskResult.CONTINUE:
             self._begin_stop()
         self.exits.append(task)
         name = f"{self.process_name} {task.rank}"
         log.info("%s %s", name, task)
         if task.result is TaskResult.FAILED:
-            # After a stop of the supervisor itself, the run continues on the other nodes.
-            continues = not self.is_stopping or (bool(self.draining) and len(self.signals) == 1)
-            if self.emergency is None and continues and self.request_state():
-                self._limit(_EMERGENCY_LIMIT_S, "the emergency checkpoint")
-            else:
-                self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")
-            if self.emergency is not None and self.emergency.record:
-                self._kill(step)
+            self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")
         elif task.result is TaskResult.CONTINUE and not self._is_leaving:
             # Only once: with many ranks, a query for each would delay the requeue.
             self._is_leaving = True
             follow_s = min(_EXIT_GRACE_S, self._left_to_requeue_s())
             self._limit(follow_s, f"the other ranks to exit after {name} exited")
-
-    def _on_state_saved(self, ended: EmergencySaveEnded, step: JobStep) -> None:
-        self.emergency = ended
-        if ended.reason:
-            log.info("no emergency checkpoint: %s", ended.reason)
-        if ended.record and self.exits:
-            self._kill(step)
-        else:
-            # The exit of the failed rank, or the errors of the others, are still to be reported.
-            self._limit(_FAILURE_GRACE_S, "the ranks to report errors")
 
     def _left_to_requeue_s(self) -> float:
         """Return the maximum time to wait for ranks that leaves enough time to requeue the job."""

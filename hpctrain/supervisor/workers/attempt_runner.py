@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -21,7 +20,6 @@ from hpctrain.rundir import (
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
     CPU_BINDING_VARIABLE,
-    EMERGENCY_CHECKPOINT_VARIABLE,
     INDEPENDENT_RANKS_VARIABLE,
     MICRO_BATCH_VARIABLE,
     RUN_DIR_VARIABLE,
@@ -99,7 +97,6 @@ class AttemptRunner:
             stop_before_limit_s=lead,
         )
         monitor = new_monitor(
-            request_state=self.worker_group.request_state,
             process_name="rank" if self.spec.torchrun is None else "agent",
         )
         hosts, begun = self.launcher.hosts, system.time()
@@ -139,9 +136,6 @@ class AttemptRunner:
             finally:
                 self.worker_group.stop_monitoring()
                 step.close()
-        if (saved := monitor.emergency) is not None and (saved.record or saved.reason):
-            found = saved.record or {"step": None, "reason": saved.reason}
-            self.run.log_event("emergency_checkpoint", attempt, world_size=self.world_size, **found)
         path = script_checkpoints.newest_since()
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
@@ -195,8 +189,6 @@ class AttemptRunner:
         history = History.from_events(self.run.read_events())
         if history.micro_batch_size is not None:
             variables[MICRO_BATCH_VARIABLE] = str(history.micro_batch_size)
-        if history.emergency is not None:
-            variables[EMERGENCY_CHECKPOINT_VARIABLE] = json.dumps(history.emergency)
         if history.resume_limit is not None:
             variables[VERIFIED_STEP_VARIABLE] = str(history.resume_limit)
         if spec.cpu_binding == "none":

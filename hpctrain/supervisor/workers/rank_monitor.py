@@ -20,7 +20,6 @@ from hpctrain.supervisor.launch.job_step import (
     RankSignalled,
     StragglerDetected,
 )
-from hpctrain.supervisor.workers.emergency_request import EmergencyRequest
 from hpctrain.supervisor.workers.hang_detection import (
     HangDetector,
     HangInfo,
@@ -91,7 +90,6 @@ class RankMonitor:
         self._run, self._attempt, self._step = run, attempt, step
         self._send, self._emit, self._host_of, self._world_size = send, emit, host_of, world_size
         self._stop_agreement = StopAgreement(world_size, send)
-        self._emergency = EmergencyRequest(send, emit)
         self._hang_detector = HangDetector(limits, system.monotonic())
         self._straggler_detector = StragglerDetector(world_size)
         self._probe: _HangProbe | None = None
@@ -113,7 +111,6 @@ class RankMonitor:
             self._on_rank_pause(rank, *map(float, message["paused"]))
         self._hang_detector.on_message(rank, system.monotonic())
         self._stop_agreement.on_message(rank, message)
-        self._emergency.on_message(rank, message)
         if "beats" in message:
             self._empty_since = None
             phase, step = str(message["phase"]), int(message["step"])
@@ -135,17 +132,7 @@ class RankMonitor:
     def on_disconnect(self, rank: int) -> None:
         """Record that a rank has disconnected."""
         self._hang_detector.remove_rank(rank)
-        self._emergency.on_disconnect(rank)
         self._empty_since = None if self._hang_detector.ranks else system.monotonic()
-
-    @property
-    def emergency_folder(self) -> str | None:
-        """Folder on each node in which the ranks keep records and states; None if unknown."""
-        return self._emergency.folder
-
-    def request_state(self) -> bool:
-        """Request an emergency checkpoint; return False if no rank can save. May run in another thread."""
-        return self._emergency.begin()
 
     @property
     def modules(self) -> list[str] | None:
@@ -169,7 +156,6 @@ class RankMonitor:
         """Check for hangs, stragglers and a missed end of the step."""
         now = system.monotonic()
         self._check_for_pause(now)
-        self._emergency.check()
         if self._stopped:
             return
         if self._empty_since is not None and now - self._empty_since > _LAUNCHER_TIMEOUT_S:

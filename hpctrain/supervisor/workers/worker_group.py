@@ -52,8 +52,6 @@ class WorkerGroup:
         self._modules: list[str] = []
         self._standby_started = False
         self._closed = system.Event()
-        #: Folder on each node in which the ranks keep records and states; None if unknown.
-        self.emergency_folder: str | None = None
         #: True if a rank of the last attempt has formed a process group.
         self.has_process_group = False
 
@@ -116,12 +114,6 @@ class WorkerGroup:
             self._imported_at, self._standby_started = None, False
         return step
 
-    def request_state(self) -> bool:
-        """Request an emergency checkpoint of the attempt's ranks; return False if no rank can save."""
-        with self._lock:
-            monitor = self._monitor
-        return monitor is not None and monitor.request_state()
-
     def stop_monitoring(self) -> None:
         """Stop monitoring the attempt's ranks, which have exited or will be killed."""
         with self._lock:
@@ -129,7 +121,6 @@ class WorkerGroup:
         if monitor is not None:
             monitor.close()
             self.has_process_group = monitor.has_process_group
-            self.emergency_folder = monitor.emergency_folder or self.emergency_folder
         with suppress(OSError):
             write_atomic(
                 self._run.phase_durations, json.dumps(self._limits.max_duration_s) + "\n", durable=False

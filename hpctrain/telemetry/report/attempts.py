@@ -30,8 +30,6 @@ class Attempt:
     """Description of the staging."""
     resumed_step: int | None = None
     """The step of the loaded checkpoint."""
-    emergency_step: int | None = None
-    """The step of the emergency checkpoint after its end, unless the next attempt did not load it."""
     first_step: int | None = None
     last_step: int | None = None
     """The last logged step."""
@@ -103,10 +101,6 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
         last.startup = StartupDurations.from_event(event)
     elif kind == "resumed":
         last.resumed_step = _whole(event.get("step"))
-        if len(attempts) > 1 and attempts[-2].emergency_step != last.resumed_step:
-            attempts[-2].emergency_step = None
-    elif kind == "emergency_checkpoint":
-        last.emergency_step = _whole(event.get("step"))
     elif kind == "failure" and event.get("rank") is not None:
         cause = str(event.get("cause") or "cause not recorded")
         last.ended, last.end, last.cause = time, "failure", f"{cause}{_parenthesize(last.stopped_for)}"

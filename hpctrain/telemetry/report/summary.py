@@ -97,10 +97,7 @@ def describe_follow_up(attempt: Attempt) -> str:
     """Return the continuation after the end of an attempt."""
     if attempt.followed_by is None:
         return "the run ended" if attempt.end else "still running"
-    followed = _FOLLOWED.get(attempt.followed_by, attempt.followed_by)
-    if attempt.emergency_step is not None:
-        followed += f" from an emergency checkpoint (step {attempt.emergency_step})"
-    return followed
+    return _FOLLOWED.get(attempt.followed_by, attempt.followed_by)
 
 
 def describe_attempt_end(attempt: Attempt) -> str:

@@ -57,8 +57,6 @@ class StepSource(Protocol):
     """Number of steps of an epoch; None if it is unknown."""
     exchanges_ends: bool
     """True if the ranks must exchange `local_ends` after every step."""
-    has_position: bool
-    """True if the position in the data is more than the number of the step."""
     loading: LoaderConfig
     """Data settings in use."""
     remarks: Sequence[str]
@@ -127,7 +125,6 @@ class MapStepSource:
             remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples, "
             self.remarks = [f"{remark}so every step uses all samples."]
         self.loading = loading
-        self.has_position = not isinstance(self._plan, BatchPlan)
         self.last_step = until.steps or self._plan.last_step(until.epochs or 0)
         self.steps_per_epoch = self._plan.last_step(1)
         self._step = 0

@@ -43,7 +43,7 @@ class StreamStepSource:
     """Step source for an `IterableDataset` or a similar object."""
 
     micro_batch_size: int | None = None
-    exchanges_ends = has_position = True
+    exchanges_ends = True
     remarks: Sequence[str] = ()
     steps_per_epoch: int | None = None
 

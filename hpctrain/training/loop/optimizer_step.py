@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.training.base.dtensor_parts import local_part
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies import Strategy
@@ -58,7 +57,6 @@ class OptimizerStep:
             optimizers: those whose gradients are complete.
             step: the optimizer step, from 1.
         """
-        emergency_save.begin_change()
         with self._lr_scaler.apply(optimizers, step) if self._lr_scaler else _NOTHING:
             for optimizer in optimizers:
                 if self._scaler is None:
@@ -74,7 +72,6 @@ class OptimizerStep:
 
     def advance(self, step: int, *, updated: bool = True) -> None:
         """Advance the schedules, and after an update the float16 loss scale, at the end of `step`."""
-        emergency_save.begin_change()
         # A restarted process may not have scaled a loss yet.
         if self._scaler is not None and (updated or self._scaler._scale is not None):
             # Without an update, the scale remains, but gradients may have been unscaled.

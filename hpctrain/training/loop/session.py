@@ -44,6 +44,7 @@ _OPTIONS = (
     "keep_last",
     "keep_every",
     "local_checkpoints",
+    "memory_copies",
     "on_bad_loss",
     "loss_spike_threshold",
     "log_every",

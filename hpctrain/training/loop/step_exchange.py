@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.text import format_ranks
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, MetricAccumulator
 from hpctrain.training.components import Components
@@ -18,7 +17,6 @@ from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.loop.step_sync import StepFlags, StepSync
 from hpctrain.training.loop.validator import Validator
 from hpctrain.training.observe.run_writer import StepResult
-from hpctrain.training.saving.emergency_checkpoints import Recovery
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 
 _NO_REQUESTS = StepFlags()
@@ -49,7 +47,6 @@ class StepExchange:
     def __init__(self, parts: Components, validator: Validator, checkpoints: TrainingCheckpoints) -> None:
         self._parts, self._validator, self._checkpoints = parts, validator, checkpoints
         self._guard = parts.state.loss_guard
-        self._emergency = checkpoints.emergency
         self._checks_early = self._guard.policy == "skip"
         self._sync = StepSync(
             parts.context,
@@ -112,7 +109,6 @@ class StepExchange:
         """
         parts, state, sync = self._parts, self._parts.state, self._sync
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
-        self._emergency.on_step_trained(rank_batch, metrics)
         if self._failed is not None:
             raise self._failed
         before, self._requests = self._requests, _NO_REQUESTS
@@ -123,7 +119,8 @@ class StepExchange:
         is_joint = before.stop or before.save or self._checkpoints.due() or self._validator.due()
         if parts.replica_check is not None:
             parts.replica_check.add(state.step, whole=is_joint)
-        if is_joint:
+        if is_joint or self._checkpoints.copies.due():
+            self._checkpoints.copies.wait()
             sync.add(state.step, state.epoch, metrics, None)
             sync.send(self._collect_requests())
             now, (*earlier, latest) = self._receive()
@@ -147,6 +144,7 @@ class StepExchange:
             save=self._checkpoints.save_requested(),
             end=parts.callbacks.ending is not None,
             stream_ends=parts.source.local_ends(),
+            copy_every=self._checkpoints.copies.wanted,
         )
 
     def _receive(
@@ -155,47 +153,21 @@ class StepExchange:
         with timer or self._parts.compute_timer.exchange():
             requests, results = self._sync.read()
         self._parts.source.receive_ends(requests.stream_ends)
+        self._checkpoints.copies.set_every(int(requests.copy_every))
         self._handle_results(results)
         return requests, results
 
-    def exchange_again(self, recovery: Recovery) -> None:
-        """Exchange the results of the last steps of a failed attempt. All ranks must call this.
-
-        Raises:
-            BadStep: on all ranks: a step has a bad loss.
-        """
-        if not recovery.steps:
-            return
-        state, log = self._parts.state, self._parts.log
-        self.begin()
-        for each in recovery.steps:
-            # The loop logs the last step, possibly after a validation.
-            is_due = recovery.logged_step < each.step < state.step and log.is_logged(each.step)
-            timing = self._parts.step_timer.sample() if is_due else None
-            self._sync.add(each.step, each.epoch, each.sums, timing)
-        self._sync.send(_NO_REQUESTS)
-        _, results = self._sync.read()
-        self._handle_results([result for result in results if result.step > recovery.read_step])
-        self._show(results)
-        validation = state.validation if state.validated_step == state.step else {}
-        state.latest = {**results[-1].scalars, **validation}
-
     def _handle_results(self, results: Sequence[StepResult]) -> None:
         """Check the results, and pass them to the callbacks."""
-        emergency_save.begin_change()
         for count, result in enumerate(results, 1):
             if not self._checks_early and (cause := self._guard.find_problem_in(result.scalars)):
                 # A step before a validation or a save has no time sample yet.
                 timing = result.timing or self._parts.step_timer.sample()
                 self._show([*results[: count - 1], replace(result, timing=timing)])
-                emergency_save.end_change()  # other ranks may be gone
                 cause = self._describe(result.step, cause, self._sync.own_loss(result.step))
-                emergency_save.begin_change()
                 raise BadStep(result.step, cause)
             if SKIPPED_FIELD not in result.scalars:
                 self._parts.callbacks.step_end(result.step, result.scalars)
-            self._emergency.read_step = result.step
-        emergency_save.end_change()
 
     def _describe(self, step: int, cause: str, own_loss: torch.Tensor | float) -> str:
         """Return the cause and its source ranks. All ranks must call this."""

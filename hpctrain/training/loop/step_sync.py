@@ -44,6 +44,8 @@ class StepFlags:
     """The training should end with the current steps."""
     stream_ends: float = 0.0
     """Value from the step source, to be summed over all ranks."""
+    copy_every: float = 0.0
+    """Steps between two copies of the state in memory, as chosen by rank 0; 0 on other ranks."""
 
 
 class MessageBatcher:
@@ -143,7 +145,8 @@ class StepSync:
 
     def send(self, requests: StepFlags, unfinished: MetricAccumulator | None = None) -> None:
         """Send the recorded steps, this rank's requests, and the loss of an unfinished step, if given."""
-        flags = [*map(float, (requests.stop, requests.save, requests.end)), requests.stream_ends]
+        flags = [*map(float, (requests.stop, requests.save, requests.end))]
+        flags += [requests.stream_ends, requests.copy_every]
         flags.append(self._batcher.seconds_per_item())
         self._sent, self._recorded = self._recorded, []
         if self._names is None and self._sent:
@@ -171,7 +174,7 @@ class StepSync:
         """
         if self._read is None:
             raise RuntimeError("nothing was sent")
-        stop, save, end, stream_ends, seconds, names_differ, *values = self._read()
+        stop, save, end, stream_ends, copy_every, seconds, names_differ, *values = self._read()
         self._read = None
         if self._replica_check is not None:
             self._replica_check.verify(values[:NUMBERS_PER_MESSAGE])
@@ -194,7 +197,7 @@ class StepSync:
             if scalars.get(TOKENS_FIELD):
                 scalars["loss"] /= scalars[TOKENS_FIELD]
             results.append(StepResult(own.step, own.epoch, scalars, own.ended))
-        return StepFlags(stop > 0, save > 0, end > 0, stream_ends), results
+        return StepFlags(stop > 0, save > 0, end > 0, stream_ends, copy_every), results
 
     def _values(self) -> list[torch.Tensor | float]:
         return [each.sums.values[name] for each in self._sent for name in sorted(each.sums.values)]

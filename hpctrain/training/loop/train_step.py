@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -84,8 +84,6 @@ class TrainStep:
         self._forward_context = forward_context(settings.precision, self._context.device)
         self._converts_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
         self._average_over(strategy.data_rank(self._context.ranks).world_size)
-        #: Receives this rank's result of a step, before the last backward pass.
-        self.record_result: Callable[[RankBatch, MetricAccumulator], None] = lambda *_: None
         #: Set if the updates of steps with a bad loss are to be skipped.
         self.loss_check: StepExchange | None = None
 
@@ -289,8 +287,6 @@ class TrainStep:
                 scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], rank_batch, last
             )
         sums.add(scalars, part)
-        if last and not self._optimizers_alternate:
-            self.record_result(rank_batch, sums)
         if last and self.loss_check is not None:
             self.loss_check.send_loss(sums)
         self._strategy.backward(self._weighted(scalars["loss"], weight))

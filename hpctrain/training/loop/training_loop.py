@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from typing import NoReturn
@@ -30,7 +31,6 @@ from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.resumed_values import check_ends, inner_scheduler
 from hpctrain.training.optim.torch_compile import compile_steps
-from hpctrain.training.saving.emergency_checkpoints import Recovery
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 
 _TRAINER_REMEDY = (
@@ -63,7 +63,6 @@ class TrainingLoop:
         self._exchange = StepExchange(parts, validator, checkpoints)
         if parts.state.loss_guard.policy == "skip":
             train_step.loss_check = self._exchange
-        train_step.record_result = checkpoints.emergency.record_result
         self._cpus = count_rank_cpus(parts.context.ranks.local_world_size)
         self._has_warned = False
         self.state, self.last_step = parts.state, parts.source.last_step
@@ -122,10 +121,7 @@ class TrainingLoop:
         parts, state = self._parts, self.state
         parts.step_timer.sample()
         self._exchange.begin()
-        self._checkpoints.emergency.arm()
         steps = parts.source.steps()
-        if parts.settings.emergency_checkpoints and state.determinism is None:
-            steps = self._seeded(steps)
         for step in parts.step_timer.timed(steps):
             self.metrics = MetricAccumulator()
             if step.rank_batch.step in state.loss_guard.excluded_steps:
@@ -139,15 +135,22 @@ class TrainingLoop:
             requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:
                 continue
+            begun = time.thread_time()
             parts.strategy.sync_buffers()
             if requests.stop and not state.finished:
                 self._save_and_exit()
             if self._validator.due() and not self._validator.run():
                 self._save_and_exit()
-            self._log_step()
-            if requests.save or self._checkpoints.due():
+            saves = requests.save or self._checkpoints.due()
+            if saves or state.validated_step == state.step or parts.log.is_logged(state.step):
+                self._log_step()
+            if saves:
                 with activity.in_phase(RankPhase.SAVE):
                     self._checkpoints.save()
+            if saves or state.validated_step == state.step:
+                begun = time.thread_time()  # the work so far is not part of a copy
+            if self._checkpoints.copies.due():
+                self._checkpoints.copies.copy(begun)
             if state.finished:
                 break
             self._exchange.begin()
@@ -162,16 +165,6 @@ class TrainingLoop:
             )
             self._has_warned = hint is not None
             self._print_hint(hint)
-
-    def _seeded(self, steps: Iterator[StepData]) -> Iterator[StepData]:
-        """Seed each step. A rank that replaces a failed one can thus continue without its random state."""
-        own = self._parts.settings.seed, "rank", self._parts.context.ranks.rank, "step"
-        while True:
-            rng.seed_all(rng.derive_seed(*own, self.state.step))
-            try:
-                yield next(steps)
-            except StopIteration:
-                return
 
     def _roll_back(self, bad: BadStep) -> None:
         """Return to the newest finite checkpoint; the bad step will be excluded. All ranks must call this.
@@ -251,18 +244,12 @@ class TrainingLoop:
         if num_workers := parts.source.loading.num_workers:
             self._print_hint(warn_too_many_workers(num_workers, self._cpus, can_request=can_request_cpus()))
         parts.callbacks.fit_start(state.step)
-        recovery = self._exchange_recovered()
         parts.end_if_requested()
         if self._validator.due():  # a stop was requested before or during this validation
             if not self._validator.run():
                 self._checkpoints.save_and_exit()
             self._log_step()
             self._checkpoints.add_score()
-        elif recovery is not None and recovery.logged_step < state.step and self._is_logged():
-            self._log_step()
-        if recovery is not None and self._checkpoints.due():
-            with activity.in_phase(RankPhase.SAVE):
-                self._checkpoints.save()
         if state.finished:
             parts.progress.print_message(f"training is already complete: step {state.step} was the last step")
         else:
@@ -274,25 +261,10 @@ class TrainingLoop:
                     "attempt ran out of GPU memory. The gradients are the same except for rounding."
                 )
 
-    def _exchange_recovered(self) -> Recovery | None:
-        """Exchange the last results of the failed attempt, after the load of an emergency checkpoint."""
-        recovery = self._checkpoints.emergency.recovery
-        if recovery is None:
-            return None
-        try:
-            self._exchange.exchange_again(recovery)
-        except BadStep as bad:
-            self._roll_back(bad)
-            return None
-        return recovery
-
     def _save_and_exit(self) -> NoReturn:
         self._log_step()
         activity.set_phase(RankPhase.SAVE)
         self._checkpoints.save_and_exit()
-
-    def _is_logged(self) -> bool:
-        return self._parts.log.is_logged(self.state.step) or self._checkpoints.due()
 
     def _log_step(self) -> None:
         """Show and log the latest step, regardless of `log_every`."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from hpctrain.errors import UserError
 from hpctrain.records.rank_phase import RankPhase
-from hpctrain.runtime.program.emergency_save import emergency_save
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.components import Components
 from hpctrain.training.data.dataset_adapters import ValidationSet
@@ -51,7 +50,6 @@ class Validator:
         if results is None:
             put_back()
             return False
-        emergency_save.begin_change()
         # `loss` without prefix is the training loss. An excluded step has no metrics.
         self._shared_names |= results.keys() & state.latest.keys()
         results = {
@@ -62,7 +60,6 @@ class Validator:
         parts.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
         parts.callbacks.validation_end(state.step, state.validation)
         parts.end_if_requested()
-        emergency_save.end_change()
         return True
 
     def check_sanity(self) -> None:

@@ -18,11 +18,9 @@ from hpctrain.checkpoint.store import (
     TierCopyFailed,
 )
 from hpctrain.errors import CheckpointError, DiskFull, UserError
-from hpctrain.text import format_size
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
-from hpctrain.training.saving.copy_schedule import CopySchedule
 
 #: Time after which a save is considered stuck.
 MAX_SAVE_S = 3600.0
@@ -40,7 +38,6 @@ class _InFlight:
     step: int
     since: float
     stall_s: float
-    in_memory: bool
 
 
 class CheckpointManager:
@@ -61,10 +58,8 @@ class CheckpointManager:
         store: CheckpointStore,
         schedule: CheckpointSchedule,
         folder: Path,
-        copies: CopySchedule | None = None,
     ) -> None:
-        """Save to `store`, which stores the checkpoints in `folder`, and copies in its local tier."""
-        self._copies, self._has_announced = copies, False
+        """Save to `store`, which stores the checkpoints in `folder`."""
         self._store, self._schedule, self.folder = store, schedule, folder
         self._state, self._settings = parts.state, parts.settings
         self._log, self._progress = parts.log, parts.progress
@@ -102,28 +97,26 @@ class CheckpointManager:
         """See `CheckpointStore.set_aside_after`."""
         return self._store.set_aside_after(step)
 
+    def commit_newest_copy(self, folder: Path, limit: int | None) -> str | None:
+        """See `CheckpointStore.commit_newest_copy`."""
+        return self._store.commit_newest_copy(folder, limit)
+
     def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
         """See `CheckpointStore.load_newest`."""
         return self._store.load_newest(self._state.template())
 
-    def can_begin(self, *, in_memory: bool = False) -> bool:
+    def can_begin(self) -> bool:
         """Wait for the save in flight, within a limit; return true if another save can begin. Rank 0 only.
 
         The limit keeps the training running if a disk hangs.
         """
-        if in_memory:
-            assert self._copies is not None
-            if self._copies.backoff.is_active:
-                return False
-        elif self._schedule.in_backoff:
+        if self._schedule.in_backoff:
             return False
         if self._in_flight is None:
             return True
         write_s = self._schedule.write_s
         limit_s = IO_TIMEOUT_S if write_s is None else max(_MAX_WAIT_S, _LATEST_FACTOR * write_s)
-        if self._in_flight.in_memory:
-            limit_s = MAX_SAVE_S  # a copy that makes no progress fails earlier
-        elif self._schedule.last_failed:
+        if self._schedule.last_failed:
             limit_s = _WAIT_IN_TROUBLE_S
         if self._store.wait(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
             return True
@@ -139,12 +132,11 @@ class CheckpointManager:
             )
         return False
 
-    def async_save(self, *, direct: bool = False, in_memory: bool = False) -> None:
+    def async_save(self, *, direct: bool = False) -> None:
         """Copy the current state, and write it in the background. All ranks must call this.
 
         Args:
             direct: write to the run folder, not to the local tier.
-            in_memory: write only to the local tier.
 
         Raises:
             UserError: the metric that selects the best checkpoints is missing.
@@ -152,24 +144,18 @@ class CheckpointManager:
         begun = time.monotonic()
         self._store.wait(MAX_SAVE_S)
         self.collect_finished()
-        if not in_memory:
-            self._report_missing_folder()
+        self._report_missing_folder()
         self._store.async_save(
             self._state.step,
             self._state.tree(),
             rng.capture_rng_state(),
-            score=None if in_memory else self._score(),
+            score=self._score(),
             verified_step=self._state.verified_step,
             direct=direct,
-            in_memory=in_memory,
         )
         stall_s = time.monotonic() - begun
-        self._in_flight = _InFlight(self._state.step, begun, stall_s, in_memory)
-        if in_memory:
-            assert self._copies is not None
-            self._copies.on_started()
-        else:
-            self._schedule.on_save_started(stall_s)
+        self._in_flight = _InFlight(self._state.step, begun, stall_s)
+        self._schedule.on_save_started(stall_s)
 
     def save_result(self) -> None:
         """Save the state of the last step, and wait until it is written.
@@ -267,11 +253,6 @@ class CheckpointManager:
         for note in saved.notes:
             self._progress.print_message(f"hpctrain: {note}")
         fields: dict[str, Any] = {}
-        in_flight = self._in_flight
-        if in_flight is not None and in_flight.step == saved.step and in_flight.in_memory:
-            self._in_flight = None
-            self._record_copied(saved)
-            return
         if self._in_flight is not None and self._in_flight.step == saved.step:
             fields["stall_s"] = self._in_flight.stall_s
             self._in_flight = None
@@ -300,48 +281,11 @@ class CheckpointManager:
             **fields,
         )
 
-    def _record_copied(self, saved: CommittedSave) -> None:
-        """Record a copy in memory; report only the first one, because there may be many."""
-        copies, tier = self._copies, self._store.local_tier
-        assert copies is not None
-        assert tier is not None
-        copies.on_copied(saved.seconds)
-        if self._has_announced:
-            return
-        self._has_announced = True
-        # The staged copy, the newest copy, the next one, and a checkpoint that is still being copied to the
-        # run folder. Received files need a buffer and the same space.
-        sent, memory = 0, 4 * self.state_bytes
-        if tier.sources:
-            sent, memory = self.state_bytes, 8 * self.state_bytes
-        every = f"{copies.interval_s:.1f} s" if copies.every is None else f"{copies.every} steps"
-        self._progress.print_message(
-            f"hpctrain: each rank copies its state to memory every {every}; rank 0 needs "
-            f"{format_size(memory)} for copies, and sends {format_size(sent)} each time"
-        )
-        self._log.write_event(
-            "memory_copy",
-            step=saved.step,
-            path=str(saved.path),
-            tier="local",
-            bytes=saved.total_bytes,
-            seconds=saved.seconds,
-            every_steps=copies.every,
-            every_s=None if copies.every else copies.interval_s,
-            memory_bytes=memory,
-            sent_bytes=sent,
-        )
-
     def _record_failure(self, error: CheckpointError, reassurance: str) -> None:
-        copies_memory = self._in_flight is not None and self._in_flight.in_memory
         if not isinstance(error, TierCopyFailed):
             self._in_flight = None
-        if copies_memory and self._in_flight is None:
-            assert self._copies is not None
-            self._copies.on_failed()
-            reassurance = " Training continues; hpctrain tries again later to copy the state to memory."
-        # A failed copy to the run folder may belong to a save before the regular save in flight.
-        elif copies_memory or self._in_flight is None:
+        # A failed copy to the run folder may belong to a save before the save in flight.
+        if self._in_flight is None:
             self.found_disk_full = isinstance(error, DiskFull)
             self._schedule.on_save_failed()
         self._log.write_event("failure", cause=str(error))

@@ -25,7 +25,7 @@ from hpctrain.training.observe.loss_guard import read_excluded_steps
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 from hpctrain.training.saving.disk_space_wait import DiskSpaceWait
-from hpctrain.training.saving.emergency_checkpoints import EmergencyCheckpoints
+from hpctrain.training.saving.state_copies import StateCopies
 from hpctrain.training.saving.stop_deadline import (
     FinalSavePlan,
     StopDeadline,
@@ -39,6 +39,9 @@ class TrainingCheckpoints:
 
     Use as a context manager. The save in flight is completed on exit. After an error it is aborted, because
     the other ranks may have exited.
+
+    Attributes:
+        copies: copies of the state in memory.
     """
 
     def __init__(self, parts: Components, environ: Mapping[str, str]) -> None:
@@ -47,14 +50,19 @@ class TrainingCheckpoints:
         Raises:
             UserError: an environment variable is invalid, or the run cannot be recorded.
         """
-        run, history, excluded_steps = parts.log.run, None, list[int]()
+        run, history = parts.log.run, None
+        excluded_steps, was_out_of_memory = list[int](), False
         if run is not None:
             run.check_records()
             if parts.context.ranks.is_main:
                 recorded = list(run.read_events())
                 history = InterruptionHistory.from_events(recorded)
                 excluded_steps = read_excluded_steps(recorded)
-            parts.state.loss_guard.excluded_steps.update(parts.context.broadcast_from_main(excluded_steps))
+                was_out_of_memory = any(event.get("class") == "oom" for event in recorded)
+            excluded_steps, was_out_of_memory = parts.context.broadcast_from_main(
+                (excluded_steps, was_out_of_memory)
+            )
+            parts.state.loss_guard.excluded_steps.update(excluded_steps)
         self._parts, self._state, self._settings = parts, parts.state, parts.settings
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._deadline = StopDeadline(environ, parts.stop)
@@ -67,8 +75,8 @@ class TrainingCheckpoints:
             history=history,
         )
         checked = is_trained({"module": parts.module, "optimizers": None})
-        self.emergency = EmergencyCheckpoints(parts, environ, checked)
-        self._copies = self.emergency.copies
+        self.copies = StateCopies(parts, environ, was_out_of_memory=was_out_of_memory)
+        self._has_resumed = False
         self._manager: CheckpointManager | None = None
         self._prepared = False
         limit = environ.get(VERIFIED_STEP_VARIABLE)
@@ -78,16 +86,11 @@ class TrainingCheckpoints:
                 run.checkpoints,
                 parts.context.cpu_group,
                 retention=KEEP_ALL if self._verification else parts.settings.retention,
-                second_tier=None
-                if self._verification
-                else self.emergency.copy_folder(parts.settings.second_tier(environ)),
-                neighbor_copies=self._copies is not None,
+                second_tier=None if self._verification else parts.settings.second_tier(environ),
                 records=(run.metrics, run.events),
                 checked=checked,
             )
-            if store.local_tier is None:
-                self._copies = None  # the next checkpoint reports the reason
-            self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints, self._copies)
+            self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints)
 
     def __enter__(self) -> Self:
         return self
@@ -95,11 +98,13 @@ class TrainingCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.emergency.close(kind)
+        # All ranks raise these errors together.
+        ends_together = kind is None or issubclass(kind, (BadLoss, SilentCorruption))
+        if ends_together or issubclass(kind or BaseException, SystemExit):
+            self.copies.close()
         if self._manager is None:
             return
-        # All ranks raise these errors together.
-        if kind is None or issubclass(kind, (BadLoss, SilentCorruption)):
+        if ends_together:
             self._manager.close()
         else:
             self._manager.abandon()
@@ -116,18 +121,9 @@ class TrainingCheckpoints:
             self._prepared = True
             self._manager.prepare()
         self._manager.collect_finished()
-        is_copy_due = self._copies is not None and self._copies.is_due_by_time()
-        # A copy takes longer while a save is in flight.
-        is_due = self._schedule.is_due_by_time() or (is_copy_due and self._manager.in_flight_s is None)
-        return self._context.ranks.is_main and is_due
+        return self._context.ranks.is_main and self._schedule.is_due_by_time()
 
     def due(self) -> bool:
-        """Return true if a checkpoint or a copy is due after this step."""
-        return self._is_checkpoint_due() or (
-            self._copies is not None and self._copies.is_due_by_step(self._state.step)
-        )
-
-    def _is_checkpoint_due(self) -> bool:
         """Return true if a checkpoint is due after this step: by number, for its score, or at the end."""
         state = self._state
         if self._verification is not None:
@@ -158,26 +154,11 @@ class TrainingCheckpoints:
             self._begin_save(self._manager)
 
     def _begin_save(self, manager: CheckpointManager) -> None:
-        begins = in_memory = False
-        if self._context.ranks.is_main:
-            is_copy_due = self._is_copy_due()
-            if not is_copy_due or self._is_checkpoint_due() or self._schedule.is_due_by_time():
-                begins = manager.can_begin()
-            if is_copy_due and not begins:
-                begins = in_memory = manager.can_begin(in_memory=True)
-        begins, in_memory = self._context.broadcast_from_main((begins, in_memory))
-        if not begins:
-            return
-        manager.async_save(in_memory=in_memory)
-        waits_for_copy = self._copies is not None and self._copies.waits
-        if waits_for_copy or not (self._settings.checkpoint_async or in_memory):
-            manager.wait()
-            manager.collect_finished()
-
-    def _is_copy_due(self) -> bool:
-        """Return true if a copy in memory is due. Rank 0 only."""
-        copies = self._copies
-        return copies is not None and (copies.is_due_by_step(self._state.step) or copies.is_due_by_time())
+        if self._context.broadcast_from_main(self._context.ranks.is_main and manager.can_begin()):
+            manager.async_save()
+            if not self._settings.checkpoint_async:
+                manager.wait()
+                manager.collect_finished()
 
     def _save_result(self, manager: CheckpointManager) -> None:
         """Save the state of the last step; wait for space if the disk is full."""
@@ -208,22 +189,22 @@ class TrainingCheckpoints:
             return
         self._manager.check()
         begun = time.monotonic()
-        recovery = self.emergency.load(self._resume_limit)
-        if recovery is not None:
-            self._restore(recovery.loaded, begun)
-            self.emergency.restore_buffers(recovery.loaded.step)
-            return
         aside: list[str] = []
         if self._resume_limit is not None:
             # A later rollback may use the checkpoints of this attempt.
-            aside, self._resume_limit = self._manager.set_aside_after(self._resume_limit), None
+            aside = self._manager.set_aside_after(self._resume_limit)
+        if not self._has_resumed and self.copies.folder is not None:
+            problem = self._manager.commit_newest_copy(self.copies.folder, self._resume_limit)
+            aside += [problem] if problem else []
+        self._resume_limit, self._has_resumed = None, True
         loaded, broken = self._manager.load()
         for sentence in (*aside, *broken):
             self._progress.print_message(f"hpctrain: {sentence}")
         if loaded is None:
             refuse_restart_from_zero(self._context, self._manager.folder, broken)
-            return
-        self._restore(loaded, begun, [*aside, *broken])
+        else:
+            self._restore(loaded, begun, [*aside, *broken])
+        self.copies.restart()
 
     def _restore(self, loaded: LoadedCheckpoint, begun: float, broken: Sequence[str] = ()) -> None:
         self._state.load(loaded)
