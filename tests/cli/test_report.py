@@ -181,8 +181,8 @@ def spec_of(argv: Sequence[str], folder: Path) -> dict[str, Any]:
             "it's",
         ],
         ["--time", "unlimited", "--sbatch", "profile=task"],
-        ["--launcher", "torchrun", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:2379"],
-        ["--array", "0-3%2", "--resume-mode", "successor", "--gpu-request-style", "gpus-per-node"],
+        ["--launcher", "torchrun", "--set", "rdzv_backend=etcd-v2", "--set", "rdzv_endpoint=h:2379"],
+        ["--array", "0-3%2", "--resume-mode", "successor", "--set", "gpu_request_style=gpus-per-node"],
     ],
 )
 def test_resubmit_command_reproduces_the_spec(tmp_path, options):

@@ -13,7 +13,7 @@ from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
 from hpctrain.jobs.doctor import profile_writer
-from hpctrain.jobs.options import config_reader, option, resolved_options, site_profile, spec_builder
+from hpctrain.jobs.options import config_files, option, resolved_options, site_profile, spec_builder
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.submit import dependency, template_checks
@@ -66,8 +66,8 @@ SPEC = yaml.safe_load(JOB.text())
 
 def read_site(text: str) -> object:
     path = write_file(text, "site.yaml")
-    file = config_reader.read_config_file(path, {})
-    return [site_profile.read_profile(Site(), path, node) for node in file.site]
+    file = config_files.read_config_file(path, {})
+    return [site_profile.read_profile(Site(), node) for node in file.site]
 
 
 def option_call(name: str) -> Callable[[str], object]:
@@ -118,10 +118,10 @@ PARSERS = [
         most_bytes=YAML_BYTES,
     ),
     Parser(
-        config_reader.read_config_file,
+        config_files.read_config_file,
         [CONFIG, SITE],
         (SpecError,),
-        lambda text: config_reader.read_config_file(write_file(text, "c.yaml"), {"HOME": "/h"}),
+        lambda text: config_files.read_config_file(write_file(text, "c.yaml"), {"HOME": "/h"}),
         most_bytes=YAML_BYTES,
     ),
     Parser(site_profile.read_profile, [SITE], (SpecError,), read_site, most_bytes=YAML_BYTES),
@@ -150,7 +150,7 @@ PARSERS = [
     ),
     Parser(
         resolved_options._from_assignment,
-        ["nodes=2", "env.A=b", "sbatch.hint=compute_bound", "restart_policy.oom.retries=0"],
+        ["nodes=2", "env.A=b", "sbatch.hint=compute_bound", "qos=a", "restart_policy.oom.retries=0"],
         (SpecError,),
     ),
     Parser(spec_builder._nodes, ["2:4"], (SpecError,)),

@@ -222,7 +222,7 @@ def test_conda_environment_name_is_looked_up(prepared, tmp_path):
         ({"module": [""]}, "module"),
         ({"rdzv_backend": "c10d"}, "srun starts the ranks"),
         ({"launcher": "torchrun", "rdzv_endpoint": "h:1"}, "whose endpoint is the supervisor"),
-        ({"launcher": "torchrun", "rdzv_backend": "etcd-v2"}, "--rdzv-endpoint HOST:PORT"),
+        ({"launcher": "torchrun", "rdzv_backend": "etcd-v2"}, "rdzv_endpoint, such as HOST:PORT"),
         ({"launcher": "torchrun", "rdzv_backend": "etcd-v2", "rdzv_endpoint": "h"}, "HOST:PORT"),
         ({"template": "torchrun", "launcher": "srun"}, "requires --launcher torchrun"),
     ],

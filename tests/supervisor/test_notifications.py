@@ -92,7 +92,7 @@ def submit(tmp_path: Path, *options: str) -> RunDir:
 def test_failure_stall_and_end_reach_webhook_and_command(hook, tmp_path):
     output = tmp_path / "told.txt"
     line = f"cat >> '{output}'; echo >> '{output}'; touch here; test -n \"$HPCTRAIN_TEXT\""
-    run = submit(tmp_path, "--notify", hook.address, "--notify", line, "--notify-stall-after=6")
+    run = submit(tmp_path, "--notify", hook.address, "--notify", line, "--set=notify_stall_after=6")
     by_command = [json.loads(row) for row in output.read_text().splitlines() if row]
     assert by_command == hook.got
     failure, stall, finish = hook.got
@@ -107,13 +107,13 @@ def test_failure_stall_and_end_reach_webhook_and_command(hook, tmp_path):
     resubmit_commands = json.loads(
         run_command([sys.executable, "-m", "hpctrain", "report", str(run.path), "--json"]).stdout
     )["again"]
-    assert "--notify-stall-after=6" in resubmit_commands[-1]
+    assert "--set=notify_stall_after=6" in resubmit_commands[-1]
 
 
 @pytest.mark.long
 def test_only_requested_events_are_sent_and_failed_targets_are_survived(hook, tmp_path):
     options = ["--notify", "exit 3", "--notify", "http://127.0.0.1:9/", "--notify", hook.address]
-    run = submit(tmp_path, *options, "--notify-on", "finish")
+    run = submit(tmp_path, *options, "--set", "notify_on=finish")
     assert [message["occasion"] for message in hook.got] == ["finish"]
     log = run.supervisor_log.read_text()
     assert "the command exited with code 3" in log

@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain.errors import SpecError, UserError
 from hpctrain.files import parse_yaml, write_atomic
 from hpctrain.jobs.doctor.run_checks import DoctorReport
-from hpctrain.jobs.options.option_value import SITE_KEY
+from hpctrain.jobs.options.option_parser import SITE_KEY
 from hpctrain.jobs.options.site_profile import write_profile
 from hpctrain.slurm.site_facts import NodeGroup, Partition, Site
 

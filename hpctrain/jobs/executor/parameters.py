@@ -8,8 +8,9 @@ from typing import Any, cast
 import submitit
 
 from hpctrain.errors import SpecError
+from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.spec_builder import node_shape, validate_option
-from hpctrain.jobs.options.table import SubmitOptions, all_options
+from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest
 
@@ -53,7 +54,7 @@ class _PluginParameters(set[str]):
 def plugin_parameters() -> set[str]:
     """Return the parameters that `submitit.AutoExecutor` accepts with the prefix `hpctrain_`."""
     submitits = {*_HINTS, *_RENAMED, *_CONVERTED, *_WITHOUT_EFFECT}
-    return _PluginParameters({*all_options(), *submitits})
+    return _PluginParameters({*option_names(), *submitits})
 
 
 def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
@@ -73,7 +74,7 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
             return plain, value
         case ("stderr_to_stdout", _) | ("use_srun", True | None):
             return plain, None
-    known = ({*all_options()} | _CONVERTED) - _HINTS.keys()
+    known = ({*option_names()} | _CONVERTED) - _HINTS.keys()
     if plain not in known:
         hint = _HINTS.get(plain) or suggest(plain, sorted(known))
         raise SpecError(f"Executor has no parameter {name!r}. {hint}")
@@ -90,7 +91,7 @@ def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
         extra.setdefault("wckey", parameters["wckey"])
     for key, value in extra.items():
         name = key.replace("-", "_")
-        if _RENAMED.get(name, name) in all_options():
+        if _RENAMED.get(name, name) in option_names():
             options.update([translate_parameter(name, value)])
         else:
             text = "" if value is True else str(value)

@@ -74,9 +74,9 @@ class CodeSnapshot:
             largest = max(sizes, key=lambda name: sizes[name])
             raise SpecError(
                 f"The git repository {str(repository.root)!r} contains {format_size(total)} in {len(files)} "
-                f"files, but at most {limit_mb} MB are copied (--code-snapshot-limit). The largest file is "
+                f"files, but at most {limit_mb} MB are copied (code_snapshot_limit). The largest file is "
                 f"{largest!r} ({format_size(sizes[largest])}). Add files that are not code to .gitignore, "
-                "raise --code-snapshot-limit, or submit without a copy of the code (--no-code-snapshot)."
+                "raise code_snapshot_limit, or submit without a copy of the code (--no-code-snapshot)."
             )
         return snapshot
 
@@ -173,7 +173,7 @@ def plan_snapshot(
     """
     if limit_mb < 1:
         raise SpecError(
-            f"--code-snapshot-limit is {limit_mb}, but must be at least 1. To disable the copy, use "
+            f"code_snapshot_limit is {limit_mb}, but must be at least 1. To disable the copy, use "
             "--no-code-snapshot."
         )
     try:

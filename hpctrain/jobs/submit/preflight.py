@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends.base import Backend, PreflightResult
-from hpctrain.jobs.options.option_value import DEFAULT_SOURCE
+from hpctrain.jobs.options.option import DEFAULT_SOURCE
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
 from hpctrain.jobs.options.unused_options import check_unused_options
 from hpctrain.jobs.submit.render import render
@@ -220,8 +220,8 @@ def check_environment(job: PreparedSubmission) -> None:
     rdzv_backend = "c10d" if spec.torchrun is None or spec.container else spec.torchrun.rdzv_backend
     if rdzv_backend != "c10d" and python == Path(sys.executable) and not _has_module("etcd", sys.path):
         raise SpecError(
-            f"--rdzv-backend {rdzv_backend} requires the module 'etcd', which is not installed. Run "
-            "`pip install python-etcd`, or use --rdzv-backend c10d."
+            f"rdzv_backend is {rdzv_backend}, which requires the module 'etcd', which is not installed. Run "
+            "`pip install python-etcd`, or set rdzv_backend to c10d."
         )
     spec.shell.check_files(job.environ)
     if spec.container is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError
 from hpctrain.files import read_json
-from hpctrain.jobs.options.config_search_path import SENT_CODE_FILE
+from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
 
 
 @dataclass(frozen=True)
