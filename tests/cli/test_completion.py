@@ -138,6 +138,6 @@ def test_script_is_valid_in_its_shell(shell):
 def test_completion_imports_no_torch(tmp_path):
     env = {"_HPCTRAIN_COMPLETE": "bash_complete", "COMP_WORDS": "hpctrain submit --ti", "COMP_CWORD": "2"}
     result = run_command([sys.executable, "-X", "importtime", "-m", "hpctrain"], env, cwd=tmp_path)
-    assert result.stdout == "plain,--time\n"
+    assert result.stdout == "plain,--time\nplain,--time-min\n"
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert not imported & {"torch", "numpy", "rich", "asyncio"}

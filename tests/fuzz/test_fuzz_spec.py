@@ -13,7 +13,14 @@ from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
 from hpctrain.jobs.doctor import profile_writer
-from hpctrain.jobs.options import config_files, option, resolved_options, site_profile, spec_builder
+from hpctrain.jobs.options import (
+    config_files,
+    option,
+    resolved_options,
+    sbatch_options,
+    site_profile,
+    spec_builder,
+)
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.submit import dependency, template_checks
@@ -152,6 +159,12 @@ PARSERS = [
         resolved_options._from_assignment,
         ["nodes=2", "env.A=b", "sbatch.hint=compute_bound", "qos=a", "restart_policy.oom.retries=0"],
         (SpecError,),
+    ),
+    Parser(
+        sbatch_options.parse_sbatch_option,
+        ["gpu", "nomultithread"],
+        (SpecError,),
+        lambda text: sbatch_options.parse_sbatch_option("exclusive", text, "exclusive"),
     ),
     Parser(spec_builder._nodes, ["2:4"], (SpecError,)),
     Parser(spec_builder.parse_gpus, ["h100:8"], (SpecError,)),

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_type_hints
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.cli import submit
 from hpctrain.jobs.options.option import OptionType
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.table import SubmitOptions, all_options
@@ -84,6 +86,12 @@ def test_text_is_unchanged(text):
 
 def test_table_has_exactly_the_python_options():
     assert set(option_names()) == set(get_type_hints(SubmitOptions))
+
+
+def test_command_line_of_submit_is_frozen():
+    context = click.Context(submit.command)
+    options = [param for param in submit.command.get_params(context) if isinstance(param, click.Option)]
+    assert len([option for option in options if option.get_help_record(context)]) <= 45
 
 
 @pytest.mark.parametrize("option", all_options().values(), ids=lambda option: option.name)

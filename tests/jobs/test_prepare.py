@@ -46,7 +46,6 @@ def test_max_failures_can_be_set(prepared):
         ({"time": "1", "stop_before_limit": 60}, "60 s .*--time.* 60 s"),
         ({"time": "soon"}, "'soon' is not a valid duration"),
         ({"partition": ""}, "partition .* is empty"),
-        ({"sbatch": {"partition": "b"}}, "Use --partition"),
         ({"mem": 1, "mem_per_cpu": "2"}, "--mem 1 and --mem-per-cpu 2"),
         ({"exclusive": True, "sbatch": {"oversubscribe": ""}}, "--exclusive and --oversubscribe"),
         ({"gpus_per_node": "h100"}, "'h100', but must be a number, such as 8, or a type"),

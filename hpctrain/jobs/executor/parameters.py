@@ -35,7 +35,7 @@ _RENAMED = {
     "tasks_per_node": "ntasks_per_node",
 }
 #: submitit's parameters that `to_options` converts, because they are a part of an option.
-_CONVERTED = {"additional_parameters", "array_parallelism", "cpus_per_gpu", "max_num_timeout", "wckey"}
+_CONVERTED = {"additional_parameters", "array_parallelism", "cpus_per_gpu", "max_num_timeout"}
 #: submitit's parameters that request the default behavior.
 _WITHOUT_EFFECT = {"stderr_to_stdout", "use_srun"}
 
@@ -86,10 +86,7 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
 def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
     """Return the options of a submission, and the number of concurrent tasks of an array; 0 if not set."""
     options = {name: value for name, value in parameters.items() if name not in _CONVERTED}
-    extra = dict(parameters.get("additional_parameters", {}))
-    if "wckey" in parameters:
-        extra.setdefault("wckey", parameters["wckey"])
-    for key, value in extra.items():
+    for key, value in parameters.get("additional_parameters", {}).items():
         name = key.replace("-", "_")
         if _RENAMED.get(name, name) in option_names():
             options.update([translate_parameter(name, value)])

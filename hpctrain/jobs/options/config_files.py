@@ -143,6 +143,8 @@ def _read_yaml(path: Path) -> ConfigNode:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file)
         return ConfigNode(None, f"{path}:1", 1) if root is None else _convert(root, path, {})
+    except SpecError:  # is a ValueError
+        raise
     except OSError as error:
         raise SpecError(
             f"Cannot read the configuration file {str(path)!r}: {error.strerror}. Check its path and "

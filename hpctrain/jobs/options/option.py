@@ -1,4 +1,4 @@
-"""Define options, their value types and their sources; values from shell, files and Python parse alike."""
+"""Define options, their value types and sources. Values from shell, files and Python parse the same."""
 
 from __future__ import annotations
 

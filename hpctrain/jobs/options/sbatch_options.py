@@ -63,7 +63,8 @@ def find_replacement(name: str) -> str:
         name: the option, with or without leading dashes, with `-` or `_`.
     """
     key = name.lstrip("-").replace("_", "-").partition("=")[0]
-    key = SHORT_NAMES.get(key, key)
+    if name[:1] == "-" != name[1:2]:
+        key = SHORT_NAMES.get(key, key)
     if sentence := _SENTENCES.get(key):
         return sentence
     option = all_options().get(key.replace("-", "_"))
