@@ -189,7 +189,6 @@ PARSERS = [
         lambda text: template_checks.check_rendered_script(text, ["#SBATCH --nodes=2"], "t"),
         most_bytes=1 << 14,
     ),
-    Parser(JobRequest.last_task.fget, ["0-19%4"], call=request_of("array", lambda one: one.last_task)),
     Parser(
         JobRequest.memory_per_node_mib.fget,
         ["32G"],

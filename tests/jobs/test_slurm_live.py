@@ -119,18 +119,10 @@ def test_held_run_can_be_cancelled(prepared, environ):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"nodes": 2, "gpus_per_node": 3}, SpecError, "no node of partition preemptible has more than 2"),
-        ({"nodes": 5, "gpus_per_node": 2}, SpecError, "partition preemptible has only 4"),
-        ({"gpus_per_node": 3, "partition": "urgent"}, SpecError, "partition urgent has more than 2"),
-        ({"partition": "nowhere"}, SpecError, "Unknown partition 'nowhere'"),
-        ({"nodes": 9}, SpecError, "requests 9 nodes .* partition preemptible has only 4"),
-        ({"mem": "lots"}, SchedulerError, "mem"),
-    ],
+    ("options", "message"), [({"nodes": 5, "gpus_per_node": 2}, "requests 5 nodes"), ({"mem": "lots"}, "mem")]
 )
-def test_resources_that_the_cluster_lacks_are_refused(prepared, environ, tmp_path, options, error, message):
-    with pytest.raises(error, match=message):
+def test_refused_job_leaves_no_run_folder(prepared, environ, tmp_path, options, message):
+    with pytest.raises(SchedulerError, match=message):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=environ, **options))
     assert not (tmp_path / "r").exists()
 

@@ -37,9 +37,6 @@ class Backend(Protocol):
 
     name: ClassVar[BackendName]
 
-    def expedites_requeues(self) -> bool:
-        """Return true if a requeued job can start without a delay."""
-
     def site(self, profile: Site) -> Site | None:
         """Return the facts about the site; None if there is no site, or it does not respond."""
 

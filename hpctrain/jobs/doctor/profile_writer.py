@@ -1,4 +1,4 @@
-"""Writer of the site's profile, based on the findings."""
+"""Write the site's profile, based on the findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.files import parse_yaml, write_atomic
 from hpctrain.jobs.doctor.run_checks import DoctorReport
 from hpctrain.jobs.options.option_value import SITE_KEY
 from hpctrain.jobs.options.site_profile import write_profile
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Site
+from hpctrain.slurm.site_facts import NodeGroup, Partition
 
 _GPU_DIRECTIVE = "gpu_request_style"
 
@@ -29,10 +29,10 @@ def profile_options(report: DoctorReport) -> dict[str, Any]:
             "Cannot write a site profile: Slurm is not available on this machine. Run this command on a "
             "login node."
         )
-    options = (
-        {_GPU_DIRECTIVE: report.gpu_request_style} if report.gpu_request_style not in (None, "gres") else {}
-    )
-    return {**options, SITE_KEY: write_profile(_without_node_states(report.site))}
+    style = report.gpu_request_style
+    options = {} if style in (None, "gres") else {_GPU_DIRECTIVE: style}
+    partitions = tuple(map(_merge_by_state, report.site.partitions))
+    return {**options, SITE_KEY: write_profile(replace(report.site, partitions=partitions))}
 
 
 def write_profile_file(report: DoctorReport, path: Path) -> None:
@@ -60,12 +60,12 @@ def write_profile_file(report: DoctorReport, path: Path) -> None:
 
 def _refuse_other_content(path: Path) -> None:
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
         raise SpecError(f"Cannot read {str(path)!r}: {error}. Choose another file.") from error
-    keys = set(found) if isinstance(found, Mapping) else {"other content"} if found else set()
+    keys = set(content) if isinstance(content, Mapping) else {"other content"} if content else set()
     if strangers := keys - {SITE_KEY, _GPU_DIRECTIVE}:
         raise SpecError(
             f"{str(path)!r} contains {min(map(str, strangers))!r}, which is not part of a site profile and "
@@ -74,21 +74,14 @@ def _refuse_other_content(path: Path) -> None:
         )
 
 
-def _without_node_states(site: Site) -> Site:
-    """Return the site without the states of its nodes, which change often."""
-    return replace(
-        site, partitions=tuple(replace(one, groups=_merge_by_state(one)) for one in site.partitions)
-    )
-
-
-def _merge_by_state(partition: Partition) -> tuple[NodeGroup, ...]:
-    """Return the partition's node groups, merged if they differ only in state."""
-    merged: list[NodeGroup] = []
+def _merge_by_state(partition: Partition) -> Partition:
+    """Return the partition without the states of its nodes, which change often."""
+    merged: dict[str, NodeGroup] = {}
     for group in partition.groups:
-        for place, one in enumerate(merged):
-            if replace(group, names=one.names, num=one.num, state=one.state) == one:
-                merged[place] = replace(one, names=f"{one.names},{group.names}", num=one.num + group.num)
-                break
+        kind = replace(group, names="", num=0, state=NodeGroup.state)
+        if (same := merged.get(repr(kind))) is not None:
+            names, num = f"{same.names},{group.names}", same.num + group.num
         else:
-            merged.append(replace(group, state=NodeGroup.state))
-    return tuple(merged)
+            names, num = group.names, group.num
+        merged[repr(kind)] = replace(kind, names=names, num=num)
+    return replace(partition, groups=tuple(merged.values()))

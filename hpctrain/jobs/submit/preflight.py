@@ -368,14 +368,15 @@ def check_code(job: PreparedSubmission) -> Iterable[str]:
 
 def check_template(job: PreparedSubmission) -> list[str]:
     """Render the batch script; a custom template must still start the supervisor."""
-    if job.settings.site.habits.requeue and job.backend.expedites_requeues():
+    site = job.backend.site(job.settings.site)
+    if site is not None and site.slurm is not None and site.habits.requeue and site.slurm.expedites_requeues:
         job.spec = replace(job.spec, expedite_requeue=True)
     job.script = render(job.spec)
     return [] if job.spec.supervised else [_WITHOUT_SUPERVISOR]
 
 
 def check_backend(job: PreparedSubmission) -> Iterable[str]:
-    """Check the job against this machine (`backends/local.py`) or its Slurm site (`site/site_check.py`)."""
+    """Check the job against this machine or its Slurm site (`backends/preflight_slurm.py`)."""
     job.preflight = job.backend.check(job.spec, job.script, job.settings.site)
     return job.preflight.notes
 
