@@ -12,9 +12,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
-from hpctrain.sandbox.daemons import NODE_VARIABLE, SANDBOX_VARIABLE, belongs_to_sandbox
 from hpctrain.sandbox.lock import sandbox_lock
-from hpctrain.sandbox.processes import kill_all
+from hpctrain.sandbox.processes import NODE_VARIABLE, SANDBOX_VARIABLE, belongs_to_sandbox, kill_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
