@@ -12,7 +12,7 @@ from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
 
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
-from hpctrain.jobs.doctor import profile_writer
+from hpctrain.jobs.doctor import run_checks
 from hpctrain.jobs.options import config_reader, option, resolved_options, site_profile, spec_builder
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.site.job_request import JobRequest
@@ -106,7 +106,7 @@ def check_endpoint(text: str) -> None:
 
 
 def refuse_content(text: str) -> None:
-    profile_writer._refuse_other_content(write_file(text))
+    run_checks._refuse_other_content(write_file(text))
 
 
 PARSERS = [
@@ -126,7 +126,7 @@ PARSERS = [
     ),
     Parser(site_profile.read_profile, [SITE], (SpecError,), read_site, most_bytes=YAML_BYTES),
     Parser(
-        profile_writer._refuse_other_content,
+        run_checks._refuse_other_content,
         ["site: {}\n"],
         (SpecError,),
         refuse_content,

@@ -12,9 +12,8 @@ from helpers.processes import assert_no_process_left, run_processes
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
-from hpctrain.jobs.runs.follow import follow_run
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_log_reader import LogText
+from hpctrain.jobs.runs.run_log_reader import LogText, follow_run
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState

@@ -22,8 +22,7 @@ from hpctrain.errors import SpecError, UserError
 from hpctrain.jobs.doctor import folder_checks, machine_checks
 from hpctrain.jobs.doctor.machine_checks import check_containers, check_gpus, check_machine, torch_findings
 from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, command_output, run_python_probe
-from hpctrain.jobs.doctor.profile_writer import write_profile_file
-from hpctrain.jobs.doctor.run_checks import DoctorReport
+from hpctrain.jobs.doctor.run_checks import DoctorReport, write_profile_file
 from hpctrain.jobs.doctor.sbatch_probes import probe_options
 from hpctrain.jobs.doctor.slurm_checks import (
     check_accounting,

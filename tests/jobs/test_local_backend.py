@@ -15,11 +15,9 @@ from helpers.waiting import wait_for
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
 from hpctrain.files import is_locked, try_lock
 from hpctrain.jobs.backends import local
-from hpctrain.jobs.runs.follow import follow_run
-from hpctrain.jobs.runs.run import find_run, list_runs
-from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, describe_event
+from hpctrain.jobs.runs.run import find_run, list_runs, require_running
+from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, describe_event, follow_run
 from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.runs.running_attempt import require_running
 from hpctrain.jobs.submit import submit as submit_module
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.states import RunState
