@@ -10,7 +10,7 @@ from hpctrain.rundir import REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_discovery import parse_partition
+from hpctrain.slurm.site_facts import parse_partition
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.workers.attempt_monitor import CANCEL_GRACE_S, STOP_GRACE_S
 

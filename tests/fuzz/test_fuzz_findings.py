@@ -19,9 +19,9 @@ from hpctrain.cluster.env_variables import read_hosts
 from hpctrain.cluster.port_candidates import port_candidates
 from hpctrain.cluster.rendezvous.protocol import read_nonce
 from hpctrain.errors import CorruptCheckpoint, EnvironmentMismatch, SchedulerError, SpecError, UserError
+from hpctrain.jobs.backends.preflight_slurm import _when
 from hpctrain.jobs.options.config_files import read_config_file
 from hpctrain.jobs.options.spec_builder import _nodes, parse_gpus
-from hpctrain.jobs.site.forecast import _when
 from hpctrain.records.lease import LeaseHolder, newest_lease
 from hpctrain.records.successor import claim_successor
 from hpctrain.rundir import RunDir

@@ -12,7 +12,7 @@ from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
 
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
-from hpctrain.jobs.doctor import profile_writer
+from hpctrain.jobs.doctor import run_checks
 from hpctrain.jobs.options import (
     config_files,
     option,
@@ -113,7 +113,7 @@ def check_endpoint(text: str) -> None:
 
 
 def refuse_content(text: str) -> None:
-    profile_writer._refuse_other_content(write_file(text))
+    run_checks._refuse_other_content(write_file(text))
 
 
 PARSERS = [
@@ -133,7 +133,7 @@ PARSERS = [
     ),
     Parser(site_profile.read_profile, [SITE], (SpecError,), read_site, most_bytes=YAML_BYTES),
     Parser(
-        profile_writer._refuse_other_content,
+        run_checks._refuse_other_content,
         ["site: {}\n"],
         (SpecError,),
         refuse_content,
@@ -202,7 +202,6 @@ PARSERS = [
         lambda text: template_checks.check_rendered_script(text, ["#SBATCH --nodes=2"], "t"),
         most_bytes=1 << 14,
     ),
-    Parser(JobRequest.last_task.fget, ["0-19%4"], call=request_of("array", lambda one: one.last_task)),
     Parser(
         JobRequest.memory_per_node_mib.fget,
         ["32G"],

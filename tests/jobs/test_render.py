@@ -65,12 +65,6 @@ def test_script_names_its_origin_and_ends_with_the_supervisor(make_spec):
     assert "CUDA_VISIBLE_DEVICES" in render(make_spec())
 
 
-def test_manual_start_uses_the_backend_of_the_run(make_spec):
-    text = render(make_spec(backend="local"))
-    assert "bash job.sbatch, in the run folder" in text
-    assert "sbatch job.sbatch" not in text.replace(" bash job.sbatch", "")
-
-
 @pytest.mark.parametrize("word", HOSTILE)
 def test_names_are_never_executed(make_spec, tmp_path, word):
     run_dir = tmp_path / word.replace("\\", "")  # a backslash is refused there

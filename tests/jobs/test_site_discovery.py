@@ -15,8 +15,7 @@ from hpctrain.jobs.options.site_profile import write_profile
 from hpctrain.jobs.site.mounts import find_mount, is_node_local
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig, parse_config
-from hpctrain.slurm.site_discovery import discover_site
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, discover_site
 
 
 @pytest.mark.parametrize(

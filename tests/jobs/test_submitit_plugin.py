@@ -20,7 +20,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 
 from hpctrain import Executor
 from hpctrain.errors import SpecError
-from hpctrain.jobs.executor.parameters import to_options
+from hpctrain.jobs.executor.executor import to_options
 from hpctrain.jobs.runs.run import find_run
 from hpctrain.serialization import CallPayload
 from hpctrain.slurm.states import RunState
