@@ -22,7 +22,7 @@ from hpctrain.runtime.failure_file import failure_record
 from hpctrain.runtime.supervisor_connection import SupervisorConnection
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.supervisor import acquire_run, requeuer
+from hpctrain.supervisor import requeuer
 from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, StepEnded, TaskExit
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
@@ -647,20 +647,14 @@ def test_step_that_does_not_start_is_requeued_at_most_twice(run):
     assert kinds(run).count("requeue") == 2
 
 
-def test_completed_run_is_not_trained_again_but_a_failed_one_is(run):
-    run.log_event("finished", 0, state="COMPLETED", exit_code=0)
-    assert supervise(run, []) == 0
+@pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("FAILED", 4)])
+def test_ended_run_is_trained_again_only_after_a_submission(run, state, code):
+    run.log_event("finished", 0, state=state, exit_code=code)
+    assert supervise(run, []) == code
     assert kinds(run) == ["finished"]
     run.log_event("submitted", 1, job_id="7", backend="slurm")
-    run.log_event("finished", 1, state="FAILED", exit_code=4)
     assert supervise(run, [DONE]) == 0
-    assert kinds(run)[-4:] == ["finished", "submitted", "started", "finished"]
-
-
-def test_unrecorded_job_is_recorded(run, monkeypatch):
-    monkeypatch.setattr(acquire_run, "_RECORD_LIMIT_S", 0.1)
-    assert supervise(run, [DONE], FakeJob(job_id="8")) == 0
-    assert kinds(run) == ["submitted", "started", "finished"]
+    assert kinds(run)[-3:] == ["submitted", "started", "finished"]
 
 
 def failure_of(run):

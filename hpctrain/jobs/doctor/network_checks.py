@@ -6,8 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 
-from hpctrain.cluster.addresses import is_loopback, resolve_host
-from hpctrain.cluster.interfaces import interfaces
+from hpctrain.cluster.addresses import interfaces, is_loopback, resolve_host
 from hpctrain.jobs.doctor.finding import Finding
 
 _TOPIC = "Network"

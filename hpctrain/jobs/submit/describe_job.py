@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 
@@ -22,8 +23,11 @@ def describe_job(spec: JobSpec) -> list[str]:
 
 
 def _explain_start(spec: JobSpec) -> Iterator[str]:
-    command = "sbatch" if spec.backend == "slurm" else "bash"
-    yield f"To start an ended run again: {command} job.sbatch, in the run folder."
+    if spec.supervised:
+        yield f"To start an ended run again: hpctrain resume {shlex.quote(spec.run_dir)}"
+    else:
+        command = "sbatch" if spec.backend == "slurm" else "bash"
+        yield f"To start an ended run again: {command} job.sbatch, in the run folder."
 
 
 def _explain_step(spec: JobSpec) -> Iterator[str]:
