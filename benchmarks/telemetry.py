@@ -30,7 +30,7 @@ from hpctrain.cluster.processes import processes
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.node_sampler import NodeSampler
+from hpctrain.runtime.sidecar import NodeSampler
 from hpctrain.sandbox.processes import with_descendants
 from hpctrain.telemetry.loggers import find_loggers
 

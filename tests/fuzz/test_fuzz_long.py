@@ -127,9 +127,6 @@ EXEMPT = {
         "supervisor.workers.heartbeat_server.HeartbeatServer._read",
         "telemetry.loggers.csv_file.Csv._read",
     },
-    "reports two processes with rank 0": {
-        "cluster.rendezvous.client.RendezvousClient.detect_duplicate_rank0",
-    },
 }
 
 

@@ -1,4 +1,4 @@
-"""A job's script, started again with the command in its first lines."""
+"""A job's script that the user starts."""
 
 from __future__ import annotations
 
@@ -10,39 +10,28 @@ from helpers.waiting import wait_for
 
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
-from hpctrain.slurm.states import RunState
-
-#: The first attempt waits for a file.
-_SCRIPT = """
-import os, pathlib, sys, time
-while os.environ["HPCTRAIN_ATTEMPT"] == "0" and not pathlib.Path(sys.argv[1]).exists():
-    time.sleep(0.1)
-"""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
-@pytest.mark.parametrize("shape", [{"ntasks_per_node": 2}, {"array": "0-1%2"}], ids=["run", "array"])
-def test_script_starts_an_ended_run_again_and_no_active_one(backend, shape, tmp_path, request):
+@pytest.mark.parametrize("extra_options", [{"ntasks_per_node": 2}, {"array": "0-1%2"}], ids=["run", "array"])
+def test_script_started_by_hand_is_refused(backend, extra_options, tmp_path, request):
+    """Two jobs in one folder would overwrite each other's checkpoints and events."""
     environ = environment(request.getfixturevalue("slurm").env if backend == "slurm" else None)
-    script, flag = tmp_path / "train.py", tmp_path / "flag"
-    script.write_text(_SCRIPT)
-    options = {"backend": backend, "run_dir": "a run's", **shape}
+    script = tmp_path / "train.py"
+    script.write_text("print('here')\n")
+    options = {"backend": backend, "run_dir": "run", **extra_options}
     run = submit_prepared(
-        prepare_submission(script, [str(flag)], options, environ=environ, cwd=tmp_path, python=sys.executable)
+        prepare_submission(script, (), options, environ=environ, cwd=tmp_path, python=sys.executable)
     )
-    start = ["sbatch", "--wait"] if backend == "slurm" else ["bash"]
-    assert f"To start an ended run again: {start[0]} job.sbatch" in run.dir.job_script.read_text()
-    start = [*start, "job.sbatch"]
-    try:
-        single = (run.tasks() or [run])[0]
-        wait_for(lambda: single.status().attempt == 0, 60, "the first attempt")
-        if not run.tasks():
-            assert run_command(start, environ, cwd=run.dir.path, check=False, timeout=60).returncode == 2
-            assert run.status().state is RunState.RUNNING
-    finally:
-        flag.touch()
     run.wait(timeout=120)
-    run_command(start, environ, cwd=run.dir.path, timeout=100)
-    assert [task.status().attempt for task in run.tasks() or [run]] == [1] * max(1, len(run.tasks()))
-    assert run.wait(timeout=120).state is RunState.COMPLETED
+    folders = [each.dir for each in run.tasks() or [run]]
+    before = [list(folder.read_events()) for folder in folders]
+    refused = run_command(["bash", run.dir.job_script], environ, cwd=run.dir.path, check=False, timeout=60)
+    assert refused.returncode == 2
+    assert "use hpctrain resume" in refused.stderr
+    if backend == "slurm":
+        job_id = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
+        query = ["scontrol", "show", "job", job_id]
+        wait_for(lambda: "ExitCode=2:0" in run_command(query, environ).stdout, 60, "its end")
+    assert [list(folder.read_events()) for folder in folders] == before

@@ -180,8 +180,10 @@ def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
 
 def describe_job(spec: JobSpec) -> list[str]:
     """Return comments that say what the job runs, and explain directives that differ from the request."""
-    command = "sbatch" if spec.backend == "slurm" else "bash"
-    start = f"To start an ended run again: {command} job.sbatch, in the run folder."
+    start = f"To start an ended run again: hpctrain resume {shlex.quote(spec.run_dir)}"
+    if not spec.supervised:
+        command = "sbatch" if spec.backend == "slurm" else "bash"
+        start = f"To start an ended run again: {command} job.sbatch, in the run folder."
     return [start, *(_explain_step(spec) if spec.supervised else ()), *_explain_directives(spec)]
 
 

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
 from hpctrain.cluster.parent_death import die_with_parent
-from hpctrain.cluster.rendezvous.port import bind_socket
+from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals

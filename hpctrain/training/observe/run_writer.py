@@ -107,8 +107,8 @@ class RunWriter:
     def write_steps(self, results: Iterable[StepResult]) -> None:
         """Log the results that have a time sample: one object per step."""
         if self._metrics is not None:
-            self._metrics.append_all(
-                [self._metrics_record(each, each.timing) for each in results if each.timing is not None]
+            self._metrics.append(
+                *(self._metrics_record(each, each.timing) for each in results if each.timing is not None)
             )
 
     def write_samples(self, rank_batch: RankBatch) -> None:
