@@ -10,9 +10,9 @@ import pytest
 from helpers.run_histories import START, STRAGGLER, RunHistory, started_run, write_run
 from test_report_page import facts_of
 
+from hpctrain.cli.report import json_report
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.advice import Advice, advise
-from hpctrain.telemetry.report.json_report import json_report
 from hpctrain.telemetry.report.run_page import render_run_page
 from hpctrain.telemetry.report.summary import key_figures
 from hpctrain.telemetry.report.summary import summarize as sentences

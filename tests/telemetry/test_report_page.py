@@ -10,20 +10,17 @@ from pathlib import Path
 import pytest
 from helpers.run_histories import START, RunHistory, disturbed_run, started_run, write_run
 
+from hpctrain.cli.report import json_report
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.report.comparison_page import render_comparison
-from hpctrain.telemetry.report.json_report import json_report
+from hpctrain.telemetry.report.comparison_page import render_comparison, spec_differences
 from hpctrain.telemetry.report.run_data import RunContext, RunData, read_run_data
-from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.run_page import build_timeline, render_run_page
 from hpctrain.telemetry.report.summary import (
-    comparison_rows,
     describe_attempt_end,
     describe_follow_up,
     key_figures,
-    spec_differences,
     summarize,
 )
-from hpctrain.telemetry.report.timeline import build_timeline
 
 SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/home/me", "nodes": 2}
 
@@ -275,7 +272,8 @@ def test_figures_from_steps_are_unknown_without_steps(tmp_path):
     assert document["reports_steps"] is False
     assert [attempt["lost_us"] for attempt in document["attempts"]] == [None, None]
     assert {row["what"]: row["us"] for row in document["ledger"]}["lost work"] is None
-    assert ["Lost work", "unknown", "unknown"] in comparison_rows([facts, facts])
+    comparison = render_comparison([facts, facts])
+    assert '<th scope="row">Lost work</th><td class="n">unknown</td><td class="n">unknown</td>' in comparison
 
 
 def test_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
@@ -397,8 +395,8 @@ def test_faulty_nodes_are_listed_first(tmp_path):
     history.after(0, "failure", rank=150, host="n150", cause="SIGKILL")
     timeline = build_timeline(facts_of(write_run(tmp_path / "run", history)))
     assert timeline.hosts[0].name == "n150"
-    assert [point.kind for point in timeline.hosts[0].points] == ["fault"]
-    assert len(timeline.hosts) + len(timeline.more_hosts) + timeline.hosts_omitted == 200
+    assert [bar.kind for bar in timeline.hosts[0].bars] == ["host", "fault"]
+    assert len(timeline.hosts) + len(timeline.more_hosts) + timeline.num_omitted == 200
 
 
 def test_start_of_each_attempt_is_shown_by_part_and_node(tmp_path):
