@@ -87,8 +87,8 @@ def describe_attempt_cost(attempt: Attempt) -> str:
     """Return the cost of an attempt's end, if the run was interrupted, and of its staging."""
     costs = []
     if attempt.interrupted:
-        is_unknown = attempt.lost_us is None
-        costs.append("lost work unknown" if is_unknown else f"{format_duration(attempt.lost_us / 1e6)} lost")
+        lost_us = attempt.lost_us
+        costs.append("lost work unknown" if lost_us is None else f"{format_duration(lost_us / 1e6)} lost")
         costs.append(f"{format_duration(attempt.away_us / 1e6)} of downtime")
     return ", ".join([*costs, *([attempt.staged] if attempt.staged else [])])
 
