@@ -1,4 +1,4 @@
-"""`hpctrain sweep`: submit a script with many hyper-parameters, as one job array."""
+"""Submit a script with many hyper-parameters as one job array (`hpctrain sweep`)."""
 
 from __future__ import annotations
 
@@ -163,19 +163,22 @@ def submit_(
         raise click.UsageError(
             f"The sweep has no hyper-parameters. Use --over NAME=VALUES{where}, or `sweep:` in hpctrain.yaml."
         )
-    if rule is not None and metric is None:
-        raise click.UsageError("--stop-early compares trials by a metric. Add --metric NAME.")
-    if metric is None and mode is not None:
-        raise click.UsageError("--mode is the direction of a metric. Add --metric NAME.")
-    if rule is None and min_steps is not None:
-        raise click.UsageError("--min-steps has no effect without --stop-early. Add --stop-early asha.")
-    if number is None and sweep_seed is not None:
-        raise click.UsageError("--sweep-seed has no effect on a grid. Add --random N.")
-    if rule:
+    for is_wrong, message in (
+        (rule and metric is None, "--stop-early compares trials by a metric. Add --metric NAME."),
+        (mode and metric is None, "--mode is the direction of a metric. Add --metric NAME."),
+        (min_steps and not rule, "--min-steps has no effect without --stop-early. Add --stop-early asha."),
+        (sweep_seed is not None and not number, "--sweep-seed has no effect on a grid. Add --random N."),
+        (
+            asked["dry_run"] and asked["as_json"],
+            "--dry-run prints the arguments of the trials as text. Remove --json.",
+        ),
+    ):
+        if is_wrong:
+            raise click.UsageError(message)
+    stopping = None
+    if rule is not None and metric is not None:
         mode = mode or "min"
-    stopping = StoppingRule.parse(rule, metric, mode or "min", min_steps or 100) if rule and metric else None
-    if asked["dry_run"] and asked["as_json"]:
-        raise click.UsageError("--dry-run prints the arguments of the trials as text. Remove --json.")
+        stopping = StoppingRule.parse(rule, metric, mode, min_steps or 100)
     record = SweepRecord(
         args=args,
         format=form,
@@ -253,16 +256,15 @@ def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[ResultRow]:
     return sorted(rows, key=lambda row: rank_key(row[1].best))
 
 
-_metric_options = (
-    click.option(
-        "--metric", metavar="NAME", help="Metric that ranks the trials.  [default: the metric of the sweep]"
-    ),
-    click.option("--mode", type=click.Choice(get_args(Mode)), help="Minimize or maximize --metric."),
-)
-
-
 def _ranking(function: Any) -> Any:
-    for option in reversed(_metric_options):
+    for option in (
+        click.option("--mode", type=click.Choice(get_args(Mode)), help="Minimize or maximize --metric."),
+        click.option(
+            "--metric",
+            metavar="NAME",
+            help="Metric that ranks the trials.  [default: the metric of the sweep]",
+        ),
+    ):
         function = option(function)
     return run_argument(json_option(function))
 
