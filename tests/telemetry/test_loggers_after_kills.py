@@ -16,7 +16,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.loggers.logger_state import LoggerState
+from hpctrain.telemetry.loggers.dispatcher import LoggerState
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 

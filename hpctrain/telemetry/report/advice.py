@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.report.artifacts import count_saves
 from hpctrain.telemetry.report.attempts import describe_straggler
 from hpctrain.telemetry.report.device_metrics import NodeSeries

@@ -9,8 +9,7 @@ from typing import Any
 
 from hpctrain.rundir import is_new_submission
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.accounting.timeline_events import microseconds
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory, microseconds
 from hpctrain.telemetry.startup_parts import StartupDurations, describe_staging
 from hpctrain.text import format_duration, is_finite
 

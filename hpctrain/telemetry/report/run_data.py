@@ -13,7 +13,7 @@ from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
 from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.hparams import HparamValue, ignored_hparams, merge_hparams
 from hpctrain.telemetry.report.artifacts import (
     CheckpointRecord,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
-from hpctrain.telemetry.accounting.time_spans import TimeCategory, TimeSpan
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory, TimeSpan
 from hpctrain.telemetry.report.advice import advise
 from hpctrain.telemetry.report.artifacts import count_saves
 from hpctrain.telemetry.report.attempts import Attempt

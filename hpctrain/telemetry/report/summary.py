@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hpctrain.telemetry.accounting.metric_fields import describe_step, why_unknown
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.report.attempts import Attempt
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_results import describe_best

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as reported by the driver."""
+"""Read the GPUs of this machine from the driver."""
 
 from __future__ import annotations
 
@@ -183,22 +183,8 @@ def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int
 
 def list_gpu_uuids() -> list[str]:
     """Return UUIDs of the GPUs that this process may open, in the driver's order."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    uuids = []
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                uuids.append(str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))))
-            except pynvml.NVMLError:
-                continue  # another job's, blocked by a cgroup
-    finally:
-        pynvml.nvmlShutdown()
-    return uuids
+    with GpuReader() as reader:
+        return list(dict.fromkeys(_uuid(whole) for _, _, whole in reader.places))
 
 
 def list_bus_ids(environ: Mapping[str, str]) -> list[str]:
@@ -245,24 +231,15 @@ def read_driver_facts() -> DriverFacts:
     """Read the driver's facts; blocks if the driver hangs."""
     import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return DriverFacts()
-    names = []
-    try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                names.append(str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))))
-            except pynvml.NVMLError:
-                continue  # another job's, blocked by a cgroup
-        # An integer such as 12040 (nvmlSystemGetCudaDriverVersion).
-        return DriverFacts(
-            str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", names
-        )
-    finally:
-        pynvml.nvmlShutdown()
+    with GpuReader() as reader:
+        version = query_driver(pynvml.nvmlSystemGetDriverVersion)
+        cuda = query_driver(pynvml.nvmlSystemGetCudaDriverVersion)
+        if version is None:
+            return DriverFacts()
+        wholes = {index: whole for index, _, whole in reader.places}
+        names = [str(query_driver(pynvml.nvmlDeviceGetName, whole)) for whole in wholes.values()]
+    # An integer such as 12040 (nvmlSystemGetCudaDriverVersion).
+    return DriverFacts(str(version), None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}", names)
 
 
 class GpuActivity:
