@@ -1,4 +1,4 @@
-"""`hpctrain checkpoints`: list, verify, export and import checkpoints."""
+"""List, verify, export and import checkpoints (`hpctrain checkpoints`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain sandbox`: run a real Slurm cluster on this machine."""
+"""Run a real Slurm cluster on this machine (`hpctrain sandbox`)."""
 
 from __future__ import annotations
 
