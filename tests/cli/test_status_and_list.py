@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.commands import run_on_terminal
 from helpers.run_histories import started_run, write_run
+from helpers.terminal import run_on_terminal
 
 from hpctrain.cli.serve import RunPages
 from hpctrain.errors import RunFailed
