@@ -291,11 +291,11 @@ def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_j
         return
     click.echo(f"{found.run_id}: {whole.words}")
     echo_rows(rows, list(record.space) if record is not None else ())
-    for its, _ in rows:
-        if its.cause or its.note:
-            click.echo(f"{its.run_id}: {one_line(its.cause or its.note or '')}")
-            if its.cause and its.log:
-                click.echo(f"    log: {short_path(its.log)}")
+    for trial, _ in rows:
+        if trial.cause or trial.note:
+            click.echo(f"{trial.run_id}: {one_line(trial.cause or trial.note or '')}")
+        if trial.cause and trial.log:
+            click.echo(f"    log: {short_path(trial.log)}")
 
 
 @command.command("best")
@@ -343,15 +343,11 @@ def resume(
     from hpctrain.slurm.states import RunState
 
     statuses = dict(zip(found.dir.tasks(), query_statuses(found.tasks()), strict=True))
-    missing, unknown = [], []
-    for index in range(len(record.trials)):
-        its = statuses.get(index)
-        # A trial without a job was never submitted.
-        if its is None or its.job_id is None or its.state in (RunState.FAILED, RunState.CANCELLED):
-            missing.append(index)
-        elif its.state is RunState.UNKNOWN:
-            unknown.append(its.run_id)
-    if unknown:
+    # A trial without a job was never submitted.
+    submitted = {index: status for index, status in statuses.items() if status.job_id is not None}
+    ended = [n for n, status in submitted.items() if status.state in (RunState.FAILED, RunState.CANCELLED)]
+    missing = [n for n in range(len(record.trials)) if n not in submitted or n in ended]
+    if unknown := [status.run_id for status in submitted.values() if status.state is RunState.UNKNOWN]:
         raise SchedulerError(
             f"Cannot determine whether {unknown[0]} and {pluralize(len(unknown) - 1, 'other trial')} are "
             "still active. Resume the sweep when Slurm responds."
