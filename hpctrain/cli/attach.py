@@ -1,4 +1,4 @@
-"""`hpctrain attach`: run a shell or another program beside a running rank."""
+"""Run a shell or another program beside a running rank (`hpctrain attach`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain cancel`: end runs permanently."""
+"""End runs permanently (`hpctrain cancel`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.common import echo_documents, json_option, open_run, runs_argument
+from hpctrain.errors import RunNotFound
 
 
 @click.command("cancel")
@@ -16,8 +17,12 @@ def command(runs: tuple[str, ...], runs_dir: Path, as_json: bool) -> None:
     """Cancel every RUN after saving its state. Does nothing to runs that have already finished."""
     from hpctrain.slurm.states import RunState
 
+    try:
+        opened = [open_run(name, runs_dir) for name in runs]
+    except RunNotFound as error:
+        raise RunNotFound(f"{error} No run was cancelled." if len(runs) > 1 else str(error)) from error
     documents = []
-    for run in [open_run(name, runs_dir) for name in runs]:
+    for run in opened:
         before = run.cancel()
         documents.append({"run_id": run.run_id, "job_id": before.job_id, "cancelled": not before.state.ended})
         if as_json:

@@ -1,4 +1,4 @@
-"""`hpctrain chaos`: inject faults into an active run."""
+"""Inject faults into an active run (`hpctrain chaos`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoints`: list, verify, export and import checkpoints."""
+"""List, verify, export and import checkpoints (`hpctrain checkpoints`)."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     found, rule = _ranked_checkpoints(folder, verify=verify)
     aside = list_quarantined(folder)
     if as_json:
-        echo_json([*(_as_record(one, rule) for one in found), *map(_aside_as_record, aside)])
+        echo_json([*(_as_record(saved, rule) for saved in found), *map(_aside_as_record, aside)])
     else:
         _print_table(folder, found, rule, verify=verify)
         for path in aside:
             problem = "damaged" if ".broken-" in path.name else "saved after the last verified step"
             click.echo(f"{short_path(path)}: {problem}, set aside by the run", err=True)
-    if broken := [one.step for one in found if one.problems]:
+    if broken := [checkpoint.step for checkpoint in found if checkpoint.problems]:
         if not as_json:
             count = "1 checkpoint is" if len(broken) == 1 else f"{len(broken)} checkpoints are"
             result = "A run skips damaged checkpoints and sets them aside."
@@ -111,15 +111,15 @@ def export(
 
     while True:
         try:
-            said = export_checkpoint(chosen.path, file, everything=everything)
+            sentences = export_checkpoint(chosen.path, file, everything=everything)
             break
         except CorruptCheckpoint as error:
-            older = [one for one in found if one.step < chosen.step and not one.problems]
+            older = [saved for saved in found if saved.step < chosen.step and not saved.problems]
             if step is not None or best or not older:
                 raise
             click.echo(f"{error} Using the previous checkpoint.", err=True)
             chosen = older[-1]
-    for sentence in said:
+    for sentence in sentences:
         click.echo(sentence)
 
 
@@ -159,11 +159,7 @@ def import_(
 
 
 def _folder_of(run: str, runs_dir: Path) -> RunDir:
-    """Return the folder of a run that was submitted, or that a `Trainer` wrote without a submission.
-
-    Raises:
-        UserError: there is no such folder, or it belongs to a job array.
-    """
+    """Return the folder of a run that was submitted, or that a `Trainer` wrote without a submission."""
     for folder in (RunDir((runs_dir / run).absolute()), RunDir(Path(run).absolute())):
         if folder.checkpoints.is_dir() and not folder.spec.exists():
             return folder
@@ -189,16 +185,13 @@ def _ranked_checkpoints(
     best = read_results(folder).best
     if best is None or best.metric == "loss":
         return found, None
-    found = [replace(one, best=one.step == best.checkpoint_step and not one.problems) for one in found]
+    step = best.checkpoint_step
+    found = [replace(saved, best=saved.step == step and not saved.problems) for saved in found]
     return found, BestMetric(best.metric, best.mode)
 
 
 def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
-    """Return the folder of an ended run, or a folder that can become a run.
-
-    Raises:
-        UserError: the run is active, or the folder contains other files.
-    """
+    """Return the folder of an ended run, or a folder that can become a run."""
     known = runs_dir / run
     folder = RunDir((known if known.exists() else Path(run)).absolute())
     if folder.spec.exists() and not (status := open_run(run, runs_dir).status()).state.ended:
@@ -206,30 +199,24 @@ def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
             f"Run {status.run_id} is {status.state}, but a checkpoint can only be imported into a run that "
             "has ended, or into a new folder."
         )
-    if not folder.spec.exists() and not folder.checkpoints.exists() and _is_nonempty(folder.path):
+    path = folder.path
+    is_nonempty = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if not folder.spec.exists() and not folder.checkpoints.exists() and is_nonempty:
         raise UserError(
             f"{short_path(folder.path)} is neither a run folder nor empty. Specify a run or a new folder."
         )
     return folder
 
 
-def _is_nonempty(path: Path) -> bool:
-    return path.exists() and (not path.is_dir() or any(path.iterdir()))
-
-
 def _chosen(folder: RunDir, found: list[CheckpointInfo], step: int | None, *, best: bool) -> CheckpointInfo:
-    steps = ", ".join(str(one.step) for one in found) or "none"
+    steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+    why, title = f"Available steps: {steps}.", "checkpoint" if step is None else f"checkpoint of step {step}"
     if best:
-        wanted = [one for one in found if one.best]
-        why = "No checkpoint has a validation metric."
-    elif step is None:
-        wanted, why = [one for one in found if one.newest], f"Available steps: {steps}."
-    else:
-        wanted, why = [one for one in found if one.step == step], f"Available steps: {steps}."
-    if not wanted:
-        which = "best checkpoint" if best else "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise UserError(f"No {which} in {short_path(folder.checkpoints)}. {why}")
-    return wanted[-1]
+        why, title = "No checkpoint has a validation metric.", "best checkpoint"
+    for checkpoint in reversed(found):
+        if checkpoint.best if best else checkpoint.newest if step is None else checkpoint.step == step:
+            return checkpoint
+    raise UserError(f"No {title} in {short_path(folder.checkpoints)}. {why}")
 
 
 def _print_table(
@@ -247,47 +234,48 @@ def _print_table(
                 err=True,
             )
         return
-    rows: list[tuple[str, ...]] = [
-        ("step", "saved", "size", "files", "ranks", "tier", "score" if rule is None else rule.metric, "")
-    ]
-    rows += [_as_row(one, verify=verify) for one in found]
+    score = "score" if rule is None else rule.metric
+    rows = [("step", "saved", "size", "files", "ranks", "tier", score, "")]
+    rows += [_as_row(checkpoint, verify=verify) for checkpoint in found]
     if not any(row[6] for row in rows[1:]):
-        rows = [(*row[:6], *row[7:]) for row in rows]
-    echo_table(rows, str.rjust)
-    for one in found:
-        for problem in one.problems:
-            click.echo(f"step {one.step}: {problem}", err=True)
+        echo_table([(*row[:6], row[7]) for row in rows], str.rjust)
+    else:
+        echo_table(rows, str.rjust)
+    for checkpoint in found:
+        for problem in checkpoint.problems:
+            click.echo(f"step {checkpoint.step}: {problem}", err=True)
 
 
-def _as_row(one: CheckpointInfo, *, verify: bool) -> tuple[str, ...]:
-    marks = [word for word, holds in (("newest", one.newest), ("best", one.best)) if holds]
-    if one.problems:
-        marks.append("BROKEN")
-    elif verify:
-        marks.append("verified")
-    manifest = one.manifest
-    if manifest is not None and manifest.finite is False:
-        marks.append("NOT FINITE")
+def _as_row(checkpoint: CheckpointInfo, *, verify: bool) -> tuple[str, str, str, str, str, str, str, str]:
+    manifest = checkpoint.manifest
+    marks = {
+        "newest": checkpoint.newest,
+        "best": checkpoint.best,
+        "BROKEN": checkpoint.problems,
+        "verified": verify and not checkpoint.problems,
+        "NOT FINITE": manifest is not None and manifest.finite is False,
+    }
+    remarks = " ".join(mark for mark, applies in marks.items() if applies)
     if manifest is None:
-        return (str(one.step), "", "", "", "", one.tier, "", " ".join(marks))
+        return (str(checkpoint.step), "", "", "", "", checkpoint.tier, "", remarks)
     return (
-        str(one.step),
+        str(checkpoint.step),
         format_time(manifest.time),
         format_size(manifest.total_bytes),
         str(len(manifest.files)),
         str(manifest.world_size),
-        one.tier,
+        checkpoint.tier,
         "" if manifest.score is None else format_number(manifest.score),
-        " ".join(marks),
+        remarks,
     )
 
 
-def _as_record(one: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:
-    manifest = one.manifest
+def _as_record(checkpoint: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:
+    manifest = checkpoint.manifest
     return {
-        "step": one.step,
-        "path": str(one.path),
-        "tier": one.tier,
+        "step": checkpoint.step,
+        "path": str(checkpoint.path),
+        "tier": checkpoint.tier,
         "time": manifest and manifest.time,
         "bytes": manifest and manifest.total_bytes,
         "files": manifest and len(manifest.files),
@@ -295,10 +283,10 @@ def _as_record(one: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:
         "finite": manifest and manifest.finite,
         "score": manifest and manifest.score,
         "metric": rule and rule.metric,
-        "newest": one.newest,
-        "best": one.best,
+        "newest": checkpoint.newest,
+        "best": checkpoint.best,
         "set_aside": False,
-        "problems": list(one.problems),
+        "problems": list(checkpoint.problems),
     }
 
 

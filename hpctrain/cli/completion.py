@@ -1,4 +1,4 @@
-"""`hpctrain completion`: print the completion script for a shell."""
+"""Print the completion script for a shell (`hpctrain completion`)."""
 
 from __future__ import annotations
 

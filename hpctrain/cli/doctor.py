@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: check the Slurm site and this machine."""
+"""Check the Slurm site and this machine (`hpctrain doctor`)."""
 
 from __future__ import annotations
 

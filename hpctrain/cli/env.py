@@ -1,4 +1,4 @@
-"""`hpctrain env`: show the rank settings of this process and their source variables."""
+"""Show the rank settings of this process and their source variables (`hpctrain env`)."""
 
 from __future__ import annotations
 

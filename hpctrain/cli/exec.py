@@ -1,4 +1,4 @@
-"""`hpctrain exec`: run any program as a rank, with the variables that torch's `env://` reads."""
+"""Run any program as a rank, with the variables that torch's `env://` reads (`hpctrain exec`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain explain`: explain a state, a pending reason, an exit code, a failure kind or an option."""
+"""Explain a state, a pending reason, an exit code, a failure kind or an option (`hpctrain explain`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain init`: write a template of the options file."""
+"""Write a template of the options file (`hpctrain init`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain list`: list all runs, one per line."""
+"""List all runs, one per line (`hpctrain list`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain logs`: print the output of the ranks."""
+"""Print the output of the ranks (`hpctrain logs`)."""
 
 from __future__ import annotations
 

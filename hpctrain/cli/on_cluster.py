@@ -1,4 +1,4 @@
-"""Commands on a cluster (`--on`): the same command runs on the login node, and its output appears here."""
+"""Run a command on the login node of a cluster, and show its output here (`--on`)."""
 
 from __future__ import annotations
 
@@ -126,15 +126,12 @@ def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:
     """Print the runs of several clusters in one list; a cluster that fails is reported, and others follow."""
     from hpctrain.cli.list import print_runs
 
-    as_json = "--json" in args
-    found: list[tuple[str, dict[str, Any]]] = []
-    statuses: list[tuple[str, RunStatus]] = []
+    runs: list[tuple[str, dict[str, Any], RunStatus]] = []
     code = 0
     for name in names:
         try:
             records = run_json(open_cluster(name), [*args, "--json"])
-            statuses += [(name, _read_status(each)) for each in records if not as_json]
-            found += [(name, each) for each in records]
+            runs += [(name, record, _read_status(record)) for record in records]
         except (KeyError, TypeError, ValueError) as error:
             click.echo(
                 f"Error: cannot read the response from {name}: {error!r}. To install the same version of "
@@ -145,12 +142,11 @@ def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:
         except HpctrainError as error:
             click.echo(f"Error: {error}", err=True)
             code = error.exit_code
-    if as_json:
-        found.sort(key=lambda each: each[1].get("submitted") or 0)
-        echo_json([{"cluster": name, **record} for name, record in found])
-        return code
-    statuses.sort(key=lambda each: each[1].submitted or 0)
-    print_runs([status for _, status in statuses], [name for name, _ in statuses])
+    runs.sort(key=lambda run: run[2].submitted or 0)
+    if "--json" in args:
+        echo_json([{"cluster": name, **record} for name, record, _ in runs])
+    else:
+        print_runs([status for *_, status in runs], [name for name, *_ in runs])
     return code
 
 
@@ -159,7 +155,7 @@ def _read_status(record: dict[str, Any]) -> RunStatus:
     from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.slurm.states import RunState
 
-    known = {each.name: record[each.name] for each in fields(RunStatus) if each.name in record}
+    known = {field.name: record[field.name] for field in fields(RunStatus) if field.name in record}
     loss = None if record["loss"] is None else float(record["loss"])
     return RunStatus(**{**known, "state": RunState(record["state"]), "loss": loss})
 
@@ -178,23 +174,14 @@ def run_json(cluster: Cluster, args: Sequence[str]) -> Any:
 
 
 def needed_cluster(ctx: click.Context) -> Cluster:
-    """Return the cluster that `--on` names.
-
-    Raises:
-        UsageError: there is no `--on`.
-        ClusterUnreachable: the login failed.
-    """
+    """Log in to the cluster that `--on` names."""
     if name := ctx.meta.get(CLUSTER_VARIABLE):
         return open_cluster(name)
     raise click.UsageError(f"This command requires a cluster: `hpctrain --on CLUSTER {ctx.info_name} …`", ctx)
 
 
 def open_cluster(name: str) -> Cluster:
-    """Log in to a cluster.
-
-    Raises:
-        ClusterUnreachable: the login failed.
-    """
+    """Log in to a cluster."""
     cluster = Cluster(name, Path.cwd(), os.environ)
     cluster.connection.open()
     return cluster

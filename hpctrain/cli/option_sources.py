@@ -1,4 +1,4 @@
-"""`hpctrain submit --show-config`: show the source of each option's value."""
+"""Show the source of each option's value (`hpctrain submit --show-config`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain profile`: profile some steps of an active run."""
+"""Profile some steps of an active run (`hpctrain profile`)."""
 
 from __future__ import annotations
 

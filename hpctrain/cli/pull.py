@@ -1,4 +1,4 @@
-"""`hpctrain pull`: copy a run from a cluster to this machine."""
+"""Copy a run from a cluster to this machine (`hpctrain pull`)."""
 
 from __future__ import annotations
 
@@ -66,22 +66,16 @@ def command(ctx: click.Context, run: str, dest: Path | None, all_checkpoints: bo
 
 
 def _size(folder: Path | None) -> int:
-    """Return the bytes of all files below a folder."""
-    files = folder.rglob("*") if folder else ()
-    return sum(path.lstat().st_size for path in files)
+    return sum(path.lstat().st_size for path in folder.rglob("*")) if folder else 0
 
 
 def _check_destination(copied: Path, status: dict[str, Any]) -> None:
-    """Reject a folder that contains another run.
-
-    Raises:
-        UserError: the folder contains another run.
-    """
-    own = read_spec(RunDir(copied).spec).get("run_dir")
-    if own not in (None, status["run_dir"]):
+    """Reject a folder that contains another run."""
+    run_dir = read_spec(RunDir(copied).spec).get("run_dir")
+    if run_dir not in (None, status["run_dir"]):
         raise UserError(
-            f"{str(copied)!r} contains the run in {own!r}, but the run to copy is in {status['run_dir']!r}. "
-            "Name another destination (DEST)."
+            f"{str(copied)!r} contains the run in {run_dir!r}, but the run to copy is in "
+            f"{status['run_dir']!r}. Name another destination (DEST)."
         )
 
 

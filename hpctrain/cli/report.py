@@ -1,16 +1,18 @@
-"""`hpctrain report`: show a run on one page, or compare several."""
+"""Show a run on one page, or compare several (`hpctrain report`)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.common import complete_runs, json_option, json_text, open_run, runs_dir_option, short_path
-from hpctrain.errors import RunNotFound, UserError
+from hpctrain.errors import HpctrainError, RunNotFound, UserError
 from hpctrain.files import write_atomic
 from hpctrain.rundir import RunDir
 
@@ -37,10 +39,10 @@ def command(runs: tuple[str, ...], runs_dir: Path, output: Path | None, as_json:
     the tasks of a job array, are compared.
     """
     as_json = as_json or _has_json_suffix(output)
-    facts = [one for run in runs for one in read_runs(run, runs_dir)]
-    text = _render(facts, as_json=as_json)
+    run_data = [task for run in runs for task in read_runs(run, runs_dir)]
+    text = _render(run_data, as_json=as_json)
     if output is None:
-        output = Path("-") if as_json else _default_output(runs, facts)
+        output = Path("-") if as_json else _default_output(runs, run_data)
     if str(output) == "-":
         click.echo(text, nl=not text.endswith("\n"))
         return
@@ -62,29 +64,87 @@ def _has_json_suffix(output: Path | None) -> bool:
     return suffix == ".json"
 
 
-def _default_output(runs: Sequence[str], facts: list[RunData]) -> Path:
-    folder = RunDir(Path(facts[0].folder))
-    if len(facts) == 1:
+def _default_output(runs: Sequence[str], run_data: list[RunData]) -> Path:
+    folder = RunDir(Path(run_data[0].folder))
+    if len(run_data) == 1:
         return folder.report
     if len(runs) == 1 and folder.array is not None:
         return folder.array.report
-    raise UserError(f"Comparing {len(facts)} runs requires an output file, such as --output comparison.html.")
+    raise UserError(
+        f"Comparing {len(run_data)} runs requires an output file, such as --output comparison.html."
+    )
 
 
-def _render(facts: list[RunData], *, as_json: bool) -> str:
-    several = len(facts) > 1
+def _render(run_data: list[RunData], *, as_json: bool) -> str:
+    several = len(run_data) > 1
     if as_json:
-        from hpctrain.telemetry.report.json_report import json_report
-
-        documents = [json_report(one) for one in facts]
+        documents = [json_report(run) for run in run_data]
         return json_text(documents if several else documents[0], default=str) + "\n"
     if several:
         from hpctrain.telemetry.report.comparison_page import render_comparison
 
-        return render_comparison(facts)
+        return render_comparison(run_data)
     from hpctrain.telemetry.report.run_page import render_run_page
 
-    return render_run_page(facts[0])
+    return render_run_page(run_data[0])
+
+
+def json_report(run_data: RunData) -> dict[str, Any]:
+    """Return the document printed by `--json`."""
+    from hpctrain.telemetry.report.advice import advise
+
+    breakdown, curves, devices = run_data.breakdown, run_data.curves, run_data.devices
+    lowest = curves.lowest("loss")
+    return {
+        "run_id": run_data.run_id,
+        "folder": run_data.folder,
+        "state": run_data.state,
+        "cause": run_data.cause,
+        "start": run_data.start,
+        "end": run_data.end,
+        "wall_us": breakdown.wall_us,
+        "reports_steps": run_data.reports_steps,
+        "step": run_data.step,
+        "loss": curves.last("loss"),
+        "loss_is_no_number_since": curves.no_number_since("loss"),
+        "hparams": run_data.hparams,
+        "best": None if run_data.best is None else asdict(run_data.best),
+        "lowest_loss": None if lowest is None else {"step": lowest[0], "loss": lowest[1]},
+        "last": {name: curves.last(name) for name in curves.names},
+        "steps_per_s": run_data.steps_per_s,
+        "lost_steps": breakdown.lost_steps,
+        "ledger": [
+            {
+                "what": category.value,
+                "us": us if (measured := category in breakdown.measured) else None,
+                "measured": measured,
+            }
+            for category, us in breakdown.totals_us.items()
+        ],
+        **asdict(run_data.goodput),
+        "energy": None if run_data.energy is None else asdict(run_data.energy),
+        "attempts": [
+            {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in run_data.attempts
+        ],
+        "checkpoints": [asdict(checkpoint) for checkpoint in run_data.checkpoints],
+        "gpus": [
+            {"gpu": row, **{heat.quantity.field: heat.means[index] for heat in devices.maps}}
+            for index, row in enumerate(devices.rows)
+        ],
+        "nodes": [
+            {**asdict(node), **{heat.quantity.field: heat.means[index] for heat in devices.node_maps}}
+            for index, node in enumerate(devices.nodes)
+        ],
+        "advice": [asdict(advice) for advice in advise(run_data)],
+        "environment": run_data.environment,
+        "spec": run_data.spec,
+        "code": [
+            {"commit": code.commit, "changed": code.changed, "new_files": code.new_files}
+            for code in run_data.codes
+        ],
+        "again": run_data.resubmit_command,
+        "notes": run_data.notes,
+    }
 
 
 def read_runs(name: str, runs_dir: Path) -> list[RunData]:
@@ -105,7 +165,6 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
                 return [read_run_data(folder, RunContext(), now=now)]
         raise
     from hpctrain.cli.resubmit_command import resubmit_command
-    from hpctrain.errors import HpctrainError
     from hpctrain.jobs.runs.run import query_statuses
     from hpctrain.redaction import redact_spec
     from hpctrain.telemetry.report.artifacts import read_spec
@@ -116,16 +175,15 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
             f"for a report. Its logs: hpctrain logs {found.run_id}"
         )
     runs = found.tasks() or [found]
-    told = []
     try:
-        known = query_statuses(runs, skip_unreadable=True)
+        statuses = query_statuses(runs, skip_unreadable=True)
     except (HpctrainError, OSError):
-        known = []
-    for place, run in enumerate(runs):
+        statuses = []
+    run_data = []
+    for run, status in zip_longest(runs, statuses):
         command = resubmit_command(redact_spec(read_spec(run.dir.spec)))
-        state = RunContext(resubmit_command=command)
-        if place < len(known):
-            state = RunContext(str(known[place].state), known[place].words, known[place].cause, command)
-        run_data = read_run_data(run.dir, state, now=now)
-        told.append(run_data)
-    return told
+        context = RunContext(resubmit_command=command)
+        if status is not None:
+            context = RunContext(str(status.state), status.words, status.cause, command)
+        run_data.append(read_run_data(run.dir, context, now=now))
+    return run_data

@@ -1,4 +1,4 @@
-"""`hpctrain requeue`: save a run and continue it in a new attempt."""
+"""Save a run and continue it in a new attempt (`hpctrain requeue`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`hpctrain resume`: submit an ended run again, optionally with other options."""
+"""Submit an ended run again, optionally with other options (`hpctrain resume`)."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.common import open_run, run_argument, run_reference, short_path
-from hpctrain.errors import SpecError
+from hpctrain.errors import RunNotFound, SpecError, UserError
 from hpctrain.rundir import RunDir, is_metrics
 
 if TYPE_CHECKING:
@@ -33,7 +34,14 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     from hpctrain.cli import submit
     from hpctrain.spec.load_spec import load_spec
 
-    opened = open_run(run, runs_dir)
+    try:
+        opened = open_run(run, runs_dir)
+    except RunNotFound:
+        if not Path(run).is_file():
+            raise
+        raise UserError(
+            f"{run} is a file, not a run. To submit it: hpctrain submit {shlex.quote(run)}"
+        ) from None
     found = opened.dir
     spec = load_spec(found.spec)
     if found.function.exists():

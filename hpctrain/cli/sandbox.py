@@ -1,4 +1,4 @@
-"""`hpctrain sandbox`: run a real Slurm cluster on this machine."""
+"""Run a real Slurm cluster on this machine (`hpctrain sandbox`)."""
 
 from __future__ import annotations
 
@@ -73,13 +73,9 @@ def up(
     if as_json:
         echo_json({**_facts(box), "was_up": found is not None and not dead, "restarted": dead})
         return
-    if found and not dead:
-        how = "is already up"
-    else:
-        how = f"is up after {time.monotonic() - start:.1f} s"
-    if dead:
-        how += f" (restarted: {', '.join(dead)})"
-    click.echo(f"Sandbox {name} {how}: {box.shape}.")
+    how = "is already up" if found and not dead else f"is up after {time.monotonic() - start:.1f} s"
+    restarted = f" (restarted: {', '.join(dead)})" if dead else ""
+    click.echo(f"Sandbox {name} {how}{restarted}: {box.shape}.")
     click.echo(f"  nodes        {', '.join(box.nodes)}")
     click.echo("  partitions   preemptible (default), urgent (its jobs preempt those in preemptible)")
     if box.shape.accounting:
@@ -128,8 +124,7 @@ def env(name: str) -> None:
 
     Usage: eval "$(hpctrain sandbox env)"
     """
-    box = sandbox.find(name)
-    if box is None:
+    if (box := sandbox.find(name)) is None:
         raise UserError(_not_there(name))
     click.echo(_exports(box))
 

@@ -1,4 +1,4 @@
-"""`hpctrain serve`: show all runs of a folder in the browser, with live updates."""
+"""Show all runs of a folder in the browser, with live updates (`hpctrain serve`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,11 @@ import click
 
 from hpctrain.cli.common import runs_dir_option
 from hpctrain.errors import UserError
-from hpctrain.text import printable
+from hpctrain.rundir import RunDir
+from hpctrain.text import NOTHING, format_count, format_number, format_time, printable
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
-    from hpctrain.rundir import RunDir
 
 #: Seconds between two polls of a page, and between two queries to the scheduler.
 _LIVE_S, _QUERY_INTERVAL_S = 3, 10.0
@@ -69,13 +69,13 @@ def command(runs_dir: Path, port: int) -> None:
 
 
 @dataclass
-class _Page:
-    """Cached page of one or several runs."""
+class _CachedPage:
+    """Page of one or several runs."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     tag: str = ""
     text: str = ""
-    good_until: float = 0.0
+    expires: float = 0.0
 
 
 class RunPages:
@@ -84,54 +84,66 @@ class RunPages:
     def __init__(self, runs_dir: Path) -> None:
         self._runs_dir = runs_dir
         self._lock = threading.Lock()
-        self._asked = -_QUERY_INTERVAL_S
-        self._known: dict[str, RunStatus] = {}
+        self._queried = -_QUERY_INTERVAL_S
+        self._runs: dict[str, RunStatus] = {}
         self._num_omitted = 0
-        self._pages: OrderedDict[tuple[str, ...], _Page] = OrderedDict()
+        self._pages: OrderedDict[tuple[str, ...], _CachedPage] = OrderedDict()
         self._hparams: dict[str, tuple[object, Mapping[str, Any]]] = {}
 
     def tag(self, run_ids: tuple[str, ...]) -> str | None:
-        known = self._statuses()
+        runs = self._statuses()
         if not run_ids:
-            return _digest([*known.values(), self._num_omitted])
-        if not known.keys() >= set(run_ids):
+            return _digest([*runs.values(), self._num_omitted])
+        if not runs.keys() >= set(run_ids):
             return None
-        kept = self._pages.get(run_ids)
-        if kept is not None and time.monotonic() < kept.good_until:
-            return kept.tag
-        return _tag_of([known[run_id] for run_id in run_ids])
+        cached = self._pages.get(run_ids)
+        if cached is not None and time.monotonic() < cached.expires:
+            return cached.tag
+        return _tag_of([runs[run_id] for run_id in run_ids])
 
     def page(self, run_ids: tuple[str, ...]) -> str:
-        from hpctrain.telemetry.report.html_renderer import LiveParts
-        from hpctrain.telemetry.report.index_page import RunRow, render_index_page
-
-        if run_ids:
-            return self._page_of(run_ids)
-        copied = [column.name for column in fields(RunRow) if column.name != "hparams"]
-        rows = [
-            RunRow(**{name: getattr(one, name) for name in copied}, hparams=self._hparams_of(one))
-            for one in reversed(self._statuses().values())
-        ]
-        folder = str(self._runs_dir.absolute())
-        return render_index_page(folder, rows, live=LiveParts(_LIVE_S), num_omitted=self._num_omitted)
-
-    def _page_of(self, run_ids: tuple[str, ...]) -> str:
-        """Return a page, cached for all clients; those of large runs are updated less often."""
-        known = self._statuses()
-        statuses = [known[run_id] for run_id in run_ids]
+        if not run_ids:
+            return self._list()
+        runs = self._statuses()
+        statuses = [runs[run_id] for run_id in run_ids]
         with self._lock:
-            kept = self._pages.setdefault(run_ids, _Page())
+            cached = self._pages.setdefault(run_ids, _CachedPage())
             self._pages.move_to_end(run_ids)
             while len(self._pages) > _MAX_CACHED_PAGES:
                 self._pages.popitem(last=False)
-        with kept.lock:
+        with cached.lock:
             tag = _tag_of(statuses)
-            if tag != kept.tag and time.monotonic() >= kept.good_until:
-                begun = time.monotonic()
-                kept.text, kept.tag = self._render(statuses), tag
-                made = time.monotonic()
-                kept.good_until = made + _CACHE_FACTOR * (made - begun)
-            return kept.text
+            if tag != cached.tag and time.monotonic() >= cached.expires:
+                start = time.monotonic()
+                cached.text, cached.tag = self._render(statuses), tag
+                end = time.monotonic()
+                cached.expires = end + _CACHE_FACTOR * (end - start)
+            return cached.text
+
+    def _list(self) -> str:
+        from hpctrain.telemetry.report.html_renderer import LiveParts, render_page
+
+        folder = str(self._runs_dir.absolute())
+        rows = [
+            {
+                "name": status.run_id,
+                "state": status.state,
+                "attempt": NOTHING if status.attempt is None else status.attempt,
+                "step": "not reported" if status.reports_steps is False else format_count(status.step),
+                "loss": format_number(status.loss),
+                "submitted": format_time(status.submitted),
+                "words": " ".join([status.words, *self._hparam_texts(status)]),
+            }
+            for status in reversed(self._statuses().values())
+        ]
+        return render_page(
+            "runs.html.j2",
+            title=f"Runs in {folder}",
+            live=LiveParts(_LIVE_S),
+            folder=folder,
+            rows=rows,
+            num_omitted=self._num_omitted,
+        )
 
     def _render(self, statuses: Sequence[RunStatus]) -> str:
         from hpctrain.cli.report import read_runs
@@ -139,46 +151,42 @@ class RunPages:
         from hpctrain.telemetry.report.html_renderer import LiveParts
         from hpctrain.telemetry.report.run_page import render_run_page
 
-        facts = [run for status in statuses for run in read_runs(status.run_dir, self._runs_dir)]
-        if len(facts) == 1:
-            return render_run_page(facts[0], live=LiveParts(_LIVE_S, list(_read_logs(statuses[0]))))
-        return render_comparison(facts, live=LiveParts(_LIVE_S))
+        runs = [run for status in statuses for run in read_runs(status.run_dir, self._runs_dir)]
+        if len(runs) == 1:
+            return render_run_page(runs[0], live=LiveParts(_LIVE_S, list(_read_logs(statuses[0]))))
+        return render_comparison(runs, live=LiveParts(_LIVE_S))
 
-    def _hparams_of(self, status: RunStatus) -> Mapping[str, Any]:
+    def _hparam_texts(self, status: RunStatus) -> list[str]:
         """Return the hyper-parameters of a run; its files are read again only after a change."""
-        from hpctrain.rundir import RunDir
-        from hpctrain.telemetry.hparams import merge_hparams
-        from hpctrain.telemetry.report.artifacts import read_environment, read_spec
+        from hpctrain.telemetry.report.run_results import read_results
 
         if status.tasks is not None:
-            return {}
+            return []
         run = RunDir(Path(status.run_dir))
-        written = list(_stat([run.spec, run.environment]))
-        if self._hparams.get(status.run_id, (None,))[0] != written:
-            found = merge_hparams(read_spec(run.spec), read_environment(run))
-            self._hparams[status.run_id] = written, found
-        return self._hparams[status.run_id][1]
+        stamps = list(_stat([run.spec, run.environment]))
+        if self._hparams.get(status.run_id, (None,))[0] != stamps:
+            self._hparams[status.run_id] = stamps, read_results(run, with_metrics=False).hparams
+        return [f"{name}={value}" for name, value in self._hparams[status.run_id][1].items()]
 
     def _statuses(self) -> dict[str, RunStatus]:
         """Return all runs by id, including tasks of job arrays; queried at intervals."""
         from hpctrain.jobs.runs.run import list_runs, query_statuses
 
         with self._lock:
-            if time.monotonic() - self._asked >= _QUERY_INTERVAL_S or not self._known:
-                here = self._runs_dir.resolve()
-                found = list_runs(self._runs_dir, os.environ)
-                found += [task for run in found for task in run.tasks()]
-                runs = [run for run in found if run.dir.path.resolve().is_relative_to(here)]
-                self._num_omitted = len(found) - len(runs)
-                self._known = {one.run_id: one for one in query_statuses(runs, skip_unreadable=True)}
-                self._asked = time.monotonic()
-            return self._known
+            if time.monotonic() - self._queried >= _QUERY_INTERVAL_S or not self._runs:
+                folder = self._runs_dir.resolve()
+                listed = list_runs(self._runs_dir, os.environ)
+                listed += [task for run in listed for task in run.tasks()]
+                runs = [run for run in listed if run.dir.path.resolve().is_relative_to(folder)]
+                self._num_omitted = len(listed) - len(runs)
+                self._runs = {status.run_id: status for status in query_statuses(runs, skip_unreadable=True)}
+                self._queried = time.monotonic()
+            return self._runs
 
 
 def _read_logs(status: RunStatus) -> Iterator[tuple[str, str]]:
     """Yield the last lines of the newest logs of a run, that of its failure first."""
     from hpctrain.records.log_tail import read_last_lines
-    from hpctrain.rundir import RunDir
 
     run = RunDir(Path(status.run_dir))
     paths = [*([Path(status.log)] if status.log else []), *_newest_logs(run)]
@@ -196,26 +204,20 @@ def _newest_logs(run: RunDir) -> list[Path]:
 
 
 def _tag_of(statuses: Sequence[RunStatus]) -> str:
-    return _digest([*statuses, *(each for status in statuses for each in _written(status))])
-
-
-def _written(status: RunStatus) -> Iterator[tuple[str, int, int]]:
-    """Yield size and modification time of the files of a run."""
-    from hpctrain.rundir import RunDir
-
-    run = RunDir(Path(status.run_dir))
-    for one in (run, *map(run.task, run.tasks())):
-        yield from _stat([one.events, one.metrics, *one.all_telemetry()])
-    yield from _stat(_newest_logs(run))
+    """Return a digest of the states, and of the sizes and times of the files of runs."""
+    paths: list[Path] = []
+    for run in (RunDir(Path(status.run_dir)) for status in statuses):
+        for task in (run, *map(run.task, run.tasks())):
+            paths += [task.events, task.metrics, *task.all_telemetry()]
+        paths += _newest_logs(run)
+    return _digest([*statuses, *_stat(paths)])
 
 
 def _stat(paths: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
     for path in paths:
-        try:
-            found = path.stat()
-        except OSError:
-            continue
-        yield str(path), found.st_size, found.st_mtime_ns
+        with suppress(OSError):
+            stat = path.stat()
+            yield str(path), stat.st_size, stat.st_mtime_ns
 
 
 def _digest(values: Iterable[object]) -> str:

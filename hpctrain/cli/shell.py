@@ -1,4 +1,4 @@
-"""`hpctrain shell`: an interactive shell with the resources and the environment of a run."""
+"""An interactive shell with the resources and the environment of a run (`hpctrain shell`)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`hpctrain status`: show the state of one run or of all."""
+"""Show the state of one run or of all (`hpctrain status`)."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,7 +20,7 @@ from hpctrain.cli.common import (
     runs_dir_option,
     short_path,
 )
-from hpctrain.text import format_number, format_size
+from hpctrain.text import format_number, format_size, format_time
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
@@ -58,6 +58,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         return
     from hpctrain.jobs.runs.error_report import job_log_tail
 
+    stopped = status.state.ended or not found.dir.is_asked_to_requeue(status.attempt or 0)
     facts = {
         "run": status.run_id,
         "folder": short_path(status.run_dir),
@@ -65,6 +66,8 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "job": f"{status.job_id} on {status.backend}" if status.job_id else None,
         "attempt": status.attempt,
         "nodes": status.nodes,
+        "restarts": _describe_restarts(found.dir),
+        "requeue": None if stopped else "requested; the ranks of this attempt have not stopped yet",
         "step": describe_progress(status),
         "loss": None if status.loss is None else format_number(status.loss),
         "best": None if with_metrics else f"not computed: {format_size(size)} of metrics (use --json)",
@@ -80,6 +83,23 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
             click.echo(f"{name:<11} {value}")
     for line in job_log_tail(status.log):
         echo_log(f"            {line}")
+
+
+def _describe_restarts(run: RunDir) -> str | None:
+    """Return the number of restarts since the submission, and the time and cause of the last."""
+    from hpctrain.rundir import is_new_submission
+
+    restarts: list[dict[str, Any]] = []
+    for event in run.read_events():
+        if is_new_submission(event):
+            restarts = []
+        elif event.get("kind") in ("restart", "shrink", "replace", "requeue"):
+            restarts.append(event)
+    if not restarts:
+        return None
+    last = restarts[-1]
+    cause = str(last.get("cause") or last.get("class") or last["kind"])
+    return f"{len(restarts)}, the last at {format_time(last.get('time'))}: {one_line(cause)}"
 
 
 def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:

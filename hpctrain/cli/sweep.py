@@ -1,4 +1,4 @@
-"""`hpctrain sweep`: submit a script with many hyper-parameters, as one job array."""
+"""Submit a script with many hyper-parameters as one job array (`hpctrain sweep`)."""
 
 from __future__ import annotations
 
@@ -163,19 +163,22 @@ def submit_(
         raise click.UsageError(
             f"The sweep has no hyper-parameters. Use --over NAME=VALUES{where}, or `sweep:` in hpctrain.yaml."
         )
-    if rule is not None and metric is None:
-        raise click.UsageError("--stop-early compares trials by a metric. Add --metric NAME.")
-    if metric is None and mode is not None:
-        raise click.UsageError("--mode is the direction of a metric. Add --metric NAME.")
-    if rule is None and min_steps is not None:
-        raise click.UsageError("--min-steps has no effect without --stop-early. Add --stop-early asha.")
-    if number is None and sweep_seed is not None:
-        raise click.UsageError("--sweep-seed has no effect on a grid. Add --random N.")
-    if rule:
+    for is_wrong, message in (
+        (rule and metric is None, "--stop-early compares trials by a metric. Add --metric NAME."),
+        (mode and metric is None, "--mode is the direction of a metric. Add --metric NAME."),
+        (min_steps and not rule, "--min-steps has no effect without --stop-early. Add --stop-early asha."),
+        (sweep_seed is not None and not number, "--sweep-seed has no effect on a grid. Add --random N."),
+        (
+            asked["dry_run"] and asked["as_json"],
+            "--dry-run prints the arguments of the trials as text. Remove --json.",
+        ),
+    ):
+        if is_wrong:
+            raise click.UsageError(message)
+    stopping = None
+    if rule is not None and metric is not None:
         mode = mode or "min"
-    stopping = StoppingRule.parse(rule, metric, mode or "min", min_steps or 100) if rule and metric else None
-    if asked["dry_run"] and asked["as_json"]:
-        raise click.UsageError("--dry-run prints the arguments of the trials as text. Remove --json.")
+        stopping = StoppingRule.parse(rule, metric, mode, min_steps or 100)
     record = SweepRecord(
         args=args,
         format=form,
@@ -253,16 +256,15 @@ def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[ResultRow]:
     return sorted(rows, key=lambda row: rank_key(row[1].best))
 
 
-_metric_options = (
-    click.option(
-        "--metric", metavar="NAME", help="Metric that ranks the trials.  [default: the metric of the sweep]"
-    ),
-    click.option("--mode", type=click.Choice(get_args(Mode)), help="Minimize or maximize --metric."),
-)
-
-
 def _ranking(function: Any) -> Any:
-    for option in reversed(_metric_options):
+    for option in (
+        click.option("--mode", type=click.Choice(get_args(Mode)), help="Minimize or maximize --metric."),
+        click.option(
+            "--metric",
+            metavar="NAME",
+            help="Metric that ranks the trials.  [default: the metric of the sweep]",
+        ),
+    ):
         function = option(function)
     return run_argument(json_option(function))
 
@@ -289,11 +291,11 @@ def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_j
         return
     click.echo(f"{found.run_id}: {whole.words}")
     echo_rows(rows, list(record.space) if record is not None else ())
-    for its, _ in rows:
-        if its.cause or its.note:
-            click.echo(f"{its.run_id}: {one_line(its.cause or its.note or '')}")
-            if its.cause and its.log:
-                click.echo(f"    log: {short_path(its.log)}")
+    for trial, _ in rows:
+        if trial.cause or trial.note:
+            click.echo(f"{trial.run_id}: {one_line(trial.cause or trial.note or '')}")
+        if trial.cause and trial.log:
+            click.echo(f"    log: {short_path(trial.log)}")
 
 
 @command.command("best")
@@ -341,15 +343,11 @@ def resume(
     from hpctrain.slurm.states import RunState
 
     statuses = dict(zip(found.dir.tasks(), query_statuses(found.tasks()), strict=True))
-    missing, unknown = [], []
-    for index in range(len(record.trials)):
-        its = statuses.get(index)
-        # A trial without a job was never submitted.
-        if its is None or its.job_id is None or its.state in (RunState.FAILED, RunState.CANCELLED):
-            missing.append(index)
-        elif its.state is RunState.UNKNOWN:
-            unknown.append(its.run_id)
-    if unknown:
+    # A trial without a job was never submitted.
+    submitted = {index: status for index, status in statuses.items() if status.job_id is not None}
+    ended = [n for n, status in submitted.items() if status.state in (RunState.FAILED, RunState.CANCELLED)]
+    missing = [n for n in range(len(record.trials)) if n not in submitted or n in ended]
+    if unknown := [status.run_id for status in submitted.values() if status.state is RunState.UNKNOWN]:
         raise SchedulerError(
             f"Cannot determine whether {unknown[0]} and {pluralize(len(unknown) - 1, 'other trial')} are "
             "still active. Resume the sweep when Slurm responds."

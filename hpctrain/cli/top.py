@@ -1,19 +1,22 @@
-"""`hpctrain top`: show a live view of one or several runs."""
+"""Show a live view of one or several runs (`hpctrain top`)."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.common import complete_runs, echo_json, json_option, open_run, runs_dir_option
 from hpctrain.errors import UserError
+from hpctrain.text import NOTHING, format_count, format_duration, format_number, pluralize
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run import Run
@@ -25,6 +28,9 @@ _QUERY_INTERVAL_S = 10.0
 _LOG_LINES = 20
 #: A table has at most this number of runs, because reading the metrics of thousands would take minutes.
 _MAX_RUNS = 200
+
+#: Number of columns of a curve, and of the longest name, in a table.
+_CURVE, _WIDEST_NAME = 30, 40
 
 #: Formats the current state for a terminal of some columns and lines, as lines with their kinds.
 _Format = Callable[[Sequence["TopSnapshot"], int, int], list[tuple[str, str]]]
@@ -64,22 +70,48 @@ def command(
     The view closes when all of these runs have ended. Ctrl-C closes the view and does not affect the runs.
     """
     from hpctrain.jobs.runs.run import list_runs
-    from hpctrain.telemetry.live.overview import format_overview
     from hpctrain.telemetry.live.top_view import format_view
 
-    found = [open_run(run, runs_dir) for run in runs] or list_runs(runs_dir, os.environ)
-    found = [part for run in found for part in run.tasks() or [run]]
-    is_single = len(runs) == len(found) == 1 and words is None
-    looks = _looks(found, (words or "").lower().split())
-    form: _Format = (lambda seen, *size: format_view(seen[0], *size)) if is_single else format_overview
+    named = [open_run(run, runs_dir) for run in runs] or list_runs(runs_dir, os.environ)
+    shown = [task for run in named for task in run.tasks() or [run]]
+    is_single = len(runs) == len(shown) == 1 and words is None
+    snapshots = _snapshots(shown, (words or "").lower().split())
+    form: _Format = (lambda states, *size: format_view(states[0], *size)) if is_single else format_overview
     if as_json:
-        documents = [one.document() for one in next(looks)]
+        documents = [snapshot.document() for snapshot in next(snapshots)]
         echo_json(documents[0] if is_single else documents)
     elif once or not sys.stdout.isatty():
-        for _, line in form(next(looks), *_size()):
+        columns, lines = shutil.get_terminal_size() if sys.stdout.isatty() else (120, 40)
+        for _, line in form(next(snapshots), columns, lines):
             click.echo(line)
     else:
-        _show(looks, form, interval)
+        _show(snapshots, form, interval)
+
+
+def format_overview(snapshots: Sequence[TopSnapshot], width: int, height: int) -> list[tuple[str, str]]:
+    """Return a line per run, with loss curves on a common scale. See `format_view`."""
+    from rich.cells import cell_len, set_cell_size
+
+    from hpctrain.telemetry.live.top_view import cut_line, sparkline
+
+    shown = snapshots[: max(1, height - 2)]
+    rows = [("RUN", "STATE", "STEP", "LOSS", "LEFT")]
+    for run in shown:
+        last = "" if run.last_step is None else f" of {format_count(run.last_step)}"
+        left = NOTHING if run.left_s is None else format_duration(run.left_s)
+        rows.append((run.run_id, run.state, format_count(run.step) + last, format_number(run.loss), left))
+    widths = [min(_WIDEST_NAME, max(map(cell_len, column))) for column in zip(*rows, strict=True)]
+    texts = ["  ".join(map(set_cell_size, row, widths)) for row in rows]
+    curves = [[math.log(loss) for loss in run.losses if loss > 0] for run in shown]
+    losses = [loss for curve in curves for loss in curve]
+    scale = (min(losses), max(losses)) if losses else None
+    lines = [("title", f"{texts[0]}  CURVE")]
+    for run, text, curve in zip(shown, texts[1:], curves, strict=True):
+        drawn = sparkline(curve, min(_CURVE, width - cell_len(text) - 2), scale)
+        lines.append(("bad" if run.state == "FAILED" else "", f"{text}  {drawn}".rstrip()))
+    if num_more := len(snapshots) - len(shown):
+        lines.append(("soft", f"{pluralize(num_more, 'more run')}; --filter selects other runs"))
+    return [(kind, cut_line(line, width)) for kind, line in lines]
 
 
 class _LiveRun:
@@ -92,23 +124,23 @@ class _LiveRun:
         self._run, self._view = run, TopView()
         self._events, self._metrics = RecordTail(run.dir.events), RecordTail(run.dir.metrics)
 
-    def look(self, status: RunStatus) -> TopSnapshot:
-        """Return the current state of the run."""
-        from hpctrain.records.log_tail import read_last_lines
+    def snapshot(self, status: RunStatus) -> TopSnapshot:
+        from hpctrain.records.log_tail import read_last_lines, read_last_records
 
         self._view.add_records(self._events.read_in_parts(), self._metrics.read_in_parts())
         log = status.log or self._run.log_path()
+        last_lines = (next(read_last_records(path), None) for path in self._run.dir.all_telemetry())
         return self._view.snapshot(
             status.run_id,
             str(status.state),
             status.words,
-            _last_lines(self._run),
+            [line for line in last_lines if line is not None],
             reports_steps=status.reports_steps,
             log=read_last_lines(Path(log), _LOG_LINES) if log else (),
         )
 
 
-def _looks(runs: Sequence[Run], words: Sequence[str]) -> Iterator[list[TopSnapshot]]:
+def _snapshots(runs: Sequence[Run], words: Sequence[str]) -> Iterator[list[TopSnapshot]]:
     """Yield the current state of the runs repeatedly, active and newer runs first, finally after their end.
 
     Raises:
@@ -119,21 +151,20 @@ def _looks(runs: Sequence[Run], words: Sequence[str]) -> Iterator[list[TopSnapsh
 
     live = {str(run.dir): _LiveRun(run) for run in reversed(runs)}
     statuses: list[RunStatus] = []
-    asked = -_QUERY_INTERVAL_S
+    queried = -_QUERY_INTERVAL_S
     while True:
         # The state is queried before the files are read, so that no record before the end is missed.
-        if time.monotonic() - asked >= _QUERY_INTERVAL_S:
-            statuses = [
-                one for one in query_statuses(runs[::-1], skip_unreadable=True) if _matches(one, words)
-            ]
-            statuses = sorted(statuses, key=lambda one: one.state.ended)[:_MAX_RUNS]
-            asked = time.monotonic()
+        if time.monotonic() - queried >= _QUERY_INTERVAL_S:
+            known = query_statuses(runs[::-1], skip_unreadable=True)
+            statuses = [status for status in known if _matches(status, words)]
+            statuses = sorted(statuses, key=lambda status: status.state.ended)[:_MAX_RUNS]
+            queried = time.monotonic()
             if not statuses:
                 raise UserError(
                     "No run matches (--filter, --runs-dir). Use `hpctrain list` to list all runs."
                 )
-        yield [live[str(RunDir(Path(one.run_dir)))].look(one) for one in statuses]
-        if all(one.state.ended for one in statuses):
+        yield [live[str(RunDir(Path(status.run_dir)))].snapshot(status) for status in statuses]
+        if all(status.state.ended for status in statuses):
             return
 
 
@@ -149,39 +180,19 @@ def _matches(status: RunStatus, words: Sequence[str]) -> bool:
     return all(word in " ".join(map(str, texts)).lower() for word in words)
 
 
-def _last_lines(run: Run) -> Iterator[Mapping[str, Any]]:
-    """Yield the last measurement of each node."""
-    from hpctrain.records.log_tail import read_last_records
-
-    for path in run.dir.all_telemetry():
-        if (line := next(read_last_records(path), None)) is not None:
-            yield line
-
-
-def _show(looks: Iterator[list[TopSnapshot]], form: _Format, interval: float) -> None:
+def _show(snapshots: Iterator[list[TopSnapshot]], form: _Format, interval: float) -> None:
     """Draw on the terminal until all runs have ended."""
     from rich.console import Console
-    from rich.live import Live as Screen
+    from rich.live import Live
     from rich.text import Text
 
     styles = {"title": "bold", "soft": "dim", "bad": "red"}
     console = Console(highlight=False)
-    with Screen(console=console, auto_refresh=False) as screen:
-        try:
-            for look in looks:
-                text = Text(no_wrap=True)
-                for kind, line in form(look, console.width, console.height - 1):
-                    text.append(line + "\n", style=styles.get(kind, ""))
-                screen.update(text, refresh=True)
-                if any(one.state in ("RUNNING", "PENDING", "UNKNOWN") for one in look):
-                    time.sleep(interval)
-        except KeyboardInterrupt:
-            pass
-
-
-def _size() -> tuple[int, int]:
-    """Return columns and lines for the one-time output; fixed values if stdout is not a terminal."""
-    if sys.stdout.isatty():
-        size = shutil.get_terminal_size()
-        return size.columns, size.lines
-    return 120, 40
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as screen:
+        for states in snapshots:
+            text = Text(no_wrap=True)
+            for kind, line in form(states, console.width, console.height - 1):
+                text.append(line + "\n", style=styles.get(kind, ""))
+            screen.update(text, refresh=True)
+            if any(run.state in ("RUNNING", "PENDING", "UNKNOWN") for run in states):
+                time.sleep(interval)

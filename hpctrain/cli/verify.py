@@ -1,4 +1,4 @@
-"""Train steps of a run again, and compare them with its record: `hpctrain verify`."""
+"""Train steps of a run again, and compare them with its record (`hpctrain verify`)."""
 
 from __future__ import annotations
 

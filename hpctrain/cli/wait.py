@@ -1,4 +1,4 @@
-"""`hpctrain wait`: wait until runs have ended."""
+"""Wait until runs have ended (`hpctrain wait`)."""
 
 from __future__ import annotations
 

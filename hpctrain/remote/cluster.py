@@ -1,4 +1,4 @@
-"""A cluster as this project uses it: its connection, the project's folder there, and Python."""
+"""Remember the folder and Python of a project on a cluster, and run hpctrain there."""
 
 from __future__ import annotations
 
@@ -60,7 +60,13 @@ class Cluster:
             UserError: other processes hold the lock for too long.
         """
         make_folder(self._path.parent, private=True)
-        lock = self._acquire_lock()
+        path, deadline = self._path.with_suffix(".lock"), time.monotonic() + _LOCK_LIMIT_S
+        while (lock := try_lock(path)) is None:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"Another process holds the lock {str(path)!r}. Wait until that process ends, then try "
+                    "again."
+                )
         try:
             records = self._records()
             folders = records.get(self.name, {}).get("folders", {})
@@ -72,16 +78,6 @@ class Cluster:
             write_atomic(self._path, json.dumps(records | {self.name: record}, indent=1), private=True)
         finally:
             os.close(lock)
-
-    def _acquire_lock(self) -> int:
-        path, deadline = self._path.with_suffix(".lock"), time.monotonic() + _LOCK_LIMIT_S
-        while (lock := try_lock(path)) is None:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"Another process holds the lock {str(path)!r}. Wait until that process ends, then try "
-                    "again."
-                )
-        return lock
 
     def hpctrain(self, args: Sequence[str], *, stream: bool = False) -> str:
         """Return a script that runs `hpctrain ARGS` in the folder that corresponds to the current one.
@@ -101,7 +97,8 @@ class Cluster:
         does_not_start = shlex.quote(f"Error: hpctrain does not start on {self.name}: ")
         remedy = shlex.quote(f". Run {setup}` to find the cause or to install hpctrain.")
         return (
-            f"cd {shell_path(folder)} 2>/dev/null || {_fail(no_folder)}; {self.choose_python()}; "
+            f"cd {shell_path(folder)} 2>/dev/null || "
+            f"{{ echo {shlex.quote(f'Error: {no_folder}')} >&2; exit 3; }}; {self.choose_python()}; "
             'E=$("$PY" -P -c "import hpctrain" 2>&1 >/dev/null) || '
             f"{{ echo {does_not_start}\"${{E##*$'\\n'}}\"{remedy} >&2; exit 3; }}; "
             # 255 is ssh's own exit code, of a lost connection.
@@ -147,7 +144,3 @@ def shell_path(path: str) -> str:
             "Remove any other `$` or `~`."
         )
     return "/".join(part for part in (start, rest and shlex.quote(rest)) if part)
-
-
-def _fail(sentence: str) -> str:
-    return f"{{ echo {shlex.quote(f'Error: {sentence}')} >&2; exit 3; }}"

@@ -1,4 +1,4 @@
-"""Check of a cluster before a submission: each problem is one sentence."""
+"""Check a cluster before a submission, and describe each problem in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs of a run on a cluster, which continue after a lost connection."""
+"""Show the logs of a run on a cluster, and continue after a lost connection."""
 
 from __future__ import annotations
 

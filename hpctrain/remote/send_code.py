@@ -1,4 +1,4 @@
-"""Copy of the code from this machine to the folder of the project on a cluster."""
+"""Copy the code from this machine to the folder of the project on a cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +63,19 @@ def send_code(cluster: Cluster, code: LocalCode) -> None:
         UserError: the copy failed, such as for a full disk.
         ClusterUnreachable: the connection was lost.
     """
-    target = f"{cluster.name}:{cluster.folder}/"
-    deleted = _deleted(cluster, code)
+    target, list_path = f"{cluster.name}:{cluster.folder}/", f"{cluster.folder}/{SENT_CODE_FILE}"
+    sent: list[str] = []
+    # Nothing was sent, or the list is damaged.
+    with suppress(ValueError, TypeError, KeyError):
+        sent = list(
+            map(str, json.loads(cluster.connection.run(f"cat {shell_path(list_path)}").stdout)["files"])
+        )
+    deleted = [
+        name
+        for name in sent
+        if name not in code.files
+        and not (name.startswith("/") or ".." in name.split("/") or os.path.lexists(cluster.root / name))
+    ]
     cluster.connection.rsync(
         ["-lptz", "--files-from=-", "--from0", f"{cluster.root}/", target], "\0".join(code.files)
     )
@@ -74,17 +86,6 @@ def send_code(cluster: Cluster, code: LocalCode) -> None:
         listed = Path(folder, SENT_CODE_FILE)
         listed.write_text(json.dumps({"commit": code.commit, "files": code.files, "diff": code.diff}))
         cluster.connection.rsync(["-pz", str(listed), target])
-
-
-def _deleted(cluster: Cluster, code: LocalCode) -> list[str]:
-    """Return the files that were sent earlier, but no longer exist on this machine."""
-    listed = cluster.connection.run(f"cat {shell_path(f'{cluster.folder}/{SENT_CODE_FILE}')}").stdout
-    try:
-        earlier = [name for name in map(str, json.loads(listed)["files"]) if name not in code.files]
-    except (ValueError, TypeError, KeyError):  # nothing was sent, or the list is damaged
-        return []
-    inside = [name for name in earlier if not name.startswith("/") and ".." not in name.split("/")]
-    return [name for name in inside if not os.path.lexists(cluster.root / name)]
 
 
 def _walk(root: Path) -> Iterator[str]:

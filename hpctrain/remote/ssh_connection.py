@@ -1,4 +1,4 @@
-"""Connection to a login node with OpenSSH."""
+"""Run commands and copy files on a login node with OpenSSH."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, UserError
@@ -44,37 +45,13 @@ _NOT_STARTED, _VANISHED = (126, 127), 24
 _NOT_FOUND = "(command not found|not found|cannot execute|no such file|permission denied)"
 
 
-def _socket_path(host: str, environ: Mapping[str, str]) -> Path:
-    """Return the path of the socket for a host, as its name is configured now.
-
-    ssh's own placeholder `%C` does not contain the jump host, so it can be equal for two hosts.
-    """
-    home = Path(environ.get("HOME", "~")).expanduser()
-    config = home / ".ssh/config"
-    changed = config.stat().st_mtime_ns if config.exists() else 0
-    name = f"hpctrain-{hashlib.sha256(f'{host} {changed}'.encode()).hexdigest()[:16]}"
-    folder = Path(environ.get("XDG_RUNTIME_DIR") or home / ".ssh")
-    try:
-        make_folder(folder, private=True)
-        is_usable = os.access(folder, os.W_OK)
-    except OSError:
-        is_usable = False
-    if not is_usable or len(os.fsencode(folder / name)) > _MAX_SOCKET_PATH:
-        folder = Path(tempfile.gettempdir(), f"hpctrain-{os.geteuid()}")
-        make_private_folder(folder)
-    return folder / name
-
-
 class ClusterUnreachable(HpctrainError):
-    """The login to a cluster failed, or the connection was lost.
-
-    Attributes:
-        is_permanent: another try cannot succeed, such as after a wrong password.
-    """
+    """The login to a cluster failed, or the connection was lost."""
 
     exit_code = 3
 
     def __init__(self, message: str, *, is_permanent: bool = False) -> None:
+        """`is_permanent` is true if another try cannot succeed, such as after a wrong password."""
         super().__init__(message)
         self.is_permanent = is_permanent
 
@@ -94,7 +71,6 @@ class SshConnection:
             )
         self.host = host
         self.rsync_path = "rsync"
-        """Path of rsync on the host. `find_rsync` sets it, because rsync is not started in a login shell."""
         options = {**_OPTIONS, "ControlPath": str(_socket_path(host, environ))}
         self._ssh = ["ssh", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
 
@@ -102,7 +78,7 @@ class SshConnection:
         """Log in, unless an open connection exists.
 
         Raises:
-            ClusterUnreachable: the login failed. `is_permanent` is true if another try cannot succeed.
+            ClusterUnreachable: the login failed.
         """
         with tempfile.NamedTemporaryFile("r", prefix="hpctrain-ssh-") as log:
             argv = [*self._ssh, "-E", log.name, "-T", self.host, "true"]
@@ -120,10 +96,7 @@ class SshConnection:
             )
 
     def reopen(self, report: Callable[[str], object]) -> None:
-        """Log in again after a lost connection, with up to half a minute between two tries.
-
-        Args:
-            report: receives a message for the user.
+        """Log in again after a lost connection, for up to an hour. `report` receives a message for the user.
 
         Raises:
             ClusterUnreachable: the login was refused, or failed for an hour.
@@ -171,18 +144,17 @@ class SshConnection:
             raise ClusterUnreachable(f"The connection to {self.host} was lost. {words}")
 
     def find_rsync(self) -> None:
-        """Find rsync on the PATH of a login shell of the host.
+        """Find rsync on the PATH of a login shell of the host, because rsync is not started in a login shell.
 
         Raises:
             UserError: there is none.
-            ClusterUnreachable: the connection was lost.
         """
         self.rsync_path = self.run("command -v rsync").stdout.strip()
         if not self.rsync_path:
             raise UserError(f"rsync is not on the PATH of a login shell on {self.host}. Install rsync there.")
 
     def rsync(self, arguments: Sequence[str], content: str = "", *, may_vanish: bool = False) -> None:
-        """Copy files with rsync through this connection, with `content` as its stdin.
+        """Copy files with rsync through this connection.
 
         Args:
             arguments: the arguments of rsync.
@@ -220,3 +192,21 @@ class SshConnection:
             self.check(SSH_FAILED if not reasons and _LOST.search(result.stderr) else 0)
             reason = reasons[0] if reasons else result.stderr.strip() or f"exit code {result.returncode}"
             raise UserError(f"rsync cannot copy files between this machine and {self.host}: {reason}.")
+
+
+def _socket_path(host: str, environ: Mapping[str, str]) -> Path:
+    """Return the path of the socket for a host, as its name is configured now.
+
+    ssh's own placeholder `%C` does not contain the jump host, so it can be equal for two hosts.
+    """
+    home = Path(environ.get("HOME", "~")).expanduser()
+    config = home / ".ssh/config"
+    changed_ns = config.stat().st_mtime_ns if config.exists() else 0
+    name = f"hpctrain-{hashlib.sha256(f'{host} {changed_ns}'.encode()).hexdigest()[:16]}"
+    folder = Path(environ.get("XDG_RUNTIME_DIR") or home / ".ssh")
+    with suppress(OSError):
+        make_folder(folder, private=True)
+    if not os.access(folder, os.W_OK) or len(os.fsencode(folder / name)) > _MAX_SOCKET_PATH:
+        folder = Path(tempfile.gettempdir(), f"hpctrain-{os.geteuid()}")
+        make_private_folder(folder)
+    return folder / name

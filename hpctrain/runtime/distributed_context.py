@@ -24,8 +24,7 @@ from hpctrain.errors import RendezvousError
 from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
 from hpctrain.runtime.rendezvous import connect_store
-from hpctrain.telemetry.startup_parts import StartupPart
-from hpctrain.telemetry.startup_times import startup_times
+from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 #: Time limit for the start of all ranks, which may import torch from a cold shared file system.
 JOIN_TIMEOUT_S = 300.0

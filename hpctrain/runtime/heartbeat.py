@@ -30,7 +30,7 @@ from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
 from hpctrain.runtime.supervisor_connection import Connection, Message
 from hpctrain.telemetry.sampling.nvml import GpuReader
-from hpctrain.telemetry.startup_times import startup_times
+from hpctrain.telemetry.startup_parts import startup_times
 
 #: Modules whose frames between the user's code and a wait are skipped in the reported position.
 _LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hpctrain.records.rank_phase import RankPhase
-from hpctrain.telemetry.startup_parts import StartupPart
-from hpctrain.telemetry.startup_times import startup_times
+from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 
 class RankActivity:

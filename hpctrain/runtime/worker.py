@@ -79,8 +79,7 @@ from hpctrain.runtime.supervisor_connection import (
 )
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped, pending_saves
 from hpctrain.telemetry.sampling.nvml import count_gpus
-from hpctrain.telemetry.startup_parts import StartupPart
-from hpctrain.telemetry.startup_times import startup_times
+from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 #: Lines of the log in which the cause of an exit is searched.
 _LAST_LINES = 5

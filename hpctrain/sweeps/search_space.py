@@ -1,4 +1,4 @@
-"""Search space of a sweep: values and ranges of hyper-parameters, as grid or random samples."""
+"""Parse the search space of a sweep, and list or draw its trials."""
 
 from __future__ import annotations
 
@@ -97,17 +97,13 @@ def _parse(name: str, text: str, folder: Path) -> Values:
                 f"--over {name}={text} has {len(numbers)} values, but must have 1 to {MAX_TASKS}. {_FORMS}."
             )
         return list(map(str, numbers))
-    if match := _BOUNDS.fullmatch(text):
-        return _parse_bounds(name, text, match)
-    return [part.strip() for part in text.split(",")]
-
-
-def _parse_bounds(name: str, text: str, match: re.Match[str]) -> ValueRange:
+    if (match := _BOUNDS.fullmatch(text)) is None:
+        return [value.strip() for value in text.split(",")]
+    is_log = match[1] is not None
     try:
         low, high = float(match[2]), float(match[3])
     except ValueError:
         raise UserError(f"--over {name}={text}: the bounds must be numbers. {_FORMS}.") from None
-    is_log = match[1] is not None
     if not (math.isfinite(low) and math.isfinite(high) and low < high) or (is_log and low <= 0):
         least = "positive, and " if is_log else ""
         raise UserError(f"--over {name}={text}: the bounds must be {least}in ascending order. {_FORMS}.")
@@ -121,14 +117,12 @@ def grid(space: SearchSpace) -> list[TrialValues]:
     Raises:
         UserError: a hyper-parameter has a range, or there are too many combinations.
     """
-    lists: list[Sequence[str]] = []
-    for name, values in space.items():
-        if isinstance(values, ValueRange):
-            raise UserError(
-                f"{name} is a range (--over), so a grid search cannot list its values. Add --random N, "
-                "or list the values."
-            )
-        lists.append(values)
+    lists = [values for values in space.values() if not isinstance(values, ValueRange)]
+    if ranges := [name for name, values in space.items() if isinstance(values, ValueRange)]:
+        raise UserError(
+            f"{ranges[0]} is a range (--over), so a grid search cannot list its values. Add --random N, or "
+            "list the values."
+        )
     if (number := math.prod(map(len, lists))) > MAX_TASKS:
         raise UserError(
             f"The grid has {number} trials (--over), but a sweep can have at most {MAX_TASKS}. Use fewer "
@@ -139,13 +133,10 @@ def grid(space: SearchSpace) -> list[TrialValues]:
 
 def draw_trials(space: SearchSpace, numbers: Iterable[int], seed: int) -> list[TrialValues]:
     """Draw the values of trials. A trial's values depend only on the seed and the trial's number."""
-    trials = []
-    for number in numbers:
-        generator = random.Random(f"{seed}:{number}")
-        trials.append(
-            {
-                name: values.draw(generator) if isinstance(values, ValueRange) else generator.choice(values)
-                for name, values in space.items()
-            }
-        )
-    return trials
+    return [
+        {
+            name: values.draw(generator) if isinstance(values, ValueRange) else generator.choice(values)
+            for name, values in space.items()
+        }
+        for generator in (random.Random(f"{seed}:{number}") for number in numbers)
+    ]

@@ -1,4 +1,4 @@
-"""Rules that stop losing trials early, by comparing a metric at the same step."""
+"""Stop losing trials early, by comparing a metric at the same step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record of a sweep in the folder of its job array: `sweep.json`."""
+"""Record a sweep in the folder of its job array (`sweep.json`)."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ class SweepRecord:
     def __post_init__(self) -> None:
         try:
             self.format.format(name="n", value="v")
+            is_valid = "{value}" in self.format
         except (LookupError, ValueError):
-            found = False
-        else:
-            found = "{value}" in self.format
-        if not found:
+            is_valid = False
+        if not is_valid:
             raise UserError(
                 f"{self.format!r} is not a valid argument format (--as). Use {{name}} and {{value}}, as in "
                 f"{DEFAULT_FORMAT!r} or '{{name}}={{value}}'."
@@ -67,15 +66,7 @@ class SweepRecord:
         return parse_space(self.space, Path(self.folder))
 
     def with_values(self, given: Mapping[str, str], folder: Path) -> SweepRecord:
-        """Add values to a grid, or replace the values that a sampler draws.
-
-        Args:
-            given: values by hyper-parameter, as given by the user.
-            folder: folder of files with values.
-
-        Raises:
-            UserError: see `parse_space`.
-        """
+        """Add values to a grid, or replace the values that a sampler draws. See `parse_space`."""
         new = inline_files(given, folder)
         if self.sampler == "grid":
             old, added = self.parsed_space, parse_space(new, folder)
@@ -104,16 +95,14 @@ class SweepRecord:
 
     def trial_args(self, index: int) -> tuple[str, ...]:
         """Return the arguments of the script in a trial."""
-        values, words = self.trials[index], self.format.split()
-        own = [word.format(name=n, value=v) for n, v in values.items() for word in words]
-        return (*self.args, *own)
+        formats = self.format.split()
+        values = self.trials[index].items()
+        return (*self.args, *(form.format(name=name, value=v) for name, v in values for form in formats))
 
     def array(self, indices: Sequence[int]) -> str:
         """Return the job array of these trials, in sbatch's notation."""
-        if list(indices) == list(range(indices[0], indices[0] + len(indices))) and len(indices) > 1:
-            listed = f"{indices[0]}-{indices[-1]}"
-        else:
-            listed = ",".join(map(str, indices))
+        is_range = len(indices) > 1 and list(indices) == list(range(indices[0], indices[-1] + 1))
+        listed = f"{indices[0]}-{indices[-1]}" if is_range else ",".join(map(str, indices))
         return listed + (f"%{self.concurrent}" if self.concurrent else "")
 
     def text(self) -> str:

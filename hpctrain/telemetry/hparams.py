@@ -1,4 +1,4 @@
-"""Hyper-parameters of a run: arguments of its script, overrides of Hydra, and values of its training."""
+"""Collect the hyper-parameters of a run: script arguments, overrides of Hydra, and values of its training."""
 
 from __future__ import annotations
 

@@ -60,6 +60,8 @@ def test_help_lists_every_command(hpctrain):
         (["submit", "--dry-run", "--json", "train.py"], "Use only one of these options"),
         (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "requests 9999 ranks"),
         (["logs", "nothing"], "no run 'nothing'"),
+        (["cancel", "nothing", "nobody"], "No run was cancelled"),
+        (["resume", "train.py"], "To submit it: hpctrain submit train.py"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
     ],
 )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from helpers.commands import environment, run_command
+from helpers.terminal import Terminal
 
 from hpctrain.cli.main import cli
 
@@ -42,60 +40,33 @@ def require(shell: str) -> None:
         pytest.skip(f"{shell} is not installed")
 
 
-class Terminal:
-    """An interactive shell in a folder, with hpctrain's completion."""
-
-    def __init__(self, shell: str, folder: Path) -> None:
-        env = shell_environment(folder)
-        self._master, slave = pty.openpty()
-        argv, load = SHELLS[shell]
-        self._process = subprocess.Popen(
-            argv, cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
-        )
-        os.close(slave)
-        self.press(f'{load} && echo re""ady\n', "ready")
-
-    def press(self, keys: str, expected: str, limit_s: float = 60.0) -> str:
-        """Send keys, and return the output after the text that is expected in it has appeared."""
-        os.write(self._master, keys.encode())
-        output, deadline = "", time.monotonic() + limit_s
-        while expected not in output:
-            left = deadline - time.monotonic()
-            ready, _, _ = select.select([self._master], [], [], max(0.0, left))
-            assert ready, f"no {expected!r} after {limit_s} s: {output!r}"
-            output += os.read(self._master, 65536).decode()
-        return output
-
-    def complete(self, line: str, expected: str) -> None:
-        """Type a line and press Tab; the line must become `expected`. Then clear the line."""
-        self.press(f"{line}\t", expected.removeprefix(line))
-        self.press('\x15echo do""ne\n', "done")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._master)
+def complete(terminal: Terminal, line: str, expected: str) -> None:
+    """Type a line and press Tab; the line must become `expected`. Then clear the line."""
+    terminal.send(f"{line}\t")
+    terminal.expect(expected.removeprefix(line))
+    terminal.send('\x15echo do""ne\n')
+    terminal.expect("done")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", list(SHELLS))
 def test_shell_completes_commands_options_values_partitions_runs_and_files(tmp_path, shell):
     require(shell)
-    terminal = Terminal(shell, tmp_path)
+    argv, load = SHELLS[shell]
     (tmp_path / "runs" / "digits-1").mkdir(parents=True)
     (tmp_path / "runs" / "digits-1" / "spec.yaml").touch()
     (tmp_path / "train_digits.py").touch()
     (tmp_path / "elsewhere" / "r").mkdir(parents=True)
-    try:
-        terminal.complete("hpctrain che", "hpctrain checkpoints ")
-        terminal.complete("hpctrain submit --stop-b", "hpctrain submit --stop-before-limit ")
-        terminal.complete("hpctrain submit --resume-mode suc", "hpctrain submit --resume-mode successor ")
-        terminal.complete("hpctrain submit --partition gp", "hpctrain submit --partition gpu-long ")
-        terminal.complete("hpctrain submit tr", "hpctrain submit train_digits.py ")
-        terminal.complete("hpctrain status di", "hpctrain status digits-1 ")
-        terminal.complete("hpctrain logs else", "hpctrain logs elsewhere/")
-    finally:
-        terminal.close()
+    with Terminal(argv, tmp_path, shell_environment(tmp_path)) as terminal:
+        terminal.send(f'{load} && echo re""ady\n')
+        terminal.expect("ready")
+        complete(terminal, "hpctrain che", "hpctrain checkpoints ")
+        complete(terminal, "hpctrain submit --stop-b", "hpctrain submit --stop-before-limit ")
+        complete(terminal, "hpctrain submit --resume-mode suc", "hpctrain submit --resume-mode successor ")
+        complete(terminal, "hpctrain submit --partition gp", "hpctrain submit --partition gpu-long ")
+        complete(terminal, "hpctrain submit tr", "hpctrain submit train_digits.py ")
+        complete(terminal, "hpctrain status di", "hpctrain status digits-1 ")
+        complete(terminal, "hpctrain logs else", "hpctrain logs elsewhere/")
 
 
 @pytest.mark.slow

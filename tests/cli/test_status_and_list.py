@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.commands import run_on_terminal
 from helpers.run_histories import started_run, write_run
+from helpers.terminal import run_on_terminal
 
 from hpctrain.cli.serve import RunPages
 from hpctrain.errors import RunFailed
@@ -119,6 +119,8 @@ def test_status_of_a_restarted_run_without_checkpoints(hpctrain, tmp_path):
     history = started_run().after(1, "failure", rank=0, cause="SIGKILL").after(0, "restart")
     history.after(1, "started", nodes=1).after(1, "finished", state="COMPLETED", exit_code=0)
     run = write_run(tmp_path / "r", history, script="train.py")
+    text = hpctrain("status", "r").stdout
+    assert re.search(r"restarts +1, the last at .*: restart\n", text)
     for attempt in (0, 1):
         assert "checkpoint  none" not in hpctrain("status", "r").stdout
         run.attempt_logs(attempt).mkdir(parents=True)

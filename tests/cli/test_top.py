@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from helpers.commands import run_on_terminal
+from helpers.terminal import run_on_terminal
 
 SCRIPT = """
 import json, os, pathlib, time

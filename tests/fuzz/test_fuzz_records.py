@@ -31,8 +31,8 @@ from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
+from hpctrain.telemetry.loggers.dispatcher import LoggerState
 from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
-from hpctrain.telemetry.loggers.logger_state import LoggerState
 from hpctrain.telemetry.report import (
     artifacts,
     attempts,

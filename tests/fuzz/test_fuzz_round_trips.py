@@ -17,7 +17,7 @@ from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.cpu_binding import _read_cpus, format_cpus
 from hpctrain.supervisor.failures.failure_files import RankFailure, _read, _write
-from hpctrain.telemetry.loggers.logger_state import LoggerState
+from hpctrain.telemetry.loggers.dispatcher import LoggerState
 from hpctrain.telemetry.report.jsonl import read_jsonl
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from helpers import REPOSITORY
-from helpers.waiting import deadline_in, scaled
+from helpers.waiting import scaled
 
 _SCHEDULER_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "HPCTRAIN_")
 
@@ -74,29 +71,3 @@ def run_command(
     if check and result.returncode:
         raise AssertionError(f"exit code {result.returncode}: {command}\nstdout:\n{out}\nstderr:\n{err}")
     return result
-
-
-def run_on_terminal(argv: list[str], cwd: Path, columns: int, limit_s: float = 60.0) -> str:
-    """Return the output of a command on a terminal of that many columns."""
-    master, slave = pty.openpty()
-    env = environment({"COLUMNS": str(columns), "LINES": "20", "TERM": "xterm", "NO_COLOR": "1"})
-    process = subprocess.Popen(argv, cwd=cwd, env=env, stdin=slave, stdout=slave, stderr=slave)
-    os.close(slave)
-    output, deadline = b"", deadline_in(limit_s)
-    try:
-        while True:
-            ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no end after {limit_s} s; shown so far: {output!r}"
-            try:
-                new = os.read(master, 65536)
-            except OSError:  # the end of a terminal, on Linux
-                break
-            if not new:
-                break
-            output += new
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
-    return output.decode(errors="replace")

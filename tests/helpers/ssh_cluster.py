@@ -7,16 +7,12 @@ is not changed. A proxy in front of it can cut connections.
 from __future__ import annotations
 
 import os
-import pty
-import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,8 +20,9 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY
-from helpers.commands import environment, run_command
-from helpers.waiting import deadline_in, wait_for
+from helpers.commands import run_command
+from helpers.terminal import Terminal
+from helpers.waiting import wait_for
 from hpctrain.remote.ssh_connection import SshConnection
 
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -82,33 +79,13 @@ class Laptop:
         self, *args: str, answers: Sequence[tuple[str, str]] = (), timeout: float = 60
     ) -> tuple[str, int]:
         """Run hpctrain on a terminal, answering its prompts; return the output and the exit code."""
-        pid, terminal = pty.fork()
-        if pid == 0:
-            os.chdir(self.project)
-            argv = [sys.executable, "-m", "hpctrain", *args]
-            os.execve(sys.executable, argv, environment({**self.env, "TERM": "xterm"}))
-        shown, left, deadline = "", list(answers), deadline_in(timeout)
-        try:
-            while True:
-                ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
-                assert ready, f"no end after {timeout} s; shown so far: {shown!r}; left: {left}"
-                try:
-                    data = os.read(terminal, 65536)
-                except OSError:  # the end of a terminal, on Linux
-                    break
-                if not data:
-                    break
-                shown += data.decode(errors="replace")
-                if left and left[0][0] in shown.rpartition("\n")[2]:
-                    os.write(terminal, f"{left.pop(0)[1]}\n".encode())
-                    shown += "\n"
-        except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            raise
-        finally:
-            os.close(terminal)
-            _, status = os.waitpid(pid, 0)
-        return shown, os.waitstatus_to_exitcode(status)
+        argv = [sys.executable, "-m", "hpctrain", *args]
+        with Terminal(argv, self.project, self.env) as terminal:
+            for prompt, answer in answers:
+                terminal.expect(prompt, timeout)
+                terminal.send(f"{answer}\n")
+            code = terminal.wait(timeout)
+            return terminal.output, code
 
 
 class SshCluster:

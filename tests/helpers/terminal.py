@@ -1,4 +1,4 @@
-"""A command on a terminal, with input and output."""
+"""Run a command on a terminal, with input and output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Terminal:
     """A terminal with a command in the foreground. Use as a context manager, which closes the terminal."""
 
     def __init__(self, argv: Sequence[str | Path], cwd: Path, env: Mapping[str, str]) -> None:
-        self._output = b""
+        self._output = self._all = b""
         self.pid, self._master = pty.fork()
         if self.pid == 0:
             os.chdir(cwd)
@@ -44,6 +44,11 @@ class Terminal:
             os.kill(self.pid, 9)
             os.waitpid(self.pid, 0)
             raise
+
+    @property
+    def output(self) -> str:
+        """All output that has been read."""
+        return self._all.decode(errors="replace")
 
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
@@ -78,4 +83,13 @@ class Terminal:
         except OSError:  # the end of a terminal, on Linux
             return False
         self._output += new
+        self._all += new
         return bool(new)
+
+
+def run_on_terminal(argv: Sequence[str], cwd: Path, columns: int) -> str:
+    """Return the output of a command on a terminal of that many columns."""
+    env = {"COLUMNS": str(columns), "LINES": "20", "NO_COLOR": "1"}
+    with Terminal(argv, cwd, env) as terminal:
+        assert terminal.wait() == 0
+        return terminal.output

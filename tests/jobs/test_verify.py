@@ -13,8 +13,7 @@ import pytest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hpctrain.errors import SpecError
 from hpctrain.jobs.verify.scratch_run import ScratchRun
-from hpctrain.jobs.verify.training_record import TrainingRecord
-from hpctrain.jobs.verify.verification_plan import plan_verification
+from hpctrain.jobs.verify.training_record import TrainingRecord, plan_verification
 from hpctrain.jobs.verify.verify_run import (
     compare_environments,
     compare_metrics,

@@ -8,8 +8,7 @@ from helpers.logger_recorder import Recorder
 from hpctrain.files import append_json_line, make_folder
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.loggers import LoggedRun
-from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher
-from hpctrain.telemetry.loggers.logger_state import LoggerState
+from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher, LoggerState
 
 START = 1_764_000_000.0
 

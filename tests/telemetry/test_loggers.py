@@ -23,8 +23,7 @@ from hpctrain.files import append_json_line
 from hpctrain.rundir import RunDir
 from hpctrain.serialization import dumps
 from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, Neptune, TensorBoard, find_loggers
-from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher
-from hpctrain.telemetry.loggers.logger_state import LoggerState
+from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher, LoggerState
 from hpctrain.telemetry.loggers.process import LoggerConfig
 from hpctrain.telemetry.sampling.nvml import GpuReader
 from hpctrain.telemetry.sampling.procfs import ProcfsReader

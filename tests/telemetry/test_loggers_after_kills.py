@@ -1,12 +1,14 @@
-"""One curve in every tracker after kills of rank 0 and of its loggers, with real clients."""
+"""One curve in every tracker after kills of rank 0 and of its loggers; and hanging trackers."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from helpers import tracker_files
@@ -16,7 +18,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.loggers.logger_state import LoggerState
+from hpctrain.telemetry.loggers.dispatcher import LoggerState
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -37,6 +39,23 @@ class Line(hpctrain.Module):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+class Hanging:
+    name = "hanging"
+
+    def start(self, run):
+        return None
+
+    def log(self, lines):
+        time.sleep(600)
+
+    def rewind(self, step):
+        return False
+
+    def finish(self, ending):
+        pass
+
+if "hanging" in LOGGERS:
+    LOGGERS = ["csv", Hanging()]
 x = torch.linspace(-1, 1, 320).unsqueeze(1)
 trainer = hpctrain.Trainer(max_steps=LAST, global_batch_size=32, checkpoint_every=20, loggers=LOGGERS, seed=1)
 trainer.fit(Line(), TensorDataset(x, 3 * x + 1))
@@ -77,11 +96,7 @@ def wait_for_step(run: RunDir, attempt: int, step: int) -> None:
 
 def test_each_step_is_logged_once_after_kills_of_ranks_and_loggers(tmp_path):
     loggers = ["csv", *(name for name, package in PACKAGES.items() if find_spec(package))]
-    script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
-    script.write_text(f"LAST, LOGGERS = {LAST}, {loggers}\n" + SCRIPT)
-    env_options = [word for name, value in OFFLINE.items() for word in ("--env", f"{name}={value}")]
-    shape = ["--backend=local", "--ntasks-per-node=2", "--run-dir", str(run.path)]
-    hpctrain("submit", *shape, *env_options, str(script))
+    run = submit(tmp_path, LAST, loggers)
     wait_for_step(run, 0, 70)
     kill(run, with_loggers=False)
     wait_for_step(run, 1, 90)
@@ -102,6 +117,24 @@ def test_each_step_is_logged_once_after_kills_of_ranks_and_loggers(tmp_path):
         assert len(missing) <= IN_FLIGHT.get(name, MAX_IN_FLIGHT), (name, missing)
         assert LAST in values, name
         assert values == {step: pytest.approx(losses[step], rel=1e-6) for step in values}, name
+
+
+def test_hanging_tracker_delays_no_step_and_the_end_by_half_a_minute(tmp_path):
+    run = submit(tmp_path, 40, ["hanging"])
+    hpctrain("wait", str(run.path))
+    assert_no_process_left(run.path)
+    assert len(tracker_files.csv_points(run.path)) == 40
+    assert "did not finish within 30 s" in run.rank_log(0, 0).read_text()
+    assert json.loads(run.logger_state("hanging").read_text())["sending"]["loss"] > 0
+
+
+def submit(tmp_path: Path, last_step: int, loggers: list[str]) -> RunDir:
+    script, run = tmp_path / "train.py", RunDir(tmp_path / "run")
+    script.write_text(f"LAST, LOGGERS = {last_step}, {loggers}\n" + SCRIPT)
+    env_options = [word for name, value in OFFLINE.items() for word in ("--env", f"{name}={value}")]
+    shape = ["--backend=local", "--ntasks-per-node=2", "--run-dir", str(run.path)]
+    hpctrain("submit", *shape, *env_options, str(script))
+    return run
 
 
 def hpctrain(*args: str) -> None:

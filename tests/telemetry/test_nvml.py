@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pynvml
 import pytest
 from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake_driver
 
 from hpctrain.files import read_json_lines
+from hpctrain.telemetry.sampling import nvml
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
 from hpctrain.telemetry.sampling.sampler import TelemetrySampler
@@ -128,6 +127,6 @@ def test_no_gpus_without_a_working_driver(monkeypatch, number):
 
 
 def test_no_gpus_without_pynvml(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(nvml, "pynvml", None)
     with GpuReader() as gpus:
         assert gpus.read() == []

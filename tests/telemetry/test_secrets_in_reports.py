@@ -8,9 +8,9 @@ import pytest
 from helpers.run_histories import disturbed_run, write_run
 from test_report_page import facts_of
 
+from hpctrain.cli.report import json_report
 from hpctrain.cli.resubmit_command import resubmit_command
 from hpctrain.redaction import redact, redact_args
-from hpctrain.telemetry.report.json_report import json_report
 from hpctrain.telemetry.report.run_page import render_run_page
 
 SPEC = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpctrain.rundir import EventKind
 from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.time_breakdown import NO_STEPS_NOTE, TimeBreakdown
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 
 
 def breakdown_of(history: RunHistory, **options: Any) -> TimeBreakdown:

@@ -7,7 +7,7 @@ import pytest
 from helpers.run_histories import START, STRAGGLER, RunHistory, started_run
 from rich.cells import cell_len
 
-from hpctrain.telemetry.live.overview import format_overview
+from hpctrain.cli.top import format_overview
 from hpctrain.telemetry.live.top_view import TopSnapshot, TopView, cut_line, format_view
 
 

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.addresses import is_loopback, resolve_host
+from hpctrain.cluster.addresses import interfaces, is_loopback, resolve_host
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, list_amd_gpus
-from hpctrain.cluster.interfaces import interfaces
 from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, command_output, run_python_probe
 from hpctrain.jobs.submit.container_builder import has_pyxis
 from hpctrain.text import format_memory, pluralize

@@ -129,7 +129,10 @@ def _find_template(name: str) -> Path:
     if os.sep in name:
         path = Path(name)
         if not path.is_file():
-            raise SpecError(f"Template {name!r} (--template) not found. Check its path.")
+            raise SpecError(
+                f"Template {name!r} (--template) not found. Check its path, or choose from "
+                f"{', '.join(built_in_templates())}."
+            )
         return path
     if name not in (names := built_in_templates()):
         raise SpecError(

@@ -21,8 +21,7 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit import submit_prepared
-from hpctrain.jobs.verify.training_record import TrainingRecord
-from hpctrain.jobs.verify.verification_plan import ReplayedPart, VerificationPlan
+from hpctrain.jobs.verify.training_record import ReplayedPart, TrainingRecord, VerificationPlan
 from hpctrain.rundir import (
     MICRO_BATCH_VARIABLE,
     VERIFY_STEPS_VARIABLE,
@@ -46,10 +45,6 @@ class ScratchRun:
     """A copy of a run that trains some of its steps again, as a context manager.
 
     The verified run is only read. The large files of its checkpoint are linked.
-
-    Attributes:
-        run: the folder of the copy.
-        notes: sentences about differences from the verified run.
     """
 
     def __init__(
@@ -72,6 +67,7 @@ class ScratchRun:
         self._parent = parent or (verified.path.parent if backend == "slurm" else None)
         self._failed = False
         self.notes: list[str] = []
+        """Differences from the verified run."""
         self._spec = self._load_spec()
 
     def __enter__(self) -> Self:
@@ -111,12 +107,19 @@ class ScratchRun:
             RunFailed: the training failed.
         """
         if plan.start_checkpoint is not None:
-            self._link_checkpoint(plan.start_checkpoint)
+            folder = self.run.checkpoints / plan.start_checkpoint.name
+            make_folder(folder.parent)
+            folder.mkdir()
+            for file in plan.start_checkpoint.iterdir():
+                if file.name.endswith(_LARGE):
+                    (folder / file.name).symlink_to(file)
+                else:
+                    shutil.copyfile(file, folder / file.name)
         for step, event in record.rollbacks.items():
             if step <= plan.last:
                 append_json_line(self.run.events, event)
-        environment = next((record.environments[a] for a in plan.attempts if a in record.environments), {})
-        threads = environment.get("threads_per_rank")
+        environments = (record.environments.get(attempt, {}) for attempt in plan.attempts)
+        threads = next(filter(None, environments), {}).get("threads_per_rank")
         function = [self._verified.function.read_bytes()] if self._verified.function.exists() else []
         for part in plan.parts:
             # The grouping of additions on a CPU depends on the number of threads.
@@ -134,16 +137,6 @@ class ScratchRun:
                     f"The steps could not be repeated: {status.cause or status.state}. "
                     f"Log: {status.log or self.run.logs}"
                 )
-
-    def _link_checkpoint(self, checkpoint: Path) -> None:
-        folder = self.run.checkpoints / checkpoint.name
-        make_folder(folder.parent)
-        folder.mkdir()
-        for file in checkpoint.iterdir():
-            if file.name.endswith(_LARGE):
-                (folder / file.name).symlink_to(file)
-            else:
-                shutil.copyfile(file, folder / file.name)
 
     def _spec_of(self, part: ReplayedPart, folder: Path, variables: Mapping[str, str]) -> JobSpec:
         per_node = part.world_size // part.nodes
@@ -165,70 +158,55 @@ class ScratchRun:
         )
 
     def _load_spec(self) -> JobSpec:
-        verified = self._verified
-        spec = load_spec(verified.spec)
+        """Return the specification of the copy. The verified run may be from another machine."""
+        verified, spec = self._verified, load_spec(self._verified.spec)
+        missing = f"of run {verified.run_id} is not on this machine"
         if spec.array is not None:
             task = next(iter(verified.tasks()), 0)
             raise SpecError(
                 f"Run {verified.run_id} is a job array. Specify a task, such as {verified.task(task).path}."
             )
-        code = self._find_code(spec)
-        if code is None and not verified.function.exists():
+        code, workdir, python = spec.code, Path(spec.workdir), spec.python
+        if code is not None:
+            folder = (verified.array or verified).code / Path(code.copy).name
+            if not folder.is_dir():
+                raise SpecError(
+                    f"The code snapshot {folder} of run {verified.run_id} is missing. Restore it."
+                )
+            script = code.script and str(folder / os.path.relpath(code.script, code.copy))
+            code = CodeRef(source=code.source, copy=str(folder), script=script)
+        elif not verified.function.exists():
             self.notes.append(
                 f"The run has no code snapshot, so the current versions of {spec.script} and its imports "
                 "are used instead."
             )
             if spec.program == "script" and not Path(spec.script).is_file():
+                raise SpecError(f"The script {spec.script} {missing}. Restore the script.")
+        if not workdir.is_dir():
+            if code is not None and workdir.is_relative_to(code.source):
+                workdir = Path(code.copy, workdir.relative_to(code.source))
+            if not workdir.is_dir():
                 raise SpecError(
-                    f"Run {verified.run_id} has no code snapshot, and its script {spec.script} is not on "
-                    "this machine. Restore the script."
+                    f"The working directory {spec.workdir} {missing}. Create this directory, with the data "
+                    "that the script reads from it."
                 )
-        in_job = self._backend.name == "slurm"
-        directives = directives_after_start(spec.directives)
+            self.notes.append(f"{spec.workdir} is not on this machine, so the script runs in {workdir}.")
+        if spec.shell.python is None and not os.access(python, os.X_OK):
+            python = sys.executable
+            self.notes.append(f"{spec.python} is not on this machine, so {python} is used instead.")
+        in_slurm = self._backend.name == "slurm"
         return replace(
             spec,
             name="verify",
             backend=self._backend.name,
             array_task=None,
             code=code,
-            python=self._find_python(spec),
-            workdir=self._find_workdir(spec, code),
+            python=python,
+            workdir=str(workdir),
             spare_nodes=0,
             node_check="never",
             standby_workers_s=None,
-            time_limit_s=spec.time_limit_s if in_job else None,
-            directives=directives if in_job else {},
+            time_limit_s=spec.time_limit_s if in_slurm else None,
+            directives=directives_after_start(spec.directives) if in_slurm else {},
             notify=NotifyConfig(),
-        )
-
-    def _find_code(self, spec: JobSpec) -> CodeRef | None:
-        """Return the code snapshot in the run folder, which may have been moved since the run."""
-        if spec.code is None:
-            return None
-        folder = (self._verified.array or self._verified).code / Path(spec.code.copy).name
-        if not folder.is_dir():
-            raise SpecError(
-                f"The code snapshot {folder} of run {self._verified.run_id} is missing. Restore it."
-            )
-        script = spec.code.script and str(folder / os.path.relpath(spec.code.script, spec.code.copy))
-        return CodeRef(source=spec.code.source, copy=str(folder), script=script)
-
-    def _find_python(self, spec: JobSpec) -> str:
-        if spec.shell.python is not None or os.access(spec.python, os.X_OK):
-            return spec.python
-        self.notes.append(f"{spec.python} is not on this machine, so {sys.executable} is used instead.")
-        return sys.executable
-
-    def _find_workdir(self, spec: JobSpec, code: CodeRef | None) -> str:
-        """Return the working directory, or its copy in the code snapshot."""
-        if Path(spec.workdir).is_dir():
-            return spec.workdir
-        if code is not None and Path(spec.workdir).is_relative_to(code.source):
-            copy = Path(code.copy, Path(spec.workdir).relative_to(code.source))
-            if copy.is_dir():
-                self.notes.append(f"{spec.workdir} is not on this machine, so the script runs in {copy}.")
-                return str(copy)
-        raise SpecError(
-            f"The working directory {spec.workdir} of run {self._verified.run_id} is not on this "
-            "machine. Create this directory, with the data that the script reads from it."
         )

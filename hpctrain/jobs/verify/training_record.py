@@ -1,16 +1,19 @@
-"""Read the record of training in a run folder: metrics, samples, environments, and the ranks of each part."""
+"""Read the record of training in a run folder, and plan which steps to train again."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.listing import list_checkpoints
+from hpctrain.errors import SpecError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.text import join_or
 
 _SAMPLES_FILE = re.compile(r"attempt-(\d+)-rank-(\d+)\.jsonl")
 #: Events that the ranks of an attempt write.
@@ -35,16 +38,12 @@ class TrainedPart:
 
 
 class TrainingRecord:
-    """The record of a run. Files are read on first use.
-
-    Attributes:
-        run: the run folder.
-        steps: metrics by step; the last line of a step counts.
-    """
+    """The record of a run. Files are read on first use."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.steps: dict[int, dict[str, Any]] = {}
+        """Metrics by step; the last line of a step counts."""
         self._logged_attempts: dict[int, int] = {}
         for line in read_json_lines(run.metrics, is_metrics):
             values = {name: value for name, value in line.items() if name not in RESERVED_FIELDS - {"epoch"}}
@@ -73,10 +72,7 @@ class TrainingRecord:
 
     @cached_property
     def unscheduled_saves(self) -> list[int]:
-        """Steps that the `Trainer` saved in addition to the multiples of `checkpoint_every`.
-
-        Steps that were trained again afterwards are omitted.
-        """
+        """Steps that the `Trainer` saved in addition to the multiples of `checkpoint_every`."""
         settings = [line.get("settings") for line in self.environments.values()]
         newest = next((entry for entry in reversed(settings) if isinstance(entry, dict)), {})
         if "checkpoint_every" not in newest:
@@ -120,8 +116,15 @@ class TrainingRecord:
                 start = int(event["step"])
             elif event["kind"] == "failure":
                 micro_batch_size = event.get("micro_batch_size", micro_batch_size)
-            if start is not None:
-                parts = _replace_tail(parts, start, started[attempt], attempt, micro_batch_size)
+            if start is None:
+                continue
+            # An attempt trains all steps after its start again.
+            parts = [part for part in parts if part.start < start]
+            nodes, world_size = (int(started[attempt].get(name, 1)) for name in ("nodes", "world_size"))
+            if parts and parts[-1].shape == (nodes, world_size, micro_batch_size):
+                parts[-1] = replace(parts[-1], attempts=(*parts[-1].attempts, attempt))
+            else:
+                parts.append(TrainedPart(start, nodes, world_size, (attempt,), micro_batch_size))
         return tuple(parts)
 
     def _begins_with_resume(self, attempt: int) -> bool:
@@ -147,18 +150,104 @@ class TrainingRecord:
         return {step: ranks for step, (_, ranks) in latest.items() if step not in self.rollbacks}
 
 
-def _replace_tail(
-    parts: Sequence[TrainedPart],
-    start: int,
-    started: Mapping[str, Any],
-    attempt: int,
-    micro_batch_size: int | None,
-) -> list[TrainedPart]:
-    """Return the parts after an attempt trained all steps after `start` again."""
-    kept = [part for part in parts if part.start < start]
-    nodes, world_size = int(started.get("nodes", 1)), int(started.get("world_size", 1))
-    if kept and kept[-1].shape == (nodes, world_size, micro_batch_size):
-        kept[-1] = replace(kept[-1], attempts=(*kept[-1].attempts, attempt))
-    else:
-        kept.append(TrainedPart(start, nodes, world_size, (attempt,), micro_batch_size))
-    return kept
+@dataclass(frozen=True)
+class ReplayedPart:
+    """Steps that the same ranks train again."""
+
+    last: int
+    nodes: int
+    world_size: int
+    micro_batch_size: int | None
+    saved: tuple[int, ...]
+    """Steps whose states are saved, ascending; ends with `last`."""
+    synced: tuple[int, ...]
+    """Further steps that the run saved, ascending."""
+
+
+@dataclass(frozen=True)
+class VerificationPlan:
+    """Steps `start` + 1 to `last`, and the recorded state to compare."""
+
+    start: int
+    last: int
+    start_checkpoint: Path | None
+    """Checkpoint to start from; None starts from the beginning."""
+    checkpoint: tuple[int, Path] | None
+    """Step and folder of the recorded state to compare."""
+    parts: tuple[ReplayedPart, ...]
+    attempts: tuple[int, ...]
+    """Recorded attempts that trained these steps."""
+    recorded_ranks: tuple[int, ...]
+    """Numbers of ranks in the record, by part."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> range:
+        return range(self.start + 1, self.last + 1)
+
+
+def plan_verification(
+    record: TrainingRecord, first: int | None, last: int | None, num_ranks: int | None
+) -> VerificationPlan:
+    """Choose the start, the state to compare, and the ranks. None chooses the values of the record.
+
+    Raises:
+        SpecError: the run recorded too little, or does not have these steps.
+    """
+    name = record.run.run_id
+    if not record.steps or not record.parts:
+        raise SpecError(
+            f"Run {name} recorded no step metrics, so there is nothing to compare. Verification "
+            "requires a script with the Trainer or session(), or one that calls log_metrics() and uses the "
+            "Checkpointer."
+        )
+    if not any(event["kind"] == "checkpoint" and event.get("step") is not None for event in record.events):
+        raise SpecError(
+            f"Run {name} recorded metrics, but no hpctrain checkpoint, so its state cannot be compared. "
+            "Use the Trainer, session() or the Checkpointer in the script."
+        )
+    checkpoints = {checkpoint.step: checkpoint.path for checkpoint in list_checkpoints(record.run)[0]}
+    newest, origin = max(record.steps), record.parts[0].start
+    first, last = first or origin + 1, last or newest
+    if not origin < first <= last <= newest:
+        raise SpecError(
+            f"--steps is {first}:{last}, but run {name} recorded only steps "
+            f"{origin + 1}:{newest}. Choose steps in this range."
+        )
+    ranges = [f"{step + 1}:{newest}" for step in sorted(checkpoints) if step < newest]
+    advice = f"To start from a checkpoint, use --steps {join_or(ranges)}." if ranges else ""
+    start = max((step for step in checkpoints if step < first), default=0)
+    if start < origin:
+        raise SpecError(
+            f"Run {name} began with an imported checkpoint of step {origin}, which no longer exists, so "
+            f"these steps cannot be trained again. {advice}".rstrip()
+        )
+    notes = []
+    if start == 0 and first > 1:
+        notes.append(f"No checkpoint before step {first} is left, so training starts at step 1. {advice}")
+    state = max((step for step in checkpoints if start < step <= last), default=None)
+    if state is None:
+        notes.append(f"No checkpoint of steps {start + 1}:{last} is left, so the state is not compared.")
+    ends = [*(part.start for part in record.parts[1:]), newest]
+    trained = [
+        (part, min(end, last))
+        for part, end in zip(record.parts, ends, strict=True)
+        if end > start and part.start < last
+    ]
+    replayed = trained if num_ranks is None else [(TrainedPart(0, 1, num_ranks, ()), trained[-1][1])]
+    parts, begin = [], 0
+    for part, end in replayed:
+        saved = {end} | ({state} if state is not None and begin < state <= end else set())
+        synced = tuple(step for step in record.unscheduled_saves if begin < step < end)
+        parts.append(ReplayedPart(end, *part.shape, tuple(sorted(saved)), synced))
+        begin = end
+    return VerificationPlan(
+        start,
+        last,
+        checkpoints.get(start),
+        None if state is None else (state, checkpoints[state]),
+        tuple(parts),
+        tuple(attempt for part, _ in trained for attempt in part.attempts),
+        tuple(part.world_size for part, _ in trained),
+        tuple(notes),
+    )

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.errors import CheckpointError, SpecError
 from hpctrain.jobs.verify.scratch_run import ScratchRun
-from hpctrain.jobs.verify.training_record import TrainingRecord
-from hpctrain.jobs.verify.verification_plan import VerificationPlan, plan_verification
+from hpctrain.jobs.verify.training_record import TrainingRecord, VerificationPlan, plan_verification
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import BackendName
 from hpctrain.text import format_size, pluralize
@@ -60,7 +59,13 @@ class RecordDifference:
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" of rank {self.rank}"
-        return f"{self.name}{rank}: {_show(self.recorded)} in the record, {_show(self.here)} here"
+        recorded, here = (
+            ", ".join(map(str, value[:_MAX_SAMPLES])) + (", …" if len(value) > _MAX_SAMPLES else "")
+            if isinstance(value, list)
+            else repr(value)
+            for value in (self.recorded, self.here)
+        )
+        return f"{self.name}{rank}: {recorded} in the record, {here} here"
 
 
 @dataclass
@@ -133,8 +138,13 @@ def verify_run(
     skipped = {"epoch", *ignored_metrics}
     result.steps = [step for step in plan.steps if record.steps.get(step, {}).keys() - skipped]
     result.sample_steps = [step for step in plan.steps if step in record.samples]
+    nothing_compared = SpecError(
+        f"There is nothing to compare in steps {plan.start + 1}:{plan.last}: run {run.run_id} recorded no "
+        "samples and no metrics (other than those excluded with --ignore) of these steps, and no state that "
+        "is saved again. Choose other steps with --steps."
+    )
     if not (result.steps or result.sample_steps or plan.checkpoint):
-        raise _nothing_compared(plan, run)
+        raise nothing_compared
     with ScratchRun(run, environ, backend, parent) as scratch:
         scratch.check(plan)
         result.notes = [*plan.notes, *scratch.notes]
@@ -156,25 +166,15 @@ def verify_run(
         result.samples = list(compare_samples(record, here, result.sample_steps))
         if plan.checkpoint is not None:
             _compare_state(result, plan.checkpoint[1], scratch.run.checkpoint(plan.checkpoint[0]))
-        recorded = [
-            record.environments[attempt] for attempt in plan.attempts if attempt in record.environments
-        ]
+        recorded = [record.environments[n] for n in plan.attempts if n in record.environments]
         facts = compare_environments(recorded, here.environments.values())
     if not (result.compared or result.damaged):
-        raise _nothing_compared(plan, run)
+        raise nothing_compared
     if result.identical:
         result.notes += [f"No effect on the result: {fact}" for fact in facts]
     else:
         result.causes = facts
     return result
-
-
-def _nothing_compared(plan: VerificationPlan, run: RunDir) -> SpecError:
-    return SpecError(
-        f"There is nothing to compare in steps {plan.start + 1}:{plan.last}: run {run.run_id} recorded no "
-        "samples and no metrics (other than those excluded with --ignore) of these steps, and no state that "
-        "is saved again. Choose other steps with --steps."
-    )
 
 
 def compare_metrics(
@@ -206,18 +206,10 @@ def compare_samples(
             for rank in sorted(ranks):
                 if ranks[rank] != repeated[rank]:
                     yield RecordDifference(step, "samples", ranks[rank], repeated[rank], rank)
-        else:
-            union, union_here = (
-                sorted(chain.from_iterable(by_rank.values())) for by_rank in (ranks, repeated)
-            )
-            if union != union_here:
-                yield RecordDifference(step, "samples", union, union_here)
-
-
-def _show(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value[:_MAX_SAMPLES])) + (", …" if len(value) > _MAX_SAMPLES else "")
-    return repr(value)
+            continue
+        union, union_here = (sorted(chain(*by_rank.values())) for by_rank in (ranks, repeated))
+        if union != union_here:
+            yield RecordDifference(step, "samples", union, union_here)
 
 
 def _compare_state(result: VerificationResult, recorded: Path, here: Path) -> None:
@@ -243,19 +235,18 @@ def _compare_state(result: VerificationResult, recorded: Path, here: Path) -> No
     result.state = state
 
 
-def _damage(checkpoint: Path) -> list[str]:
-    """Return a message per damaged file."""
-    messages = []
+def _damage(checkpoint: Path) -> Iterator[str]:
+    """Yield a message per damaged file."""
     try:
         files = Manifest.read(checkpoint).files
     except CheckpointError as error:
-        return [str(error)]
+        yield str(error)
+        return
     for entry in files:
         try:
             entry.verify(checkpoint)
         except CheckpointError as error:
-            messages.append(str(error))
-    return messages
+            yield str(error)
 
 
 def compare_environments(
@@ -263,9 +254,7 @@ def compare_environments(
 ) -> list[str]:
     """Return a sentence per fact that differs: code, settings, versions, devices.
 
-    Args:
-        recorded: environments of the recorded attempts.
-        here: environments of the verification, by part. Each recorded one is compared with the most similar.
+    Each environment of a recorded attempt is compared with the most similar one of the verification.
     """
     facts: dict[str, None] = {}
     for environment in recorded:
@@ -275,13 +264,16 @@ def compare_environments(
 
 
 def _compare_facts(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    code, code_here = _mapping(recorded, "code"), _mapping(here, "code")
+    code, code_here, settings, settings_here = (
+        value if isinstance(value := environment.get(name), Mapping) else {}
+        for name in ("code", "settings")
+        for environment in (recorded, here)
+    )
     for file, checksum in code.items():
         if file not in code_here:
             yield f"code: {file} was imported in the recorded run, but not here"
         elif checksum != code_here[file]:
             yield f"code: {file} has changed (checksum {checksum} in the record, {code_here[file]} here)"
-    settings, settings_here = _mapping(recorded, "settings"), _mapping(here, "settings")
     for name, value in settings.items():
         # The verification has its own run folder.
         if name != "run_dir" and value != settings_here.get(name):
@@ -290,11 +282,6 @@ def _compare_facts(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iter
         # Earlier versions did not record all facts.
         if name in recorded and name in here and recorded[name] != here[name]:
             yield f"{title}: {recorded[name] or 'none'} in the record, {here[name] or 'none'} here"
-
-
-def _mapping(environment: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = environment.get(name)
-    return value if isinstance(value, Mapping) else {}
 
 
 def describe_result(result: VerificationResult) -> Iterator[str]:
@@ -316,22 +303,18 @@ def describe_result(result: VerificationResult) -> Iterator[str]:
             difference = _describe_state_difference(state.differences[0])
             yield f"state        of step {plan.checkpoint[0]} differs in {places}, first {difference}"
         yield from (f"cause        {cause}" for cause in result.causes)
-    yield f"compared     {_describe_compared(result)}"
-
-
-def _describe_compared(result: VerificationResult) -> str:
-    plan, state, clauses = result.plan, result.state, []
+    compared = []
     if result.steps:
         steps = pluralize(len(result.steps), "step")
-        clauses.append(f"metrics of {steps} (steps {plan.start + 1}:{plan.last})")
+        compared.append(f"metrics of {steps} (steps {plan.start + 1}:{plan.last})")
     if result.sample_steps:
-        clauses.append(f"samples of {pluralize(len(result.sample_steps), 'step')}")
+        compared.append(f"samples of {pluralize(len(result.sample_steps), 'step')}")
     if state is not None and plan.checkpoint is not None:
-        clauses.append(
+        compared.append(
             f"state after step {plan.checkpoint[0]} ({pluralize(state.num_tensors, 'tensor')} "
             f"of {format_size(state.num_bytes)}, {pluralize(state.num_values, 'value')})"
         )
-    return "; ".join(clauses) or "nothing"
+    yield f"compared     {'; '.join(compared) or 'nothing'}"
 
 
 def _describe_state_difference(difference: StateDifference) -> str:

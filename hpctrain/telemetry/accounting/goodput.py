@@ -1,4 +1,4 @@
-"""Goodput ratios of a run, by published definitions, computed from the time breakdown."""
+"""Compute goodput ratios of a run, by published definitions, from the time breakdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.text import is_finite
 
 #: Time spent on validation, and on steps that were not repeated.

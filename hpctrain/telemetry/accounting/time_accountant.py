@@ -1,4 +1,4 @@
-"""Assignment of the time of a run to categories, without gaps or overlaps, from events and metrics."""
+"""Assign the time of a run to categories, without gaps or overlaps, from events and metrics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.accounting.timeline_events import STATE_CHANGES, BlockedSpan, TimelineEvent
+from hpctrain.telemetry.accounting.timeline_events import (
+    STATE_CHANGES,
+    BlockedSpan,
+    TimeCategory,
+    TimelineEvent,
+)
 
 #: Time of training steps, which becomes lost work if the steps have to be trained again.
 _WORK = frozenset(

@@ -1,4 +1,4 @@
-"""Time of a run by category, over all attempts: every microsecond counts once. Imports no torch."""
+"""Break down the time of a run by category: every microsecond counts once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from hpctrain.telemetry.accounting.time_accountant import CATEGORY_OF_FIELD, Interval, TimeAccountant
-from hpctrain.telemetry.accounting.time_spans import TimeCategory, TimeSpan
-from hpctrain.telemetry.accounting.timeline_events import microseconds, read_timeline_events
+from hpctrain.telemetry.accounting.timeline_events import (
+    TimeCategory,
+    TimeSpan,
+    microseconds,
+    read_timeline_events,
+)
 
 NO_STEPS_NOTE = (
     "No steps are reported, so all time between the start and the end of the ranks counts as training, and "

@@ -1,12 +1,12 @@
-"""Ordered timeline events of a run, as input of the time breakdown. Imports no torch."""
+"""Order the events of a run in time, and name the categories of its time. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeGuard
 
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
 from hpctrain.text import is_finite
 
 #: Events after which the state of an attempt's ranks changes.
@@ -16,6 +16,33 @@ STATE_CHANGES = frozenset(
         *("restart", "shrink", "replace", "requeue", "finished"),
     }
 )
+
+
+class TimeCategory(StrEnum):
+    """Category of a run's time."""
+
+    TRAINING = "training"
+    COMMUNICATING = "communicating"
+    DATA = "waiting for data"
+    VALIDATING = "validating"
+    SAVING = "saving"
+    LOADING = "loading"
+    STARTING = "starting"
+    RESTARTING = "restarting"
+    LOST = "lost work"
+    QUEUED = "queued"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpan:
+    """A span of a run's time, in microseconds since the epoch; the end is exclusive."""
+
+    start_us: int
+    end_us: int
+    category: TimeCategory
+    attempt: int | None
+    """The attempt during or before this span; None before the first attempt."""
 
 
 @dataclass(slots=True)
@@ -66,7 +93,10 @@ def read_timeline_events(
         if kind == "checkpoint" and known_step is not None:
             steps.append(TimelineEvent(time_us - seconds_us, kind, attempt, known_step))
             # A second line for a step refers to the copy, which does not block the training.
-            saves.setdefault(known_step, _save(event, time_us, seconds_us, known_step))
+            stall_us = microseconds(event.get("stall_s"))
+            # Without a separate copy of the state, the complete write blocks the training.
+            end_us = min(time_us, time_us - seconds_us + (seconds_us if stall_us is None else stall_us))
+            saves.setdefault(known_step, BlockedSpan(time_us - seconds_us, end_us, known_step))
         elif kind == "paused":
             pauses.append(BlockedSpan(time_us - seconds_us, time_us, 0, TimeCategory.IDLE))
         elif kind in STATE_CHANGES and (kind != "failure" or is_finite(event.get("rank"))):
@@ -118,13 +148,6 @@ def _in_order(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[st
         if (time_us := microseconds(record.get("time"))) is not None:
             latest = max(latest, time_us)
             yield record, latest
-
-
-def _save(event: Mapping[str, Any], time_us: int, seconds_us: int, step: int) -> BlockedSpan:
-    """Return the span that blocked training: the copy of the state or, without a copy, the complete write."""
-    begun = time_us - seconds_us
-    stall_us = microseconds(event.get("stall_s"))
-    return BlockedSpan(begun, min(time_us, begun + (seconds_us if stall_us is None else stall_us)), step)
 
 
 def _spent(spent: object) -> dict[str, int]:

@@ -1,8 +1,7 @@
 "use strict";
-// Draws the charts of a report. All data is in the page; text goes in as text, never as markup.
+// Draws the charts of a report from the data in the page. Texts are added as text, never as markup.
 (() => {
   let data, charts = [], repaint = [];
-  const inPrint = window.matchMedia("print");
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   const palette = ["accent", "lost", "validating", "data", "saving", "restarting", "communicating", "soft"];
 
@@ -38,33 +37,28 @@
     return chart.log ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
   };
 
-  // Vertical lines where the ranks were started again.
+  // Vertical lines with labels, such as at restarts; a label that would cover another is omitted.
   const marks = (list) => ({
     hooks: {
-      draw: (plot) => {
-        const context = plot.ctx, ratio = devicePixelRatio;
+      draw: ({ ctx: context, bbox, valToPos }) => {
+        const ratio = devicePixelRatio, end = bbox.left + bbox.width;
         context.save();
-        context.strokeStyle = color("restarting");
-        context.fillStyle = color("restarting");
-        context.font = 11 * ratio + "px system-ui, sans-serif";
-        context.textAlign = "left";
-        context.textBaseline = "alphabetic";
-        context.lineWidth = ratio;
+        Object.assign(context, { strokeStyle: color("restarting"), fillStyle: color("restarting"), lineWidth: ratio,
+          font: 11 * ratio + "px system-ui, sans-serif", textAlign: "left", textBaseline: "alphabetic" });
         context.setLineDash([3 * ratio, 3 * ratio]);
         let free = -Infinity;
         for (const mark of list) {
-          const x = Math.round(plot.valToPos(mark.x, "x", true)) + 0.5;
-          if (x < plot.bbox.left || x > plot.bbox.left + plot.bbox.width + 1) continue;
+          const x = Math.round(valToPos(mark.x, "x", true)) + 0.5;
+          if (x < bbox.left || x > end + 1) continue;
           context.beginPath();
-          context.moveTo(x, plot.bbox.top);
-          context.lineTo(x, plot.bbox.top + plot.bbox.height);
+          context.moveTo(x, bbox.top);
+          context.lineTo(x, bbox.top + bbox.height);
           context.stroke();
-          const width = context.measureText(mark.label).width;
-          const right = x + 4 * ratio, fits = right + width <= plot.bbox.left + plot.bbox.width;
-          const place = fits ? right : x - 4 * ratio - width;
-          if (place < free) continue;
-          context.fillText(mark.label, place, plot.bbox.top + 10 * ratio);
-          free = place + width + 8 * ratio;
+          const width = context.measureText(mark.label).width, gap = 4 * ratio;
+          const left = x + gap + width <= end ? x + gap : x - gap - width;
+          if (left < free) continue;
+          context.fillText(mark.label, left, bbox.top + 10 * ratio);
+          free = left + width + 2 * gap;
         }
         context.restore();
       },
@@ -111,8 +105,7 @@
           dash: series.faint ? [4, 3] : undefined,
           spanGaps: chart.join === true,
           points: { show: series.x.length < 60, size: 4, fill: color("raised") },
-          value: (plot, v, _, at) => v == null && at != null && notFinite[index].get(plot.data[0][at])
-            || number(v) + (series.unit && v != null ? withUnit(series.unit) : ""),
+          value: (plot, v, _, at) => v == null && at != null && notFinite[index].get(plot.data[0][at]) || number(v),
         })),
       ],
       plugins: [marks(chart.marks || [])],
@@ -191,8 +184,7 @@
       if (width !== chart.plot.width) chart.plot.setSize({ width, height: chart.height });
     }), 100);
   });
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-  inPrint.addEventListener("change", again);
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) window.matchMedia(query).addEventListener("change", again);
 
   // With the keyboard: arrows read the values of a chart, and "/" leads to the filter.
   document.addEventListener("keydown", (event) => {
@@ -201,7 +193,7 @@
       event.preventDefault();
       filter.focus();
     }
-    const chart = charts.find((each) => each.id === event.target.id);
+    const chart = charts.find((candidate) => candidate.id === event.target.id);
     const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
     if (!chart || !move) return;
     event.preventDefault();
@@ -225,62 +217,49 @@
   document.addEventListener("input", list);
   list();
 
-  // Logs show their end, unless the reader has scrolled up.
-  const readTo = (details) => {
-    const log = details.querySelector(".log");
-    return log && log.scrollTop + log.clientHeight < log.scrollHeight - 4 ? log.scrollTop : null;
-  };
-  const scroll = (details, top) => {
-    const log = details.querySelector(".log");
-    if (log) log.scrollTop = top ?? log.scrollHeight;
-  };
-  document.querySelectorAll("details").forEach((each) => scroll(each));
-  document.addEventListener("toggle", (event) => scroll(event.target), true);
+  const scrollLogs = () => document.querySelectorAll(".log").forEach((log) => { log.scrollTop = log.scrollHeight; });
+  document.addEventListener("toggle", scrollLogs, true);
+  scrollLogs();
 
-  // A page that `hpctrain serve` shows asks for what is new, and takes it over where it stands.
+  // A page of `hpctrain serve` polls for updates. What the user has zoomed, opened, typed and marked is kept.
   const root = document.documentElement;
-  const replace = (text) => {
-    const next = new DOMParser().parseFromString(text, "text/html");
-    const kept = {};
+  const update = (text) => {
+    const next = new DOMParser().parseFromString(text, "text/html"), kept = {};
     for (const chart of charts) {
       const { min, max } = chart.plot.scales.x;
       kept[chart.id] = { log: chart.log, zoomed: chart.zoomed, zoom: chart.zoomed ? { min, max } : null };
       chart.plot.destroy();
     }
-    const name = (element) => element.id || element.getAttribute("href") || element.closest("details, tr")?.textContent;
-    const open = new Map([...document.querySelectorAll("details")].map((each) => [each.firstElementChild.textContent, [each.open, readTo(each)]]));
-    const inputs = new Map([...document.querySelectorAll("main input[id]")].map((each) => [each.id, each]));
-    const focused = document.activeElement.closest("main") && document.activeElement, at = window.scrollY;
+    const open = new Map([...document.querySelectorAll("details")].map((details) => [details.firstElementChild.textContent, details.open]));
+    const inputs = new Map([...document.querySelectorAll("main input[id]")].map((input) => [input.id, input]));
+    const focused = document.activeElement, top = window.scrollY;
     document.querySelector("main").replaceWith(document.adoptNode(next.querySelector("main")));
     document.getElementById("data").textContent = next.getElementById("data").textContent;
     document.title = next.title;
-    for (const each of document.querySelectorAll("details")) {
-      const [isOpen, top] = open.get(each.firstElementChild.textContent) || [each.open];
-      each.open = isOpen;
-      scroll(each, top);
-    }
-    for (const each of document.querySelectorAll("main input[id]")) if (inputs.has(each.id)) each.replaceWith(inputs.get(each.id));
+    for (const details of document.querySelectorAll("details")) details.open = open.get(details.firstElementChild.textContent) ?? details.open;
+    for (const input of document.querySelectorAll("main input[id]")) if (inputs.has(input.id)) input.replaceWith(inputs.get(input.id));
     start(kept);
     list();
-    if (focused) [...document.querySelectorAll("main " + focused.tagName)].find((each) => name(each) === name(focused))?.focus();
-    window.scrollTo(0, at);
+    scrollLogs();
+    if (focused.id) document.getElementById(focused.id)?.focus();
+    window.scrollTo(0, top);
   };
   let tag = null;
-  const ask = async () => {
+  const poll = async () => {
     if (!document.hidden) {
       try {
-        const answer = await fetch(location.pathname + location.search, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
-        if (answer.status === 200) {
-          tag = answer.headers.get("ETag");
-          replace(await answer.text());
+        const response = await fetch(location.href, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+        if (response.status === 200) {
+          tag = response.headers.get("ETag");
+          update(await response.text());
         }
-        root.dataset.state = answer.status < 400 ? "live" : "refused";
+        root.dataset.state = response.status < 400 ? "live" : "refused";
       } catch {
         root.dataset.state = "away";
       }
     }
-    setTimeout(ask, 1000 * root.dataset.live);
+    setTimeout(poll, 1000 * root.dataset.live);
   };
-  if (root.dataset.live) setTimeout(ask, 1000 * root.dataset.live);
+  if (root.dataset.live) setTimeout(poll, 1000 * root.dataset.live);
   root.dataset.ready = "yes";
 })();

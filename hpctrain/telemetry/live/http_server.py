@@ -1,4 +1,4 @@
-"""A server of pages for the browser of one user, on this machine only."""
+"""Serve pages to the browser of one user, on this machine only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -58,75 +57,66 @@ class PageServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, pages: PageSource, host: str, port: int) -> None:
-        """Start listening.
-
-        Args:
-            pages: source of the pages.
-            host: an address of this machine.
-            port: 0 selects a free port.
+        """Listen on a port; 0 selects a free port.
 
         Raises:
             OSError: the port is in use.
         """
         super().__init__((host, port), _Handler)
         self._unauthorized: dict[Any, float] = {}
-        self._unauthorized_lock = threading.Lock()
+        self._lock = threading.Lock()
         self.pages, self.token = pages, secrets.token_urlsafe(24)
         self.port = self.server_address[1]
         # Other host names are rejected, against DNS rebinding by a foreign page.
         self.hosts = {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost")}
         self.cookie = f"hpctrain-{self.port}"
 
+    @property
+    def address(self) -> str:
+        """URL for the browser; the server converts the token in the URL to a cookie."""
+        return f"http://127.0.0.1:{self.port}/?token={self.token}"
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Handle a connection in a thread; the number of unauthenticated connections is limited."""
-        with self._unauthorized_lock:
+        with self._lock:
             if len(self._unauthorized) >= _MAX_UNAUTHORIZED:
-                oldest = next(iter(self._unauthorized))
-                del self._unauthorized[oldest]
-                _hang_up(oldest)
+                _close(self._unauthorized, next(iter(self._unauthorized)))
             self._unauthorized[request] = time.monotonic()
         super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection and stop tracking it."""
-        self.brought_token(request)
-        super().shutdown_request(request)
 
     def service_actions(self) -> None:
         """Close connections that have not authenticated in time."""
         begun_before = time.monotonic() - _UNAUTHORIZED_TIMEOUT_S
-        with self._unauthorized_lock:
-            for connection, begun in self._unauthorized.items():
-                if begun < begun_before:
-                    _hang_up(connection)
+        with self._lock:
+            for connection in [key for key, begun in self._unauthorized.items() if begun < begun_before]:
+                _close(self._unauthorized, connection)
 
-    def brought_token(self, connection: Any) -> None:
+    def authorize(self, connection: Any) -> None:
         """Stop tracking a connection as unauthenticated after it has sent the token or closed."""
-        with self._unauthorized_lock:
+        with self._lock:
             self._unauthorized.pop(connection, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection and stop tracking it."""
+        self.authorize(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of closed connections."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
-    @property
-    def address(self) -> str:
-        """URL for the browser; the server converts the token in the URL to a cookie."""
-        return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
-
-def _hang_up(connection: socket.socket) -> None:
-    """Shut down a socket, so that the waiting thread closes the connection."""
+def _close(connections: dict[Any, float], connection: Any) -> None:
+    """Shut down a socket, so that the thread that waits for it closes the connection."""
+    del connections[connection]
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Refused(Exception):
-    """A request that is rejected."""
-
-    def __init__(self, status: HTTPStatus, words: str) -> None:
-        super().__init__(words)
+class _RequestRefused(Exception):
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -137,42 +127,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_S
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("do_"):
-            return self._refuse_method
-        raise AttributeError(name)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: URLs may contain the token."""
-
-    def _refuse_method(self) -> None:
-        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "Use GET.", {"Allow": "GET, HEAD"})
-
-    def _answer(self) -> None:
         try:
-            self._check_origin()
-            if not self.path.startswith("/"):
-                raise _Refused(HTTPStatus.NOT_FOUND, "Page not found.")
-            parts = urlsplit(self.path)
-            if self._brings_token(parts.query):
-                cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-                # Built from the run ids, so that the request does not determine the target of the redirect.
-                location = page_url(_run_ids(parts.path, parts.query))
-                return self._send(HTTPStatus.SEE_OTHER, "", {"Location": location, "Set-Cookie": cookie})
-            self._check_token()
-            run_ids = _run_ids(parts.path, parts.query)
-            if (tag := self.server.pages.tag(run_ids)) is None:
-                raise _Refused(HTTPStatus.NOT_FOUND, "Run not found.")
-            if self.headers.get("If-None-Match") == f'"{tag}"':
-                return self._send(HTTPStatus.NOT_MODIFIED, "", {"ETag": f'"{tag}"'})
-            self._send(HTTPStatus.OK, self.server.pages.page(run_ids), {"ETag": f'"{tag}"'}, kind="text/html")
-        except _Refused as refused:
-            self._send(refused.status, str(refused))
+            self._serve()
+        except _RequestRefused as refusal:
+            self._send(refusal.status, str(refusal))
         except ValueError:
             self._send(HTTPStatus.BAD_REQUEST, "Invalid URL.")
         except LookupError:
@@ -182,19 +140,47 @@ class _Handler(BaseHTTPRequestHandler):
         except HpctrainError as error:
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def __getattr__(self, name: str) -> object:
+        """Refuse all other methods, which `http.server` looks up by name."""
+        if name.startswith("do_"):
+            return lambda: self._send(HTTPStatus.METHOD_NOT_ALLOWED, "Use GET.", Allow="GET, HEAD")
+        raise AttributeError(name)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: URLs may contain the token."""
+
+    def _serve(self) -> None:
+        self._check_origin()
+        if not self.path.startswith("/"):
+            raise _RequestRefused(HTTPStatus.NOT_FOUND, "Page not found.")
+        url = urlsplit(self.path)
+        query = parse_qs(url.query, max_num_fields=_MAX_COMPARED + 10)
+        if self._is_token(query.get("token", [""])[0]):
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            # Built from the run ids, so that the request does not determine the target of the redirect.
+            location = page_url(_run_ids(url.path, query))
+            self._send(HTTPStatus.SEE_OTHER, "", Location=location, Set_Cookie=cookie)
+            return
+        self._check_token()
+        run_ids = _run_ids(url.path, query)
+        if (tag := self.server.pages.tag(run_ids)) is None:
+            raise _RequestRefused(HTTPStatus.NOT_FOUND, "Run not found.")
+        if self.headers.get("If-None-Match") == f'"{tag}"':
+            self._send(HTTPStatus.NOT_MODIFIED, "", ETag=f'"{tag}"')
+        else:
+            self._send(HTTPStatus.OK, self.server.pages.page(run_ids), kind="text/html", ETag=f'"{tag}"')
+
     def _check_origin(self) -> None:
         """Accept only requests from pages of this server or from direct navigation."""
         host, origin = self.headers.get("Host"), self.headers.get("Origin")
         if host not in self.server.hosts:
-            raise _Refused(HTTPStatus.FORBIDDEN, f"Unknown host {host!r}. Use 127.0.0.1 or localhost.")
-        if origin is not None and origin != f"http://{host}":
-            raise _Refused(HTTPStatus.FORBIDDEN, "Requests from other sites are not allowed.")
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            raise _Refused(HTTPStatus.FORBIDDEN, "Requests from other sites are not allowed.")
-
-    def _brings_token(self, query: str) -> bool:
-        given = parse_qs(query, max_num_fields=_MAX_COMPARED + 10).get("token", [""]) if query else [""]
-        return self._is_token(given[0])
+            raise _RequestRefused(HTTPStatus.FORBIDDEN, f"Unknown host {host!r}. Use 127.0.0.1 or localhost.")
+        is_foreign = self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+        if is_foreign or origin not in (None, f"http://{host}"):
+            raise _RequestRefused(HTTPStatus.FORBIDDEN, "Requests from other sites are not allowed.")
 
     def _check_token(self) -> None:
         try:
@@ -203,22 +189,20 @@ class _Handler(BaseHTTPRequestHandler):
             cookie = None
         bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not (self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))):
-            raise _Refused(
+            raise _RequestRefused(
                 HTTPStatus.FORBIDDEN, "Access requires a token. Open the URL printed by hpctrain serve."
             )
-        self.server.brought_token(self.connection)
+        self.server.authorize(self.connection)
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.server.token.encode())
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self.server.token.encode())
 
-    def _send(
-        self, status: HTTPStatus, text: str, more: Mapping[str, str] | None = None, kind: str = "text/plain"
-    ) -> None:
+    def _send(self, status: HTTPStatus, text: str, kind: str = "text/plain", **headers: str) -> None:
         body = text.encode("utf-8", "replace")
         self.close_connection = True
         self.send_response(status)
-        for name, value in {**_HEADERS, **(more or {})}.items():
-            self.send_header(name, value)
+        for name, value in {**_HEADERS, **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -226,20 +210,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _run_ids(path: str, query: str) -> tuple[str, ...]:
+def _run_ids(path: str, query: dict[str, list[str]]) -> tuple[str, ...]:
     """Return the run ids of an address; empty for the list of all runs.
 
     Raises:
-        _Refused: this server does not have the path.
+        _RequestRefused: this server does not have the path.
     """
     if path == "/":
         return ()
     if path == "/compare":
-        run_ids = tuple(dict.fromkeys(parse_qs(query, max_num_fields=_MAX_COMPARED).get("run", [])))
+        run_ids = tuple(dict.fromkeys(query.get("run", [])))
         if len(run_ids) < 2:
-            raise _Refused(HTTPStatus.NOT_FOUND, "Select at least two runs.")
+            raise _RequestRefused(HTTPStatus.NOT_FOUND, "Select at least two runs.")
         return run_ids
-    before, _, word = path.rpartition("/")
-    if before != "/run" or not word:
-        raise _Refused(HTTPStatus.NOT_FOUND, "Page not found.")
-    return (unquote(word),)
+    folder, _, run_id = path.rpartition("/")
+    if folder != "/run" or not run_id:
+        raise _RequestRefused(HTTPStatus.NOT_FOUND, "Page not found.")
+    return (unquote(run_id),)

@@ -1,4 +1,4 @@
-"""Current state of a run, from the newest lines of its files, as text for terminals."""
+"""Show the current state of a run, from the newest lines of its files, as text for terminals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from hpctrain.telemetry.accounting.metric_fields import describe_step
+from hpctrain.telemetry.report.attempts import describe_straggler
 from hpctrain.telemetry.report.metric_curves import downsample, record_attempt
-from hpctrain.telemetry.report.straggler_text import describe_rank, describe_slowness
 from hpctrain.text import (
     format_clock,
     format_count,
@@ -97,7 +97,7 @@ class TopView:
             if kind == "started":
                 self._attempt, self._slowest = record_attempt(event), None
             if kind == "straggler":
-                self._slowest = " takes ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
+                self._slowest = describe_straggler(event)
             if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
                 self._counts[kind] += 1
         for record in metrics:
@@ -151,8 +151,10 @@ class TopView:
         """
         last = self._recent[-1] if self._recent else {}
         step = int(last["step"]) if last else None
-        speed = self._speed() if state == "RUNNING" else None
-        left = None
+        speed = left = None
+        if last and state == "RUNNING":
+            seconds, steps = last["time"] - self._recent[0]["time"], last["step"] - self._recent[0]["step"]
+            speed = float(steps / seconds) if seconds > 0 and steps > 0 else None
         if speed and step is not None and self._last_step is not None:
             left = max(0, self._last_step - step) / speed
         return TopSnapshot(
@@ -177,13 +179,6 @@ class TopView:
             log=list(log),
         )
 
-    def _speed(self) -> float | None:
-        if len(self._recent) < 2:
-            return None
-        first, last = self._recent[0], self._recent[-1]
-        seconds, steps = last["time"] - first["time"], last["step"] - first["step"]
-        return float(steps / seconds) if seconds > 0 and steps > 0 else None
-
     def _waiting_for_data(self) -> float | None:
         spent = [each for record in self._recent if isinstance(each := record.get("spent"), Mapping)]
         total = sum(each["all"] for each in spent if is_finite(each.get("all")))
@@ -206,21 +201,19 @@ def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[st
     lines += [("", line) for line in _gpu_lines(snapshot.gpus, width, most=max(4, height // 2))]
     log = snapshot.log[-max(0, (height - len(lines)) // 3) :]
     room = max(3, height - len(lines) - len(log) - 3)
-    told = [(_kind(event), _event(event)) for event in snapshot.events[:room]]
-    lines += [("soft", "events"), *told] if told else [("soft", "no events yet")]
+    events = [
+        ("bad" if event.get("kind") == "failure" else "", _event(event)) for event in snapshot.events[:room]
+    ]
+    lines += [("soft", "events"), *events] if events else [("soft", "no events yet")]
     lines += [("soft", "log"), *(("", line) for line in log)] if log else []
     return [(kind, cut_line(line, width)) for kind, line in lines]
 
 
 def _title(snapshot: TopSnapshot) -> str:
-    parts = [f"{snapshot.run_id}  {snapshot.state}"]
-    if snapshot.attempt is not None:
-        parts.append(f"attempt {snapshot.attempt}")
-    if snapshot.failures:
-        parts.append(pluralize(snapshot.failures, "failure"))
-    if snapshot.stops:
-        parts.append(pluralize(snapshot.stops, "stop"))
-    return ", ".join(parts)
+    attempt = f", attempt {snapshot.attempt}" if snapshot.attempt is not None else ""
+    counts = ((snapshot.failures, "failure"), (snapshot.stops, "stop"))
+    disturbances = "".join(f", {pluralize(count, noun)}" for count, noun in counts if count)
+    return f"{snapshot.run_id}  {snapshot.state}{attempt}{disturbances}"
 
 
 def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
@@ -248,7 +241,9 @@ def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
 
 def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, most: int) -> Iterator[str]:
     """Yield one line per node: a block for each GPU, and the mean."""
-    names = _short([node.host for node in nodes])
+    hosts = [node.host for node in nodes]
+    short = [host.partition(".")[0] for host in hosts]
+    names = short if len(set(short)) == len(set(hosts)) else hosts
     widest = min(16, max(map(cell_len, names), default=0))
     for node, name in zip(nodes[:most], names, strict=False):
         known = [value for value in node.util if value is not None]
@@ -262,22 +257,12 @@ def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, most: int) -> Iterator[
         yield f"gpus   {pluralize(len(nodes) - most, 'more node')}"
 
 
-def _short(hosts: Sequence[str]) -> list[str]:
-    """Return host names without their domain, if unique."""
-    short = [host.partition(".")[0] for host in hosts]
-    return short if len(set(short)) == len(set(hosts)) else list(hosts)
-
-
 def _gpus(line: Mapping[str, Any]) -> GpuSnapshot:
-    def values(name: str) -> list[float | None]:
-        listed = line.get(name)
-        return (
-            [float(value) if is_finite(value) else None for value in listed]
-            if isinstance(listed, list)
-            else []
-        )
-
-    return GpuSnapshot(str(line.get("host") or "?"), values("gpu_util"), values("gpu_memory"))
+    util, memory = (
+        [float(value) if is_finite(value) else None for value in values] if isinstance(values, list) else []
+        for values in (line.get("gpu_util"), line.get("gpu_memory"))
+    )
+    return GpuSnapshot(str(line.get("host") or "?"), util, memory)
 
 
 def _event(event: Mapping[str, Any]) -> str:
@@ -290,13 +275,16 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
     """Yield the details of an event, the most important first."""
     kind = event.get("kind")
     if kind == "straggler":
-        yield " takes ".join(filter(None, [describe_rank(event), describe_slowness(event)]))
+        yield describe_straggler(event)
         return
     if kind == "seen":
         yield f"Slurm: job {event.get('job_id')} {event.get('job_state')}"
         return
     if kind == "chaos":
-        yield from filter(None, [str(event.get("fault")), _describe_fault(event)])
+        ranks, host = event.get("ranks"), event.get("host")
+        yield str(event.get("fault"))
+        if isinstance(ranks, list) and (ranks := [rank for rank in ranks if isinstance(rank, int)]):
+            yield f"{format_ranks(ranks)} on {host}" if host else format_ranks(ranks)
         return
     if is_finite(event.get("step")):
         yield f"step {event['step']}"
@@ -316,18 +304,6 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
     for name in ("fault", "signal", "state", "cause", "reason", "by", "job_id"):
         if event.get(name) and event[name] != kind:
             yield f"job {event[name]}" if name == "job_id" else str(event[name])
-
-
-def _describe_fault(event: Mapping[str, Any]) -> str:
-    """Return the ranks affected by a fault, and their node."""
-    ranks, host = event.get("ranks"), event.get("host")
-    if not isinstance(ranks, list) or not (numbers := [rank for rank in ranks if isinstance(rank, int)]):
-        return ""
-    return f"{format_ranks(numbers)} on {host}" if host else format_ranks(numbers)
-
-
-def _kind(event: Mapping[str, Any]) -> str:
-    return "bad" if event.get("kind") == "failure" else ""
 
 
 def _bar(part: float, width: int) -> str:

@@ -1,4 +1,4 @@
-"""Metrics as a CSV table: one row per logged step, one column per metric."""
+"""Write metrics to a CSV table: one row per logged step, one column per metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU measurements of all nodes, as metrics for the loggers."""
+"""Read GPU measurements of all nodes as metrics for the loggers."""
 
 from __future__ import annotations
 

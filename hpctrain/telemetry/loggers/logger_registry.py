@@ -1,4 +1,4 @@
-"""Lookup and validation of the loggers of a run."""
+"""Look up and validate the loggers of a run."""
 
 from __future__ import annotations
 

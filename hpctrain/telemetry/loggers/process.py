@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher
+from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher, LoggerState
 from hpctrain.telemetry.loggers.logger import LoggedRun, TrainingEnd
-from hpctrain.telemetry.loggers.logger_state import LoggerState
 
 #: Seconds allowed for the last lines after training has ended.
 _LIMIT_S = 30.0

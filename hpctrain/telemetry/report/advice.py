@@ -1,4 +1,4 @@
-"""Recommendations to make a run faster or cheaper, each with evidence from measurements."""
+"""Recommend changes that make a run faster or cheaper, each with evidence from measurements."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.report.artifacts import count_saves
+from hpctrain.telemetry.report.attempts import describe_straggler
 from hpctrain.telemetry.report.device_metrics import NodeSeries
 from hpctrain.telemetry.report.run_data import RunData
-from hpctrain.telemetry.report.straggler_text import describe_rank, describe_slowness
 from hpctrain.text import format_duration, format_share, format_size, is_finite, pluralize
 
 #: Minimum fractions of the time for a recommendation.
-_MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2
+_MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED, _MUCH_COMMUNICATING = 0.1, 0.05, 0.1, 0.2, 0.2
 #: Shorter runs provide too little evidence.
 _MIN_STEPS, _MIN_S = 20, 10.0
-#: Limits for a high fraction of communication time and for a high number of gradient buckets; bucket size
-#: below which latency, not bandwidth, limits the speed; recommended bucket size, which is torch's default.
-_MUCH_COMMUNICATING, _MANY_BUCKETS, _SMALL_BUCKET_BYTES, _GOOD_BUCKET_MB = 0.2, 8, 10 << 20, 25
+#: Number of gradient buckets above which their size matters; size below which latency, not bandwidth, limits
+#: the speed; recommended size, which is torch's default.
+_MANY_BUCKETS, _SMALL_BUCKET_BYTES, _GOOD_BUCKET_MB = 8, 10 << 20, 25
 #: Ratio of the other nodes' median clock to a node's clock above which the node is slow.
 _SLOW_CLOCK_RATIO = 1.1
-#: Limits for high CPU utilization and for low use of GPU memory.
-_BUSY, _ROOMY = 0.9, 0.5
+#: Limits for high CPU utilization in per cent, and for low use of GPU memory.
+_BUSY_PERCENT, _ROOMY = 90.0, 0.5
 #: More workers per rank rarely help.
 _MAX_WORKERS = 16
 #: Time spent on steps that were not repeated.
-STEP_CATEGORIES = (TimeCategory.TRAINING, TimeCategory.DATA, TimeCategory.COMMUNICATING)
+_STEP_CATEGORIES = (TimeCategory.TRAINING, TimeCategory.DATA, TimeCategory.COMMUNICATING)
 
 
 @dataclass(frozen=True)
@@ -41,30 +41,14 @@ class Advice:
 
 def advise(run_data: RunData) -> list[Advice]:
     """Return all recommendations with evidence, most important first."""
-    told = [*_no_number(run_data), *_faults(run_data), *_slow_nodes(run_data), *_no_checkpoint(run_data)]
-    if len(run_data.curves.effective) >= _MIN_STEPS and steps_us(run_data) > _MIN_S * 1e6:
-        told += [
-            *_data(run_data),
-            *_buckets(run_data),
-            *_saving(run_data),
-            *_lost_work(run_data),
-            *_memory(run_data),
-        ]
-    return told
+    checks = [_no_number, _faults, _slow_nodes, _no_checkpoint]
+    if len(run_data.curves.effective) >= _MIN_STEPS and _steps_us(run_data) > _MIN_S * 1e6:
+        checks += [_data, _buckets, _saving, _lost_work, _memory]
+    return [advice for check in checks for advice in check(run_data)]
 
 
-def steps_us(run_data: RunData) -> int:
-    """Return the time spent on steps that count."""
-    return sum(run_data.breakdown.totals_us[category] for category in STEP_CATEGORIES)
-
-
-def more_workers(run_data: RunData) -> tuple[int, int] | None:
-    """Return the data workers of each rank, and a larger number that its CPUs allow; None if unknown."""
-    workers, cpus = _setting(run_data, "num_workers"), run_data.environment.get("cpus_per_rank")
-    if TimeCategory.DATA not in run_data.breakdown.measured or not isinstance(workers, int):
-        return None
-    more = min(_MAX_WORKERS, max(2, 4 * workers), cpus) if isinstance(cpus, int) else 0
-    return (workers, more) if more > workers else None
+def _steps_us(run_data: RunData) -> int:
+    return sum(run_data.breakdown.totals_us[category] for category in _STEP_CATEGORIES)
 
 
 def _uses_trainer(run_data: RunData) -> bool:
@@ -86,70 +70,61 @@ def _no_number(run_data: RunData) -> Iterator[Advice]:
     """Detect a NaN or infinite loss, which makes all later steps useless."""
     if (since := run_data.curves.no_number_since("loss")) is None:
         return
-    what = "Lower the learning rate"
+    change = "Lower the learning rate"
     if not _uses_trainer(run_data):
-        what += ", or clip gradients"
+        change += ", or clip gradients"
     elif _setting(run_data, "gradient_clip_norm") is _setting(run_data, "gradient_clip_value") is None:
-        what += ", or clip gradients with Trainer(gradient_clip_norm=1.0)"
-    if saved := [
-        one.step for one in run_data.checkpoints if one.kept and one.step is not None and one.step < since
-    ]:
-        what += f", then resume from the checkpoint of step {max(saved)}"
-    number_of = sum(step >= since for step in run_data.curves.effective)
-    yield Advice(
-        f"{what}.",
-        f"The loss is NaN or infinite in {pluralize(number_of, 'step')}, starting at step {since}.",
-    )
+        change += ", or clip gradients with Trainer(gradient_clip_norm=1.0)"
+    kept = [checkpoint.step for checkpoint in run_data.checkpoints if checkpoint.kept]
+    if steps := [step for step in kept if step is not None and step < since]:
+        change += f", then resume from the checkpoint of step {max(steps)}"
+    count = pluralize(sum(step >= since for step in run_data.curves.effective), "step")
+    yield Advice(f"{change}.", f"The loss is NaN or infinite in {count}, starting at step {since}.")
 
 
 def _data(run_data: RunData) -> Iterator[Advice]:
-    part = run_data.breakdown.totals_us[TimeCategory.DATA] / steps_us(run_data)
+    part = run_data.breakdown.totals_us[TimeCategory.DATA] / _steps_us(run_data)
     if TimeCategory.DATA not in run_data.breakdown.measured or part < _MUCH_WAITING:
         return
     evidence = [f"the ranks spent {format_share(part)} of their step time waiting for data"]
     if (util := run_data.devices.mean("gpu_util")) is not None:
         evidence.append(f"the GPUs were idle {100 - util:.0f}% of the time")
-    cpu = run_data.devices.mean("cpu")
-    if cpu is not None:
+    if (cpu := run_data.devices.mean("cpu")) is not None:
         evidence.append(f"the CPU utilization of the nodes was {cpu:.0f}%")
-    more_cpus = "" if _is_local(run_data) else "Request more CPUs per rank (--cpus-per-task)"
     workers, cpus = _setting(run_data, "num_workers"), run_data.environment.get("cpus_per_rank")
     if not isinstance(workers, int) or not isinstance(cpus, int):
-        what = "Load data faster: use more workers, or do less work per sample."
-    elif cpu is not None and cpu >= 100 * _BUSY:
-        what = f"{more_cpus}, or do less work per sample." if more_cpus else "Do less work per sample."
+        change = "Load data faster: use more workers, or do less work per sample."
+    elif cpu is not None and cpu >= _BUSY_PERCENT:
+        change = "Request more CPUs per rank (--cpus-per-task), or do less work per sample."
         evidence.append(f"num_workers is {workers}")
-    elif (counts := more_workers(run_data)) is not None:
-        what = f"Set Trainer(num_workers={counts[1]}) instead of {workers}."
+    elif (more := min(_MAX_WORKERS, max(2, 4 * workers), cpus)) > workers:
+        change = f"Set Trainer(num_workers={more}) instead of {workers}."
         evidence.append(f"each rank has {pluralize(cpus, 'CPU')}")
     else:
-        what = (
-            f"{more_cpus}, and increase num_workers from {workers}."
-            if more_cpus
-            else "Do less work per sample."
-        )
+        change = f"Request more CPUs per rank (--cpus-per-task), and increase num_workers from {workers}."
         evidence.append(f"each rank has only {pluralize(cpus, 'CPU')}")
-    yield Advice(what, _sentence(evidence))
+    if _is_local(run_data) and change.startswith("Request"):
+        change = "Do less work per sample."
+    yield Advice(change, _sentence(evidence))
 
 
 def _buckets(run_data: RunData) -> Iterator[Advice]:
     """Detect gradients sent in many small buckets while ranks wait for communication."""
-    part = run_data.breakdown.totals_us[TimeCategory.COMMUNICATING] / steps_us(run_data)
-    known = run_data.environment.get("gradient_buckets"), run_data.environment.get("gradient_bytes")
+    part = run_data.breakdown.totals_us[TimeCategory.COMMUNICATING] / _steps_us(run_data)
     if TimeCategory.COMMUNICATING not in run_data.breakdown.measured or part < _MUCH_COMMUNICATING:
         return
-    number, num_bytes = (int(value) if is_finite(value) else 0 for value in known)
-    if number < _MANY_BUCKETS or num_bytes / number > _SMALL_BUCKET_BYTES:
+    sizes = (run_data.environment.get(name) for name in ("gradient_buckets", "gradient_bytes"))
+    count, num_bytes = (int(value) if is_finite(value) else 0 for value in sizes)
+    if count < _MANY_BUCKETS or num_bytes / count > _SMALL_BUCKET_BYTES:
         return
-    setting = _setting(run_data, "bucket_cap_mb")
-    place = f" instead of {setting:g}" if is_finite(setting) else ""
-    bucket = format_size(num_bytes / number)
+    setting, mean = _setting(run_data, "bucket_cap_mb"), format_size(num_bytes / count)
+    instead = f" instead of {setting:g}" if is_finite(setting) else ""
     evidence = [
         f"the ranks spent {format_share(part)} of their step time waiting for each other",
-        f"{format_size(num_bytes)} of gradients were sent in {number} buckets of {bucket}",
+        f"{format_size(num_bytes)} of gradients were sent in {count} buckets of {mean}",
     ]
     yield Advice(
-        f"Send gradients in larger buckets: Trainer(bucket_cap_mb={_GOOD_BUCKET_MB}){place}.",
+        f"Send gradients in larger buckets: Trainer(bucket_cap_mb={_GOOD_BUCKET_MB}){instead}.",
         _sentence(evidence),
     )
 
@@ -171,35 +146,31 @@ def _faults(run_data: RunData) -> Iterator[Advice]:
 
 def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
     """Detect nodes that slow down every step of all other nodes."""
-    noticed: dict[str, list[str]] = {}
-    for event in run_data.events:
-        # A single slow interval may be accidental; the supervisor marks lasting stragglers.
-        if event.get("kind") == "straggler" and event.get("host") and event.get("lasting", True):
-            noticed.setdefault(str(event["host"]), []).append(
-                f"{describe_rank(event)} takes {describe_slowness(event)}"
-            )
+    # A single slow interval may be accidental; the supervisor marks lasting stragglers.
+    stragglers = {
+        str(event["host"]): describe_straggler(event)
+        for event in run_data.events
+        if event.get("kind") == "straggler" and event.get("host") and event.get("lasting", True)
+    }
     clocks = {node.host: node.clock_mhz for node in run_data.devices.nodes if node.clock_mhz}
     for node in run_data.devices.nodes:
-        evidence = [noticed.pop(node.host)[-1]] if node.host in noticed else []
-        others = [clock for host, clock in clocks.items() if host != node.host]
-        if (
-            others
-            and node.clock_mhz
-            and (ratio := statistics.median(others) / node.clock_mhz) >= _SLOW_CLOCK_RATIO
-        ):
+        evidence = [stragglers.pop(node.host)] if node.host in stragglers else []
+        other_clocks = [clock for host, clock in clocks.items() if host != node.host]
+        others = statistics.median(other_clocks) if other_clocks else 0.0
+        if node.clock_mhz and others / node.clock_mhz >= _SLOW_CLOCK_RATIO:
             evidence.append(
-                f"its GPUs ran at {node.clock_mhz:.0f} MHz, but those of other nodes at "
-                f"{statistics.median(others):.0f} MHz ({ratio:.1f} times as fast)"
+                f"its GPUs ran at {node.clock_mhz:.0f} MHz, but those of other nodes at {others:.0f} MHz "
+                f"({others / node.clock_mhz:.1f} times as fast)"
             )
         if evidence:
-            yield Advice(_slow(run_data, node.host), _sentence([*evidence, *_throttled(node)]))
+            yield Advice(_exclude(run_data, node.host), _sentence([*evidence, *_throttled(node)]))
         elif reasons := _throttled(node):
             yield Advice(f"Check the cooling and power supply of {node.host}.", _sentence(reasons))
-    for host, told in noticed.items():
-        yield Advice(_slow(run_data, host), _sentence(told[-1:]))
+    for host, straggler in stragglers.items():
+        yield Advice(_exclude(run_data, host), _sentence([straggler]))
 
 
-def _slow(run_data: RunData, host: str) -> str:
+def _exclude(run_data: RunData, host: str) -> str:
     num_nodes = max((attempt.nodes or 1 for attempt in run_data.attempts), default=1)
     if num_nodes > 1 and not _is_local(run_data):
         return f"{host} is slow and delays all other nodes. Exclude it with --exclude {host}."
@@ -218,7 +189,7 @@ def _throttled(node: NodeSeries) -> list[str]:
 
 def _saving(run_data: RunData) -> Iterator[Advice]:
     saving_us = run_data.breakdown.totals_us[TimeCategory.SAVING]
-    part = saving_us / (saving_us + steps_us(run_data))
+    part = saving_us / (saving_us + _steps_us(run_data))
     num_saves = count_saves(run_data.checkpoints)
     if part < _MUCH_SAVING or num_saves < 3:
         return
@@ -250,7 +221,7 @@ def _no_checkpoint(run_data: RunData) -> Iterator[Advice]:
 
 def _lost_work(run_data: RunData) -> Iterator[Advice]:
     lost_us = run_data.breakdown.totals_us[TimeCategory.LOST]
-    part = lost_us / (lost_us + steps_us(run_data))
+    part = lost_us / (lost_us + _steps_us(run_data))
     every = _setting(run_data, "checkpoint_every")
     if part < _MUCH_LOST or every == "auto" or (not run_data.checkpoints and not _uses_trainer(run_data)):
         return

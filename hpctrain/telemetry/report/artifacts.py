@@ -1,4 +1,4 @@
-"""Artifacts in a run folder: checkpoints, code, environment and specification."""
+"""Read the artifacts of a run folder: checkpoints, code, environment and specification."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class CodeVersion:
 def read_checkpoints(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[CheckpointRecord]:
     """Return the written checkpoints, according to the events."""
     kept = set(list_checkpoint_steps(run.checkpoints))
-    found = []
+    checkpoints = []
     for event in events:
         if event.get("kind") == "checkpoint" and (time := as_number(event.get("time"))) is not None:
             step, size = event.get("step"), event.get("bytes")
-            found.append(
+            checkpoints.append(
                 CheckpointRecord(
                     time=time,
                     attempt=event["attempt"] if isinstance(event.get("attempt"), int) else 0,
@@ -63,12 +63,12 @@ def read_checkpoints(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[C
                     kept=step in kept,
                 )
             )
-    return found
+    return checkpoints
 
 
 def count_saves(checkpoints: Sequence[CheckpointRecord]) -> int:
     """Return the number of saves; a checkpoint of the fast folder is also copied to the run folder."""
-    return len({one.time if one.step is None else (one.attempt, one.step) for one in checkpoints})
+    return len({saved.time if saved.step is None else (saved.attempt, saved.step) for saved in checkpoints})
 
 
 def read_environment(run: RunDir) -> dict[str, Any]:

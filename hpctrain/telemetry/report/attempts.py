@@ -1,16 +1,17 @@
-"""Attempts of a run: progress, end, and cost of the end."""
+"""Read the attempts of a run: progress, end, and cost of the end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from hpctrain.rundir import is_new_submission
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
-from hpctrain.telemetry.accounting.timeline_events import microseconds
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory, microseconds
 from hpctrain.telemetry.startup_parts import StartupDurations, describe_staging
+from hpctrain.text import format_duration, is_finite
 
 VANISHED_CAUSE = "the job was killed; cause unknown"
 CANCELLED = "cancelled; the job ended before its supervisor recorded the cancellation"
@@ -75,8 +76,7 @@ def read_attempts(
         late = kind == "seen" and event.get("job_id") != job_id
         if (time_us := microseconds(event.get("time"))) is not None and not late:
             _add_event(attempts, event, kind, time_us / 1e6)
-    known = {attempt.number for attempt in attempts}
-    for number in sorted(set(steps) - known):
+    for number in sorted(set(steps) - {attempt.number for attempt in attempts}):
         starts = [span.start_us for span in breakdown.spans if span.attempt == number]
         attempts.append(Attempt(number, min(starts, default=0) / 1e6))
     for attempt in attempts:
@@ -92,7 +92,16 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
             last.end, last.cause = "vanished", VANISHED_CAUSE
         if last is not None and last.followed_by is None:
             last.followed_by = "requeue"
-        attempts.append(_started(event, time, len(attempts)))
+        number, hosts = _whole(event.get("attempt")), event.get("hosts")
+        attempts.append(
+            Attempt(
+                len(attempts) if number is None else number,
+                time,
+                hosts=[str(host) for host in hosts] if isinstance(hosts, list) else [],
+                nodes=_whole(event.get("nodes")),
+                world_size=_whole(event.get("world_size")),
+            )
+        )
     elif last is None:
         return
     elif kind == "staged":
@@ -132,30 +141,13 @@ def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, tim
     elif kind == "submitted" and last.end is not None:
         last.followed_by = last.followed_by or ("submission" if is_new_submission(event) else "successor")
     elif kind == "finished":
-        _finish(last, event, time)
+        state = str(event.get("state")).lower()
+        if last.end is None or state != "failed":
+            last.ended, last.end, last.cause = time, state, _text(event.get("cause")) or last.cause
 
 
 def _parenthesize(text: str | None) -> str:
     return f" ({text})" if text else ""
-
-
-def _started(event: Mapping[str, Any], time: float, default: int) -> Attempt:
-    hosts = event.get("hosts")
-    number = _whole(event.get("attempt"))
-    return Attempt(
-        default if number is None else number,
-        time,
-        hosts=[str(host) for host in hosts] if isinstance(hosts, list) else [],
-        nodes=_whole(event.get("nodes")),
-        world_size=_whole(event.get("world_size")),
-    )
-
-
-def _finish(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    state = str(event.get("state")).lower()
-    if attempt.end is None or state != "failed":
-        attempt.ended, attempt.end = time, state
-        attempt.cause = _text(event.get("cause")) or attempt.cause
 
 
 def mark_cancelled(attempt: Attempt) -> None:
@@ -167,22 +159,46 @@ def mark_cancelled(attempt: Attempt) -> None:
 def _add_costs(attempts: Sequence[Attempt], breakdown: TimeBreakdown) -> None:
     after = {TimeCategory.QUEUED, TimeCategory.RESTARTING, TimeCategory.IDLE}
     before = {TimeCategory.STARTING, TimeCategory.LOADING}
-    follower = dict(zip((one.number for one in attempts[1:]), attempts, strict=False))
-    by_number = {one.number: one for one in attempts}
+    by_number = {attempt.number: attempt for attempt in attempts}
+    previous_of = {attempt.number: previous for previous, attempt in pairwise(attempts)}
     if not breakdown.knows_lost_work:
         for attempt in attempts:
             attempt.lost_us = None
     for span in breakdown.spans:
         us = span.end_us - span.start_us
-        found = by_number.get(-1 if span.attempt is None else span.attempt)
-        if found is None:
+        current = by_number.get(-1 if span.attempt is None else span.attempt)
+        if current is None:
             continue
         if span.category is TimeCategory.LOST:
-            found.lost_us = (found.lost_us or 0) + us
-        elif span.category in after and found.interrupted:
-            found.away_us += us
-        elif span.category in before and (previous := follower.get(found.number)) and previous.interrupted:
+            current.lost_us = (current.lost_us or 0) + us
+        elif span.category in after and current.interrupted:
+            current.away_us += us
+        elif (
+            span.category in before and (previous := previous_of.get(current.number)) and previous.interrupted
+        ):
             previous.away_us += us
+
+
+def describe_straggler(event: Mapping[str, Any]) -> str:
+    """Return a description of a straggler, as far as the event has this data.
+
+    Example: `rank 3 on n7 takes 1.4 times as long as other ranks (computing: 210 ms per step, other ranks
+    150 ms)`.
+    """
+    rank, host, ratio = event.get("rank"), event.get("host"), event.get("ratio")
+    text = " on ".join(filter(None, [f"rank {rank}" if is_finite(rank) else "", str(host or "")]))
+    if not is_finite(ratio):
+        return text
+    text = f"{text} takes {ratio:.1f} times as long as other ranks".lstrip()
+    part = str(event.get("part"))
+    if (activity := {"data": "waiting for data", "compute": "computing"}.get(part)) is None:
+        return text
+    spent = (event.get("seconds"), event.get("typical"))
+    times = [by_part.get(part) for by_part in spent if isinstance(by_part, Mapping)]
+    durations = [format_duration(seconds) for seconds in times if is_finite(seconds) and seconds >= 0]
+    if len(durations) < 2:
+        return f"{text} ({activity})"
+    return f"{text} ({activity}: {durations[0]} per step, other ranks {durations[1]})"
 
 
 def _whole(value: object) -> int | None:

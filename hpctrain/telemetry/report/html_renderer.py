@@ -1,4 +1,4 @@
-"""Rendering of self-contained HTML pages in which content of a run cannot be executed."""
+"""Render self-contained HTML pages in which content of a run cannot be executed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from hpctrain._version import __version__
-from hpctrain.text import format_time, pluralize
+from hpctrain.telemetry.report.run_data import format_setting
+from hpctrain.text import format_clock, format_duration, format_number, format_size, format_time, pluralize
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _MAX_DIFF_LINES = 3000
@@ -41,14 +42,21 @@ def page_url(run_ids: Sequence[str]) -> str:
 
 
 def render_page(
-    template: str, *, title: str, data: Mapping[str, Any], live: LiveParts | None = None, **context: Any
+    template: str,
+    *,
+    title: str,
+    charts: Sequence[Mapping[str, Any]] = (),
+    heats: Sequence[Mapping[str, Any]] = (),
+    live: LiveParts | None = None,
+    **context: Any,
 ) -> str:
     """Render a template; all content of the run is escaped, or part of a JSON block.
 
     Args:
         template: name of the template among the assets.
         title: title of the page.
-        data: data for the script of the page.
+        charts: charts, which the script of the page draws.
+        heats: heat maps, which the script draws.
         live: parts of a page of `hpctrain serve`; None for a file.
         context: other variables of the template.
     """
@@ -62,18 +70,22 @@ def render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["diff_lines"] = _diff_lines
-    environment.filters["page_url"] = lambda run_id: page_url([run_id])
+    environment.filters |= {
+        "clock": format_clock,
+        "diff_lines": _diff_lines,
+        "duration": format_duration,
+        "number": format_number,
+        "page_url": lambda run_id: page_url([run_id]),
+        "plural": pluralize,
+        "setting": format_setting,
+        "size": format_size,
+    }
     style = _asset("uPlot.min.css") + _asset("report.css")
     library, script = _asset("uPlot.iife.min.js"), _asset("report.js")
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {_hash(library)} {_hash(script)}",
-            f"style-src {_hash(style)}",
-            *(["connect-src 'self'", "form-action 'self'"] if live else ["form-action 'none'"]),
-            "base-uri 'none'",
-        ]
+    targets = "connect-src 'self'; form-action 'self'" if live else "form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; "
+        f"{targets}; base-uri 'none'"
     )
     return environment.get_template(template).render(
         title=title,
@@ -81,12 +93,13 @@ def render_page(
         style=Markup(style),
         library=Markup(library),
         script=Markup(script),
-        data=Markup(_as_script_data(data)),
+        data=Markup(_as_script_data({"charts": charts, "heats": heats})),
+        charts=charts,
+        heats=heats,
         version=__version__,
         made=format_time(time.time()),
         zone=time.strftime("%Z"),
         live=live,
-        has_charts=bool(data["charts"]),
         **context,
     )
 

@@ -1,4 +1,4 @@
-"""Data of a run for a report, as plain values. Any file of the run may be missing or damaged."""
+"""Read the data of a run for a report. Any file of the run may be missing or damaged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
 from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
-from hpctrain.telemetry.accounting.time_spans import TimeCategory
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.hparams import HparamValue, ignored_hparams, merge_hparams
 from hpctrain.telemetry.report.artifacts import (
     CheckpointRecord,
@@ -130,17 +130,15 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
     """
     events, metrics = read_jsonl(run.events, is_event), read_jsonl(run.metrics)
     name = state.name or _recorded_state(run, events)
-    going = name in _ACTIVE_STATES
     curves = MetricCurves.from_records(metrics)
-    kinds = {str(event.get("kind")) for event in events}
-    has_steps = bool(curves.effective) or "resumed" in kinds
+    has_steps = bool(curves.effective) or any(event.get("kind") == "resumed" for event in events)
     reports = reports_steps(run, has_steps=has_steps, completed=name == "COMPLETED")
+    until = now if name in _ACTIVE_STATES else None
     breakdown = TimeBreakdown.from_records(
-        events, metrics, until=now if going else None, waits=name == "PENDING", reports_steps=reports
+        events, metrics, until=until, waits=name == "PENDING", reports_steps=reports
     )
-    start_us, end_us = (
-        (breakdown.spans[0].start_us, breakdown.spans[-1].end_us) if breakdown.spans else (0, 0)
-    )
+    start = breakdown.spans[0].start_us / 1e6 if breakdown.spans else 0.0
+    end = breakdown.spans[-1].end_us / 1e6 if breakdown.spans else 0.0
     attempts = read_attempts(events, breakdown, curves.by_attempt)
     if attempts and name in ("CANCELLED", STOPPED_EARLY):
         mark_cancelled(attempts[-1])
@@ -150,13 +148,13 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
     num_steps = max(0, max(curves.effective, default=0) - first_step)
     spec, environment = redact_spec(read_spec(run.spec)), redact_environment(read_environment(run))
     hparams = merge_hparams(spec, environment)
-    devices = read_device_metrics(run.all_telemetry(), start_us / 1e6, end_us / 1e6)
-    environment.pop("hparams", None)
+    devices = read_device_metrics(run.all_telemetry(), start, end)
     remarks = [
         f"# {name} remained {applied}, the value in the checkpoint, although the script set {asked}"
         for name, applied, asked in ignored_hparams(environment)
     ]
-    environment.pop("ignored", None)
+    for name_of_hparams in ("hparams", "ignored"):
+        environment.pop(name_of_hparams, None)
     return RunData(
         run_id=run.run_id,
         folder=str(run.path),
@@ -171,7 +169,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         curves=curves,
         attempts=attempts,
         checkpoints=read_checkpoints(run, events),
-        rates=step_rates(metrics, start_us / 1e6),
+        rates=step_rates(metrics, start),
         codes=read_codes(run),
         environment=environment,
         hparams=hparams,
@@ -180,10 +178,7 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
         energy=_energy_use(devices, breakdown, num_steps, environment),
         resubmit_command=[*state.resubmit_command, *(remarks if state.resubmit_command else ())],
         reports_steps=reports,
-        notes=[
-            *breakdown.notes,
-            *(["Nothing has been recorded for this run yet."] if not breakdown.spans else []),
-        ],
+        notes=[*breakdown.notes] if breakdown.spans else ["Nothing has been recorded for this run yet."],
     )
 
 

@@ -1,4 +1,4 @@
-"""Results of a run: hyper-parameters, last metrics, and the best value with its checkpoint."""
+"""Read the results of a run: hyper-parameters, last metrics, and the best value with its checkpoint."""
 
 from __future__ import annotations
 
@@ -146,9 +146,9 @@ def describe_best(best: BestValue) -> str:
 
 def describe_results(results: RunResults) -> dict[str, str]:
     """Return the best value and the hyper-parameters as text, by title."""
-    told = {}
+    texts = {}
     if (best := results.best) is not None:
-        told["best"] = f"{best.metric} {format_number(best.value)} {describe_best(best)}"
+        texts["best"] = f"{best.metric} {format_number(best.value)} {describe_best(best)}"
     if results.hparams:
-        told["hparams"] = " ".join(f"{name}={value}" for name, value in results.hparams.items())
-    return told
+        texts["hparams"] = " ".join(f"{name}={value}" for name, value in results.hparams.items())
+    return texts

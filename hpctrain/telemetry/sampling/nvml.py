@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as reported by the driver."""
+"""Read the GPUs of this machine from the driver."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any, Self
 from hpctrain.cluster.amd_gpus import list_amd_gpus, visible_amd_gpus
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.text import is_count
+
+try:
+    import pynvml
+except ImportError:  # A container image may contain only Python and PyTorch.
+    pynvml = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,6 @@ def read_gpu(
         traffic: also read PCIe and NVLink traffic.
         activity: measurements of `GpuActivity`.
     """
-    import pynvml
-
     milliwatts = query_driver(pynvml.nvmlDeviceGetPowerUsage, whole)
     pcie: tuple[float | None, ...] = (None, None)
     links: tuple[int | None, int | None] = (None, None)
@@ -103,8 +106,6 @@ def read_gpu(
 
 def _nvlink(handle: Any) -> tuple[int | None, int | None]:
     """Return received and sent bytes over all links, since the driver was loaded."""
-    import pynvml
-
     fields = (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX)
     # Scope 2^32 - 1 selects all links; the values are in KiB (nvml.h, at these fields).
     values = query_driver(pynvml.nvmlDeviceGetFieldValues, handle, [(each, 0xFFFFFFFF) for each in fields])
@@ -115,8 +116,6 @@ def _nvlink(handle: Any) -> tuple[int | None, int | None]:
 
 
 def _reasons(bits: int) -> tuple[str, ...]:
-    import pynvml
-
     words = {
         pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
         pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
@@ -131,8 +130,6 @@ def _reasons(bits: int) -> tuple[str, ...]:
 
 def query_driver(function: Callable[..., Any], *args: Any) -> Any:
     """Call an NVML function; return None if it is unsupported or the GPU is lost."""
-    import pynvml
-
     try:
         return function(*args)
     except pynvml.NVMLError:
@@ -183,22 +180,8 @@ def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int
 
 def list_gpu_uuids() -> list[str]:
     """Return UUIDs of the GPUs that this process may open, in the driver's order."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    uuids = []
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                uuids.append(str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))))
-            except pynvml.NVMLError:
-                continue  # another job's, blocked by a cgroup
-    finally:
-        pynvml.nvmlShutdown()
-    return uuids
+    with GpuReader() as reader:
+        return list(dict.fromkeys(_uuid(whole) for _, _, whole in reader.places))
 
 
 def list_bus_ids(environ: Mapping[str, str]) -> list[str]:
@@ -221,8 +204,6 @@ def list_bus_ids(environ: Mapping[str, str]) -> list[str]:
 
 
 def _bus_id(handle: Any) -> str:
-    import pynvml
-
     name = read_field(query_driver(pynvml.nvmlDeviceGetPciInfo, handle), "busId") or ""
     # The driver writes eight digits for the domain, the kernel four.
     domain, _, rest = (name.decode() if isinstance(name, bytes) else str(name)).lower().partition(":")
@@ -243,26 +224,17 @@ class DriverFacts:
 
 def read_driver_facts() -> DriverFacts:
     """Read the driver's facts; blocks if the driver hangs."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    if pynvml is None:
         return DriverFacts()
-    names = []
-    try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                names.append(str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))))
-            except pynvml.NVMLError:
-                continue  # another job's, blocked by a cgroup
-        # An integer such as 12040 (nvmlSystemGetCudaDriverVersion).
-        return DriverFacts(
-            str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", names
-        )
-    finally:
-        pynvml.nvmlShutdown()
+    with GpuReader() as reader:
+        version = query_driver(pynvml.nvmlSystemGetDriverVersion)
+        cuda = query_driver(pynvml.nvmlSystemGetCudaDriverVersion)
+        if version is None:
+            return DriverFacts()
+        wholes = {index: whole for index, _, whole in reader.places}
+        names = [str(query_driver(pynvml.nvmlDeviceGetName, whole)) for whole in wholes.values()]
+    # An integer such as 12040 (nvmlSystemGetCudaDriverVersion).
+    return DriverFacts(str(version), None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}", names)
 
 
 class GpuActivity:
@@ -273,8 +245,6 @@ class GpuActivity:
     """
 
     def __init__(self, handle: Any) -> None:
-        import pynvml
-
         support = query_driver(pynvml.nvmlGpmQueryDeviceSupport, handle)
         supported = bool(read_field(support, "isSupportedDevice"))
         self._handle, self._samples = handle, [query_driver(pynvml.nvmlGpmSampleAlloc) for _ in "12"]
@@ -282,15 +252,11 @@ class GpuActivity:
         self._has_sample = self._is_supported and self._sample()
 
     def _sample(self) -> bool:
-        import pynvml
-
         self._samples.reverse()
         return query_driver(pynvml.nvmlGpmSampleGet, self._handle, self._samples[1]) is not None
 
     def read(self) -> dict[str, float]:
         """Return the activity since the last call, in per cent; empty if not supported."""
-        import pynvml
-
         before, self._has_sample = self._has_sample, self._is_supported and self._sample()
         if not before or not self._has_sample:
             return {}
@@ -311,8 +277,6 @@ class GpuActivity:
 
     def close(self) -> None:
         """Free the samples."""
-        import pynvml
-
         for sample in self._samples:
             if sample is not None:
                 query_driver(pynvml.nvmlGpmSampleFree, sample)
@@ -337,9 +301,7 @@ class GpuReader:
         self._activities: list[GpuActivity | None] = []
 
     def __enter__(self) -> Self:
-        try:
-            import pynvml
-        except ImportError:  # A container image may contain only Python and PyTorch.
+        if pynvml is None:
             return self
         try:
             pynvml.nvmlInit()
@@ -359,8 +321,6 @@ class GpuReader:
 
     def __exit__(self, *_: object) -> None:
         if self._is_open:
-            import pynvml
-
             for activity in filter(None, self._activities):
                 activity.close()
             if self._errors is not None:
@@ -371,19 +331,11 @@ class GpuReader:
     @property
     def names(self) -> list[str]:
         """Model name of each device."""
-        if not self._handles:
-            return []
-        import pynvml
-
         return [str(query_driver(pynvml.nvmlDeviceGetName, handle)) for handle, _ in self._handles]
 
     @property
     def memory_bytes(self) -> list[int | None]:
         """Total memory of each device, in bytes."""
-        if not self._handles:
-            return []
-        import pynvml
-
         return [
             read_field(query_driver(pynvml.nvmlDeviceGetMemoryInfo, handle), "total")
             for handle, _ in self._handles
@@ -392,10 +344,6 @@ class GpuReader:
     @property
     def pids(self) -> list[list[int]]:
         """Processes that currently compute on each device."""
-        if not self._handles:
-            return []
-        import pynvml
-
         found = [
             query_driver(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) for handle, _ in self._handles
         ]
@@ -428,8 +376,6 @@ class GpuReader:
         errors: dict[str, tuple[int, ...]] = {}
         if self._errors is None:
             return errors
-        import pynvml
-
         for _ in range(_MAX_ERRORS):
             # Does not block: without a new event, NVML returns a timeout error.
             if (event := query_driver(pynvml.nvmlEventSetWait_v2, self._errors, 0)) is None:
@@ -441,8 +387,6 @@ class GpuReader:
 
 def _listen_for_errors(handles: Sequence[Any]) -> Any:
     """Return an NVML event set for errors of these GPUs; None if unsupported."""
-    import pynvml
-
     if not handles or (errors := query_driver(pynvml.nvmlEventSetCreate)) is None:
         return None
     for handle in handles:
@@ -451,15 +395,11 @@ def _listen_for_errors(handles: Sequence[Any]) -> Any:
 
 
 def _uuid(handle: Any) -> str:
-    import pynvml
-
     return str(query_driver(pynvml.nvmlDeviceGetUUID, handle))
 
 
 def _parts(handle: Any) -> Iterator[Any]:
     """Yield the MIG devices of a GPU."""
-    import pynvml
-
     mode = query_driver(pynvml.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return

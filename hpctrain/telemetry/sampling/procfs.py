@@ -1,4 +1,4 @@
-"""CPU, memory, disk, network and energy measurements of a node, from /proc and /sys."""
+"""Measure CPU, memory, disks, network and energy of a node, from /proc and /sys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampler process, which measures a node: one per node, separate from the ranks.
+"""Measure a node in a process separate from the ranks.
 
     python -m hpctrain.telemetry.sampling.sampler RUN NODE
 
@@ -24,7 +24,6 @@ from hpctrain.files import append_json_line, make_folder, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
-from hpctrain.telemetry.sampling.prometheus import format_prometheus
 
 #: Seconds between two readings.
 READ_INTERVAL_S = 1.0
@@ -40,6 +39,8 @@ _UNION_FIELDS = frozenset({"throttled", "xids"})
 _COUNTERS = frozenset({"nvlink_rx", "nvlink_tx"})
 #: A counter that becomes the amount during the line.
 _ENERGY = "energy_j"
+#: Escapes in the value of a label of Prometheus.
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class TelemetrySampler:
@@ -157,6 +158,29 @@ def _one_of(name: str, known: Sequence[Any], before: Sequence[GpuReading], secon
             return None if first is None else round(max(0.0, known[-1] - first), 1)
         return None if first is None or seconds <= 0 else round(max(0, known[-1] - first) / seconds)
     return known[-1]
+
+
+def format_prometheus(run_id: str, line: Mapping[str, Any]) -> str:
+    """Return a gauge for each number in a line of a node, and one per GPU for each list of numbers.
+
+    The format is that of the Prometheus documentation, "Exposition formats", version 0.0.4, for the textfile
+    collector of node_exporter.
+    """
+    common = {"run": run_id, "host": str(line["host"])}
+    samples: list[str] = []
+    for name, value in line.items():
+        if isinstance(value, list):
+            labelled = [({**common, "gpu": str(gpu)}, number) for gpu, number in enumerate(value)]
+        else:
+            labelled = [(common, value)] if name not in ("time", "seconds") else []
+        gauges = []
+        for labels, number in labelled:
+            if isinstance(number, int | float):
+                text = ",".join(f'{label}="{text.translate(_ESCAPES)}"' for label, text in labels.items())
+                gauges.append(f"hpctrain_{name}{{{text}}} {number}")
+        if gauges:
+            samples += [f"# TYPE hpctrain_{name} gauge", *gauges]
+    return "\n".join([*samples, ""])
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:

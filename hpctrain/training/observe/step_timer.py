@@ -12,8 +12,7 @@ import torch
 
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.telemetry.startup_parts import StartupPart
-from hpctrain.telemetry.startup_times import startup_times
+from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 T = TypeVar("T")
 
