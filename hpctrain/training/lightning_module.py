@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIEL
 from hpctrain.training.callbacks import Callback
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.step_source import StepSource
-from hpctrain.training.lightning_hooks import check_hooks, lightning_base, overrides
 from hpctrain.training.module import Module, is_manual
 from hpctrain.training.optim.optimizer_setup import parameters_of
 from hpctrain.training.training_state import TrainingState
@@ -170,15 +170,7 @@ class ModuleRun:
             self._module.on_fit_start()
 
     def find_data(self, given: Any, name: str) -> Any:
-        """Return the data that the user passed, otherwise that of the DataModule or the module, or None.
-
-        Args:
-            given: data that the user passed, or None.
-            name: "train", "val", "validate", "test" or "predict".
-
-        Raises:
-            UserError: there are several DataLoaders.
-        """
+        """Return the data that the user passed, otherwise that of the DataModule or the module, or None."""
         host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
         if name == "val" and not self.validates and (self.has_hooks or given is None):
             return None
@@ -212,22 +204,11 @@ class ModuleRun:
             self._logged, self.num_samples = before
 
     def log_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Record checked values."""
         assert self._logged is not None
         self._logged |= values
 
     def log(self, module: nn.Module, name: str, value: Any, options: Mapping[str, Any]) -> None:
-        """Record a value of `self.log`.
-
-        Args:
-            module: the module, or its copy on another device.
-            name: name of the metric.
-            value: a number, a tensor, or a torchmetrics metric.
-            options: arguments of Lightning's `log`.
-
-        Raises:
-            UserError: an argument is not supported, or nothing can be logged at this point.
-        """
+        """Record a value of `self.log`."""
         problem, reduce_fx, size = None, options.get("reduce_fx", "mean"), options.get("batch_size")
         if self._logged is None:
             problem = "was called in a hook that cannot log metrics. Call it in a batch or epoch hook"
@@ -270,17 +251,7 @@ class ModuleRun:
         proxy.training, proxy.current_epoch, proxy.global_step = True, rank_batch.epoch, rank_batch.step - 1
 
     def run_step(self, module: Any, kind: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call a step of a LightningModule, with the hooks of the batch.
-
-        Args:
-            module: the module, or its copy on another device.
-            kind: "training", "validation", "test" or "predict".
-            arguments: batch and number of the batch.
-            named: arguments by name, if the user's class calls the step.
-
-        Raises:
-            UserError: the hook ends the epoch.
-        """
+        """Call a step of a LightningModule, with the hooks of the batch."""
         own: Any = super(LightningSteps, module)
         step = getattr(own, f"{kind}_step")
         if self._is_in_step:
@@ -306,16 +277,8 @@ class ModuleRun:
     def end_step(self, module: Any, kind: str, outputs: Any) -> Any:
         """Convert the outputs of `run_step` by the `_end` method of the user's class, if there is one.
 
-        Args:
-            module: the module.
-            kind: "training", "validation", "test" or "predict".
-            outputs: the output of `run_step`, or those of several devices or ranks.
-
         Returns:
             The output; of a training step only the loss.
-
-        Raises:
-            UserError: a training step returned no loss.
         """
         own: Any = super(LightningSteps, module)
         end = getattr(own, f"{kind}_step_end", None)
@@ -356,14 +319,6 @@ class ModuleRun:
         """Call the hooks after a validation or test; return all its metrics. All ranks must call this.
 
         Values that the hooks log are means over the samples of a rank.
-
-        Args:
-            method: the method of the evaluation, such as `validation_step`.
-            means: means over the samples of all ranks.
-            count: number of samples of this rank.
-
-        Raises:
-            UserError: the ranks log different names at the end.
         """
         if not self.has_hooks:
             self.proxy.validating = self.proxy.sanity_checking = False
@@ -437,11 +392,7 @@ class LightningSteps:
     predict_step_end = _make_end("predict")
 
     def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
-        """Return optimizers and schedules in hpctrain's form.
-
-        Raises:
-            UserError: there is no optimizer, or there are several without manual optimization.
-        """
+        """Return optimizers and schedules in hpctrain's form."""
         own: Any = super()
         run, name = self._hpctrain, type(self).__name__
         optimizers, schedules = _unpack_optimizers(own.configure_optimizers())
@@ -522,11 +473,7 @@ class LightningSchedule:
             self._module.lr_scheduler_step(self.scheduler, None)
 
     def step_after_validation(self, metrics: Mapping[str, float]) -> None:
-        """Handle the end of a validation.
-
-        Raises:
-            UserError: the validation does not return the metric.
-        """
+        """Handle the end of a validation."""
         if self._monitor is None or (self._run.proxy.current_epoch + 1) % self._frequency:
             return
         value = metrics.get(self._monitor, metrics.get(f"val_{self._monitor}"))
@@ -570,18 +517,7 @@ class LightningHooks(Callback):
 def module_run(
     trainer: Any, module: Any, context: DistributedContext, datamodule: Any, stage: str
 ) -> Iterator[ModuleRun]:
-    """Prepare a module for the Trainer's calls within the block. All ranks must call this.
-
-    Args:
-        trainer: hpctrain's Trainer.
-        module: a module of hpctrain or Lightning.
-        context: the ranks.
-        datamodule: a LightningDataModule, or None.
-        stage: "fit", "validate", "test" or "predict".
-
-    Raises:
-        UserError: the module or the settings need something that hpctrain does not have.
-    """
+    """Prepare a module for the Trainer's calls within the block. All ranks must call this."""
     if lightning_base(module) is None and datamodule is not None:
         raise UserError(
             f"A datamodule requires a LightningModule, but the module is of type "
@@ -622,11 +558,6 @@ def module_run(
 
 
 def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> None:
-    """Check that the settings are supported for a LightningModule.
-
-    Raises:
-        UserError: they are not.
-    """
     manual = is_manual(module)
     averages = trainer.strategy in ("ddp", "ddp_spawn")
     computes_elsewhere = trainer.strategy in ("pipeline", "horovod") or (manual and not averages)
@@ -658,7 +589,6 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
 
 
 def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Return the optimizers and schedule dicts in a result of Lightning's `configure_optimizers`."""
     schedules: list[Any] = []
     monitor = answer.get("monitor") if isinstance(answer, Mapping) else None
     match answer:
@@ -697,3 +627,109 @@ def _clip_gradients(optimizer: torch.optim.Optimizer, limit: float, algorithm: s
         nn.utils.clip_grad_value_(parameters_of(optimizer), limit)
     elif limit > 0:
         nn.utils.clip_grad_norm_(parameters_of(optimizer), limit)
+
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+
+_KINDS = "validation", "test"
+_LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+#: Methods that are not hooks.
+_CONVERSIONS = ("load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt")
+#: Methods that a user's LightningModule may override.
+_SUPPORTED = {
+    *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers", "lr_scheduler_step"),
+    *_LOADERS,
+    *_CONVERSIONS,
+    *("training_step", "validation_step", "test_step", "predict_step"),
+    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start"),
+    *("on_train_epoch_end", "on_train_batch_start", "on_train_batch_end", "on_after_backward"),
+    *("on_before_optimizer_step", "on_after_batch_transfer", "on_save_checkpoint", "on_load_checkpoint"),
+    *(
+        f"on_{kind}{part}_{end}"
+        for kind in _KINDS
+        for part in ("", "_epoch", "_batch")
+        for end in ("start", "end")
+    ),
+    *("state_dict", "load_state_dict"),
+}
+#: Hooks of Lightning 1 that version 2 does not have.
+_REMOVED = {
+    *("training_epoch_end", "validation_epoch_end", "test_epoch_end", "on_epoch_start", "on_epoch_end"),
+    *("training_end", "validation_end", "test_end", "on_batch_start", "on_batch_end", "tbptt_split_batch"),
+    *("configure_ddp", "init_ddp_connection", "configure_sync_batchnorm", "configure_apex", "amp_scale_loss"),
+    *("get_progress_bar_dict", "on_hpc_save", "on_hpc_load", "on_post_move_to_device"),
+    *("on_pre_performance_check", "on_post_performance_check", "on_sanity_check_start"),
+    *("on_train_dataloader", "on_val_dataloader", "on_test_dataloader", "on_predict_dataloader"),
+}
+#: Hooks of Lightning 2 that hpctrain does not call.
+_UNSUPPORTED = {
+    *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("configure_callbacks", "configure_sharded_model", "on_before_backward", "on_before_zero_grad"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_exception"),
+    *(f"on_{kind}_model_{call}" for kind in (*_KINDS, "predict") for call in ("eval", "train", "zero_grad")),
+    *(f"on_predict_{part}{end}" for part in ("", "epoch_", "batch_") for end in ("start", "end")),
+}
+_REPLACEMENTS = {
+    "backward": "manual optimization",
+    "configure_callbacks": "the Trainer setting callbacks",
+    "configure_gradient_clipping": "the Trainer setting gradient_clip_norm or gradient_clip_value",
+    "configure_ddp": "the Trainer settings find_unused_parameters, static_graph and bucket_cap_mb",
+    "configure_sharded_model": "configure_model",
+    "init_ddp_connection": "`hpctrain submit`, torchrun or srun, whose variables hpctrain detects",
+    "on_before_batch_transfer": "on_after_batch_transfer",
+    "on_before_zero_grad": "on_train_batch_end",
+    "optimizer_zero_grad": "no method: hpctrain sets gradients to None after each update",
+    "optimizer_step": "the Trainer setting warmup_steps, a scheduler, or manual optimization",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_epoch_end": "on_train_epoch_end",
+    "transfer_batch_to_device": "on_after_batch_transfer or collate_fn",
+    "validation_epoch_end": "on_validation_epoch_end",
+}
+#: Parameters of steps that hpctrain does not pass.
+_PARAMETERS = ("dataloader_iter", "optimizer_idx", "hiddens")
+
+
+def lightning_base(thing: Any, *names: str) -> type | None:
+    """Return the class of Lightning that `thing` extends, or None, without importing Lightning."""
+    for kind in type(thing).__mro__:
+        if kind.__name__ in (names or ("LightningModule",)) and kind.__module__.split(".")[0] in _PACKAGES:
+            return kind
+    return None
+
+
+def overrides(thing: Any, method: str) -> bool:
+    """Return true if the user's class overrides a method of Lightning's classes or of `Module`."""
+    base = lightning_base(thing, "LightningModule", "LightningDataModule") or Module
+    return getattr(type(thing), method, None) is not getattr(base, method, None)
+
+
+def check_hooks(thing: Any, stage: str) -> None:
+    """Check that hpctrain calls all of Lightning's hooks that a module or LightningDataModule overrides."""
+    name, base = type(thing).__name__, lightning_base(thing, "LightningModule", "LightningDataModule")
+    known = _REMOVED | _UNSUPPORTED
+    if base is None:
+        known = (known | _SUPPORTED) - {*dir(Module), *_LOADERS, *_CONVERSIONS}
+    else:
+        known |= {each for each in dir(base) if each[0] != "_" and inspect.isfunction(getattr(base, each))}
+        known -= {*dir(nn.Module), *_SUPPORTED}
+    if stage != "predict":
+        known = {each for each in known if not each.startswith("on_predict_")}
+    if refused := sorted(each for each in known if overrides(thing, each)):
+        hooks = "these hooks" if len(refused) > 1 else "this hook"
+        remedies = [
+            f"Instead of {each}, use {_REPLACEMENTS[each]}." for each in refused if each in _REPLACEMENTS
+        ]
+        other = "hpctrain.lightning.Trainer" if base else "a callback or a LightningModule"
+        raise UserError(
+            f"{name} overrides {', '.join(refused)}, which hpctrain.Trainer does not call. "
+            f"{' '.join(remedies) or f'Rename or remove {hooks}, or use {other}.'}"
+        )
+    if base is None:
+        return
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        parameters = inspect.signature(getattr(thing, step, check_hooks)).parameters
+        if refused := [each for each in _PARAMETERS if each in parameters]:
+            raise UserError(
+                f"{name}.{step} has the parameter {refused[0]}, which hpctrain does not pass. Remove the "
+                "parameter."
+            )

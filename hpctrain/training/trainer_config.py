@@ -18,7 +18,7 @@ from hpctrain.telemetry.loggers import Logger, find_loggers
 from hpctrain.training.base.device_selection import Devices, parse_devices
 from hpctrain.training.base.precision import canonical_precision
 from hpctrain.training.callbacks import Callback
-from hpctrain.training.setting_names import canonical_settings, replacement_of_callback
+from hpctrain.training.setting_names import canonical_settings
 
 #: In-memory folder on Linux nodes.
 _SHARED_MEMORY = Path("/dev/shm")
@@ -302,8 +302,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
-                    f"callbacks contains {callback!r}, which is not an hpctrain.Callback. "
-                    f"{replacement_of_callback(callback)}"
+                    f"callbacks contains {callback!r}, which is not an hpctrain.Callback. Subclass "
+                    "hpctrain.Callback, or use hpctrain.EarlyStopping. Instead of ModelCheckpoint, use the "
+                    "settings checkpoint_every, keep_last, keep_best and monitor."
                 )
         if type(self.keep_best) is not int or self.keep_best < 0:
             raise UserError(f"keep_best is {self.keep_best!r}, but must be an integer of at least 0.")
@@ -385,7 +386,6 @@ class TrainerConfig(metaclass=_AcceptsAliases):
 
     @property
     def retention(self) -> Retention:
-        """Retention rules for checkpoints."""
         return Retention(
             last=self.keep_last,
             every=self.keep_every,

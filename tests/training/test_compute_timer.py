@@ -12,7 +12,7 @@ from torch import nn
 
 from hpctrain.runtime.rank_activity import RankActivity
 from hpctrain.training.observe import compute_timer
-from hpctrain.training.observe.compute_timer import ComputeTimer
+from hpctrain.training.observe.step_timers import ComputeTimer
 
 
 @pytest.fixture

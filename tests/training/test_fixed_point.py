@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hpctrain.cluster import detect
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.determinism.exact_norm import exact_norm
 from hpctrain.training.determinism.fixed_point import (
     HEADROOM,
+    exact_norm,
     largest_term,
     scale,
     shared_exponent,

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import hpctrain
 from hpctrain.training.data.dataset_adapters import make_step_source
-from hpctrain.training.data.interleaved_reader import ShardedStream
 from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.shard_readers import ShardedStream
 from hpctrain.training.data.step_source import StopCondition
 from hpctrain.training.data.stream_order import (
     UNKNOWN_LENGTH,

@@ -29,7 +29,7 @@ from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.saving import checkpoint_schedule as cadence_module
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
-from hpctrain.training.saving.stop_deadline import FinalSavePlan, StopDeadline, plan_final_save
+from hpctrain.training.saving.training_checkpoints import FinalSavePlan, StopDeadline, plan_final_save
 
 DAY = 86_400.0
 

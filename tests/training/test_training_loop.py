@@ -23,11 +23,11 @@ from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.sample_order import SampleOrder
-from hpctrain.training.loop.optimizer_step import LrScaler
-from hpctrain.training.observe.dataloader_hints import warn_too_few_workers, warn_too_many_workers
+from hpctrain.training.loop.train_step import LrScaler
+from hpctrain.training.observe.environment_info import warn_too_few_workers, warn_too_many_workers
 from hpctrain.training.observe.progress import SampleRate
-from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.optimizer_setup import only_trainable
+from hpctrain.training.optim.step_transforms import activation_checkpointing
 
 SCRIPT = SCRIPTS / "train_regression.py"
 
@@ -503,7 +503,7 @@ def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):
             output.append(capsys.readouterr().out)
 
     output: list[str] = []
-    monkeypatch.setattr("hpctrain.training.observe.dataloader_hints._SEEN_S", 0.05)
+    monkeypatch.setattr("hpctrain.training.observe.environment_info._SEEN_S", 0.05)
     trainer = hpctrain.Trainer(max_steps=8, global_batch_size=4, callbacks=[Printed()])
     trainer.fit(Regression(), SlowData())
     assert "s waiting for data with num_workers=0" in "".join(output[:7])

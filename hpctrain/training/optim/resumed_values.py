@@ -125,9 +125,6 @@ def check_ends(
         last_step: last step of training.
         steps_per_epoch: steps of an epoch, for schedulers that advance once per epoch; None if unknown.
         ignored: values of the script that do not apply.
-
-    Raises:
-        UserError: a scheduler refuses further steps after its end.
     """
     messages = []
     for outer in schedulers:
