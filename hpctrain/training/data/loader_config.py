@@ -222,12 +222,13 @@ def unpack_dataloader(data: Any, loading: LoaderConfig, name: str) -> tuple[Data
         loading.check_accumulation(f"{name} is a DataLoader with drop_last=True", "Remove drop_last")
     if type(sampler) is DistributedSampler:  # hpctrain divides batches among the ranks itself
         return DataLoaderParts(data.dataset, sampler.shuffle, drop_last), loading
-    if type(sampler) is SequentialSampler or _is_permutation(sampler, data.dataset):
+    if type(sampler) is SequentialSampler or is_permutation(sampler, data.dataset):
         return DataLoaderParts(data.dataset, type(sampler) is RandomSampler, drop_last), loading
     return DataLoaderParts(data.dataset, False, drop_last, sampler), loading
 
 
-def _is_permutation(sampler: Any, dataset: Any) -> bool:
+def is_permutation(sampler: Any, dataset: Any) -> bool:
+    """Return true if the sampler is torch's for `shuffle=True`."""
     is_random = type(sampler) is RandomSampler and not sampler.replacement
     return is_random and sampler.num_samples == len(dataset)
 

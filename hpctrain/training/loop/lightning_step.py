@@ -61,8 +61,8 @@ class LightningTrainStep(TrainStep):
         with self._hooks(step.rank_batch, sums):
             super().run(step, micro_batches, sums)
             self._run.proxy.global_step = step.rank_batch.step
-            self._user_module.on_train_batch_end(*self._run.last, step.rank_batch.batch_idx)
-            self._run.last = ({}, None)
+            self._user_module.on_train_batch_end(*self._run.step_end, step.rank_batch.batch_idx)
+            self._run.step_end = ({}, None)
 
     def exclude_step(self, step: StepData, sums: MetricAccumulator) -> None:
         with self._hooks(step.rank_batch, sums):

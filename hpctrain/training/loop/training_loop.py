@@ -218,8 +218,14 @@ class TrainingLoop:
             if advances_schedules or 0 < state.step == getattr(inner_scheduler(scheduler), "last_epoch", None)
         ]
         if parts.source.last_step is not None and not is_manual(parts.module):
-            last_step, steps_per_epoch = parts.source.last_step, parts.source.steps_per_epoch
-            ignored += check_ends(schedulers, last_step, steps_per_epoch, state.ignored)
+            schedules = [
+                (
+                    inner_scheduler(each),
+                    each.period(parts.source.steps_per_epoch) if hasattr(each, "period") else 1,
+                )
+                for each in schedulers
+            ]
+            ignored += check_ends(schedules, parts.source.last_step, state.ignored)
         for remark in (*parts.source.remarks, *parts.strategy.remarks, *ignored, *state.remarks):
             self._print_hint(remark)
         parts.log.write_ignored(state.ignored)
