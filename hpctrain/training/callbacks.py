@@ -130,7 +130,6 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
     def missing_metric_error(self, given: Set[str]) -> UserError:
-        """Return the error for a validation without the monitored metric."""
         names = ", ".join(sorted(given))
         return UserError(
             f"EarlyStopping monitors {self.metric!r}, but validation returned only these metrics: {names}."
@@ -162,18 +161,9 @@ class CallbackList:
 
     @property
     def wants_steps(self) -> bool:
-        """Return true if a callback overrides `on_step_end`."""
         return any(map(_wants_steps, self._callbacks))
 
     def check(self, *, validates: bool) -> None:
-        """Check that the requirements of each callback are met.
-
-        Args:
-            validates: true if there will be validations.
-
-        Raises:
-            UserError: a callback requires a validation, but there is none.
-        """
         for each in self._callbacks:
             if isinstance(each, EarlyStopping) and not (validates or _wants_steps(each)):
                 raise UserError(
@@ -183,27 +173,16 @@ class CallbackList:
                 )
 
     def check_names(self, given: Set[str], accepted: Set[str]) -> None:
-        """Check that a validation returns the metrics that the callbacks monitor.
-
-        Args:
-            given: the names that the validation returned.
-            accepted: `given`, and the names with the prefix that distinguishes them from training metrics.
-
-        Raises:
-            UserError: a metric is missing.
-        """
         for each in self._callbacks:
             if type(each) is EarlyStopping and each.metric not in accepted:
                 raise each.missing_metric_error(given)
 
     @property
     def ending(self) -> str | None:
-        """This rank's reason to end training, or None."""
         ending: str | None = self._trainer.ending
         return ending
 
     def end(self, reason: str) -> None:
-        """Request the end of training from this rank."""
         self._trainer.ending = reason
 
     def fit_start(self, step: int) -> None:

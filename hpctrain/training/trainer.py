@@ -20,8 +20,7 @@ from hpctrain.training.algorithms import Algorithm, find_algorithm, register_alg
 from hpctrain.training.base.device_selection import find_devices, has_launcher, process_devices, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
-from hpctrain.training.lightning_hooks import lightning_base
-from hpctrain.training.lightning_module import LightningHooks, module_run
+from hpctrain.training.lightning_module import LightningHooks, lightning_base, module_run
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
@@ -29,7 +28,7 @@ from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
-from hpctrain.training.strategies.strategy_settings import check_launch, resolve_strategy
+from hpctrain.training.strategies.strategy_registry import check_launch, resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
 
@@ -282,7 +281,6 @@ def _run_rank(
     module: Any,
     data: dict[str, Any],
 ) -> SpawnResult:
-    """Run one rank in a process that another process's trainer started."""
     # The script may have registered these classes, but the script does not run in this process.
     register_strategy(trainer.strategy)(strategy)
     if isinstance(trainer.algorithm, str):

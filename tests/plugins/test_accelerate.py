@@ -9,7 +9,6 @@ import torch
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
 from helpers.ranks import run_on_ranks
 from torch import nn
-from train_with_blocks import Net
 
 from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE
@@ -34,31 +33,6 @@ def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     assert_same_bits(result, undisturbed[1])
     # Optimizer steps, as counted by the step hook.
     assert [event["step"] for event in run.events("checkpoint")][-1] == run.status()["step"] == 12
-
-
-def gradients_of_first_and_second_step() -> tuple[list[float], list[float]]:
-    from accelerate import Accelerator
-
-    from hpctrain.accelerate import AcceleratorCheckpointer
-
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(1)
-    # The order in which gradients are computed is not that of the parameters.
-    net = Net(nn.Linear(64, 1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(1, 64))
-    model = accelerator.prepare(net)
-    AcceleratorCheckpointer(accelerator).load()
-    torch.manual_seed(accelerator.process_index)
-    inputs, steps = torch.randn(8, 1), []
-    for _ in range(2):
-        model.zero_grad()
-        accelerator.backward(model(inputs).pow(2).mean())
-        steps.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).tolist())
-    return steps[0], steps[1]
-
-
-def test_first_step_after_a_restart_adds_gradients_in_the_usual_order():
-    for first, second in run_on_ranks(gradients_of_first_and_second_step, world_size=4):
-        assert first == second
 
 
 def test_unrestorable_order_is_refused():

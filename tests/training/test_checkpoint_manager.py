@@ -13,12 +13,10 @@ from helpers.waiting import wait_for
 from test_training_checkpoints import Line, events, fit, steps
 
 import hpctrain
-from hpctrain.checkpoint.interval import InterruptionHistory
 from hpctrain.checkpoint.io import file_writer
 from hpctrain.checkpoint.tier.tier_copier import TierCopier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base import rng
 
 
@@ -53,17 +51,6 @@ def test_random_state_is_restored_exactly(draws):
     rng.seed_all(8)
     rng.restore_rng_state(state)
     assert draw() == expected
-
-
-def test_clock_set_back_gives_no_negative_time():
-    history = [
-        {"kind": "started", "time": 1e9, "nodes": 4},
-        {"kind": "checkpoint", "time": 1e9 + 500},
-        {"kind": "checkpoint", "time": 3.0},
-        {"kind": "started", "time": 5.0, "nodes": 4},
-        {"kind": "checkpoint", "time": 105.0},
-    ]
-    assert InterruptionHistory.from_events(history) == InterruptionHistory(1, 4 * 600.0)
 
 
 @pytest.mark.slow
@@ -101,28 +88,6 @@ def test_failed_copy_is_not_confused_with_the_save_in_flight(tmp_path, monkeypat
     module = Line(at={n: lambda: time.sleep(0.05) for n in range(1, 60)})
     fit(tmp_path, 40, module, checkpoint_every=2, local_checkpoints=tier)
     assert seen["in flight"] is not None
-
-
-@pytest.mark.slow
-def test_inaccessible_folder_is_not_reported_as_missing(tmp_path, capsys):
-    run = RunDir(tmp_path)
-
-    def replace_by_link():
-        wait_for(lambda: steps(tmp_path) == [2], 10, "the first checkpoint")
-        run.checkpoints.rename(tmp_path / "away")
-        run.checkpoints.symlink_to("checkpoints")
-
-    def restore_after_failure():
-        if run.checkpoints.is_symlink() and events(tmp_path, "failure"):
-            run.checkpoints.unlink()
-            (tmp_path / "away").rename(run.checkpoints)
-        time.sleep(0.02)
-
-    fit(tmp_path, 20, Line(at={3: replace_by_link} | dict.fromkeys(range(5, 20), restore_after_failure)))
-    out = capsys.readouterr().out
-    assert "no longer exist" not in out
-    assert "step 4 was not written" in out
-    assert steps(tmp_path)[-1] == 20
 
 
 @pytest.mark.slow
@@ -166,30 +131,6 @@ def test_local_tier_is_empty_after_a_stop(tmp_path):
     assert stop["saved"]
     assert list(tier.iterdir()) == []
     assert fit(tmp_path / "run", 20, local_checkpoints=tier).seen["steps"] == 20
-
-
-def test_signal_name_comes_from_whichever_rank_received_it(tmp_path, monkeypatch):
-    """Slurm may signal the ranks of one node only; rank 0 writes the event."""
-    from hpctrain.runtime.distributed_context import DistributedContext
-
-    monkeypatch.setattr(
-        DistributedContext,
-        "all_gather",
-        lambda self, value: [value, "SIGUSR2"] if value is None else [value],
-    )
-    flags = []
-
-    def stop_another_rank():
-        StopFlag.is_set = property(lambda flag: flags.append(flag) or True)
-
-    is_set = StopFlag.is_set
-    try:
-        with pytest.raises(SystemExit):
-            fit(tmp_path, 20, Line(at={3: stop_another_rank}))
-    finally:
-        StopFlag.is_set = is_set
-    (stop,) = events(tmp_path, "signal")
-    assert stop["signal"] == "SIGUSR2"
 
 
 @pytest.mark.slow

@@ -477,18 +477,6 @@ def test_moving_average_has_the_same_bits(tmp_path, net, strategy):
     assert_same(results(tmp_path / "three", [(3, 6)], net=net, strategy=strategy), reference)
 
 
-def average_in_buffer() -> str:
-    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=8, strategy="zero3", checkpoint_every=None)
-    with pytest.raises(RuntimeError) as caught:
-        trainer.fit(AveragedInBuffer(), Noisy())
-    return str(caught.value)
-
-
-@pytest.mark.long
-def test_sharded_parameters_cannot_be_averaged_in_a_buffer():
-    assert all("mixed torch.Tensor and DTensor" in each for each in run_on_ranks(average_in_buffer))
-
-
 class WithTable(Net):
     """A constant buffer with missing values."""
 
@@ -502,23 +490,6 @@ def test_missing_values_in_a_buffer_do_not_spread(tmp_path):
     torch.testing.assert_close(state["table"], torch.tensor([math.nan, 1.0, math.inf]), equal_nan=True)
 
 
-def train_in_session_and_after() -> None:
-    torch.manual_seed(1)
-    module = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with hpctrain.session(seed=1, elastic_determinism=True, grain_size=4) as session:
-        model, prepared = session.prepare(module, optimizer)
-        for batch in session.batches(torch.randn(16, 3), global_batch_size=8, max_steps=2):
-            prepared.zero_grad()
-            session.backward(model(batch).square().mean())
-            prepared.step()
-    before = module.weight.detach().clone()
-    optimizer.zero_grad()
-    module(torch.ones(3)).sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(module.weight, before - 0.1)
-
-
 def fit_twice() -> bool:
     module, settings = Net(), {"max_steps": 2, "global_batch_size": 16, "checkpoint_every": None, "seed": 3}
     weights = []
@@ -530,10 +501,6 @@ def fit_twice() -> bool:
 
 def test_module_can_be_trained_twice():
     assert run_on_ranks(fit_twice) == [False, False]
-
-
-def test_optimizer_can_be_used_after_a_session():
-    run_on_ranks(train_in_session_and_after, group=False)
 
 
 def evaluate() -> tuple[Any, Any]:
@@ -643,28 +610,6 @@ def use_scaler(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_own_loop_that_uses_gradients_of_a_grain_is_refused(tmp_path, use):
     with pytest.raises(hpctrain.UserError, match=r"call session\.clip_gradients"):
         train_with_own_clipping(str(tmp_path / "run"), use)
-
-
-def train_in_custom_way(run_dir: Path, use: Callable[[Any, int], object]) -> nn.Module:
-    """Train in a loop that calls `use` for each grain, until it returns true."""
-    with hpctrain.session(elastic_determinism=True, run_dir=str(run_dir)) as session:
-        module, _ = session.prepare(net := WithoutRare(), torch.optim.SGD(net.parameters(), lr=0.1))
-        batches = session.batches(Noisy(), global_batch_size=16, max_steps=1)
-        for number, (x, kind, y) in enumerate(batches):
-            session.backward(nn.functional.mse_loss(module(x, kind), y))
-            if use(session, number):
-                break
-    return module
-
-
-def test_own_loop_that_logs_only_some_grains_is_refused(tmp_path):
-    with pytest.raises(hpctrain.UserError, match="same metrics for every grain"):
-        train_in_custom_way(tmp_path / "run", lambda session, number: number and session.log(number=number))
-
-
-def test_gradients_are_usable_after_a_loop_that_ended_early(tmp_path):
-    module = train_in_custom_way(tmp_path / "run", lambda session, number: True)
-    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
 class Alternating(Net):

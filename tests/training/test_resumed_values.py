@@ -65,15 +65,6 @@ def one_cycle(num_steps):
     return with_schedule(make)
 
 
-def warm_up_then_cosine(num_steps):
-    def make(optimizer):
-        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
-        rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps - 2)
-        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, rest], [2])
-
-    return with_schedule(make)
-
-
 def fit(folder, max_steps, configure, *, fails_at=None, **options):
     trainer = hpctrain.Trainer(max_steps=max_steps, global_batch_size=8, run_dir=folder, **options)
     module = Net(configure)
@@ -97,14 +88,6 @@ def test_longer_schedule_is_noted(tmp_path, capsys):
         "CosineAnnealingLR ends after step 6 (T_max=6, the value in the checkpoint; the script sets" in output
     )
     assert output.count("remains") == 1
-
-
-def test_longer_sequential_schedule_is_noted(tmp_path, capsys):
-    fit(tmp_path, 8, warm_up_then_cosine(8))
-    fit(tmp_path, 16, warm_up_then_cosine(16))
-    output = capsys.readouterr().out
-    assert "T_max of SequentialLR remains 6, the value in the checkpoint, although the script" in output
-    assert "SequentialLR ends after step 8" in output
 
 
 def test_schedule_that_cannot_continue_is_refused_before_the_first_step(tmp_path):
@@ -204,42 +187,6 @@ def test_rate_can_be_changed_in_a_resumed_run(tmp_path, capsys):
     fit(tmp_path, 6, lambda parameters: [sgd(parameters, 0.01)], callbacks=[NewRate()])
     assert [round(rate, 4) for rate in trained(tmp_path, "lr").values()] == [0.1, 0.1] + [0.01] * 4
     assert "remains" not in capsys.readouterr().out
-
-
-def adam(betas):
-    return lambda parameters: [torch.optim.AdamW(parameters, betas=betas)]
-
-
-def multi_step(milestones):
-    return with_schedule(lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (adam((0.9, 0.999)), adam([0.9, 0.95]), "betas remains (0.9, 0.999), {}(0.9, 0.95)."),
-        (multi_step([3, 3, 5]), multi_step([3, 7]), "milestones of MultiStepLR remains (3, 3, 5), {}(3, 7)."),
-    ],
-    ids=["betas", "milestones"],
-)
-def test_sequences_are_compared(tmp_path, capsys, old, new, message):
-    fit(tmp_path, 2, old)
-    fit(tmp_path, 3, old)
-    assert "remains" not in capsys.readouterr().out
-    fit(tmp_path, 4, new)
-    reason = "the value in the checkpoint, although the script now sets "
-    assert message.format(reason) in capsys.readouterr().out
-
-
-def test_schedulers_are_available_at_the_start(tmp_path):
-    class NewBase(hpctrain.Callback):
-        def on_fit_start(self, trainer, module):
-            trainer.schedulers[0].base_lrs = [0.5]
-
-    constant = with_schedule(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
-    fit(tmp_path, 2, constant)
-    fit(tmp_path, 4, constant, callbacks=[NewBase()])
-    assert trained(tmp_path, "lr")[4] == pytest.approx(0.5)
 
 
 def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):

@@ -30,7 +30,6 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hpctrain
-from hpctrain.training.base.rng import seeded_rng
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import LoaderConfig
@@ -248,22 +247,10 @@ def test_proportions_of_a_mixture_follow_the_step():
     assert sum(of_second[20:]) == pytest.approx(45, abs=1)
 
 
-def test_mixture_is_validated_once():
-    data = make_validation_set(
-        hpctrain.Mixture([Numbers(3), Numbers(2)], [1, 9]), LoaderConfig(), DataRank(0, 1), ALONE
-    )
-    assert [batch.tolist() for _, batch in data.batches()] == [[0, 1, 2, 0, 1]]
-
-
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")], lambda step: [step]])
 def test_impossible_weights_are_refused(weights):
     with pytest.raises(hpctrain.UserError, match=r"Mixture has 2 data sets, but its weights in step 1 are"):
         hpctrain.Mixture([Numbers(), Numbers()], weights)
-
-
-def test_empty_data_set_of_a_mixture_is_refused():
-    with pytest.raises(hpctrain.UserError, match="Data set 1 of the Mixture is empty"):
-        hpctrain.Mixture([Numbers(), Numbers(0)], [1, 1])
 
 
 def test_mixture_in_another_data_set_is_refused():
@@ -280,13 +267,6 @@ def test_length_groups_save_padding():
     assert padded < 1.1 * int(lengths.sum())
     means = torch.stack([batch.float().mean() for batch in batches])
     assert abs(means[: len(means) // 2].mean() - means[len(means) // 2 :].mean()) < 150  # in random order
-
-
-def test_samples_of_equal_length_keep_their_random_order():
-    with seeded_rng(1):
-        expected = {tuple(batch.tolist()) for batch in torch.randperm(200).split(10)}
-    with seeded_rng(1):
-        assert {*map(tuple, hpctrain.LengthGroupedBatchSampler([7] * 200, 10))} == expected
 
 
 # Trainings.
@@ -550,16 +530,6 @@ def test_unsupported_loader_is_refused(monkeypatch, make, message):
     monkeypatch.setattr("hpctrain.training.data.sampler_plan._MAX_SAMPLES", 99)
     with pytest.raises(hpctrain.UserError, match=message):
         hpctrain.Trainer(max_steps=1).fit(Regression(), make())
-
-
-def last_step(kind: str) -> int | None:
-    return source_maker(LOADERS[kind])(DataRank(0, 1), ALONE).last_step
-
-
-def test_last_step_is_known_if_epochs_have_the_same_length():
-    kinds = ("weighted", "weighted, drop_last", "replacement", "batch sampler", "lengths", "mixture")
-    assert [last_step(kind) for kind in kinds] == [3 * n for n in (4, 3, 6, 3, 6, 5)]
-    assert last_step("own generators") is last_step("buckets") is None
 
 
 @pytest.mark.slow

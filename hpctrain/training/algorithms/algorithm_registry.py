@@ -18,13 +18,13 @@ ALGORITHMS: Registry[Algorithm] = Registry(
         "allreduce": "base:AllReduce",
         "fp16": "compression:Float16",
         "bf16": "compression:BFloat16",
-        "powersgd": "powersgd:PowerSGD",
+        "powersgd": "compression:PowerSGD",
         "bytegrad": "compression:ByteGrad",
         "qadam": "qadam:QAdam",
-        "decentralized": "decentralized:Decentralized",
-        "low_precision_decentralized": "decentralized:LowPrecisionDecentralized",
-        "async": "model_averaging:AsyncAveraging",
-        "local_sgd": "model_averaging:LocalSGD",
+        "decentralized": "weight_averaging:Decentralized",
+        "low_precision_decentralized": "weight_averaging:LowPrecisionDecentralized",
+        "async": "weight_averaging:AsyncAveraging",
+        "local_sgd": "weight_averaging:LocalSGD",
     },
 )
 
@@ -63,11 +63,7 @@ def register_algorithm(name: str) -> Callable[[type[Algorithm]], type[Algorithm]
 
 
 def find_algorithm(algorithm: str | Algorithm) -> Algorithm:
-    """Return a new instance of the named algorithm; an instance is returned unchanged.
-
-    Raises:
-        UserError: there is no algorithm with this name.
-    """
+    """Return a new instance of the named algorithm; an instance is returned unchanged."""
     if isinstance(algorithm, Algorithm):
         return algorithm
     return ALGORITHMS.find(_BAGUA.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm)()

@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.data.dataloader_parts import DataLoaderParts, unpack_dataloader
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
-from hpctrain.training.data.interleaved_reader import ShardedStream, is_stream
-from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig, unpack_dataloader
 from hpctrain.training.data.sampler_plan import DrawnEpoch, SamplerPlan
-from hpctrain.training.data.shard_readers import ShardReaders
+from hpctrain.training.data.shard_readers import ShardedStream, ShardReaders, is_stream
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.data.stream_step_source import StreamStepSource
 
@@ -32,11 +30,7 @@ def make_step_source(
     until: StopCondition,
     strategy: str = "auto",
 ) -> StepSource:
-    """Return the step source for a training set, map-style or stream. All ranks must call this.
-
-    Raises:
-        UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
-    """
+    """Return the step source for a training set, map-style or stream. All ranks must call this."""
     name = "train_dataset"
     parts, unpacked = unpack_dataloader(dataset, loading, name)
     source: StepSource
@@ -74,11 +68,6 @@ def _check_divisible_stream(data_rank: DataRank, name: str) -> None:
 
 
 def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) -> None:
-    """Check that all ranks have the same data, because each rank computes the shares of all ranks.
-
-    Raises:
-        UserError: the data differs; raised on all ranks.
-    """
     first, *others = context.all_gather(own)
     for rank, other in enumerate(others, 1):
         if other != first:
@@ -116,11 +105,7 @@ def make_validation_set(
     context: DistributedContext,
     name: str = "val_dataset",
 ) -> ValidationSet:
-    """Return the adapter for a validation set, map-style or stream. All ranks must call this.
-
-    Raises:
-        UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
-    """
+    """Return the adapter for a validation set, map-style or stream. All ranks must call this."""
     loading = replace(loading, global_batch_size_is_set=False, accumulate_grad_batches=1)
     parts, loading = unpack_dataloader(dataset, loading, name)
     if is_stream(parts.dataset):
@@ -173,7 +158,6 @@ class _ValidationMap:
                 yield sizes.popleft(), batch
 
     def _rank_batches(self) -> Iterator[torch.Tensor]:
-        """Yield the samples of this rank's batches."""
         if self._drawn is None:
             low, high = self._data_rank.part(self._num_samples)
             size = self._limited(self._batch_size)

@@ -12,9 +12,8 @@ import torch
 
 from hpctrain.errors import UserError
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
-from hpctrain.training.data.dataloader_parts import DataLoaderParts
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
-from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig
 from hpctrain.training.data.mixture import Mixture, MixtureOrder, contains_mixture
 from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.sampler_plan import SamplerPlan
@@ -108,11 +107,6 @@ class MapStepSource:
     def __init__(
         self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
     ) -> None:
-        """Set up the source.
-
-        Raises:
-            UserError: the data set has no length or no samples, or its sampler is not usable.
-        """
         name = "train_dataset"
         self._fetcher = make_fetcher(parts.dataset, loading.collate_fn, loading.seeds("training"), name)
         self._data_rank, self._until = data_rank, until
@@ -191,7 +185,6 @@ class MapStepSource:
         return most, batch_of
 
     def grain(self, step: int, number: int) -> MicroBatch:
-        """Fetch a grain of a step, in this process."""
         whole = DataRank(0, 1, self._data_rank.grain_size)
         rank_batch = self._plan.rank_batch(step, whole)
         low, high = rank_batch.parts(None, whole.grain_size)[number]
@@ -233,11 +226,6 @@ class MapStepSource:
 def _make_plan(
     parts: DataLoaderParts, loading: LoaderConfig, num_samples: int, name: str
 ) -> BatchPlan | SamplerPlan:
-    """Return the plan of the steps.
-
-    Raises:
-        UserError: the sampler is not usable, or there is no batch.
-    """
     batch_size, seed = loading.global_batch_size, loading.seed
     if contains_mixture(parts.dataset):
         raise UserError(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import all_gather_single
-from hpctrain.training.base.dtensor_parts import local_part
+from hpctrain.training.base.tensors import local_part
 from hpctrain.training.determinism.fixed_point import scale, scale_in_place, to_floats, truncate
 
 #: Default size of a bucket in megabytes of float32 gradients, as for DDP. The first bucket is smaller.
@@ -72,13 +72,6 @@ class GradientBucket:
         context: DistributedContext,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Group tensors.
-
-        Args:
-            tensors: the tensors, which are all sharded, or all complete.
-            context: the ranks.
-            group: the ranks as a separate group, for sharded tensors.
-        """
         self._tensors, self._context, self._is_sharded = tensors, context, tensors[0].is_sharded
         self._group = group
         self._world_size = context.ranks.world_size if self._is_sharded else 1
@@ -187,7 +180,6 @@ class GradientBucket:
             rows[grain] = peaks
 
     def read_peaks(self, num_grains: int) -> list[float]:
-        """Return the largest of the elements that were added on all ranks. Waits for the message."""
         self.wait()
         return self._rows_of_peaks()[:num_grains].amax(0).tolist()
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.base.frozen_parameters import check_frozen
 from hpctrain.training.determinism.fixed_point import (
     largest_term,
     shared_exponent,
@@ -21,6 +20,7 @@ from hpctrain.training.determinism.fixed_point import (
 )
 from hpctrain.training.determinism.gradient_bucket import GradientBucket, SummedTensor, make_buckets
 from hpctrain.training.determinism.witness import hash_numbers
+from hpctrain.training.module import check_frozen
 
 #: Elements of a gradient that is added at once, while it is in the cache. Small gradients are added together.
 _LARGE = 2**14
@@ -98,11 +98,6 @@ class GradientSum:
         self._before: dict[str, torch.Tensor] = {}
 
     def begin(self, num_grains: int) -> None:
-        """Begin a step, or repeat it.
-
-        Args:
-            num_grains: number of grains of all ranks in the step.
-        """
         self._num_terms, self._extremes = num_grains, []
         self._before = {name: buffer.clone() for name, buffer in self._buffers()}
         self._versions = [each._version for each in self._parameters.values()]
@@ -140,11 +135,7 @@ class GradientSum:
         self._send_ready()
 
     def finish(self) -> bool:
-        """Set the gradients and buffers to the sum; return False if the step must be repeated instead.
-
-        Raises:
-            UserError: the passes changed a parameter, or enabled the gradient of a frozen one.
-        """
+        """Set the gradients and buffers to the sum; return False if the step must be repeated instead."""
         self._check_parameters()
         # The messages of the buckets and of the maxima do not wait for each other.
         pending = None if self._sends_peaks else start_maximum(self._own_peaks(), self._context)
@@ -233,7 +224,6 @@ class GradientSum:
         return add
 
     def _add_terms(self, bucket: GradientBucket) -> None:
-        """Add the terms that are not yet added."""
         terms, bucket.terms = bucket.terms, []
         terms = [(number, term) for number, term in terms if term.numel()]
         self._extremes += [(number, *torch.aminmax(term)) for number, term in terms]

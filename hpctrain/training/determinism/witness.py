@@ -78,7 +78,6 @@ class Witness:
     def _make_error(
         self, step: int, of_pair: Mapping[int, int | None], votes: list[int], verified_step: int
     ) -> SilentCorruption:
-        """Return the error for a grain with two different gradients, after all ranks have recomputed it."""
         known = [Suspect(*each) for each in self.context.all_gather(tuple(self.suspect))]
         (truth, num_votes), *others = Counter([*of_pair.values(), *votes]).most_common(2)
         is_clear = num_votes > (others[0][1] if others else 0)

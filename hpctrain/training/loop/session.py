@@ -25,7 +25,7 @@ from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import StepData
-from hpctrain.training.determinism.exact_norm import exact_norm
+from hpctrain.training.determinism.fixed_point import exact_norm
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
@@ -33,8 +33,8 @@ from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies import Strategy
-from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers, broadcast_tensors
-from hpctrain.training.strategies.strategy_settings import resolve_strategy
+from hpctrain.training.strategies.base import broadcast_buffers, broadcast_tensors
+from hpctrain.training.strategies.strategy_registry import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: The options of `TrainerConfig` that a custom loop may set.
@@ -289,7 +289,6 @@ class Session:
 
     @contextmanager
     def _restored_optimizers(self) -> Iterator[None]:
-        """Undo the changes of the optimizers at the end of the block."""
         try:
             yield
         finally:

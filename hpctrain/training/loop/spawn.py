@@ -74,8 +74,6 @@ def spawn_ranks(
         **arguments: arguments of `train`.
 
     Raises:
-        UserError: an argument cannot be pickled (the message names the part), or `train` raised a UserError.
-        HpctrainError: a process failed; the message contains the traceback.
         SystemExit: with code 75, if the ranks agreed to stop.
     """
     call = dumps((train, arguments), whose, list(arguments.items()))
@@ -133,7 +131,6 @@ def _variables(
 
 
 def _run_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
-    """Run one rank: load the call, run it, and write its result or failure."""
     die_with_parent()
     # Ctrl-C in a terminal signals all processes. The caller handles Ctrl-C and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -188,7 +185,6 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
 
 
 def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
-    """Wait until all ranks have exited, or had time to detect a failed rank; forward a stop signal."""
     is_told = False
     while any(process.is_alive() for process in processes):
         if stop.signal_name and not is_told:

@@ -59,7 +59,6 @@ class CheckpointManager:
         schedule: CheckpointSchedule,
         folder: Path,
     ) -> None:
-        """Save to `store`, which stores the checkpoints in `folder`."""
         self._store, self._schedule, self.folder = store, schedule, folder
         self._state, self._settings = parts.state, parts.settings
         self._log, self._progress = parts.log, parts.progress
@@ -72,12 +71,10 @@ class CheckpointManager:
 
     @property
     def state_bytes(self) -> int:
-        """Size of this rank's share of the latest state in bytes."""
         return self._store.state_bytes
 
     @property
     def in_flight_s(self) -> float | None:
-        """Seconds since the save in flight began; None without a save in flight."""
         return None if self._in_flight is None else time.monotonic() - self._in_flight.since
 
     def check(self) -> None:
@@ -94,15 +91,12 @@ class CheckpointManager:
             self._store.prepare(self._state.tree(), rng.capture_rng_state())
 
     def set_aside_after(self, step: int) -> list[str]:
-        """See `CheckpointStore.set_aside_after`."""
         return self._store.set_aside_after(step)
 
     def commit_newest_copy(self, folder: Path, limit: int | None) -> str | None:
-        """See `CheckpointStore.commit_newest_copy`."""
         return self._store.commit_newest_copy(folder, limit)
 
     def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """See `CheckpointStore.load_newest`."""
         return self._store.load_newest(self._state.template())
 
     def can_begin(self) -> bool:
@@ -133,14 +127,7 @@ class CheckpointManager:
         return False
 
     def async_save(self, *, direct: bool = False) -> None:
-        """Copy the current state, and write it in the background. All ranks must call this.
-
-        Args:
-            direct: write to the run folder, not to the local tier.
-
-        Raises:
-            UserError: the metric that selects the best checkpoints is missing.
-        """
+        """Copy the current state, and write it in the background. All ranks must call this."""
         begun = time.monotonic()
         self._store.wait(MAX_SAVE_S)
         self.collect_finished()
@@ -162,7 +149,6 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the save failed; raised on all ranks. `DiskFull` is not recorded.
-            UserError: the metric that selects the best checkpoints is missing.
         """
         self._store.wait(MAX_SAVE_S)
         self.collect_finished()
@@ -183,11 +169,7 @@ class CheckpointManager:
         self._record_saved(saved)
 
     def add_score(self) -> None:
-        """Add the score of a checkpoint that was saved before its validation.
-
-        Raises:
-            UserError: the metric that selects the best checkpoints is missing.
-        """
+        """Add the score of a checkpoint that was saved before its validation."""
         score = self._score()
         if score is None or not self._is_main:
             return
@@ -200,7 +182,6 @@ class CheckpointManager:
             )
 
     def wait(self, timeout_s: float = MAX_SAVE_S) -> bool:
-        """Wait for the save in flight; return True if none is left."""
         return self._store.wait(max(0.0, timeout_s))
 
     def abandon(self) -> None:
@@ -220,7 +201,6 @@ class CheckpointManager:
         return good
 
     def close(self, timeout_s: float | None = None) -> list[CommittedSave]:
-        """End the background work; return the completed saves."""
         if self._closed:
             return []
         self._closed = True
@@ -230,11 +210,9 @@ class CheckpointManager:
         return self.collect_finished()
 
     def is_shared(self, saved: CommittedSave) -> bool:
-        """True if the checkpoint is in the run folder, not only in the local tier."""
         return saved.path.parent == self.folder
 
     def _report_missing_folder(self) -> None:
-        """Report if the folder of the earlier checkpoints is missing."""
         if not self._is_main or self.write_s is None:
             return
         try:

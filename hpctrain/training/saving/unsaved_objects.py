@@ -31,11 +31,6 @@ def remark_on_unsaved(saved: Iterable[object], remedy: str, *, steps_by_script: 
 
     These are schedulers of saved optimizers, averaged models and, if the script itself performs the steps,
     optimizers, gradient scalers and samplers with a position.
-
-    Args:
-        saved: everything that checkpoints contain.
-        remedy: a sentence.
-        steps_by_script: true if the script itself performs the steps.
     """
     saved_ids: set[int] = set()
     for value in saved:
@@ -73,7 +68,6 @@ def overrides_any(value: object, methods: Iterable[str]) -> bool:
 
 
 def _add(saved_ids: set[int], value: Any, depth: int) -> None:
-    """Add an object that is saved, and the objects that its state contains."""
     if value is None or depth < 0 or isinstance(value, (torch.Tensor, ModuleType, type, str, int, float)):
         return
     saved_ids.add(id(value))

@@ -17,11 +17,6 @@ def pipeline_micro_batch_sizes(num_samples: int, most: int | None, num_stages: i
 
     Stages allocate memory for one size at a time. Equal sizes are more efficient than two sizes, unless the
     number of micro-batches doubles or halves.
-
-    Args:
-        num_samples: samples of the batch, at least 1.
-        most: maximum samples per micro-batch; None for a default number of micro-batches per stage.
-        num_stages: number of pipeline stages.
     """
     if most is None:
         wanted = min(_MICRO_BATCHES_A_STAGE * num_stages, num_samples)

@@ -36,11 +36,6 @@ class DP(Strategy):
     remarks = ("Strategy 'dp' copies the module to every device in every step; 'ddp' is faster.",)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Move the module to the first device.
-
-        Raises:
-            UserError: there are several ranks.
-        """
         if context.is_distributed:
             raise UserError(
                 f"Strategy 'dp' runs in one process, but there are {context.ranks.world_size} ranks "
@@ -106,7 +101,6 @@ def run_on_devices(
 
 
 def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> list[tuple[Any, int]]:
-    """Split the batch into parts on the devices, with the number of samples of each part, at least 1."""
     count = min(len(devices), num_samples)
     parts = []
     for number, device in zip(range(count), devices, strict=False):
@@ -146,7 +140,6 @@ def _rebound(value: Any, part: nn.Module, copy: Any) -> Any:
 
 
 def _joined(outputs: list[Any], device: torch.device) -> Any:
-    """Join the outputs of all devices: tensors and numbers on `device`; the first of other values."""
     structure = pytree.tree_structure(outputs[0])
     joined = []
     for leaves in zip(*(pytree.tree_flatten(output)[0] for output in outputs), strict=True):
@@ -159,7 +152,6 @@ def _joined(outputs: list[Any], device: torch.device) -> Any:
 
 
 def _means(joined: Any, weights: torch.Tensor) -> Any:
-    """Return the means over samples of the scalars computed on each device."""
 
     def mean(each: torch.Tensor) -> torch.Tensor:
         return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each

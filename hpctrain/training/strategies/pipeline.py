@@ -7,7 +7,7 @@ of the passes (1F1B) follows Narayanan et al., "PipeDream: Generalized Pipeline 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from hpctrain.training.optim.micro_batch_size import preserve_state
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.batch_split import pipeline_micro_batch_sizes, slice_batch
-from hpctrain.training.strategies.optimizer_state_gather import OptimizerStateGather
 from hpctrain.training.strategies.pipeline_stages import PipelineStages
 from hpctrain.training.strategies.sharded_params import joint_norm
 
@@ -66,11 +65,7 @@ class Pipeline(Strategy):
         return DataRank(0, 1)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this.
-
-        Raises:
-            UserError: the module cannot be divided into one stage per rank.
-        """
+        """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this."""
         super().__init__(module, context, settings)
         self._is_pending = False
         if context.is_distributed:
@@ -134,7 +129,6 @@ class Pipeline(Strategy):
         return joint_norm(own, alike, self.context.device, p)
 
     def sync_buffers(self) -> None:
-        """Broadcast each stage's parameters, buffers and optimizer state to all ranks."""
         if not self.context.is_distributed:
             return
         in_stages = {buffer for buffers in self._stages.buffers for buffer in buffers}
@@ -147,7 +141,6 @@ class Pipeline(Strategy):
         self._state_gather.gather()
 
     def _shared_seed(self) -> int:
-        """Return a random number from rank 0. All ranks must call this."""
         seed = torch.randint(2**62, (1,))
         dist.broadcast(seed, src=0, group=self.context.cpu_group)
         return int(seed)
@@ -175,7 +168,6 @@ class Pipeline(Strategy):
         return loss_of
 
     def _run(self, parts: list[_Part], where: tuple[int, ...], loss_of: Callable[..., torch.Tensor]) -> None:
-        """Run micro-batches of one size forward and backward through the stages."""
         ranks, device = self.context.ranks, self.context.device
         inputs, output = self._find_shapes(parts[0].batch, where)
         stage = PipelineStage(
@@ -223,7 +215,6 @@ class Pipeline(Strategy):
         return self._shapes[looks]
 
     def _scalars(self, ended: list[dict[str, torch.Tensor]], num_samples: int) -> tuple[Any, float]:
-        """Return means over the micro-batches on the last rank; unused zeros on the others."""
         if not self._names:
             names = list(ended[0]) if self._is_last else None
             self._names = self.context.broadcast(names, self.context.ranks.world_size - 1) or []
@@ -257,7 +248,6 @@ class _Stage(nn.Module):
 
 
 def _equal_parts(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_Part]]:
-    """Yield the micro-batches of the batch, grouped by size."""
     low, num_samples = 0, sum(sizes)
     for size, alike in groupby(sizes):
         parts = []
@@ -266,3 +256,59 @@ def _equal_parts(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_Part
             parts.append(_Part(part, size, derive_seed(seed, low)))
             low += size
         yield parts
+
+
+class OptimizerStateGather:
+    """Gather the optimizer state of all ranks for a checkpoint, and remove it afterwards.
+
+    Attributes:
+        optimizers: this rank's optimizers, constructed identically on all ranks.
+    """
+
+    def __init__(self, owned: Sequence[Sequence[nn.Parameter]], context: DistributedContext) -> None:
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._owned, self._context = owned, context
+        # A loaded checkpoint contains the state of all ranks.
+        self._has_others = True
+
+    def gather(self) -> None:
+        """Gather the state of all ranks' optimizers. All ranks must call this.
+
+        State from other ranks is on the CPU.
+        """
+        for rank, owned in enumerate(self._owned):
+            kept: list[Any] = [[optimizer.state.get(p) for p in owned] for optimizer in self.optimizers]
+            states_of_rank = self._context.broadcast(kept, rank, "the state of an optimizer")
+            if rank != self._context.ranks.rank:
+                for optimizer, states in zip(self.optimizers, states_of_rank, strict=True):
+                    _keep(optimizer, owned, states)
+        for optimizer in self.optimizers:
+            _put_in_order(optimizer)
+        self._has_others = True
+
+    def drop_others(self) -> None:
+        """Drop the state of other ranks, to keep the memory savings of the stages."""
+        if not self._has_others:
+            return
+        self._has_others = False
+        for rank, owned in enumerate(self._owned):
+            if rank != self._context.ranks.rank:
+                for optimizer in self.optimizers:
+                    _keep(optimizer, owned, [None] * len(owned))
+
+
+def _keep(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], states: list[Any]) -> None:
+    """Set an optimizer's state for these parameters; None removes it."""
+    for parameter, state in zip(parameters, states, strict=True):
+        if state is None:
+            optimizer.state.pop(parameter, None)
+        else:
+            optimizer.state[parameter] = state
+
+
+def _put_in_order(optimizer: torch.optim.Optimizer) -> None:
+    """Sort the state in the order of the parameters, to make it equal on all ranks."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = optimizer.state.pop(parameter)

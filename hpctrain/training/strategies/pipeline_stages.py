@@ -34,11 +34,6 @@ class PipelineStages:
     """
 
     def __init__(self, module: Module, rank: int, num_stages: int) -> None:
-        """Divide the module.
-
-        Raises:
-            UserError: the module has no Sequential with enough blocks.
-        """
         self._module, self._rank, self._last = module, rank, num_stages - 1
         self._prepared = _largest(module, num_stages)
         blocks = list(self._prepared)
@@ -80,11 +75,6 @@ class PipelineStages:
         )
 
     def finish_step(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
-        """Return the result of the training step, given the output of the last stage.
-
-        Raises:
-            UserError: the step calls the Sequential more than once.
-        """
         calls = 0
 
         def give(*_: Any) -> torch.Tensor:
@@ -103,11 +93,7 @@ class PipelineStages:
             return self._module.training_step_end(self._module.training_step(batch, *where))
 
     def check_gradients(self) -> None:
-        """Check that this rank has no gradient for parameters of another stage only.
-
-        Raises:
-            UserError: it has such a gradient.
-        """
+        """Check that this rank has no gradient for parameters of another stage only."""
         others = {p for rank, owned in enumerate(self.owned) if rank != self._rank for p in owned}
         for name, parameter in self._module.named_parameters():
             if parameter in others and parameter.grad is not None:
@@ -139,7 +125,6 @@ def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:
 
 
 def _stage_ends(sizes: list[int], num_stages: int) -> list[int]:
-    """Return the end of each stage, for non-empty stages of about equal size."""
     ends: list[int] = []
     total, sum_so_far = sum(sizes), 0
     for number, size in enumerate(sizes, 1):

@@ -1,18 +1,21 @@
-"""Activation checkpointing: the backward pass recomputes parts of a module, to save memory."""
+"""Recompute activations, and compile steps, while a module is trained."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import NormBase
+from hpctrain.training.module import Module
 
 
 @contextlib.contextmanager
@@ -21,13 +24,6 @@ def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iter
 
     Dropout is the same in both passes (torch restores the random state), and running statistics of batch norm
     are updated once.
-
-    Args:
-        module: the complete module.
-        patterns: names as in `named_modules`, such as `blocks.*`; `*` matches anything but a dot.
-
-    Raises:
-        UserError: a pattern matches no submodule, or a submodule of another match.
     """
     chosen = _chosen(module, patterns)
     for part in chosen.values():
@@ -86,3 +82,28 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
 def _matches(name: str, pattern: str) -> bool:
     words, patterns = name.split("."), pattern.split(".")
     return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
+
+
+#: Methods that are called once per batch.
+_STEPS = ("training_step", "validation_step")
+
+
+@contextlib.contextmanager
+def compile_steps(module: Module, options: bool | Mapping[str, Any]) -> Iterator[None]:
+    """Compile the steps of `module` on their first call within the block."""
+    if options is False:
+        yield
+        return
+    words: dict[str, Any] = {} if options is True else dict(options)
+    for name in _STEPS:
+        step = getattr(module, name)
+        if isinstance(step, MethodType) and step.__self__ is module:
+            # `dp` calls the same compiled function with copies of the module.
+            setattr(module, name, partial(torch.compile(step.__func__, **words), module))
+        else:
+            setattr(module, name, torch.compile(step, **words))
+    try:
+        yield
+    finally:
+        for name in _STEPS:
+            delattr(module, name)

@@ -1,4 +1,4 @@
-"""Tensors in the nested tuples, lists and dicts of a batch."""
+"""Change the tensors of a batch, and access those that are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 #: Bytes. Some kernels for CPUs depend on the alignment of a tensor.
 _ALIGNMENT = 64
@@ -31,3 +32,13 @@ def align_tensors(batch: Any) -> Any:
         return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT else tensor
 
     return map_tensors(batch, align)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor; the tensor itself if it is not a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return true if the ranks have different parts of a tensor."""
+    return isinstance(tensor, DTensor) and any(isinstance(each, Shard) for each in tensor.placements)
