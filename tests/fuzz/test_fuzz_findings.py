@@ -1,4 +1,4 @@
-"""Texts that parsers once failed on. docs/testing.md lists them."""
+"""Texts that parsers once failed on."""
 
 from __future__ import annotations
 
