@@ -41,11 +41,11 @@ EXEMPT = {
         "training.base.device_selection.parse_devices",
         "training.base.rng._from_tensors",
         "training.data.sampler_plan.SamplerPlan._read",
-        "training.data.shard_buffers.ShardBuffers.read",
-        "training.determinism.gradient_bucket.GradientBucket.read_peaks",
-        "training.loop.optimizer_step.LrScaler.from_settings",
+        "training.data.stream_step_source.ShardBuffers.read",
+        "training.determinism.gradient_sum.GradientBucket.read_peaks",
+        "training.loop.train_step.LrScaler.from_settings",
         "training.loop.step_sync.StepSync.read",
-        "training.observe.compute_timer.ComputeTimer._read_sample",
+        "training.observe.step_timers.ComputeTimer._read_sample",
     },
     "reads private memory that this job has written": {
         "checkpoint.tier.memory_copies._read_markers",
@@ -103,8 +103,8 @@ EXEMPT = {
         "training.loop.spawn._read_result",
     },
     "set by hpctrain itself for its own processes": {
-        "training.saving.verification_steps.VerificationSteps.from_env",
-        "training.saving.verification_steps._parse",
+        "training.saving.checkpoint_schedule.VerificationSteps.from_env",
+        "training.saving.checkpoint_schedule._parse",
     },
     "words of the command line, or of the user's own command": {
         "cli.common.DefaultGroup.parse_args",

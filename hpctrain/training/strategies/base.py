@@ -202,10 +202,10 @@ class Strategy:
     def before_update(self) -> None:
         """Complete the gradients before use; called at least once per update."""
 
-    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the norm of all gradients together, equal on all ranks. All ranks must call this."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, norm_type=p).to(self.context.device)
+        return torch.nn.utils.get_total_norm(gradients).to(self.context.device)
 
     def on_optimizer_step_end(self, step: int) -> None:
         """Handle the end of all optimizers' update of `step`, counted from 1. All ranks must call this."""
