@@ -32,7 +32,7 @@ from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
 from hpctrain.training.strategies import Strategy
-from hpctrain.training.strategies.base import broadcast_buffers, broadcast_tensors
+from hpctrain.training.strategies.base import broadcast_tensors
 from hpctrain.training.strategies.strategy_registry import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -421,7 +421,3 @@ class _PreparedStrategy(Strategy):
 
     def place(self) -> None:
         pass
-
-    def sync_buffers(self) -> None:
-        if self.context.is_distributed:
-            broadcast_buffers(self.module)

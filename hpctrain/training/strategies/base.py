@@ -222,6 +222,8 @@ class Strategy:
 
     def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks, before a validation or a checkpoint."""
+        if self.context.is_distributed:
+            broadcast_buffers(self.module)
 
     def finish(self) -> str | None:
         """Restore the complete module at the end of training. All ranks must call this.

@@ -151,10 +151,6 @@ class FullyShardedBase(Strategy):
             return super().gradient_norm(parameters)
         return gradient_norm(parameters, self.context.device)
 
-    def sync_buffers(self) -> None:
-        if self.context.is_distributed:
-            broadcast_buffers(self.module)
-
     def finish(self) -> str | None:
         """Gather the parameters on every rank, if they fit into its device's memory."""
         if not self.context.is_distributed:
