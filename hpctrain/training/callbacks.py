@@ -186,29 +186,25 @@ class CallbackList:
         self._trainer.ending = reason
 
     def fit_start(self, step: int) -> None:
-        if not self._callbacks:
-            return
-        self._trainer.step = step
-        for callback in self._callbacks:
-            callback.on_fit_start(self._trainer, self._module)
+        self._call("on_fit_start", step)
 
     def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        if not self._callbacks:
-            return
-        self._trainer.step = step
-        for callback in self._callbacks:
-            callback.on_step_end(self._trainer, self._module, metrics)
+        self._call("on_step_end", step, metrics)
 
     def validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        if not self._callbacks:
-            return
-        self._trainer.step, self._trainer.metrics = step, dict(metrics)
-        for callback in self._callbacks:
-            callback.on_validation_end(self._trainer, self._module, metrics)
+        if self._callbacks:
+            self._trainer.metrics = dict(metrics)
+        self._call("on_validation_end", step, metrics)
 
     def fit_end(self) -> None:
         for callback in self._callbacks:
             callback.on_fit_end(self._trainer, self._module)
+
+    def _call(self, method: str, step: int, *arguments: Any) -> None:
+        if self._callbacks:
+            self._trainer.step = step
+        for callback in self._callbacks:
+            getattr(callback, method)(self._trainer, self._module, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by class name, with a number for repeated classes."""

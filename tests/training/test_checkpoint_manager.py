@@ -12,11 +12,9 @@ import torch
 from helpers.waiting import wait_for
 from test_training_checkpoints import Line, events, fit, steps
 
-import hpctrain
 from hpctrain.checkpoint.io import file_writer
 from hpctrain.checkpoint.tier.tier_copier import TierCopier
-from hpctrain.errors import CheckpointError, UserError
-from hpctrain.rundir import RunDir
+from hpctrain.errors import CheckpointError
 from hpctrain.training.base import rng
 
 
@@ -118,21 +116,6 @@ def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys)
     assert {2, 4, 16, 18, 20} <= set(steps(tmp_path))
 
 
-def test_local_tier_is_empty_after_a_stop(tmp_path):
-    """The next attempt may run elsewhere, and leftover memory would be lost for all jobs of the node."""
-    import signal
-
-    tier = tmp_path / "fast"
-    tier.mkdir()
-    module = Line(at={5: lambda: signal.raise_signal(signal.SIGTERM)})
-    with pytest.raises(SystemExit):
-        fit(tmp_path / "run", 20, module, local_checkpoints=tier)
-    (stop,) = events(tmp_path / "run", "signal")
-    assert stop["saved"]
-    assert list(tier.iterdir()) == []
-    assert fit(tmp_path / "run", 20, local_checkpoints=tier).seen["steps"] == 20
-
-
 @pytest.mark.slow
 def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
     """An undisturbed run validates and saves at step 4; this one was stopped there, and validates later."""
@@ -152,23 +135,3 @@ def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
     assert steps(tmp_path / "parts") == [4], "stopped where validation was due"
     fit(tmp_path / "parts", 12, **settings)
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole") == [4, 12]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"global_batch_size": 4}, r"'global_batch_size': 2.*'global_batch_size': 4"),
-        ({"seed": 4}, r"'seed': 3.*'seed': 4"),
-        ({"samples": 9}, r"'num_samples': 8.*'num_samples': 9"),
-    ],
-)
-def test_changes_of_the_sample_order_are_refused_without_loss(tmp_path, change, message):
-    fit(tmp_path, 3)
-    before = {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
-    settings = {"max_steps": 6, "global_batch_size": 2, "seed": 3, **change}
-    data = list(torch.randn(settings.pop("samples", 8), 2))
-    with pytest.raises(UserError, match=message + r".*Restore the old values, or start a new run"):
-        hpctrain.Trainer(run_dir=tmp_path, validate_every=None, **settings).fit(Line(), data)
-    assert before == {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
-    assert fit(tmp_path, 6).seen["steps"] == 6

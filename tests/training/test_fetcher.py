@@ -142,13 +142,6 @@ def test_collate_function_gets_rows_of_columns(dataset):
     torch.testing.assert_close(rows.fetch(0, torch.tensor([3, 1])), [X[[3, 1]], Y[[3, 1]]])
 
 
-def test_tuple_of_samples_of_different_lengths_needs_a_collate_function():
-    samples = (torch.ones(1), torch.ones(2))
-    assert fetcher(samples, len).num_samples == 2
-    with pytest.raises(hpctrain.UserError, match=r"different lengths: \[1, 2\]"):
-        fetcher(samples)
-
-
 class Filtered(PerSample):
     """Returns None for one sample, as data sets do for a broken file."""
 

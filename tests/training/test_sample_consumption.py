@@ -182,16 +182,6 @@ def test_workers_do_not_split_a_stream_that_splits_itself():
     )
 
 
-def test_micro_batches_are_equally_many_on_every_rank_and_small_enough():
-    make = source_maker(lambda: Numbers(23), 10, StopCondition(None, 1))
-    segment = train_steps(make, 3, 100, micro_batch_size=2)
-    for step in segment.steps:
-        for micro, indices in zip(step["micro"], step["indices"], strict=True):
-            assert sum(count for count, _ in micro) == len(indices)
-            assert all(count <= 2 and len(batch) == max(count, 1) for count, batch in micro)
-    assert {len(step["micro"][0]) for step in segment.steps} == {2, 1}
-
-
 @pytest.mark.parametrize(
     "dataset", [lambda: Numbers(3), lambda: StatefulDataset(3), lambda: ShardedDataset([1, 0, 0, 2])]
 )

@@ -451,17 +451,6 @@ def test_another_batch_size_of_the_trainer_is_refused(data, message):
         hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Regression(), data)
 
 
-@pytest.mark.slow
-def test_learning_rate_scales_with_the_batch_of_the_loader():
-    trained = Regression()
-    trainer = hpctrain.Trainer(max_steps=1, lr_reference_batch_size=10)
-    trainer.fit(trained, DataLoader(samples(), 20))
-    expected = Regression()
-    expected.configure_optimizers = lambda: torch.optim.SGD(expected.parameters(), lr=0.2)
-    hpctrain.Trainer(max_steps=1).fit(expected, DataLoader(samples(), 20))
-    assert trained.values() == expected.values()
-
-
 # Refusals.
 
 
@@ -530,17 +519,6 @@ def test_unsupported_loader_is_refused(monkeypatch, make, message):
     monkeypatch.setattr("hpctrain.training.data.sampler_plan._MAX_SAMPLES", 99)
     with pytest.raises(hpctrain.UserError, match=message):
         hpctrain.Trainer(max_steps=1).fit(Regression(), make())
-
-
-@pytest.mark.slow
-def test_another_sampler_cannot_resume(tmp_path):
-    def train(first: int) -> None:
-        data = DataLoader(samples(), 4, sampler=SubsetRandomSampler(range(first, SIZE)))
-        hpctrain.Trainer(max_steps=first + 1, run_dir=tmp_path).fit(Regression(), data)
-
-    train(0)
-    with pytest.raises(hpctrain.UserError, match="'sampler': 'SubsetRandomSampler'"):
-        train(1)
 
 
 class Changing(Sampler[int]):

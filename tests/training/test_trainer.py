@@ -216,23 +216,6 @@ def test_invalid_settings_are_refused_at_once(settings, message):
         hpctrain.Trainer(**settings)
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Tiny(output=lambda w: w.expand(3)), "'loss' has shape (3,)"),
-        (Tiny(output=lambda w: {"los": w.sum()}), "but not 'loss'"),
-        (Tiny(output=lambda w: None), "training_step: 'loss' is None"),
-        (Tiny(output=lambda w: {"loss": w.sum(), "names": ["a"]}), "'names' is ['a']"),
-        (Tiny(output=lambda w: w.item()), "does not depend on trainable parameters"),
-        (Tiny(output=lambda w: w.sum().detach()), "does not depend on trainable parameters"),
-        (Tiny(optimizer="adam"), "configure_optimizers() returned 'adam'"),
-    ],
-)
-def test_invalid_modules_are_refused(module, message):
-    with pytest.raises(hpctrain.UserError, match=re.escape(message)):
-        fit(module)
-
-
 def test_metric_dependent_schedule_is_refused_with_an_alternative():
     module = Tiny()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from hpctrain.torch_compat import pytree
+
 #: Bytes. Some kernels for CPUs depend on the alignment of a tensor.
 _ALIGNMENT = 64
 
@@ -42,3 +44,30 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return true if the ranks have different parts of a tensor."""
     return isinstance(tensor, DTensor) and any(isinstance(each, Shard) for each in tensor.placements)
+
+
+def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
+    """Return samples `low` to `high` of a batch; leaves without a sample dimension are unchanged.
+
+    Args:
+        batch: tensors whose first dimension is `num_samples`, and lists or tuples of as many plain values,
+            such as names, in any containers.
+        num_samples: samples of the batch.
+        low: first sample.
+        high: sample after the last.
+    """
+
+    def is_column(node: Any) -> bool:
+        return (
+            isinstance(node, (list, tuple))
+            and len(node) == num_samples
+            and not any(isinstance(each, (torch.Tensor, dict, list, tuple)) for each in node)
+        )
+
+    def cut(leaf: Any) -> Any:
+        counts = (
+            leaf.ndim > 0 and len(leaf) == num_samples if isinstance(leaf, torch.Tensor) else is_column(leaf)
+        )
+        return leaf[low:high] if counts else leaf
+
+    return pytree.tree_map(cut, batch, is_leaf=is_column)

@@ -224,20 +224,7 @@ class ShardReaders:
         trained: Sequence[int] | None = None,
         checkpoints: Mapping[int, ReaderCheckpoint | None] | None = None,
     ) -> None:
-        """Distribute the shards to the data workers.
-
-        Args:
-            stream: stream to read.
-            loading: settings, including the number of data workers.
-            data_rank: this rank.
-            seeds: random generators of the samples.
-            chunk_size: maximum samples per chunk.
-            num_epochs: number of epochs to read; None for no limit.
-            first_epoch: first epoch to read.
-            trained: samples of each shard to skip in the first epoch.
-            checkpoints: start of each shard in the first epoch, by default its beginning; None if the shard
-                has ended.
-        """
+        """Distribute the shards to the data workers."""
         num_shards = stream.num_shards
         own = list_rank_shards(data_rank.rank, num_shards, data_rank.world_size)
         num_workers = min(loading.num_workers, len(own))

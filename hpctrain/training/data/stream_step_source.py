@@ -27,7 +27,7 @@ from hpctrain.training.data.shard_readers import (
     dump_checkpoints,
     load_checkpoints,
 )
-from hpctrain.training.data.step_source import MicroBatch, StepData, StopCondition
+from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource, StopCondition
 from hpctrain.training.data.stream_order import (
     UNKNOWN_LENGTH,
     StreamBatch,
@@ -41,13 +41,10 @@ from hpctrain.training.data.stream_order import (
 _MAX_CHUNK = 64
 
 
-class StreamStepSource:
+class StreamStepSource(StepSource):
     """Step source for an `IterableDataset` or a similar object."""
 
-    micro_batch_size: int | None = None
     exchanges_ends = True
-    remarks: Sequence[str] = ()
-    steps_per_epoch: int | None = None
 
     def __init__(
         self,

@@ -53,12 +53,6 @@ class Witness:
     ) -> None:
         """Compare the gradients of this step on all ranks.
 
-        Args:
-            rank_batch: this rank's part of the batch.
-            own_hash: hash of the gradient of this rank's chosen grain; None if it has no grain.
-            recompute: function that returns the hash of a grain's gradient, computed on this rank.
-            verified_step: last step at which the gradients were equal.
-
         Raises:
             SilentCorruption: on all ranks: a gradient differs.
         """

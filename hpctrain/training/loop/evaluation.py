@@ -112,14 +112,6 @@ def run_validation(
 
     Returns None if the ranks agreed to stop before the end. The module is in evaluation mode during the call.
     All ranks must call this.
-
-    Args:
-        strategy: the strategy of the module.
-        data: the samples.
-        method: the module's method, such as `validation_step`.
-        lone_name: name of the metric if the method returns a scalar.
-        num_batches: number of batches per rank, from the first; None for all.
-        stop: this rank's stop flag; None to ignore stop signals.
     """
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")

@@ -66,13 +66,6 @@ def spawn_ranks(
     The processes do not import the script again, so the script needs no `if __name__ == "__main__"`.
     Definitions in the script are pickled with the arguments.
 
-    Args:
-        places: GPU of each process, as an index of the visible GPUs, or None for the CPU.
-        train: function to call in each process, one rank each; the result on rank 0 is returned.
-        whose: the function called by the user, for messages.
-        environ: environment of this process.
-        **arguments: arguments of `train`.
-
     Raises:
         SystemExit: with code 75, if the ranks agreed to stop.
     """

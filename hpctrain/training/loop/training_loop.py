@@ -23,7 +23,6 @@ from hpctrain.training.observe.environment_info import (
     can_request_cpus,
     count_rank_cpus,
     warn_too_few_workers,
-    warn_too_many_workers,
 )
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, bad_loss
@@ -239,8 +238,6 @@ class TrainingLoop:
             parts.module.train()
         if state.step == 0:
             self._validator.check_sanity()
-        if num_workers := parts.source.loading.num_workers:
-            self._print_hint(warn_too_many_workers(num_workers, self._cpus, can_request=can_request_cpus()))
         parts.callbacks.fit_start(state.step)
         parts.end_if_requested()
         if self._validator.due():  # a stop was requested before or during this validation

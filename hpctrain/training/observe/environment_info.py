@@ -110,17 +110,6 @@ def can_request_cpus() -> bool:
     return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
 
 
-def warn_too_many_workers(num_workers: int, cpus: int, *, can_request: bool) -> str | None:
-    """Return a hint at the start; None if a rank has a processor per data worker."""
-    if num_workers <= cpus:
-        return None
-    remedy = "Request more CPUs with --cpus-per-task, or set" if can_request else "Set"
-    return (
-        f"num_workers is {num_workers}, but each rank has only {pluralize(cpus, 'CPU')}. "
-        f"{remedy} num_workers={cpus}."
-    )
-
-
 def warn_too_few_workers(
     waited_s: float, all_s: float, num_workers: int, cpus: int, *, can_request: bool
 ) -> str | None:

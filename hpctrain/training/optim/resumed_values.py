@@ -132,9 +132,6 @@ def check_ends(
         schedules: the schedulers, after the checkpoint is loaded, and the steps from one advance to the next.
         last_step: last step of training.
         ignored: values of the script that do not apply.
-
-    Raises:
-        UserError: a scheduler refuses further steps after its end.
     """
     messages = []
     for scheduler, period in schedules:

@@ -19,34 +19,6 @@ _FIRST_SAVE_S = 2.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 600.0
 
 
-class Backoff:
-    """Pause after a failure, which doubles with each further failure.
-
-    Attributes:
-        num_failures: number of failures since the last success.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._until = clock, -math.inf
-        self.num_failures = 0
-
-    @property
-    def is_active(self) -> bool:
-        return self._clock() < self._until
-
-    def begin(self) -> None:
-        self.num_failures += 1
-        self.repeat()
-
-    def repeat(self) -> None:
-        """Begin the pause of the last failure again."""
-        longest = _MIN_BACKOFF_S * 2 ** min(self.num_failures - 1, 10)
-        self._until = self._clock() + min(_MAX_BACKOFF_S, longest)
-
-    def reset(self) -> None:
-        self.num_failures, self._until = 0, -math.inf
-
-
 class CheckpointSchedule:
     """Schedule of saves: at a fixed number of steps, or at the optimal interval (`auto`).
 
@@ -72,7 +44,7 @@ class CheckpointSchedule:
         self._stall_s = _FIRST_SAVE_S
         self.write_s: float | None = None
         self._in_flight = False
-        self._backoff = Backoff(clock)
+        self._num_failures, self._retry_at = 0, -math.inf
 
     @property
     def mtbf_s(self) -> float:
@@ -98,11 +70,11 @@ class CheckpointSchedule:
 
     @property
     def in_backoff(self) -> bool:
-        return self._backoff.is_active
+        return self._clock() < self._retry_at
 
     @property
     def last_failed(self) -> bool:
-        return self._backoff.num_failures > 0
+        return self._num_failures > 0
 
     def on_save_started(self, stall_s: float) -> None:
         self._save_started_at, self._stall_s, self._in_flight = self._clock() - stall_s, stall_s, True
@@ -110,14 +82,19 @@ class CheckpointSchedule:
     def on_save_committed(self, write_s: float) -> None:
         self.write_s, self._in_flight = write_s, False
         if self.last_failed:
-            self._backoff.repeat()  # the copy to the run folder may fail again
+            self._pause()  # the copy to the run folder may fail again
 
     def on_reached_run_folder(self) -> None:
-        self._backoff.reset()
+        self._num_failures, self._retry_at = 0, -math.inf
 
     def on_save_failed(self) -> None:
         self._in_flight = False
-        self._backoff.begin()
+        self._num_failures += 1
+        self._pause()
+
+    def _pause(self) -> None:
+        longest = _MIN_BACKOFF_S * 2 ** min(self._num_failures - 1, 10)
+        self._retry_at = self._clock() + min(_MAX_BACKOFF_S, longest)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class TrainingCheckpoints:
             try:
                 return manager.save_result()
             except DiskFull:
-                disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
+                disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.store.state_bytes)
                 if not disk_wait.wait(self._left_to_begin_s):
                     raise disk_wait.timeout_error() from None
 
@@ -187,12 +187,12 @@ class TrainingCheckpoints:
         aside: list[str] = []
         if self._resume_limit is not None:
             # A later rollback may use the checkpoints of this attempt.
-            aside = self._manager.set_aside_after(self._resume_limit)
+            aside = self._manager.store.set_aside_after(self._resume_limit)
         if not self._has_resumed and self.copies.folder is not None:
-            problem = self._manager.commit_newest_copy(self.copies.folder, self._resume_limit)
+            problem = self._manager.store.commit_newest_copy(self.copies.folder, self._resume_limit)
             aside += [problem] if problem else []
         self._resume_limit, self._has_resumed = None, True
-        loaded, broken = self._manager.load()
+        loaded, broken = self._manager.store.load_newest(self._state.template())
         for sentence in (*aside, *broken):
             self._progress.print_message(f"hpctrain: {sentence}")
         if loaded is None:
@@ -272,7 +272,7 @@ class TrainingCheckpoints:
         finished = manager.wait(ends_at - time.monotonic())
         saved, disk_wait = manager.collect_finished(), None
         while self._context.all_reduce_min(float(manager.found_disk_full)):
-            disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
+            disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.store.state_bytes)
             if not disk_wait.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
             manager.async_save(direct=True)

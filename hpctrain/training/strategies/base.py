@@ -202,10 +202,10 @@ class Strategy:
     def before_update(self) -> None:
         """Complete the gradients before use; called at least once per update."""
 
-    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the norm of all gradients together, equal on all ranks. All ranks must call this."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, norm_type=p).to(self.context.device)
+        return torch.nn.utils.get_total_norm(gradients).to(self.context.device)
 
     def on_optimizer_step_end(self, step: int) -> None:
         """Handle the end of all optimizers' update of `step`, counted from 1. All ranks must call this."""
@@ -222,6 +222,8 @@ class Strategy:
 
     def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks, before a validation or a checkpoint."""
+        if self.context.is_distributed:
+            broadcast_buffers(self.module)
 
     def finish(self) -> str | None:
         """Restore the complete module at the end of training. All ranks must call this.

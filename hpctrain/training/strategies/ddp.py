@@ -257,7 +257,7 @@ class ZeRO1(DataParallelBase):
         if self._parts is not None:
             self._parts.assign_gradients()
 
-    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         if self._parts is None:
-            return super().gradient_norm(parameters, p)
-        return gradient_norm(parameters, self.context.device, p)
+            return super().gradient_norm(parameters)
+        return gradient_norm(parameters, self.context.device)

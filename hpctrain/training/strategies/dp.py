@@ -12,11 +12,11 @@ from torch import nn
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
+from hpctrain.training.base.tensors import slice_batch
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run, has_step_end
 from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.batch_split import slice_batch
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
@@ -73,14 +73,6 @@ def run_on_devices(
     devices: tuple[torch.device, ...],
 ) -> Any:
     """Split a batch, run a step on a copy of the module on each device, and log the means of logged values.
-
-    Args:
-        module: the module, on the first device. Gradients are added to its parameters.
-        step: name of the step, such as `training_step`.
-        batch: the batch.
-        arguments: the other arguments of the step.
-        num_samples: samples of the batch; with 0, it contains a spare sample.
-        devices: the devices.
 
     Returns:
         The outputs of all devices, on the first one: tensors joined along dimension 0, and scalars as a

@@ -146,14 +146,10 @@ class FullyShardedBase(Strategy):
             for gradient, mean in zip(gradients, together, strict=True):
                 gradient.copy_(mean)
 
-    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         if not self.context.is_distributed:
-            return super().gradient_norm(parameters, p)
-        return gradient_norm(parameters, self.context.device, p)
-
-    def sync_buffers(self) -> None:
-        if self.context.is_distributed:
-            broadcast_buffers(self.module)
+            return super().gradient_norm(parameters)
+        return gradient_norm(parameters, self.context.device)
 
     def finish(self) -> str | None:
         """Gather the parameters on every rank, if they fit into its device's memory."""

@@ -117,10 +117,6 @@ class Horovod(Strategy):
             parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if not anywhere
         ]
 
-    def sync_buffers(self) -> None:
-        if self.context.is_distributed:
-            broadcast_buffers(self.module)
-
     def finish(self) -> str | None:
         self._stack.close()
         return None

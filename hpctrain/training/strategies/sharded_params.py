@@ -119,29 +119,25 @@ class ShardedParameters:
         return whole[first : first + each]
 
 
-def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device, p: float) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the norm of all gradients, complete or sharded. All ranks must call this."""
     cut: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         (cut if is_sharded(gradient) else whole).append(local_part(gradient))
-    return joint_norm(cut, whole, device, p)
+    return joint_norm(cut, whole, device)
 
 
 def joint_norm(
-    own: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], device: torch.device, p: float
+    own: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     """Return the norm of the `own` gradients of all ranks, and of those equal on all ranks."""
     of_own, of_shared = (
-        torch.nn.utils.get_total_norm(gradients, norm_type=p).to(device, torch.float32)
-        for gradients in (own, shared)
+        torch.nn.utils.get_total_norm(gradients).to(device, torch.float32) for gradients in (own, shared)
     )
-    if p == float("inf"):
-        dist.all_reduce(of_own, op=dist.ReduceOp.MAX)
-        return torch.maximum(of_own, of_shared)
-    powers = of_own**p
-    dist.all_reduce(powers)
-    return torch.pow(powers + of_shared**p, 1 / p)
+    squares = of_own**2.0
+    dist.all_reduce(squares)
+    return torch.pow(squares + of_shared**2.0, 0.5)
 
 
 def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

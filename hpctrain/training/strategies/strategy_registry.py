@@ -42,9 +42,6 @@ STRATEGIES: Registry[Strategy] = Registry(
     },
     refused={
         "tpu": "hpctrain does not support TPUs. Use PyTorch/XLA.",
-        "ddp_find_unused_parameters_true": "Use 'ddp' with find_unused_parameters=True.",
-        "bagua": "hpctrain has its own communication algorithms. Use 'ddp' with one of these, for example "
-        "algorithm='bytegrad'.",
         "deepspeed": "hpctrain has its own ZeRO strategies. Use 'zero1', 'zero2' or 'zero3'.",
     },
 )
