@@ -35,6 +35,7 @@ from hpctrain.training.optim.resumed_values import (
     ignored_after_load,
 )
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
@@ -155,9 +156,22 @@ class RunCheckpoint(lightning.Callback):
         self._report_differences(trainer, pl_module)
 
     def _report_differences(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Report values and objects of the script that a resumed run does not use or restore."""
+        schedulers = _schedulers(trainer)
         configured = self.resumed.get("configured")
-        ignored = ignored_after_load(trainer.optimizers, _schedulers(trainer), self._script, configured)
+        ignored = ignored_after_load(trainer.optimizers, schedulers, self._script, configured)
         self._script = configured or self._script
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        hooks = ("state_dict", "on_save_checkpoint")
+        stateful = [
+            each
+            for each in callbacks
+            if overrides_any(each, hooks) or type(each).__module__.startswith("lightning.")
+        ]
+        saved = [pl_module, *trainer.optimizers, *schedulers, trainer.precision_plugin, *stateful]
+        if overrides_any(pl_module, ("on_save_checkpoint",)):
+            saved.append(vars(pl_module))
+        unsaved = remark_on_unsaved(saved, TRAINER_REMEDY, steps_by_script=False)
         ends: list[str] = []
         if pl_module.automatic_optimization and math.isfinite(trainer.estimated_stepping_batches):
             steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
@@ -167,7 +181,7 @@ class RunCheckpoint(lightning.Callback):
             ]
             ends = check_ends(schedules, int(trainer.estimated_stepping_batches), ignored)
         remedy = "To change the value in a resumed run, set it in the on_train_start() of the module."
-        self.checkpoints.report(ignored, remedy, ends)
+        self.checkpoints.report(ignored, [unsaved, *ends], remedy)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Between two steps of the optimizer there are gradients, which are not saved.

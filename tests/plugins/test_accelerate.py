@@ -72,6 +72,7 @@ def train_with_schedule(lr: float, sets_rate: bool) -> str:
     from contextlib import redirect_stdout
 
     from accelerate import Accelerator
+    from torch.optim.swa_utils import AveragedModel
 
     from hpctrain.accelerate import AcceleratorCheckpointer
 
@@ -79,6 +80,7 @@ def train_with_schedule(lr: float, sets_rate: bool) -> str:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    ema = AveragedModel(model)
     prepared = (model, optimizer) if sets_rate else (model, optimizer, schedule)
     accelerator.prepare(*prepared)
     if sets_rate:
@@ -89,6 +91,7 @@ def train_with_schedule(lr: float, sets_rate: bool) -> str:
         if sets_rate:
             optimizer.param_groups[0]["lr"] = lr / (step + 2)
         checkpointer.save(step + 1)
+    del ema
     return output.getvalue()
 
 
@@ -98,6 +101,7 @@ def test_differences_of_a_resumed_run_are_reported(tmp_path):
         return run_on_ranks(train_with_schedule, lr, sets_rate, world_size=1, env=env, group=False)[0]
 
     first = output_of("scheduled", 0.1)
+    assert "so a resumed run starts them anew: ema (AveragedModel). " in first
     assert "remains" not in first
     second = output_of("scheduled", 0.5)
     assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.5." in second

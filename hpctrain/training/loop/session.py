@@ -31,6 +31,7 @@ from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
+from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.strategies.base import broadcast_tensors
 from hpctrain.training.strategies.strategy_registry import resolve_strategy
@@ -38,17 +39,25 @@ from hpctrain.training.trainer_config import TrainerConfig
 
 #: The options of `TrainerConfig` that a custom loop may set.
 _OPTIONS = (
-    *(
-        "checkpoint_every",
-        "checkpoint_async",
-        "keep_last",
-        "keep_every",
-        "local_checkpoints",
-        "memory_copies",
-    ),
-    *("on_bad_loss", "loss_spike_threshold", "log_every", "loggers", "hparams", "record_samples"),
-    *("num_workers", "prefetch_factor", "dataloader_timeout_s", "seed_samples", "collate_fn"),
-    *("elastic_determinism", "grain_size"),
+    "checkpoint_every",
+    "checkpoint_async",
+    "keep_last",
+    "keep_every",
+    "local_checkpoints",
+    "memory_copies",
+    "on_bad_loss",
+    "loss_spike_threshold",
+    "log_every",
+    "loggers",
+    "hparams",
+    "record_samples",
+    "num_workers",
+    "prefetch_factor",
+    "dataloader_timeout_s",
+    "seed_samples",
+    "collate_fn",
+    "elastic_determinism",
+    "grain_size",
 )
 
 
@@ -255,6 +264,10 @@ class Session:
 
     def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
         training.set_last_step(loop.last_step)
+        saved = (self._prepared, self._prepared.optimizers, self._prepared.schedulers)
+        remark = remark_on_unsaved(saved, "Pass them to prepare().")
+        if remark and self.is_main:
+            print(f"hpctrain: {remark}", flush=True)
         with self._restored_optimizers(), closing(loop.steps()) as steps:
             for step in steps:
                 training.step = self.step

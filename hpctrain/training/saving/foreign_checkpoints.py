@@ -56,7 +56,15 @@ class ForeignCheckpoints:
         marker: str | None = None,
         to_optimizer_step: Callable[[int], int] = lambda step: step,
     ) -> None:
-        """Form the process group if the script has not done so."""
+        """Form the process group if the script has not done so.
+
+        Args:
+            prefix: start of the names.
+            keep_last: number of newest checkpoints to keep.
+            every_n_steps: steps between two checkpoints. None saves every ten minutes.
+            marker: name of a file that makes a checkpoint valid, for a library that writes folders in place.
+            to_optimizer_step: returns the optimizer step of a step that was just trained or loaded.
+        """
         self.context = init_distributed(detect(os.environ), os.environ)
         folder = os.environ.get(RUN_DIR_VARIABLE)
         self.run = RunDir(Path(folder)) if folder else None
@@ -117,13 +125,13 @@ class ForeignCheckpoints:
         if self.context.ranks.is_main:
             print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
 
-    def report(self, ignored: Sequence[IgnoredValue], remedy: str, remarks: Iterable[str] = ()) -> None:
+    def report(self, ignored: Sequence[IgnoredValue], remarks: Iterable[str | None], remedy: str) -> None:
         """Record and print the values of the script that do not apply, and other remarks."""
         if not self.context.ranks.is_main:
             return
         if self.run is not None:
             self._log.write_ignored(ignored)
-        for remark in (*(f"{each} {remedy}" for each in ignored), *remarks):
+        for remark in filter(None, [*(f"{each} {remedy}" for each in ignored), *remarks]):
             print(f"hpctrain: {remark}", flush=True)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
