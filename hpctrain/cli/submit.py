@@ -375,7 +375,14 @@ def resubmission(
         values, _, _ = command.make_parser(alone).parse_args(list(options))
         if "--" in options or values.get("as_module") or isinstance(values.get("script"), str):
             shown = redact_args([word for word in words if not word.startswith(("--env=", "--notify="))])
-            again = ["hpctrain", "submit", *shown, f"--run-dir={short_path(run.path)}", *options]
+            again = ["hpctrain", "submit", *shown, f"--run-dir={short_path(run.path)}"]
+            end = list(options).index("--") if "--" in options else len(options)
+            if options[end + 1 : end + 2] and options[end + 1].startswith("-"):
+                # New arguments for the same program.
+                program = call[: len(call) - len(spec.get("args") or ())]
+                again += [*options[:end], *program, *options[end + 1 :]]
+            else:
+                again += options
             raise SpecError(
                 f"{called} continues run {run.run_id} with its script and arguments, and accepts only "
                 f"options. To continue the run with other arguments, use: {shlex.join(again)}"
