@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.sandbox.layout import SandboxLayout
-from hpctrain.sandbox.lock import sandbox_lock
+from hpctrain.sandbox.layout import SandboxLayout, sandbox_lock
 
 #: Parent of one folder per version. Not in root's home, because other users' jobs run these programs.
 CACHE = Path("/var/cache/hpctrain/slurm")
