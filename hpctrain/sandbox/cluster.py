@@ -19,8 +19,14 @@ from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError, UserError
 from hpctrain.sandbox import etc_hosts
 from hpctrain.sandbox.daemons import MARIADB_USER, MUNGE_USER, Daemon, daemons, install_database
-from hpctrain.sandbox.layout import ROOT, SEARCH_PATH, SandboxLayout, SandboxSize, allocate, folder_of
-from hpctrain.sandbox.lock import sandbox_lock
+from hpctrain.sandbox.layout import (
+    SEARCH_PATH,
+    SandboxLayout,
+    SandboxSize,
+    allocate,
+    folder_of,
+    sandbox_lock,
+)
 from hpctrain.sandbox.processes import belongs_to_sandbox, kill_all, with_descendants
 from hpctrain.sandbox.requirements import check_requirements
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf, slurmdbd_conf
@@ -234,7 +240,7 @@ def up(
     """
     shape, folder = SandboxSize(**size), folder_of(name)
     check_requirements(accounting=shape.accounting, slurm=shape.slurm)
-    with sandbox_lock(ROOT):
+    with sandbox_lock():
         plan = SandboxLayout.load(folder)
         if plan is not None:
             if plan.shape != shape:
@@ -323,7 +329,7 @@ def down(name: str = "default") -> bool:
     folder = folder_of(name)
     plan = SandboxLayout.load(folder)
     check_requirements(slurm=plan.shape.slurm if plan else "")
-    with sandbox_lock(ROOT):
+    with sandbox_lock():
         was_there = folder.exists()
         remove(folder)
     return was_there

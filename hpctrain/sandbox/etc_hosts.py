@@ -1,7 +1,7 @@
 """Lines of the sandboxes in /etc/hosts, because Slurm requires resolvable node names.
 
 Each line has an identifying mark, independent of its position. Callers must hold the lock of
-`hpctrain.sandbox.lock`.
+`hpctrain.sandbox.layout`.
 """
 
 from __future__ import annotations

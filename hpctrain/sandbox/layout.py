@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.files import read_json, write_atomic
+from hpctrain.files import read_json, try_lock, write_atomic
 from hpctrain.text import pluralize
 
 #: Parent of the sandbox folders, owned by root. The path is short, because the path of a Unix socket has at
@@ -251,3 +255,25 @@ def list_folders(root: Path = ROOT) -> list[Path]:
         return sorted(entry for entry in root.iterdir() if entry.is_dir())
     except FileNotFoundError:
         return []
+
+
+@contextmanager
+def sandbox_lock(root: Path = ROOT, limit_s: float = 180.0) -> Iterator[None]:
+    """Hold the lock for creating, starting and removing the sandboxes in `root`.
+
+    Raises:
+        SchedulerError: another command held it for `limit_s` seconds.
+    """
+    root.mkdir(mode=0o755, parents=True, exist_ok=True)
+    deadline = time.monotonic() + limit_s
+    while (lock := try_lock(root / ".lock")) is None:
+        if time.monotonic() > deadline:
+            raise SchedulerError(
+                f"Another sandbox command has held the lock on {root} for {limit_s:.0f} s."
+                " Wait until it has finished, and try again."
+            )
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        os.close(lock)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.slurm.command import run_slurm
+from hpctrain.errors import SchedulerError
+from hpctrain.slurm.command import SlurmCall, run_slurm
 from hpctrain.slurm.parsing import is_null, parse_names, parse_number
 
-CONFIG_COMMAND = ("scontrol", "show", "config")
+#: Output of each command of `query_site`, or the error if it failed.
+SiteAnswers = Sequence[str | SchedulerError]
+
+# Includes hidden partitions, which users can name. Nodes of a partition with identical values share a line.
+# The free-text columns come last.
+_NODES = ("sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%T|%N|%G|%f")
+_CONFIG = ("scontrol", "show", "config")
+_PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 
 _LINE = re.compile(r"^(\S+)\s*= ?(.*)$", re.MULTILINE)
 #: Newer versions number them, as in `Epilog[0]`.
@@ -75,13 +83,21 @@ class SlurmConfig:
         return self.def_mem_per_node_mib or self.def_mem_per_cpu_mib
 
 
+def query_site(environ: Mapping[str, str]) -> list[SlurmCall]:
+    """Start the queries for nodes, configuration and partitions, which run concurrently.
+
+    `hpctrain.slurm.site_facts` parses the answers. Its import takes longer, and can overlap the queries.
+    """
+    return [SlurmCall(command, environ) for command in (_NODES, _CONFIG, _PARTITIONS)]
+
+
 def query_config(environ: Mapping[str, str]) -> SlurmConfig:
     """Return the configuration of the cluster.
 
     Raises:
         SchedulerError: the controller does not answer.
     """
-    return parse_config(run_slurm(CONFIG_COMMAND, environ))
+    return parse_config(run_slurm(_CONFIG, environ))
 
 
 def parse_config(answer: str) -> SlurmConfig:

@@ -11,20 +11,14 @@ from typing import Literal
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
-from hpctrain.slurm.command import SlurmCall, run_all
-from hpctrain.slurm.config import CONFIG_COMMAND, SlurmConfig, parse_config
+from hpctrain.slurm.command import run_all
+from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_site
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import pluralize
 
-#: Output of each command, or the error if it failed.
-SiteAnswers = Sequence[str | SchedulerError]
 #: Runs a Slurm command and returns its output, or raises SchedulerError.
 RunQuery = Callable[[Sequence[str]], str]
 
-# Includes hidden partitions, which users can name. Nodes of a partition with identical values share a line.
-# The free-text columns come last.
-_NODES = ("sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%T|%N|%G|%f")
-_PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 _QOS_FIELDS = "Name,PreemptMode,GraceTime,MaxWall,Flags"
 _QOS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", f"format={_QOS_FIELDS}")
 
@@ -191,11 +185,6 @@ class Site:
         """Yield the node groups of all partitions. A node in two partitions is yielded twice."""
         for partition in self.partitions:
             yield from partition.groups
-
-
-def query_site(environ: Mapping[str, str]) -> list[SlurmCall]:
-    """Start the queries for nodes, configuration and partitions, which run concurrently."""
-    return [SlurmCall(command, environ) for command in (_NODES, CONFIG_COMMAND, _PARTITIONS)]
 
 
 def discover_site(environ: Mapping[str, str], profile: Site) -> tuple[Site, list[str]]:

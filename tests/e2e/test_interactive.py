@@ -85,7 +85,7 @@ def test_slurm_shell_runs_in_an_allocation_like_that_of_a_run(slurm, tmp_path):
         assert {"A=2", "0:0,1", "3:0,1", str(tmp_path)} <= set(shown.split("\r\n")), shown
         check_terminal(terminal)
     refused = run_command([*HPCTRAIN, "shell", "--nodes=9"], slurm.env, cwd=tmp_path, check=False)
-    assert refused.returncode == 2
+    assert refused.returncode == 3
     assert "9 nodes" in refused.stderr
 
 

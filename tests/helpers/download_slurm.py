@@ -10,15 +10,13 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.errors import SpecError, UserError
-from hpctrain.sandbox.layout import SandboxLayout
-from hpctrain.sandbox.lock import sandbox_lock
+from hpctrain.errors import UserError
+from hpctrain.sandbox.layout import SandboxLayout, sandbox_lock
 
 #: Parent of one folder per version. Not in root's home, because other users' jobs run these programs.
 CACHE = Path("/var/cache/hpctrain/slurm")
@@ -27,13 +25,11 @@ CACHE = Path("/var/cache/hpctrain/slurm")
 _SUITES = ("bookworm", "trixie", "forky", "sid")
 #: Names that a package source may use for a release.
 _ALIASES = ("oldstable", "stable", "testing", "unstable")
-#: The client comes first, so that its commands are known.
 _PACKAGES = ("slurm-client", "slurmctld", "slurmd", "slurmdbd", "munge")
 
 #: Exists in `/usr` only in the mount namespace.
 _MARK = "usr/.hpctrain-slurm"
 
-_REQUIRED_BYTES = 600_000_000
 _COMMAND_LIMIT_S = 300.0
 _LOCK_LIMIT_S = 900.0
 
@@ -72,42 +68,35 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
 
     The packages come from the mirror in this machine's package sources, and from a later Debian release.
 
-    Args:
-        version: such as `26.05` or `26.05.5`.
-        cache: parent of the folders of all versions.
-
     Raises:
-        SpecError: the version is neither in the cache nor on the mirror.
-        UserError: the disk is full, the mirror does not respond, or a package cannot be unpacked.
+        UserError: the version is neither in the cache nor on the mirror, or cannot be unpacked.
     """
     folder = cache / version
     if folder.exists():
         return folder
-    codename = _codename()
+    codename = platform.freedesktop_os_release().get("VERSION_CODENAME", "unknown")
+    if codename not in _SUITES:
+        raise UserError(f"needs Debian {_SUITES[0]} or newer, not {codename}")
     mirror = _mirror(codename)
     with sandbox_lock(cache, _LOCK_LIMIT_S):
-        if folder.exists():
-            return folder
-        if (free := shutil.disk_usage(cache).free) < _REQUIRED_BYTES:
-            raise UserError(f"{cache} has only {free / 1e6:.0f} MB left.")
-        found = {}
-        for suite in _SUITES[_SUITES.index(codename) + 1 :]:
+        for suite in () if folder.exists() else _SUITES[_SUITES.index(codename) + 1 :]:
             with tempfile.TemporaryDirectory(dir=cache) as temporary:
-                apt = _Apt(Path(temporary), f"deb {mirror} {suite} main")
-                found[suite] = apt.find_version()
-                if matches_version(version, found[suite]):
-                    _unpack(apt.download()).rename(folder)
-                    return folder
-    offers = ", ".join(f"{full} ({suite})" for suite, full in found.items())
-    raise SpecError(f"{mirror} does not offer Slurm {version}. Available versions: {offers or 'none'}.")
+                options = _apt_options(Path(temporary), f"deb {mirror} {suite} main")
+                _run(["apt-get", *options, "update"])
+                policy = _run(["apt-cache", *options, "policy", _PACKAGES[0]])
+                candidate = re.search(r"Candidate: ([\d.]+)", policy)
+                if candidate and matches_version(version, candidate[1]):
+                    install = ["install", "--yes", "--download-only", "--no-install-recommends", *_PACKAGES]
+                    _run(["apt-get", *options, *install])
+                    _unpack(Path(temporary, "cache/archives")).rename(folder)
+                    break
+    if not folder.exists():
+        raise UserError(f"{mirror} does not offer Slurm {version}")
+    return folder
 
 
 def link_commands(plan: SandboxLayout, packages: Path) -> None:
     """Create the launcher of a sandbox and its folder of Slurm's commands, and configure the plugins.
-
-    Args:
-        plan: layout of the sandbox.
-        packages: folder from `download_slurm`.
 
     Raises:
         UserError: this process may not mount.
@@ -120,78 +109,54 @@ def link_commands(plan: SandboxLayout, packages: Path) -> None:
         mark=f"/{_MARK}",
         mount=shlex.quote(mount),
     )
-    plan.launcher.write_text(text, encoding="utf-8")
+    plan.launcher.write_text(text)
     plan.launcher.chmod(0o755)
     plan.commands.mkdir()
-    for name in (packages / "commands").read_text(encoding="utf-8").split():
+    for name in (packages / "commands").read_text().split():
         (plan.commands / name).symlink_to(plan.launcher)
     # The same folder of /usr also contains the installed plugins.
     (plugins,) = packages.glob("usr/lib/*/slurm-wlm")
-    with plan.conf.open("a", encoding="utf-8") as conf:
+    with plan.conf.open("a") as conf:
         conf.write(f"PluginDir={plugins}\n")
-    done = subprocess.run([plan.launcher, "true"], capture_output=True, text=True, timeout=20)
-    if done.returncode:
-        raise UserError(f"This machine does not allow an overlay mount: {done.stderr.strip()}")
+    _run([str(plan.launcher), "true"])
 
 
-class _Apt:
-    """The apt-get client with separate sources, lists and packages, and no package considered installed."""
-
-    def __init__(self, folder: Path, source: str) -> None:
-        self._folder = folder
-        for path in (folder / "lists/partial", folder / "cache/archives/partial"):
-            path.mkdir(parents=True)
-        (folder / "sources.list").write_text(f"{source}\n", encoding="utf-8")
-        (folder / "status").touch()
-        settings = {
-            "Dir::Etc::SourceList": folder / "sources.list",
-            "Dir::Etc::SourceParts": "-",
-            "Dir::State::Lists": folder / "lists",
-            "Dir::State::Status": folder / "status",
-            "Dir::Cache": folder / "cache",
-            "Acquire::Retries": 1,
-            "Acquire::http::Timeout": 20,
-            "Acquire::https::Timeout": 20,
-            "APT::Update::Error-Mode": "any",
-            "APT::Sandbox::User": "root",
-        }
-        self._options = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
-
-    def find_version(self) -> str:
-        """Return the Slurm version that the source offers; empty if it offers none."""
-        _run(["apt-get", *self._options, "update"])
-        policy = _run(["apt-cache", *self._options, "policy", _PACKAGES[0]])
-        candidate = re.search(r"Candidate: ([\d.]+)", policy)
-        return candidate[1] if candidate else ""
-
-    def download(self) -> list[Path]:
-        """Download the packages and all their dependencies; return their files, Slurm's client first."""
-        command = ["install", "--yes", "--download-only", "--no-install-recommends", *_PACKAGES]
-        _run(["apt-get", *self._options, *command])
-        files = (self._folder / "cache/archives").glob("*.deb")
-        return sorted(files, key=lambda file: (not file.name.startswith(f"{_PACKAGES[0]}_"), file.name))
+def _apt_options(folder: Path, source: str) -> list[str]:
+    """Return options with separate sources, lists and packages, and no package considered installed."""
+    for path in (folder / "lists/partial", folder / "cache/archives/partial"):
+        path.mkdir(parents=True)
+    (folder / "sources.list").write_text(f"{source}\n")
+    (folder / "status").touch()
+    settings = {
+        "Dir::Etc::SourceList": folder / "sources.list",
+        "Dir::Etc::SourceParts": "-",
+        "Dir::State::Lists": folder / "lists",
+        "Dir::State::Status": folder / "status",
+        "Dir::Cache": folder / "cache",
+        "Acquire::Retries": 1,
+        "Acquire::http::Timeout": 20,
+        "Acquire::https::Timeout": 20,
+        "APT::Update::Error-Mode": "any",
+        "APT::Sandbox::User": "root",
+    }
+    return [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
 
 
-def _unpack(packages: Sequence[Path]) -> Path:
-    """Unpack into a folder beside the packages, and complete it."""
-    folder = packages[0].with_name("unpacked")
+def _unpack(archives: Path) -> Path:
+    """Unpack all packages into a folder beside them, and complete it."""
+    folder = archives / "unpacked"
+    # The client comes first, so that its commands are known.
+    packages = sorted(archives.glob("*.deb"), key=lambda file: not file.name.startswith(f"{_PACKAGES[0]}_"))
     for number, package in enumerate(packages):
         _run(["dpkg-deb", "--extract", str(package), str(folder)])
         if number == 0:
             commands = sorted(path.name for path in (folder / "usr/bin").iterdir())
-            (folder / "commands").write_text("\n".join(commands), encoding="utf-8")
+            (folder / "commands").write_text("\n".join(commands))
     # An installation would do this by update-alternatives. Some daemons start only under these names.
     for program in (folder / "usr/sbin").glob("*-wlm"):
         program.with_name(program.name.removesuffix("-wlm")).symlink_to(program.name)
     (folder / _MARK).touch()
     return folder
-
-
-def _codename() -> str:
-    codename = platform.freedesktop_os_release().get("VERSION_CODENAME", "unknown")
-    if codename not in _SUITES:
-        raise UserError(f"Another Slurm version requires Debian {_SUITES[0]} or newer.")
-    return codename
 
 
 def _mirror(codename: str) -> str:
@@ -201,20 +166,15 @@ def _mirror(codename: str) -> str:
     for release, component, mirror in (line.split(maxsplit=2) for line in targets):
         if release in (codename, *_ALIASES) and component == "main":
             return mirror
-    raise UserError(f"The APT sources of this machine contain no mirror of {codename} main.")
+    raise UserError(f"the APT sources of this machine contain no mirror of {codename} main")
 
 
 def _run(command: Sequence[str]) -> str:
     environ = {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
-    done = subprocess.run(
-        command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_COMMAND_LIMIT_S,
-    )
-    if done.returncode:
-        raise UserError(f"{command[0]} failed with exit code {done.returncode}: {done.stderr[-1000:]}")
+    try:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"{error}: {getattr(error, 'stderr', '')}") from error
     return done.stdout

@@ -17,8 +17,7 @@ from helpers.training_runs import Run
 from helpers.waiting import scaled, wait_for
 from hpctrain.sandbox.cluster import create_folder, remove
 from hpctrain.sandbox.daemons import Daemon, daemons
-from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of
-from hpctrain.sandbox.lock import sandbox_lock
+from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of, sandbox_lock
 
 _START_LIMIT_S = 60.0
 

@@ -33,7 +33,10 @@ _NOW = "now"
 # Slurm 26.05 prints "a" after the time.
 _START = re.compile(r"to start at (\S+)(?: a)? using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
 #: Messages of `sbatch --test-only` for jobs that sbatch accepts but that must wait.
-_WAITS = ("are busy", "Required node not available", "not available now", "dependency problem")
+_WAITS = (
+    *("are busy", "Required node not available", "not available now", "dependency problem", "in held state"),
+    *("reservation is in use", "not usable now", "maintenance reservation", "usage threshold"),
+)
 
 
 def preflight_slurm(

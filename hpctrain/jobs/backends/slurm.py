@@ -19,7 +19,8 @@ from hpctrain.spec.job_spec import BackendName, JobSpec
 
 if TYPE_CHECKING:
     from hpctrain.records.run_record import JobRecord
-    from hpctrain.slurm.site_facts import Site, SiteAnswers
+    from hpctrain.slurm.config import SiteAnswers
+    from hpctrain.slurm.site_facts import Site
     from hpctrain.slurm.states import JobStateView
 
 #: Time limit of a probe in seconds: a busy controller may take longer than ten seconds.
@@ -48,7 +49,7 @@ class SlurmBackend:
     def _probe(self) -> str | None:
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
             return "sbatch not found on PATH"
-        from hpctrain.slurm.site_facts import query_site
+        from hpctrain.slurm.config import query_site
 
         # The caller is about to submit, which requires all of these answers.
         calls = query_site(self._outer)
@@ -62,11 +63,12 @@ class SlurmBackend:
         return None
 
     def site(self, profile: Site) -> Site | None:
-        return None if self._answers is None else self._read_site(profile)[0]
+        return None if self._answers is None else self._site_with_gaps(profile)[0]
 
-    def _read_site(self, profile: Site) -> tuple[Site, list[str]]:
+    def _site_with_gaps(self, profile: Site) -> tuple[Site, list[str]]:
         if self._site is None:
-            from hpctrain.slurm.site_facts import parse_site, query_site
+            from hpctrain.slurm.config import query_site
+            from hpctrain.slurm.site_facts import parse_site
 
             self._site = parse_site(self._answers or run_all(query_site(self._outer)), profile)
         return self._site
@@ -82,7 +84,7 @@ class SlurmBackend:
         # Imported here because only submissions use it.
         from hpctrain.jobs.backends.preflight_slurm import preflight_slurm
 
-        return preflight_slurm(spec, script, self._environ, *self._read_site(profile))
+        return preflight_slurm(spec, script, self._environ, *self._site_with_gaps(profile))
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
         environ = sbatch_env(self._environ, all_directives(spec))

@@ -2,7 +2,7 @@
 
 `sbatch --test-only` judges the request. These checks find what it accepts nevertheless: unless
 EnforcePartLimits is set, a job that exceeds the limits of its partition is queued, and pends forever (seen
-with Slurm 22.05).
+with Slurm 22.05 and 26.05).
 """
 
 from __future__ import annotations
@@ -117,6 +117,20 @@ def exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> It
             f"least {partition.min_nodes} per job (MinNodes). Request more nodes.",
             "PartitionMinNodes",
         )
+    # For a range of nodes, Slurm allocates what the partition allows.
+    least, max_nodes = request.spec.least_granted, partition.max_nodes
+    if max_nodes is not None and least > max_nodes:
+        yield ExceededLimit(
+            f"The job requests {pluralize(least, 'node')} (--nodes), but partition {name} allows at most "
+            f"{max_nodes} per job (MaxNodes). Request fewer nodes.",
+            "PartitionMaxNodes",
+        )
+    cpus, max_cpus = request.cpus_per_node, partition.max_cpus_per_node
+    if max_cpus is not None and cpus > max_cpus:
+        yield ExceededLimit(
+            f"The job requests {pluralize(cpus, 'CPU')} per node (ranks per node × --cpus-per-task), but "
+            f"partition {name} allows at most {max_cpus} (MaxCPUsPerNode). Request fewer CPUs."
+        )
     limit_mib, mib = partition.max_mem_per_node_mib, request.memory_per_node_mib
     if limit_mib is None and partition.max_mem_per_cpu_mib is None and site.slurm is not None:
         limit_mib = site.slurm.max_mem_per_node_mib
@@ -141,10 +155,8 @@ def suggest_partitions(request: JobRequest, refused: Sequence[Partition], site: 
         and partition.state == "UP"
         and not (partition.hidden or partition.root_only or partition.needs_reservation)
         and partition.allow_groups is None
-        and least <= (partition.max_nodes or least)
         and (partition.allow_accounts is None or request.is_given("account"))
         and not [*exceeded_limits(request, partition, site)]
-        and request.cpus_per_node <= (partition.max_cpus_per_node or request.cpus_per_node)
         and sum(group.num for group in partition.groups if _fits(request, group)) >= least
     ]
     if not names or request.value("constraint") or request.value("nodelist"):

@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -40,13 +39,11 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class Contents:
-    """Files, links and folders in a folder, or a single file."""
+class Contents(NamedTuple):
+    """Files, links and folders in a folder, without the `skipped` ones, or a single file."""
 
     path: Path
     skipped: Container[str]
-    """Names of folders that are not listed."""
     entries: list[_Entry]
 
     @property
@@ -76,15 +73,14 @@ def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
     root, folders = str(path), list[_Entry]()
     files = [] if path.is_dir() else ["."]
     for parent, subfolders, names in os.walk(root, onerror=fail) if path.is_dir() else ():
-        subfolders[:] = sorted(name for name in subfolders if name not in skipped)
         inside = os.path.relpath(parent, root)
-        for name in subfolders:
-            if os.path.islink(os.path.join(parent, name)):
-                files.append(os.path.join(inside, name))
-            else:
-                folders.append((os.path.join(inside, name), 0, 0, stat.S_IFDIR))
-        relative_paths = (os.path.join(inside, name) for name in sorted(names))
-        files += [name for name in relative_paths if not _UNFINISHED_MODULE.search(name)]
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped)
+        links = [name for name in subfolders if os.path.islink(os.path.join(parent, name))]
+        folders += [
+            (os.path.join(inside, name), 0, 0, stat.S_IFDIR) for name in subfolders if name not in links
+        ]
+        paths = [os.path.join(inside, name) for name in (*links, *sorted(names))]
+        files += [name for name in paths if not _UNFINISHED_MODULE.search(name)]
     return Contents(path, skipped, folders + _map_in_threads(lambda name: _entry(root, name), files))
 
 
@@ -116,10 +112,7 @@ def _link_target(root: str, link: str) -> str:
 def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None = None) -> dict[str, Any]:
     """Copy a file or folder to `target`, or unpack an archive; reuse an unchanged copy.
 
-    Args:
-        source: the file, folder or archive.
-        target: path of the copy. It appears only when the copy is complete.
-        finish: last changes to a new copy.
+    The target appears only when the copy is complete and `finish` has made the last changes.
 
     Returns:
         `bytes` and `seconds` of the copy, fingerprints of `source` and `copy`, `reused`, and `saved_s`.
@@ -170,16 +163,16 @@ def copy_contents(contents: Contents, target: Path) -> None:
         StagingError: the source changed, or the archive is damaged.
     """
     source = contents.path
-    is_archive = not source.is_dir() and ARCHIVE_SUFFIX.search(source.name)
-    if source.is_dir() or is_archive:
+    if is_archive := not source.is_dir() and ARCHIVE_SUFFIX.search(source.name):
         target.mkdir()
-    if is_archive:
         _unpack(source, target)
-    else:
-        num_folders = sum(stat.S_ISDIR(mode) for *_, mode in contents.entries)
-        for name, *_ in contents.entries[:num_folders]:
-            os.mkdir(os.path.join(target, name))
-        _map_in_threads(lambda entry: _copy(str(source), str(target), entry), contents.entries[num_folders:])
+    elif source.is_dir():
+        target.mkdir()
+    num_folders = sum(stat.S_ISDIR(mode) for *_, mode in contents.entries)
+    for name, *_ in contents.entries[:num_folders]:
+        os.mkdir(os.path.join(target, name))
+    files = [] if is_archive else contents.entries[num_folders:]
+    _map_in_threads(lambda entry: _copy(str(source), str(target), entry), files)
     if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
         raise StagingError(
             f"{str(source)!r} changed while it was copied. Keep it unchanged, and resume the run"

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,16 +145,15 @@ class Stager:
         staged: dict[str, _Copies] = {}
         problems: dict[str, list[str]] = {}
         for node, host in enumerate(hosts):
-            try:
+            # A node without a result was stopped, or is lost.
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 record = read_json(self.run.staging_result(attempt, node))
                 staged[host] = record["staged"]
-                if (problem := record["error"]) is not None:
-                    problems.setdefault(problem, []).append(host)
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # The node was stopped, or is lost.
+                if record["error"] is not None:
+                    problems.setdefault(record["error"], []).append(host)
         shutil.rmtree(self.run.staging_result(attempt, 0).parent, ignore_errors=True)
         if problems:
-            causes = (f"{compress_hostlist(found)}: {problem}" for problem, found in problems.items())
+            causes = (f"{compress_hostlist(failed)}: {problem}" for problem, failed in problems.items())
             raise StagingError(". ".join(causes))
         return staged
 
