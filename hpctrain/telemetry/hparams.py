@@ -88,12 +88,7 @@ def collect_hparams(*given: object, args: Sequence[str]) -> dict[str, HparamValu
 
 
 def merge_hparams(spec: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, HparamValue]:
-    """Return the hyper-parameters of a run: its arguments, and those that its training recorded.
-
-    Args:
-        spec: content of `spec.yaml`; its arguments are known before the run starts.
-        environment: the newest fields of `environment.jsonl`.
-    """
+    """Return the hyper-parameters of a run: its arguments, and those that its training recorded."""
     args, recorded = spec.get("args"), environment.get("hparams")
     if not isinstance(args, list | tuple):
         args = []
@@ -121,9 +116,7 @@ def applied_hparams(
 ) -> dict[str, HparamValue]:
     """Return the hyper-parameters with the values that a resumed training uses.
 
-    Args:
-        hparams: the hyper-parameters as the script sets them.
-        ignored: name, value in the checkpoint, which applies, and value in the script.
+    `ignored` contains names, with the value in the checkpoint, which applies, and the value in the script.
     """
     result = dict(hparams)
     for name, applied, asked in ignored:

@@ -14,15 +14,10 @@ from hpctrain.telemetry.accounting.timeline_events import (
 )
 
 #: Time of training steps, which becomes lost work if the steps have to be trained again.
-_WORK = frozenset(
-    {
-        TimeCategory.TRAINING,
-        TimeCategory.COMMUNICATING,
-        TimeCategory.DATA,
-        TimeCategory.VALIDATING,
-        TimeCategory.SAVING,
-    }
-)
+_WORK = {
+    *(TimeCategory.TRAINING, TimeCategory.COMMUNICATING, TimeCategory.DATA, TimeCategory.VALIDATING),
+    TimeCategory.SAVING,
+}
 #: Categories that the field `spent` of a metrics line can report; the remaining time is training.
 CATEGORY_OF_FIELD = {
     "data": TimeCategory.DATA,
@@ -49,21 +44,9 @@ class TimeAccountant:
     """Converter of ordered timeline events to intervals without gaps."""
 
     def __init__(
-        self,
-        first: TimelineEvent,
-        end_us: int,
-        blocked: Iterable[BlockedSpan],
-        *,
-        logs_steps: bool,
+        self, first: TimelineEvent, end_us: int, blocked: Iterable[BlockedSpan], *, logs_steps: bool
     ) -> None:
-        """Start the account at the first event.
-
-        Args:
-            first: the first event.
-            end_us: end of the account.
-            blocked: spans in which saves or pauses blocked the training.
-            logs_steps: true if the run reports its steps. Otherwise, lost work is unknown.
-        """
+        """Start the account at the first event. Lost work is unknown unless the run reports its steps."""
         self.intervals: list[Interval] = []
         self.lost_steps = 0
         self.measured: set[TimeCategory] = set()
