@@ -52,7 +52,7 @@ test-long: .venv/installed  ## the extended tests, those that take minutes, and 
 
 # The versions are downloaded, not installed. The tests share one cluster, so they run one after another.
 SLURM_VERSIONS ?= installed 24.11 26.05
-SLURM_TESTS ?= tests/jobs/*live.py tests/cluster/test_live_launches.py tests/cluster/test_rendezvous_in_slurm.py \
+SLURM_TESTS ?= tests/jobs/*live.py tests/cluster/test_live_launches.py \
     tests/cluster/test_hostlist.py tests/sandbox/test_sandbox_live.py tests/e2e/test_slurm.py \
     tests/e2e/test_faults_on_slurm.py tests/e2e/test_executor.py tests/e2e/test_requeue_rules.py \
     tests/e2e/test_successors.py tests/e2e/test_elastic.py tests/e2e/test_unprivileged_users.py

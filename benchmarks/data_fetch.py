@@ -17,8 +17,7 @@ from results import Results
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.data.dataloader_parts import DataLoaderParts
-from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig
 from hpctrain.training.data.step_source import MapStepSource, StopCondition
 
 NUM_SAMPLES, WIDTH = 60_000, 64

@@ -22,7 +22,7 @@ from hpctrain.cluster import detect
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.heartbeat import heartbeat_message
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.training.observe.compute_timer import ComputeTimer
+from hpctrain.training.observe.step_timers import ComputeTimer
 
 _BEATS = 1000
 

@@ -145,16 +145,13 @@ def write_page(record: dict[str, Any]) -> str:
     sections = [section for section in SECTIONS if section.name in record]
     results = {each.name: [Result(**fields) for fields in record[each.name]["results"]] for each in sections}
     machines = {record[each.name]["machine"] for each in sections if not each.needs_gpu}
-    lines = ["# Benchmarks", "", "The main results:", "", "| benchmark | result | figure |", "|---|---|---|"]
-    for section in sections:
-        anchor = f"[{section.title}](#{section.title.lower().replace(' ', '-').replace(',', '')})"
-        rows = [result for result in results[section.name] if result.headline]
-        lines += [f"| {anchor} | {row.name} | {format_figure(row.value)} {row.unit} |" for row in rows]
-    lines += [
+    lines = [
+        "# Benchmarks",
         "",
         "`make bench` runs all benchmarks and writes this page. Ratios compare measurements made alternately",
         "on the same machine. Absolute times differ on other machines. A figure with a range is the median",
-        "of several rounds. The column *before* contains the previous figure.",
+        "of several rounds. Each script describes its method at its top, and `docs/benchmarks.json` contains",
+        "all figures.",
         "",
         f"Machine: {'; '.join(sorted(machines))}.",
     ]
@@ -165,22 +162,17 @@ def write_page(record: dict[str, Any]) -> str:
 
 def write_section(section: Section, found: dict[str, Any], results: list[Result]) -> list[str]:
     doc = ast.get_docstring(ast.parse((FOLDER / f"{section.name}.py").read_text())) or ""
-    summary, _usage, *method = doc.split("\n\n")
-    lines = ["", f"## {section.title}", "", summary, ""]
-    lines += ["| result | figure | range | limit | before |", "|---|---|---|---|---|"]
+    lines = ["", f"## {section.title}", "", doc.partition("\n\n")[0], ""]
+    lines += ["| result | figure | range | limit |", "|---|---|---|---|"]
     for result in results:
-        old = found["before"].get(result.name)
-        before = "" if old is None else format_figure(old)
-        name = result.name.replace("|", "\\|")
-        figure, limit = f"{format_figure(result.value)} {result.unit}", result.format_limit()
-        lines.append(f"| {name} | {figure} | {result.format_range()} | {limit} | {before} |")
-    lines += ["", *method, ""] if method else [""]
+        if result.headline or result.limit is not None:
+            name = result.name.replace("|", "\\|")
+            figure, limit = f"{format_figure(result.value)} {result.unit}", result.format_limit()
+            lines.append(f"| {name} | {figure} | {result.format_range()} | {limit} |")
     script = f"`benchmarks/{section.name}.py {found['options']}`".replace(" `", "`")
-    lines.append(f"{script} took {found['seconds']} s on {found['date']}.")
+    lines += ["", f"{script}, {found['date']}."]
     if section.needs_gpu:
         lines.append(f"Machine: {found['machine']}.")
-    elif "load" in found:
-        lines.append(f"The load was {found['load']} at its start.")
     return lines
 
 

@@ -26,11 +26,12 @@ from torch.utils.data import TensorDataset
 
 import hpctrain
 from hpctrain.cluster import detect
+from hpctrain.cluster.processes import processes
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.node_sampler import NodeSampler
-from hpctrain.sandbox.processes import processes, with_descendants
+from hpctrain.runtime.sidecar import NodeSampler
+from hpctrain.sandbox.processes import with_descendants
 from hpctrain.telemetry.loggers import find_loggers
 
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "neptune")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hpctrain.training.data.sample_seeds import sample_generator
     from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
     from hpctrain.training.loop.session import session
-    from hpctrain.training.observe.log_metrics import log_metrics
+    from hpctrain.training.observe.run_writer import log_metrics
     from hpctrain.training.saving.checkpointer import Checkpointer
     from hpctrain.training.strategies import Strategy, register_strategy
 
@@ -123,7 +123,7 @@ _HOMES = {
     "compress_hostlist": "hpctrain.cluster",
     "detect": "hpctrain.cluster",
     "expand_hostlist": "hpctrain.cluster",
-    "log_metrics": "hpctrain.training.observe.log_metrics",
+    "log_metrics": "hpctrain.training.observe.run_writer",
     "register_strategy": "hpctrain.training.strategies",
     "sample_generator": "hpctrain.training.data.sample_seeds",
     "session": "hpctrain.training.loop.session",

@@ -19,7 +19,6 @@ from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
-from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
@@ -91,16 +90,7 @@ class AcceleratorCheckpointer:
             file = newest / _CONFIGURED
             self._configured = json.loads(file.read_text()) if file.exists() else script
             ignored = ignored_after_load(optimizers, schedulers, script, self._configured)
-        saved = (
-            *(accelerator._models, optimizers, schedulers),
-            *(accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders),
-        )
-        unsaved = remark_on_unsaved(
-            saved, "Pass them to accelerator.prepare() or register_for_checkpointing()."
-        )
-        self._checkpoints.report(
-            ignored, [unsaved], "To change the value in a resumed run, set it after load()."
-        )
+        self._checkpoints.report(ignored, "To change the value in a resumed run, set it after load().")
         self._checkpoints.watch(*self._accelerator._models, *self._accelerator._optimizers)
         return self._loaded_step or 0
 

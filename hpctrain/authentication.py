@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.errors import Unauthenticated
+from hpctrain.files import parse_json_object
 
 #: Environment variable of the secret. Set by the supervisor, or by the user for ranks without a supervisor.
 SECRET_VARIABLE = "HPCTRAIN_SECRET"
@@ -91,12 +92,9 @@ class Signed:
         """
         self._count += 1
         try:
-            message = json.loads(unseal(self._key, line.rstrip(b"\n"), self._count))
-        except (ValueError, RecursionError) as error:
-            raise Unauthenticated(f"received a line that is not JSON: {error}") from None
-        if not isinstance(message, dict):
-            raise Unauthenticated("received a line that is not a JSON object")
-        return message
+            return parse_json_object(unseal(self._key, line.rstrip(b"\n"), self._count), "a received line")
+        except ValueError as error:
+            raise Unauthenticated(f"received a line that is not a JSON object: {error}") from None
 
 
 def sign_connection(key: bytes, server_nonce: bytes, client_nonce: bytes) -> tuple[Signed, Signed]:

@@ -1,10 +1,10 @@
-"""Line writer that tolerates a full disk or a vanished folder."""
+"""Append lines to a file, and buffer them while the disk is full or unreachable."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,22 @@ _RETRY_AFTER_S = 1.0
 
 
 class BufferedLineWriter:
-    """Appends lines to a file, and buffers lines while they cannot be written."""
+    """Appends lines to a file, and keeps lines that cannot be written for the next try.
 
-    def __init__(self, path: Path, say: ReportMessage) -> None:
-        """Append to the file at `path`; report write failures and recovery with `say`."""
-        self._path, self._report = path, say
+    Attributes:
+        last_error: reason why the file cannot be written; None if it is writable.
+    """
+
+    def __init__(self, path: Path, report: ReportMessage) -> None:
+        """Append to the file at `path`; report write failures and recovery with `report`."""
+        self._path, self._report = path, report
         self._pending: deque[str] = deque(maxlen=_MAX_PENDING)
         self._retry_at = 0.0
         self._writing = system.RLock()
         self.last_error: OSError | None = None
-        """Reason why the file cannot be written; None if it is writable."""
 
     @property
     def has_pending(self) -> bool:
-        """True if lines are buffered."""
         return bool(self._pending)
 
     @contextmanager
@@ -43,39 +45,29 @@ class BufferedLineWriter:
         with self._writing:
             yield list(self._pending)
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append `record` as JSON after the buffered lines, immediately or later."""
-        self.append_line(json.dumps(record))
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Append each record as a line of JSON, immediately or later."""
+        self.append_lines(*map(json.dumps, records))
 
-    def append_all(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append all `records` after the buffered lines. Opens the file only once."""
-        self._pending.extend(json.dumps(record) for record in records)
-        if system.monotonic() >= self._retry_at:
-            self.flush()
-
-    def append_line(self, line: str) -> None:
-        """Append `line` after the buffered lines, immediately or later."""
-        self._pending.append(line)
+    def append_lines(self, *lines: str) -> None:
+        """Append lines after the buffered lines, immediately or later."""
+        self._pending.extend(lines)
         if system.monotonic() >= self._retry_at:
             self.flush()
 
     def flush(self) -> None:
         """Write as many buffered lines as possible."""
         with self._writing:
-            self._flush()
-
-    def _flush(self) -> None:
-        try:
-            append_lines(self._path, self._pending)
-        except OSError as error:
-            said, self.last_error = self.last_error is not None, error
-            self._retry_at = system.monotonic() + _RETRY_AFTER_S
-            if not said:
-                self._report(
-                    f"hpctrain: cannot write {self._path}: {error.strerror}. The run continues. Lines are "
-                    "kept in memory until the file can be written."
-                )
-        else:
-            if self.last_error is not None:
+            before = self.last_error
+            try:
+                append_lines(self._path, self._pending)
                 self.last_error = None
+            except OSError as error:
+                self.last_error, self._retry_at = error, system.monotonic() + _RETRY_AFTER_S
+            if before is None and self.last_error is not None:
+                self._report(
+                    f"hpctrain: cannot write {self._path}: {self.last_error.strerror}. The run continues. "
+                    "Lines are kept in memory until the file can be written."
+                )
+            elif before is not None and self.last_error is None:
                 self._report(f"hpctrain: {self._path} is writable again. All lines have been written.")

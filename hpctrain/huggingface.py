@@ -12,7 +12,6 @@ from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.optim.resumed_values import configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
-from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
@@ -69,12 +68,7 @@ def prepare(trainer: T) -> T:
         load(checkpoint)
         ignored = ignored_after_load(optimizers, schedulers, script, None)
         remedy = "To change the value in a resumed run, set it in the on_train_begin() of a callback."
-        unsaved = remark_on_unsaved(
-            [trainer.model, *optimizers, *schedulers, trainer.accelerator],
-            "Pass schedulers to the Trainer. Assign averaged models to the model.",
-            steps_by_script=False,
-        )
-        checkpoints.report(ignored, [unsaved], remedy)
+        checkpoints.report(ignored, remedy)
 
     if load is not None:  # a private method, which other versions may lack
         setattr(trainer, "_load_optimizer_and_scheduler", load_and_compare)  # noqa: B010 (a method)

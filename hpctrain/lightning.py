@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,15 @@ from hpctrain.rundir import RUN_DIR_VARIABLE
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
+from hpctrain.training.data.loader_config import is_permutation
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
-from hpctrain.training.optim.resumed_values import check_ends, configured_values, ignored_after_load
+from hpctrain.training.optim.resumed_values import (
+    advance_period,
+    check_ends,
+    configured_values,
+    ignored_after_load,
+)
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
-from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
@@ -150,32 +155,19 @@ class RunCheckpoint(lightning.Callback):
         self._report_differences(trainer, pl_module)
 
     def _report_differences(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Report values and objects of the script that a resumed run does not use or restore."""
-        schedulers = _schedulers(trainer)
         configured = self.resumed.get("configured")
-        ignored = ignored_after_load(trainer.optimizers, schedulers, self._script, configured)
+        ignored = ignored_after_load(trainer.optimizers, _schedulers(trainer), self._script, configured)
         self._script = configured or self._script
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        hooks = ("state_dict", "on_save_checkpoint")
-        stateful = [
-            each
-            for each in callbacks
-            if overrides_any(each, hooks) or type(each).__module__.startswith("lightning.")
-        ]
-        saved = [pl_module, *trainer.optimizers, *schedulers, trainer.precision_plugin, *stateful]
-        if overrides_any(pl_module, ("on_save_checkpoint",)):
-            saved.append(vars(pl_module))
-        unsaved = remark_on_unsaved(saved, TRAINER_REMEDY, steps_by_script=False)
         ends: list[str] = []
         if pl_module.automatic_optimization and math.isfinite(trainer.estimated_stepping_batches):
-            ends = check_ends(
-                [_Schedule(each) for each in trainer.lr_scheduler_configs],
-                int(trainer.estimated_stepping_batches),
-                math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches),
-                ignored,
-            )
+            steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            schedules = [
+                (each.scheduler, advance_period(each.interval, each.frequency, each.reduce_on_plateau, steps))
+                for each in trainer.lr_scheduler_configs
+            ]
+            ends = check_ends(schedules, int(trainer.estimated_stepping_batches), ignored)
         remedy = "To change the value in a resumed run, set it in the on_train_start() of the module."
-        self.checkpoints.report(ignored, [unsaved, *ends], remedy)
+        self.checkpoints.report(ignored, remedy, ends)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Between two steps of the optimizer there are gradients, which are not saved.
@@ -319,16 +311,33 @@ class LightningTrainer(lightning.Trainer):
 Trainer = LightningTrainer
 
 
-class _ResumableLoader:
-    """A training loader with a StatefulBatchSampler, built when Lightning knows its ranks.
+class _TrackedLoader:
+    """A training loader that records the state before the batch that was fetched last."""
 
-    Attributes:
-        before_fetch: random state and position before the batch that was fetched last.
-    """
+    def __init__(self, loader: Any, callback: RunCheckpoint) -> None:
+        self._original, self._callback = loader, callback
+        self.before_fetch: tuple[dict[str, torch.Tensor], dict[str, Any] | None] = ({}, None)
+
+    def position(self) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def _fetch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            self._callback.restore_rng_state()
+            self.before_fetch = rng.capture_rng_state(), self.position()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+
+class _ResumableLoader(_TrackedLoader):
+    """A training loader with a StatefulBatchSampler, built when Lightning knows its ranks."""
 
     def __init__(self, trainer: lightning.Trainer, loader: DataLoader[Any], callback: RunCheckpoint) -> None:
-        self._trainer, self._original, self._callback = trainer, loader, callback
-        self.before_fetch: tuple[dict[str, torch.Tensor], dict[str, Any]] = ({}, {})
+        super().__init__(loader, callback)
+        self._trainer = trainer
         self.dataset, self.num_workers = loader.dataset, loader.num_workers
         self.batch_size = loader.batch_size
 
@@ -339,13 +348,14 @@ class _ResumableLoader:
         if isinstance(loader.batch_sampler, StatefulBatchSampler):
             sampler = loader.batch_sampler
         else:
-            assert loader.batch_size is not None
             ranks = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+            original = loader.sampler
+            is_distributed = isinstance(original, DistributedSampler)
             sampler = StatefulBatchSampler(
-                loader.dataset,  # type: ignore[arg-type]
+                loader.dataset,
                 loader.batch_size * ranks["num_replicas"],
                 seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
-                shuffle=_is_shuffled(loader),
+                shuffle=original.shuffle if is_distributed else isinstance(original, RandomSampler),
                 drop_last=loader.drop_last,
                 **ranks,
             )
@@ -356,7 +366,7 @@ class _ResumableLoader:
 
     @cached_property
     def _loader(self) -> DataLoader[Any]:
-        loader = self._original
+        loader: DataLoader[Any] = self._original
         if loader.batch_sampler is self.sampler:
             return loader
         names = (
@@ -371,9 +381,8 @@ class _ResumableLoader:
             ),
             *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
         )
-        return DataLoader(
-            loader.dataset, batch_sampler=self.sampler, **{name: getattr(loader, name) for name in names}
-        )
+        options = {name: getattr(loader, name) for name in names}
+        return DataLoader(loader.dataset, batch_sampler=self.sampler, **options)
 
     def weight(self, epoch: int, batch_idx: int) -> float:
         """Return the factor for the loss of a batch; 1 if the script weights the loss itself."""
@@ -382,34 +391,20 @@ class _ResumableLoader:
         return self.sampler.weight_of(epoch * len(self.sampler) + batch_idx + 1)
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the sampler."""
         return self.sampler.state_dict()
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from _fetch(iter(self._loader), self._record)
-
-    def _record(self) -> None:
-        self._callback.restore_rng_state()
-        self.before_fetch = rng.capture_rng_state(), self.position()
+        yield from self._fetch(iter(self._loader))
 
 
-class _StatefulLoader:
-    """A training loader that saves its own position. Checkpoints contain the position before the last batch.
-
-    Attributes:
-        before_fetch: random state before the batch that was fetched last.
-    """
-
-    def __init__(self, loader: Any, callback: RunCheckpoint) -> None:
-        self._original, self._callback = loader, callback
-        self.before_fetch: tuple[dict[str, torch.Tensor], None] = ({}, None)
-        self._state_before: dict[str, Any] = {}
+class _StatefulLoader(_TrackedLoader):
+    """A training loader whose state Lightning saves. Checkpoints contain the one before the last batch."""
 
     def position(self) -> None:
-        """Return None: Lightning saves the state of this loader."""
+        self._state_before: dict[str, Any] = self._original.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = (
@@ -427,41 +422,11 @@ class _StatefulLoader:
         return len(self._original)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from _fetch(iter(self._original), self._record)
-
-    def _record(self) -> None:
-        self._callback.restore_rng_state()
-        self.before_fetch = rng.capture_rng_state(), None
-        self._state_before = self._original.state_dict()
-
-
-class _Schedule:
-    """Scheduler of Lightning with its period, for `check_ends`."""
-
-    def __init__(self, config: Any) -> None:
-        self.scheduler, self._config = config.scheduler, config
-
-    def period(self, steps_per_epoch: int | None) -> int | None:
-        """Return the number of optimizer steps from one advance to the next; None if it is unknown."""
-        if self._config.reduce_on_plateau:
-            return None
-        steps = steps_per_epoch if self._config.interval == "epoch" else 1
-        return steps and steps * self._config.frequency
+        yield from self._fetch(iter(self._original))
 
 
 def _schedulers(trainer: lightning.Trainer) -> list[Any]:
     return [config.scheduler for config in trainer.lr_scheduler_configs]
-
-
-def _fetch(batches: Iterator[Any], record: Callable[[], None]) -> Iterator[Any]:
-    """Yield the batches, and call `record` before each is fetched."""
-    while True:
-        record()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        yield batch
 
 
 def _has_own_shards(trainer: lightning.Trainer, loader: DataLoader[Any]) -> bool:
@@ -488,14 +453,7 @@ def _is_replaceable(loader: DataLoader[Any]) -> bool:
     """True if the loader takes all samples once per epoch, in an order that can be replaced."""
     if isinstance(loader.batch_sampler, StatefulBatchSampler):
         return True
-    sampler = loader.sampler
     if type(loader.batch_sampler) is not BatchSampler:
         return False
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    return type(sampler) in (SequentialSampler, DistributedSampler)
-
-
-def _is_shuffled(loader: DataLoader[Any]) -> bool:
-    sampler = loader.sampler
-    return sampler.shuffle if isinstance(sampler, DistributedSampler) else isinstance(sampler, RandomSampler)
+    is_ordered = type(loader.sampler) in (SequentialSampler, DistributedSampler)
+    return is_ordered or is_permutation(loader.sampler, loader.dataset)

@@ -17,7 +17,7 @@ import click
 
 from hpctrain.cli.common import walk_commands
 from hpctrain.cli.main import cli
-from hpctrain.cli.submit import heading
+from hpctrain.cli.submit import SBATCH_HEADING, describe_sbatch_options, heading
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 
@@ -35,6 +35,8 @@ def _submit() -> Iterator[str]:
     for title, members in groupby(_options(context), heading):
         yield f"**{title}**\n"
         yield from _table(members, context)
+        if title == SBATCH_HEADING:
+            yield re.sub(r"(-[-\w]+)(?=[,.])", r"`\1`", describe_sbatch_options()) + "\n"
 
 
 def _others() -> Iterator[str]:

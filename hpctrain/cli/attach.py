@@ -29,7 +29,7 @@ def command(run: str, runs_dir: Path, rank: int, words: tuple[str, ...]) -> None
     Variables that would connect a process to the run are not set.
     """
     # Imported here because these packages are slow to import.
-    from hpctrain.jobs.runs.running_attempt import require_running
+    from hpctrain.jobs.runs.run import require_running
     from hpctrain.spec.load_spec import load_spec
     from hpctrain.supervisor.launch.container_command import containerize
     from hpctrain.supervisor.launch.worker_command import module_command

@@ -35,8 +35,7 @@ def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
     The only change is a temporary folder in the parent folder of the runs, which is removed afterwards.
     Exits with 1 if a problem prevents jobs from running.
     """
-    from hpctrain.jobs.doctor.profile_writer import write_profile_file
-    from hpctrain.jobs.doctor.run_checks import run_checks
+    from hpctrain.jobs.doctor.run_checks import run_checks, write_profile_file
     from hpctrain.jobs.options.resolved_options import resolve_options
 
     known = resolve_options({}, cwd=Path.cwd(), environ=os.environ).site
@@ -53,7 +52,7 @@ def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
 
 
 def _document(report: DoctorReport) -> dict[str, object]:
-    from hpctrain.jobs.doctor.profile_writer import profile_options
+    from hpctrain.jobs.doctor.run_checks import profile_options
 
     return {
         "findings": [asdict(finding) for finding in report.findings],

@@ -15,32 +15,22 @@ import click
 
 from hpctrain.cli.common import program_name as called_as
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.addresses import resolve_host
+from hpctrain.cluster.addresses import gloo_variables
 from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.cluster.rendezvous import RENDEZVOUS_TIMEOUT_S, rendezvous
+from hpctrain.cluster.master_host import master_host, own_address
+from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import RendezvousError
 
 #: Exit codes of a shell if a program is not found, and if it cannot be executed.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
-
-#: Upper limit of the timeout: sockets do not accept arbitrarily large ones.
-_DAY_S = 86_400
 
 #: Python ignores these signals; the executed program would inherit this.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True, max=_DAY_S),
-    default=RENDEZVOUS_TIMEOUT_S,
-    show_default=True,
-    metavar="S",
-    help="Maximum time to wait for all ranks to join, in seconds.",
-)
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="PROGRAM [ARGS]...")
-def command(program: tuple[str, ...], timeout: float) -> None:
+def command(program: tuple[str, ...]) -> None:
     """Run PROGRAM as this rank, with the variables that torch's env:// reads.
 
     Start this command once per rank, with srun or another launcher:
@@ -48,29 +38,37 @@ def command(program: tuple[str, ...], timeout: float) -> None:
         srun --nodes=2 --ntasks-per-node=4 hpctrain exec -- python train.py
 
     Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT,
-    then replaces itself with PROGRAM, which receives signals directly and sets the exit code. If MASTER_ADDR
-    and MASTER_PORT are not set, the ranks first agree on a free port.
+    then replaces itself with PROGRAM, which receives signals directly and sets the exit code. If MASTER_PORT
+    is not set, the port is computed from the ids of the job.
     """
     ranks = detect(os.environ)
     if note := _forgotten_srun(ranks, os.environ):
         click.echo(note, err=True)
+    variables = ranks.torch_variables() | {"MASTER_ADDR": master_host(ranks, os.environ)}
+    if ranks.is_main and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        variables["MASTER_PORT"] = str(_reserve_port(ranks))
+    address = own_address(ranks, os.environ)
+    defaults = gloo_variables(address, os.environ) if address else {}
+    become(program, {**apply_env_defaults(os.environ, defaults), **variables})
+
+
+def _reserve_port(ranks: Ranks) -> int:
+    """Return rank 0's port, which stays reserved until the program listens on it with SO_REUSEADDR.
+
+    Raises:
+        RendezvousError: another program uses the port.
+    """
     try:
-        rendezvous_info = rendezvous(ranks, os.environ, timeout_s=timeout)
-    except RendezvousError as error:
+        reserved = bind_socket(ranks.master_port)
+    except OSError as error:
         raise RendezvousError(
-            f"{str(error).rstrip('.')}. If ranks start late, increase --timeout (currently {timeout:g} s)."
-        ) from None
-    if ranks.is_main and (note := _unknown_master(rendezvous_info.address, os.environ)):
-        click.echo(note, err=True)
-    environ = {
-        **apply_env_defaults(os.environ, rendezvous_info.gloo_variables(os.environ)),
-        **ranks.torch_variables(),
-        "MASTER_ADDR": rendezvous_info.address,
-        "MASTER_PORT": str(rendezvous_info.port),
-    }
-    if rendezvous_info.reserved_port:
-        rendezvous_info.reserved_port.reserve()
-    become(program, environ)
+            f"rank 0 cannot listen on port {ranks.master_port} ({error.strerror}). To find the program that "
+            "uses the port, run `ss --tcp --all --processes`. Alternatively, set MASTER_PORT to a free port "
+            "on every rank."
+        ) from error
+    port: int = reserved.getsockname()[1]
+    os.set_inheritable(reserved.detach(), True)
+    return port
 
 
 def become(words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
@@ -105,15 +103,3 @@ def _forgotten_srun(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
         f"Note: this starts a single process, but the job has {tasks} tasks (SLURM_NTASKS). "
         f"Put srun before {called_as()} exec to start all tasks."
     )
-
-
-def _unknown_master(address: str, environ: Mapping[str, str]) -> str | None:
-    """Return a warning if MASTER_ADDR does not resolve, although rank 0 was found elsewhere."""
-    given = environ.get("MASTER_ADDR")
-    if not given or given == address:
-        return None
-    try:
-        resolve_host(given)
-    except OSError as error:
-        return f"Note: MASTER_ADDR={given} does not resolve ({error}); rank 0 was found at {address}."
-    return None

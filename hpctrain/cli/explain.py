@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from hpctrain.cli.common import echo_json, json_option, walk_commands
+from hpctrain.jobs.options.table import all_options
 from hpctrain.slurm.exit_codes import EXIT_CODES, SIGNALS, explain_exit
 from hpctrain.slurm.pending_reasons import PENDING_REASONS, explain_reason
 from hpctrain.slurm.states import RUN_STATES, SLURM_STATES, base_state
@@ -141,6 +142,9 @@ def _options(context: click.Context) -> Iterator[Explanation]:
                 commands.setdefault((names, meaning), []).append(path)
     for ((name, *aliases), meaning), paths in commands.items():
         yield Explanation(name, f"option of hpctrain {', '.join(paths)}".rstrip(), meaning, tuple(aliases))
+    for option in all_options().values():
+        if not option.about.on_command_line:
+            yield Explanation(option.name, "option in configuration files", option.about.help)
 
 
 def _indented(text: str) -> str:

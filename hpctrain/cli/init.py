@@ -8,8 +8,8 @@ import click
 
 from hpctrain.cli.common import program_name
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.config_search_path import PROJECT_FILE
 from hpctrain.jobs.options.config_template import config_template
+from hpctrain.jobs.options.resolved_options import PROJECT_FILE
 
 
 @click.command("init")

@@ -79,7 +79,7 @@ def _print_results(found: list[RunStatus], sort: str | None, *, reverse: bool, a
 
 
 def _row(status: RunStatus, now: float) -> tuple[str, ...]:
-    from hpctrain.jobs.runs.unknown_state import describe_unknown
+    from hpctrain.jobs.runs.status_poller import describe_unknown
     from hpctrain.slurm.states import RunState
 
     about = status.words if status.tasks is not None else ""

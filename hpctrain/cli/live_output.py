@@ -11,9 +11,8 @@ from typing import Any
 import click
 
 from hpctrain.cli.common import INTERRUPTED, describe_end, echo_log, exit_for, program_name, run_reference
-from hpctrain.jobs.runs.follow import follow_run
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogMark, LogPosition, LogText
+from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogMark, LogPosition, LogText, follow_run
 from hpctrain.remote.protocol import RECORD_START, STREAM_VARIABLE
 
 #: All ranks print nearly the same output; the other logs can be read later.

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpctrain.cli.common import echo_json, echo_table, short_path
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.table import all_options, sbatch_options
 
 
 def print_option_sources(settings: ResolvedOptions, *, as_json: bool) -> None:
@@ -30,7 +30,7 @@ def _rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
             given = settings.values[key]
             rows.append(
                 {
-                    "option": key,
+                    "option": _name(key),
                     "value": given.value,
                     "default": option.default or None,
                     "source": given.source.words or "file",
@@ -43,6 +43,12 @@ def _rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
             row = dict.fromkeys(("value", "file", "line", "profile"))
             rows.append({"option": name, "default": option.default or None, "source": "default", **row})
     return rows
+
+
+def _name(key: str) -> str:
+    """Return the key as in a file, where options of sbatch need no prefix."""
+    name = key.removeprefix("sbatch.").replace("-", "_")
+    return name if name in sbatch_options() else key
 
 
 def _is_set(row: dict[str, Any]) -> bool:

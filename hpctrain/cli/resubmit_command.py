@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.table import SbatchOptions, all_options
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.code_ref import DEFAULT_SNAPSHOT_LIMIT_MB
 from hpctrain.spec.directives import directives_after_start
@@ -84,7 +84,7 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{name.removesuffix('_s').replace('_', '-')}={'never' if seconds is None else seconds}"
     for name, default in _DEFAULTS.items():
         if spec.get(name) not in (None, default):
-            yield f"--{name.removesuffix('_s').replace('_', '-')}={spec[name]}"
+            yield _option(name.removesuffix("_s"), spec[name])
     for name, value in _pairs(spec.get("env")):
         yield f"--env={name}={value}"
     for kind, changes in _mapping(spec.get("restart_policy")).items():
@@ -96,24 +96,24 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
     torchrun, container = _mapping(spec.get("torchrun")), _mapping(spec.get("container"))
     if torchrun:
         yield "--launcher=torchrun"
-        yield f"--rdzv-backend={torchrun.get('rdzv_backend')}"
+        yield _option("rdzv_backend", torchrun.get("rdzv_backend"))
         if torchrun.get("rdzv_endpoint"):
-            yield f"--rdzv-endpoint={torchrun['rdzv_endpoint']}"
+            yield _option("rdzv_endpoint", torchrun["rdzv_endpoint"])
     if container:
         for name in ("image", "runtime", "python"):
             if container.get(name):
-                yield f"--container-{name}={container[name]}"
-        for name in ("mounts", "env"):
-            for value in _texts(container.get(name)):
-                yield f"--container-{name}={value}"
+                yield _option(f"container_{name}", container[name])
+        for value in _texts(container.get("mounts")):
+            yield f"--container-mounts={value}"
+        if names := _texts(container.get("env")):
+            yield _option("container_env", ",".join(names))
     notify = _mapping(spec.get("notify"))
     for target in _texts(notify.get("targets")):
         yield f"--notify={target}"
     if (on := _texts(notify.get("on"))) and tuple(on) != NOTIFICATION_KINDS:
-        for occasion in on:
-            yield f"--notify-on={occasion}"
+        yield _option("notify_on", ",".join(on))
     if notify.get("stall_s") not in (None, DEFAULT_STALL_S):
-        yield f"--notify-stall-after={notify['stall_s']}"
+        yield _option("notify_stall_after", notify["stall_s"])
     for name, source in _pairs(spec.get("stage")):
         yield f"--stage={source}:{name}"
     if spec.get("stage_environment"):
@@ -125,18 +125,20 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
     if not spec.get("code") and spec.get("supervised", True):
         yield "--no-code-snapshot"
     elif (limit_mb := _mapping(spec["code"]).get("limit_mb")) not in (None, DEFAULT_SNAPSHOT_LIMIT_MB):
-        yield f"--code-snapshot-limit={limit_mb}"
+        yield _option("code_snapshot_limit", limit_mb)
+
+
+def _option(name: str, value: object) -> str:
+    option = all_options()[name]
+    return f"{option.flag}={value}" if option.about.on_command_line else f"--set={name}={value}"
 
 
 def _directive(name: str, value: str) -> str:
-    option = all_options().get(name.replace("-", "_"))
-    # `time` is passed here only for an unlimited job.
-    if option is None or not (option.about.directive or name == "time"):
-        return f"--sbatch={name}={value}" if value else f"--sbatch={name}"
-    if option.kind.flag:
-        # A flag has no value on the command line, but may have a value in a file.
-        return f"--set={option.name}={value}" if value else option.flag
-    return f"{option.flag}={value}"
+    kind = SbatchOptions.__annotations__.get(name.replace("-", "_"))
+    # On the command line, a flag of sbatch has no value.
+    is_named = kind == int | str or name == "time" if value else kind in (bool, bool | str)
+    option = f"--{name}" if is_named else f"--sbatch={name}"
+    return f"{option}={value}" if value else option
 
 
 def _shell(shell: Mapping[str, Any]) -> Iterator[str]:

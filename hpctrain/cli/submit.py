@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import groupby
@@ -25,11 +25,11 @@ from hpctrain.cli.common import (
     short_path,
 )
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.options.extra_directives import explain_foreign
-from hpctrain.jobs.options.option import Option
-from hpctrain.jobs.options.option_value import OptionValue
+from hpctrain.jobs.options.option import Option, OptionValue
+from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values, resolve_options
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.sbatch_options import SHORT_NAMES, find_replacement
+from hpctrain.jobs.options.table import SbatchOptions, all_options, sbatch_options
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 #: Key of the context: true if the program follows a `--`.
 _IS_COMMAND = "hpctrain.is_command"
+#: Heading of the options that are passed to sbatch.
+SBATCH_HEADING = "Options of sbatch"
 #: Key of the context: the options of the submission that this one repeats.
 _PREVIOUS = "hpctrain.previous"
 
@@ -51,6 +53,8 @@ _PREVIOUS = "hpctrain.previous"
 def heading(param: click.Parameter) -> str:
     """Return the help section of an option of `submit`."""
     known = all_options()
+    if isinstance(param, _SbatchOption):
+        return SBATCH_HEADING
     return known[param.name].group if param.name in known else "This submission"
 
 
@@ -70,7 +74,9 @@ class SubmitCommand(click.Command):
             name = error.option_name
             known = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
             closest = suggest(name.lstrip("-"), known, otherwise="").replace(" '", " '--")
-            hint = explain_foreign(name) or closest or "`hpctrain submit --help` lists the options."
+            replacement = find_replacement(name)
+            hint = f"{replacement}." if replacement else closest
+            hint = hint or "`hpctrain submit --help` lists the options."
             raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -78,19 +84,52 @@ class SubmitCommand(click.Command):
         for title, members in groupby(params, heading):
             with formatter.section(title):
                 formatter.write_dl([row for param in members if (row := param.get_help_record(ctx))])
+                if title == SBATCH_HEADING:
+                    formatter.write_paragraph()
+                    formatter.write_text(describe_sbatch_options())
+
+
+class _SbatchOption(click.Option):
+    """An option that is passed to sbatch. The help lists only its name."""
+
+    def get_help_record(self, ctx: click.Context) -> None:  # noqa: ARG002
+        return None
+
+
+def describe_sbatch_options() -> str:
+    """Return a sentence that lists the options that are passed to sbatch."""
+    names = (", ".join(param.opts) for param in command.params if isinstance(param, _SbatchOption))
+    return f"Passed to sbatch unchanged, as sbatch(1) describes them: {', '.join(names)}."
 
 
 def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a fixed word, a partition of the site or a path."""
+    """Complete a fixed word or a path."""
     option = all_options()[str(param.name)]
-    words: Iterable[str] = option.kind.choices
-    if option.name == "partition":
-        with suppress(SchedulerError):
-            answer, _ = SlurmCall(("sinfo", "--noheader", "--format=%R"), os.environ, timeout_s=2.0).answer()
-            words = dict.fromkeys(answer.split())
     if option.about.is_path:
         return complete_files(ctx, param, incomplete)
-    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+    return [CompletionItem(word) for word in option.kind.choices if word.startswith(incomplete)]
+
+
+def _complete_partition(
+    ctx: click.Context,  # noqa: ARG001
+    param: click.Parameter,  # noqa: ARG001
+    incomplete: str,
+) -> list[CompletionItem]:
+    """Complete a partition of the site."""
+    try:
+        answer, _ = SlurmCall(("sinfo", "--noheader", "--format=%R"), os.environ, timeout_s=2.0).answer()
+    except SchedulerError:
+        return []
+    return [CompletionItem(word) for word in dict.fromkeys(answer.split()) if word.startswith(incomplete)]
+
+
+def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
+    short_names = [f"-{short}" for short, long in SHORT_NAMES.items() if long == long_name]
+    names = [name, *short_names, f"--{long_name}"]
+    if SbatchOptions.__annotations__[name] == int | str:
+        complete = _complete_partition if name == "partition" else None
+        return _SbatchOption(names, shell_complete=complete)
+    return _SbatchOption([name, *short_names, f"--{long_name}/--no-{long_name}"], default=None)
 
 
 def _click_option(option: Option) -> click.Option:
@@ -348,7 +387,7 @@ def resubmission(
                 "it, or use `hpctrain submit` for a new run."
             )
     with command.make_context("submit", [*words, *call], parent=ctx.parent) as earlier:
-        asked: Any = {name: value for name, value in earlier.params.items() if name in all_options()}
+        asked: Any = {name: value for name, value in earlier.params.items() if name in option_names()}
         repeated = previous_values(asked, earlier.params["assignments"])
     arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
     context = command.make_context("submit", arguments, parent=ctx.parent)
@@ -356,4 +395,8 @@ def resubmission(
     return context
 
 
-command.params[:0] = map(_click_option, all_options().values())
+_params = [_click_option(option) for option in all_options().values() if option.about.on_command_line]
+# The options of sbatch belong to the section of --sbatch.
+_end = next(i for i, param in enumerate(_params, 1) if param.name == "sbatch")
+_params[_end:_end] = [_sbatch_option(*names) for names in sbatch_options().items()]
+command.params[:0] = _params

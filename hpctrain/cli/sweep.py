@@ -28,8 +28,8 @@ from hpctrain.cli.common import (
     short_path,
 )
 from hpctrain.errors import SchedulerError, SpecError, UserError
+from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
-from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.rundir import RunDir
 from hpctrain.spec.program import ProgramKind
@@ -155,7 +155,7 @@ def submit_(
     """
     space: dict[str, str | list[str]] = {**over}
     if not over:
-        given = {name: value for name, value in asked.items() if name in all_options()}
+        given = {name: value for name, value in asked.items() if name in option_names()}
         for file in resolve_options(given, cwd=Path.cwd(), environ=os.environ).files:  # type: ignore[arg-type]
             space |= file.sweep
     if not space:
@@ -198,7 +198,7 @@ def _submit(
     ctx: click.Context, record: SweepRecord, indices: Sequence[int], params: Mapping[str, Any]
 ) -> None:
     """Submit trials as one job array. `params` are those of `hpctrain submit`."""
-    asked = {name: value for name, value in params.items() if name in all_options()}
+    asked = {name: value for name, value in params.items() if name in option_names()}
     if asked.get("array") is not None:
         raise click.UsageError("A sweep sets --array itself. Use --concurrent to limit concurrent trials.")
     kind: ProgramKind = "module" if params["as_module"] else "command" if submit.is_command(ctx) else "script"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
-from collections.abc import Iterator
 
 from hpctrain.errors import HpctrainError
 
@@ -31,18 +29,3 @@ def raise_fd_limit(number: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-
-
-@contextlib.contextmanager
-def raised_fd_limit(number: int) -> Iterator[None]:
-    """Raise the limit for the duration of a block. See `raise_fd_limit`.
-
-    Raises:
-        HpctrainError: the hard limit is too low.
-    """
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    raise_fd_limit(number)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -23,6 +23,8 @@ class RankPlacement:
     """Index of the preferred GPU among them; None for the CPU."""
     problem: str = ""
     """Reason why the rank cannot use a GPU."""
+    world_size: int = 0
+    """Number of ranks according to this rank."""
 
     @property
     def gpu(self) -> str | None:
@@ -54,6 +56,12 @@ def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
     for placement in placements:
         same_place = by_place.setdefault((placement.node_rank, placement.local_rank), placement)
         same_node = by_node.setdefault(placement.node_rank, placement)
+        if placement.world_size != placements[0].world_size:
+            raise HpctrainError(
+                f"The world size is {placement.world_size} on {placement}, but {placements[0].world_size} on "
+                f"{placements[0]}. To see the values of each process, run `hpctrain env` with the same "
+                "launcher."
+            )
         if same_place is not placement:
             raise _contradiction(same_place, placement)
         if same_node.host != placement.host:

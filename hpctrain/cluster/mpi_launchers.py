@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hpctrain.cluster.env_variables import first_set, read_int, read_port
-from hpctrain.cluster.port_candidates import port_candidates
+from hpctrain.cluster.ports import rendezvous_port
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
 
@@ -54,7 +54,7 @@ def master_endpoint(
     """
     address_variable, port_variable = first_set(environ, "MASTER_ADDR"), first_set(environ, "MASTER_PORT")
     address, source = (environ[address_variable], address_variable) if address_variable else host()
-    port = read_port(environ, port_variable) if port_variable else next(port_candidates(key))
+    port = read_port(environ, port_variable) if port_variable else rendezvous_port(key)
     return address, port, {"master_addr": source, "master_port": port_variable or f"computed from {of}"}
 
 

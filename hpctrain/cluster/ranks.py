@@ -37,7 +37,7 @@ class Ranks:
     """Name of the detector; `hpctrain.cluster.detection` lists the names."""
     rendezvous_id: str = ""
     """Identifier of this set of processes on its hosts, equal on every rank; empty for a single process.
-    Determines the ports of the rendezvous (`hpctrain.cluster.port_candidates`)."""
+    Determines the port of the rendezvous (`hpctrain.cluster.ports`)."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """For each field, the variable or derivation of its value."""
 

@@ -24,8 +24,6 @@ class JobRecord:
     run: RunDir
     #: Time of submission in seconds since the epoch.
     submitted: float = 0.0
-    #: True if the job was not submitted by hpctrain, so its submission folder and options are unknown.
-    submitted_manually: bool = False
     #: The final job state as reported by the scheduler, if observed.
     observed_state: str | None = None
 
@@ -54,7 +52,6 @@ class RunRecord:
             job_id=str(self.submitted["job_id"]),
             run=self.run,
             submitted=float(self.submitted["time"]),
-            submitted_manually=bool(self.submitted.get("by_hand")),
             observed_state=str(self.observed_end["job_state"]) if self.observed_end else None,
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import UserError
-from hpctrain.jobs.options.config_search_path import SENT_CODE_FILE
+from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
 from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
 from hpctrain.remote.cluster import Cluster, shell_path
 from hpctrain.text import format_size

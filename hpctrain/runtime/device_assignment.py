@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_uni
 from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError
 from hpctrain.files import parse_json_object
+from hpctrain.runtime.rendezvous import REMIND_AFTER_S, remind
 from hpctrain.text import format_ranks
 
 _READ_KEY = "read"
 #: All connected ranks read the answer within milliseconds.
 _READ_LIMIT_S = 5.0
+#: Maximum pause between two searches of rank 0 for its peers.
+_MAX_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -44,28 +48,53 @@ def choose_device(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool = 
 
 
 def assign_device(
-    ranks: Ranks, environ: Mapping[str, str], store: Store, *, use_gpus: bool = True
+    ranks: Ranks, environ: Mapping[str, str], store: Store, *, use_gpus: bool = True, problem: str = ""
 ) -> DeviceAssignment:
-    """Select a device that no other rank uses. All ranks must call this.
+    """Wait for all ranks, and select a device that no other rank uses. All ranks must call this.
 
     Every rank sends rank 0 its placement, its visible GPUs and its preferred GPU. Rank 0 checks for
     contradictions and answers: one message per rank in each direction.
 
+    Args:
+        ranks: the ranks of this process.
+        environ: the variables from which `ranks` was created.
+        store: a store of this job only.
+        use_gpus: false to use only CPUs.
+        problem: an error of rank 0 that ends all ranks.
+
     Raises:
-        HpctrainError: two ranks have the same placement or would share a GPU. Raised on all ranks; the
-            message names both ranks.
+        HpctrainError: two processes have the same rank or placement, or would share a GPU. Raised on all
+            ranks; the message names both.
         RendezvousError: a rank did not arrive within the store's timeout, or another program changed an entry
             of the store. Raised on all ranks.
     """
-    _publish_placement(_own_placement(ranks, environ, use_gpus=use_gpus), store)
+    placement = _own_placement(ranks, environ, use_gpus=use_gpus)
+    if duplicate := _publish_placement(placement, store):
+        _answer_all(ranks.world_size, {"error": duplicate, "missing": False}, store)
+        raise HpctrainError(duplicate)
     if ranks.is_main:
-        for rank, answer in enumerate(_answers(ranks.world_size, environ, store)):
-            store.set(_answer_key(rank), json.dumps(answer))
-    answer = _parse_entry(_answer_key(ranks.rank), store.get(_answer_key(ranks.rank)))
+        try:
+            if problem:
+                raise RendezvousError(problem)
+            for rank, answer in enumerate(_answers(ranks, environ, store)):
+                store.set(_answer_key(rank), json.dumps(answer))
+        except HpctrainError as error:
+            is_missing = isinstance(error, RendezvousError)
+            _answer_all(ranks.world_size, {"error": str(error), "missing": is_missing}, store)
+    try:
+        answer = _parse_entry(_answer_key(ranks.rank), store.get(_answer_key(ranks.rank)))
+    except DistError as error:
+        raise _missing_ranks(ranks.world_size, store) from error
     if "error" in answer:
         _wait_until_read(ranks, store)
         raise (RendezvousError if answer["missing"] else HpctrainError)(answer["error"])
     return DeviceAssignment(_select_gpu(answer["index"]), answer["shared"])
+
+
+def _answer_all(world_size: int, answer: Mapping[str, Any], store: Store) -> None:
+    """Send the same answer to all ranks that have no answer yet."""
+    for rank in range(world_size):
+        store.compare_set(_answer_key(rank), "", json.dumps(answer))
 
 
 def _parse_entry(key: str, text: bytes) -> dict[str, Any]:
@@ -96,51 +125,78 @@ def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _own_placement(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool) -> RankPlacement:
     gpus = visible_uuids(environ) if use_gpus else ()
-    placement = RankPlacement(ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus)
+    placement = RankPlacement(
+        ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus, world_size=ranks.world_size
+    )
     try:
         return replace(placement, index=_plan(ranks, environ, len(gpus)))
     except EnvironmentMismatch as error:
         return replace(placement, problem=str(error))
 
 
-def _publish_placement(placement: RankPlacement, store: Store) -> None:
+def _publish_placement(placement: RankPlacement, store: Store) -> str | None:
+    """Send the placement of this rank. Return an error if another process has the same rank."""
     mine = {**asdict(placement), "pid": os.getpid()}
     # An existing value is kept and returned.
     key = _placement_key(placement.rank)
     there = _parse_entry(key, store.compare_set(key, "", json.dumps(mine)))
-    if there["pid"] != mine["pid"] or there["host"] != mine["host"]:
-        raise HpctrainError(
-            f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
-            f"claim rank {placement.rank}. Start one process per rank. To see the rank of each process, run "
-            "`hpctrain env` with the same launcher."
-        )
+    if there["pid"] == mine["pid"] and there["host"] == mine["host"]:
+        return None
+    return (
+        f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
+        f"claim rank {placement.rank}. Start one process per rank. To see the rank of each process, run "
+        "`hpctrain env` with the same launcher."
+    )
 
 
-def _answers(world_size: int, environ: Mapping[str, str], store: Store) -> list[dict[str, Any]]:
-    """Return rank 0's answer to each rank."""
-    try:
-        placements = _gather_placements(world_size, store)
-        check_unique_placement(placements)
-        assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
-    except HpctrainError as error:
-        return [{"error": str(error), "missing": isinstance(error, RendezvousError)}] * world_size
+def _answers(ranks: Ranks, environ: Mapping[str, str], store: Store) -> list[dict[str, Any]]:
+    """Return rank 0's answer to each rank; an empty list if there is an answer already."""
+    placements = _gather_placements(ranks, store)
+    check_unique_placement(placements)
+    assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
     return [
-        {"index": assignment.indexes.get(rank), "shared": assignment.shared} for rank in range(world_size)
+        {"index": assignment.indexes.get(placement.rank), "shared": assignment.shared}
+        for placement in placements
     ]
 
 
-def _gather_placements(world_size: int, store: Store) -> list[RankPlacement]:
-    keys = [_placement_key(rank) for rank in range(world_size)]
+def _gather_placements(ranks: Ranks, store: Store) -> list[RankPlacement]:
+    """Wait for the placements of all ranks. Return an empty list if another process has sent an answer."""
+    keys = [_placement_key(rank) for rank in range(ranks.world_size)]
     begun = time.monotonic()
-    try:
-        store.wait(keys)
-    except DistError as error:
-        missing = format_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
-        raise RendezvousError(
-            f"The world size is {world_size}, but {missing} did not join within "
-            f"{time.monotonic() - begun:.0f} s of rank 0. Check the logs of the missing ranks."
-        ) from error
+    remind_at, deadline = begun + REMIND_AFTER_S, begun + _timeout_s(store)
+    pause_s = 0.002
+    # torch warns about each wait that times out, so rank 0 polls.
+    while not store.check(keys):
+        if store.check([_answer_key(0)]):
+            return []
+        now = time.monotonic()
+        if now >= deadline:
+            raise _missing_ranks(ranks.world_size, store)
+        if now >= remind_at:
+            remind(ranks, _describe_missing(ranks.world_size, store))
+            remind_at = deadline
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+    if store.check([_answer_key(0)]):
+        return []
     return [_parse_placement(key, text) for key, text in zip(keys, store.multi_get(keys), strict=True)]
+
+
+def _timeout_s(store: Store) -> float:
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    return timeout.total_seconds()
+
+
+def _describe_missing(world_size: int, store: Store) -> str:
+    return format_ranks([rank for rank in range(world_size) if not store.check([_placement_key(rank)])])
+
+
+def _missing_ranks(world_size: int, store: Store) -> RendezvousError:
+    return RendezvousError(
+        f"The world size is {world_size}, but {_describe_missing(world_size, store)} did not join within "
+        f"{_timeout_s(store):.0f} s. Check the logs of the missing ranks."
+    )
 
 
 def _wait_until_read(ranks: Ranks, store: Store) -> None:

@@ -5,33 +5,29 @@ from __future__ import annotations
 import atexit
 import socket
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hpctrain import messages
 from hpctrain.cluster import Ranks
+from hpctrain.cluster.addresses import gloo_variables
 from hpctrain.cluster.connection_owners import foreign_users
 from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.cluster.fd_limit import raise_fd_limit
-from hpctrain.cluster.rendezvous import RendezvousInfo, rendezvous
-from hpctrain.cluster.rendezvous.port import bind_socket
+from hpctrain.cluster.master_host import own_address
 from hpctrain.errors import RendezvousError
 from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
+from hpctrain.runtime.rendezvous import connect_store
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 #: Time limit for the start of all ranks, which may import torch from a cold shared file system.
 JOIN_TIMEOUT_S = 300.0
-#: Time after which a rank reports the missing peers.
-_REMIND_AFTER_S = 30.0
-#: Maximum pause between two attempts to connect to rank 0.
-_MAX_POLL_S = 0.2
 #: torch's time limit for a collective.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -122,72 +118,18 @@ def init_distributed(
     return DistributedContext(ranks, device, control)
 
 
-def _describe_store(environ: Mapping[str, str]) -> str:
-    """Return the address of the store, and other users of this node with a connection to it."""
-    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
-    users = foreign_users(int(port)) if port.isdecimal() else []
-    seen = (
-        f"other users connected to it from this node: {', '.join(users)}"
-        if users
-        else "no other user is connected to it from this node"
-    )
-    return f"store at {address}:{port}; {seen}"
-
-
-def _listen(info: RendezvousInfo) -> int:
-    """Return the listening socket of the store: the one that the other ranks have found, or a new one.
-
-    Raises:
-        OSError: the port is in use.
-    """
-    if info.reserved_port is not None:
-        return info.reserved_port.detach_listener()
-    with bind_socket(info.port, local_only=info.address == "127.0.0.1") as listener:
-        listener.listen(socket.SOMAXCONN)
-        return listener.detach()
-
-
-def _await_listener(info: RendezvousInfo, deadline: float) -> None:
-    """Wait until rank 0 listens. torch's store would wait up to a second between two attempts."""
-    pause_s = 0.01
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((info.address, info.port), timeout=1.0).close()
-            return
-        except ConnectionRefusedError:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
-        except OSError:
-            return  # the store reports it
-
-
 def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bool) -> torch.device:
     begun = time.monotonic()
-    rendezvous_info = rendezvous(ranks, environ, timeout_s=JOIN_TIMEOUT_S, remind_after_s=_REMIND_AFTER_S)
-    environ.update(apply_env_defaults(environ, rendezvous_info.gloo_variables(environ)))
-    # torchrun's agent may host the store; otherwise, rank 0 hosts it.
-    has_agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hosts_store = ranks.is_main and not has_agent_store
-    if hosts_store:
-        raise_fd_limit(ranks.world_size)
+    if address := own_address(ranks, environ):
+        environ.update(apply_env_defaults(environ, gloo_variables(address, environ)))
     try:
-        listener = None
-        if hosts_store:
-            listener = _listen(rendezvous_info)
-        elif not has_agent_store:
-            _await_listener(rendezvous_info, begun + JOIN_TIMEOUT_S)
-        store = TCPStore(
-            rendezvous_info.address,
-            rendezvous_info.port,
-            world_size=ranks.world_size,
-            is_master=hosts_store,
-            timeout=timedelta(seconds=max(1.0, begun + JOIN_TIMEOUT_S - time.monotonic())),
-            wait_for_workers=False,
-            master_listen_fd=listener,
+        connected, problem = connect_store(ranks, environ, JOIN_TIMEOUT_S)
+        # Another job may use the same computed port. An agent's store may survive to the next attempt.
+        job = "" if environ.get("MASTER_PORT") else ascii(ranks.rendezvous_id)
+        store = PrefixStore(f"hpctrain/{job}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", connected)
+        assignment = assign_device(
+            ranks, environ, PrefixStore("devices", store), use_gpus=use_gpus, problem=problem
         )
-        # An agent's store may survive from one attempt to the next.
-        prefix = f"hpctrain/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        assignment = assign_device(ranks, environ, PrefixStore(f"{prefix}/devices", store), use_gpus=use_gpus)
         startup_times.end(StartupPart.STORE)
         with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
         if assignment.gpus_are_shared and ranks.is_main:
@@ -197,19 +139,29 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bo
             )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
-            store=PrefixStore(prefix, store),
+            store=store,
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=_COLLECTIVE_TIMEOUT,
             device_id=assignment.device if with_nccl else None,
         )
-    except RendezvousError as error:
-        raise RendezvousError(f"{error} ({_describe_store(environ)})") from error
-    except (dist.DistError, RuntimeError, OSError) as error:
+    except (RendezvousError, dist.DistError, RuntimeError, OSError) as error:
         raise RendezvousError(
             f"rank {ranks.rank} on {socket.gethostname()} could not connect to its {ranks.world_size - 1} "
-            f"peers at {rendezvous_info.address}:{rendezvous_info.port} ({ranks.sources.get('master_addr')}, "
-            f"{ranks.sources.get('master_port')}) within {time.monotonic() - begun:.0f} s: {error} "
-            f"({_describe_store(environ)})"
+            f"peers within {time.monotonic() - begun:.0f} s: {error} ({_describe_store(ranks)})"
         ) from error
     return assignment.device
+
+
+def _describe_store(ranks: Ranks) -> str:
+    """Return the address of the store, and other users of this node with a connection to it."""
+    users = foreign_users(ranks.master_port)
+    seen = (
+        f"other users connected to it from this node: {', '.join(users)}"
+        if users
+        else "no other user is connected to it from this node"
+    )
+    return (
+        f"store at {ranks.master_addr}:{ranks.master_port} ({ranks.sources.get('master_addr')}, "
+        f"{ranks.sources.get('master_port')}); {seen}"
+    )

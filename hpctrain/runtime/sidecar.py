@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from hpctrain.cluster import Ranks
+from hpctrain.rundir import TELEMETRY_VARIABLE, RunDir
 
 #: In a container, the package is outside of the interpreter's search path. Its folder is appended last, so
 #: that its other packages shadow nothing. The low priority reserves the cores for the ranks.
@@ -56,3 +60,29 @@ class Sidecar:
             self._process.wait()
             return False
         return True
+
+
+#: Time limit for the last line, which takes milliseconds unless the file system hangs.
+_LAST_LINE_S = 1.0
+
+
+class NodeSampler:
+    """The process that measures this node, if any."""
+
+    def __init__(self, run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> None:
+        """Start the measurement on the first rank of the node, unless telemetry is disabled."""
+        self._process: Sidecar | None = None
+        if ranks.local_rank != 0 or environ.get(TELEMETRY_VARIABLE) == "0":
+            return
+        try:
+            self._process = Sidecar(
+                "hpctrain.telemetry.sampling.sampler", str(run.path), str(ranks.node_rank)
+            )
+        except OSError as error:
+            # Training does not depend on telemetry.
+            print(f"hpctrain: cannot measure the resource usage of this node: {error}", file=sys.stderr)
+
+    def stop(self) -> None:
+        """Wait until the process has written its last line, and end it."""
+        if self._process is not None:
+            self._process.stop(_LAST_LINE_S)

@@ -49,13 +49,13 @@ from hpctrain.runtime.heartbeat import (
     wait_until_group_is_reported,
 )
 from hpctrain.runtime.log_index import start_log_index
-from hpctrain.runtime.node_sampler import NodeSampler
 from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
+from hpctrain.runtime.sidecar import NodeSampler
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop

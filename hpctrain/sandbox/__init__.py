@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.sandbox.cluster import Sandbox, find
+from hpctrain.sandbox.cluster import Sandbox, down, find, up
 from hpctrain.sandbox.layout import list_names
 from hpctrain.sandbox.requirements import installed_version
-from hpctrain.sandbox.setup import up
-from hpctrain.sandbox.teardown import down
 
 __all__ = ["Sandbox", "down", "find", "installed_version", "list_names", "up"]

@@ -1,20 +1,37 @@
-"""An existing sandbox: its state, loss and return of a node, and removal."""
+"""Start, repair and remove a Slurm cluster on this machine, and lose or return its nodes."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
+import socket
+import stat
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from hpctrain.cluster.processes import ProcessInfo, processes
-from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import commands, teardown
-from hpctrain.sandbox.daemons import Daemon, belongs_to_sandbox, daemons
-from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, folder_of
-from hpctrain.sandbox.processes import kill_all
-from hpctrain.sandbox.requirements import SEARCH_PATH
+from hpctrain.errors import SchedulerError, SpecError, UserError
+from hpctrain.sandbox import etc_hosts
+from hpctrain.sandbox.daemons import MARIADB_USER, MUNGE_USER, Daemon, daemons, install_database
+from hpctrain.sandbox.layout import ROOT, SEARCH_PATH, SandboxLayout, SandboxSize, allocate, folder_of
+from hpctrain.sandbox.lock import sandbox_lock
+from hpctrain.sandbox.processes import belongs_to_sandbox, kill_all, with_descendants
+from hpctrain.sandbox.requirements import check_requirements
+from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf, slurmdbd_conf
+from hpctrain.slurm.command import run_slurm
+
+#: Major number for local use, without a driver. Slurm requires a character device per GPU, but never opens
+#: it. Control groups distinguish the devices by their minor numbers.
+_DEVICE_MAJOR = 120
+#: Maximum seconds for jobs to end before their processes are killed.
+_CANCEL_LIMIT_S = 8.0
+_COMMAND_LIMIT_S = 20.0
 
 #: States in which a node accepts or runs jobs. A trailing `*` means that its slurmd does not respond.
 _READY = {"idle", "mixed", "allocated", "completing", "planned"}
@@ -64,7 +81,9 @@ class Sandbox:
         Raises:
             SchedulerError: the controller does not respond.
         """
-        return commands.node_states(self.plan)
+        sinfo = ("sinfo", "--noheader", "--Node", "--partition=preemptible", "--format=%N %T")
+        cells = self._run(*sinfo).split()
+        return dict(zip(cells[::2], cells[1::2], strict=True))
 
     def start(self, limit_s: float = 60.0) -> None:
         """Start the daemons that are not running, and wait until all nodes accept jobs.
@@ -85,7 +104,7 @@ class Sandbox:
 
     def down(self) -> None:
         """Remove the sandbox and all its files."""
-        teardown.down(self.name)
+        down(self.name)
 
     def kill_node(self, node: str) -> None:
         """Kill a node's slurmd and all processes of the node, like a power failure.
@@ -145,9 +164,33 @@ class Sandbox:
             state = states.get(daemon.node or "", "unknown")
             if daemon.node and state not in _READY:
                 return f"node {daemon.node} is {state}{daemon.log_tail()}"
-        if self.shape.accounting and not commands.is_registered(self.plan):
-            return "the controller has not registered with slurmdbd"
+        if self.shape.accounting:
+            query = ("sacctmgr", "--noheader", "--parsable2", "list", "cluster", self.name)
+            if self._run(*query, "format=ControlPort").strip() != str(self.plan.port):
+                return "the controller has not registered with slurmdbd"
         return None
+
+    def _run(self, *argv: str) -> str:
+        """Return the output of a Slurm command that uses the sandbox; its times are UTC.
+
+        Raises:
+            SchedulerError: it failed or timed out.
+        """
+        environ = {"PATH": self.plan.search_path, "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+        try:
+            return run_slurm(argv, {**environ, "SLURM_CONF": str(self.conf)}, timeout_s=_COMMAND_LIMIT_S)
+        except SchedulerError as error:
+            raise SchedulerError(f"Sandbox {self.name}: {error}") from None
+
+    def cancel_jobs(self) -> None:
+        """Cancel all jobs, and wait a few seconds for them to end."""
+        list_jobs = ("squeue", "--noheader", "--all", "--format=%A")
+        if jobs := self._run(*list_jobs).split():
+            self._run("scancel", "--quiet", *jobs)
+        deadline = time.monotonic() + _CANCEL_LIMIT_S
+        while jobs and time.monotonic() < deadline:
+            time.sleep(0.1)
+            jobs = self._run(*list_jobs).split()
 
     def _slurmd(self, node: str) -> Daemon:
         for daemon in daemons(self.plan):
@@ -157,8 +200,8 @@ class Sandbox:
 
     def _started_at(self, node: str) -> float:
         """Return the start time of the slurmd that last registered, in seconds since the epoch."""
-        words = commands.run_command(self.plan, "scontrol", "--oneliner", "show", "node", node).split()
-        text = next(word for word in words if word.startswith("SlurmdStartTime=")).partition("=")[2]
+        pairs = self._run("scontrol", "--oneliner", "show", "node", node).split()
+        text = next(pair for pair in pairs if pair.startswith("SlurmdStartTime=")).partition("=")[2]
         return 0.0 if text == "None" else datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
@@ -166,3 +209,147 @@ def find(name: str = "default") -> Sandbox | None:
     """Return the sandbox of that name, if it exists; its health is not checked."""
     plan = SandboxLayout.load(folder_of(name))
     return None if plan is None else Sandbox(plan)
+
+
+def up(
+    name: str = "default",
+    *,
+    link_commands: Callable[[SandboxLayout], None] | None = None,
+    limit_s: float = 60.0,
+    **size: Any,
+) -> Sandbox:
+    """Start a sandbox and wait until all its nodes accept jobs.
+
+    An existing sandbox of the same size is kept with its jobs; exited daemons are restarted.
+
+    Args:
+        name: name of the sandbox.
+        link_commands: creates the launcher and the folder of commands of another Slurm version, for tests.
+        limit_s: seconds until the sandbox must be up.
+        size: fields of `SandboxSize`.
+
+    Raises:
+        UserError: this machine cannot run a sandbox, or the existing sandbox has another size.
+        SchedulerError: a daemon did not start within `limit_s` seconds; a new sandbox is removed again.
+    """
+    shape, folder = SandboxSize(**size), folder_of(name)
+    check_requirements(accounting=shape.accounting, slurm=shape.slurm)
+    with sandbox_lock(ROOT):
+        plan = SandboxLayout.load(folder)
+        if plan is not None:
+            if plan.shape != shape:
+                raise SpecError(
+                    f"Sandbox {name} already exists with {plan.shape}, but {shape} was requested. Remove "
+                    f"the existing sandbox (`hpctrain sandbox down --name {name}`), or use another --name."
+                )
+            return _start(plan, limit_s)
+        remove(folder)
+        try:
+            return _start(create_folder(folder, shape, link_commands), limit_s)
+        except BaseException:
+            remove(folder, came_up=False)
+            raise
+
+
+def create_folder(
+    folder: Path, shape: SandboxSize, link_commands: Callable[[SandboxLayout], None] | None = None
+) -> SandboxLayout:
+    """Create the files that the daemons of a new sandbox read.
+
+    Raises:
+        UserError: device files cannot be created.
+    """
+    folder.mkdir()
+    plan = allocate(folder, shape)
+    for path in (plan.munge, plan.state, plan.spool, plan.logs, folder / "dev"):
+        path.mkdir()
+    host = socket.gethostname().partition(".")[0]
+    memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    plan.conf.write_text(slurm_conf(plan, host, memory_mib), encoding="utf-8")
+    plan.conf.with_name("gres.conf").write_text(gres_conf(plan), encoding="utf-8")
+    (plan.munge / "key").write_bytes(secrets.token_bytes(128))
+    # Every user of the machine may use the sandbox, regardless of the umask; only the key is secret.
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    (plan.munge / "key").chmod(0o400)
+    for path in (plan.munge, plan.munge / "key"):
+        shutil.chown(path, MUNGE_USER, MUNGE_USER)
+    if link_commands is not None:
+        link_commands(plan)
+    if shape.accounting:
+        plan.accounting.mkdir()
+        plan.accounting.chmod(0o755)
+        shutil.chown(plan.accounting, MARIADB_USER, MARIADB_USER)
+        conf = plan.conf.with_name("slurmdbd.conf")
+        conf.write_text(slurmdbd_conf(plan), encoding="utf-8")
+        # Required by slurmdbd, because the file may contain a password.
+        conf.chmod(0o600)
+        install_database(plan)
+    try:
+        for number, device in enumerate(plan.devices):
+            os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(_DEVICE_MAJOR, number))
+    except OSError as error:
+        raise UserError(
+            f"Cannot create the device file {device}, which simulates a GPU: {error.strerror}. If "
+            "this is a container, add the capability CAP_MKNOD. Otherwise, use --gpus-per-node 0."
+        ) from error
+    # Written last, so that a saved layout implies a complete sandbox.
+    plan.save()
+    return plan
+
+
+def _start(plan: SandboxLayout, limit_s: float) -> Sandbox:
+    try:
+        etc_hosts.add_hosts(plan.name, plan.addresses)
+    except OSError as error:
+        raise UserError(
+            f"Cannot add the node names to {etc_hosts.HOSTS}: {error.strerror}. Slurm must be able to "
+            "resolve these names. Make the file writable."
+        ) from error
+    sandbox = Sandbox(plan)
+    sandbox.start(limit_s)
+    return sandbox
+
+
+def down(name: str = "default") -> bool:
+    """Cancel the jobs of a sandbox, kill its processes, and remove its devices, host lines and folder.
+
+    Crashed or incomplete sandboxes are also removed. Returns True if the sandbox existed.
+
+    Raises:
+        UserError: called from a job of that sandbox, or not as root on Linux with Slurm.
+        SchedulerError: a process does not end.
+    """
+    folder = folder_of(name)
+    plan = SandboxLayout.load(folder)
+    check_requirements(slurm=plan.shape.slurm if plan else "")
+    with sandbox_lock(ROOT):
+        was_there = folder.exists()
+        remove(folder)
+    return was_there
+
+
+def remove(folder: Path, *, came_up: bool = True) -> None:
+    """Remove the sandbox in `folder`, even an incomplete one. The caller holds the lock.
+
+    A sandbox that was never up has no jobs to cancel, and its controller may not respond.
+    """
+
+    def ours(process: ProcessInfo) -> bool:
+        return belongs_to_sandbox(folder, process)
+
+    if any(process.pid == os.getpid() for process in with_descendants(ours, processes())):
+        raise UserError(
+            f"This process runs in a job of sandbox {folder.name}, so it would be killed with the "
+            "sandbox. Run this command outside the sandbox."
+        )
+    plan = SandboxLayout.load(folder)
+    sandbox = Sandbox(plan) if came_up and plan is not None else None
+    if sandbox is not None and sandbox.daemons()["slurmctld"] is not None:
+        # A hanging controller must not prevent the removal.
+        with suppress(SchedulerError):
+            sandbox.cancel_jobs()
+    kill_all(ours, f"sandbox {folder.name}")
+    etc_hosts.remove_hosts(folder.name)
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The daemons of a sandbox: munged, slurmctld, one slurmd per node, and two daemons for accounting."""
+"""Start the daemons of a sandbox: munged, slurmctld, one slurmd per node, and two for accounting."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from typing import IO
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
-from hpctrain.sandbox.accounting import MARIADB_USER, SOCKET_VARIABLE, mariadbd_argv
-from hpctrain.sandbox.layout import SandboxLayout, conf_path
-
-#: Set for every daemon and its children: the sandbox's folder, and for a slurmd also the node.
-SANDBOX_VARIABLE = "HPCTRAIN_SANDBOX"
-NODE_VARIABLE = "HPCTRAIN_SANDBOX_NODE"
+from hpctrain.sandbox.layout import SEARCH_PATH, SandboxLayout
+from hpctrain.sandbox.processes import NODE_VARIABLE, SANDBOX_VARIABLE
 
 #: User created by the munge packages: munged does not require root.
 MUNGE_USER = "munge"
+#: User of MariaDB, which refuses to run as root. Created by Debian's Slurm packages.
+MARIADB_USER = "slurm"
 
+_INSTALL_LIMIT_S = 60.0
 _START_LIMIT_S = 30.0
 
 
@@ -49,15 +48,15 @@ class Daemon:
         Raises:
             SchedulerError: the program exited with an error, or does not accept connections.
         """
-        output: AbstractContextManager[int | IO[bytes]] = nullcontext(subprocess.PIPE)
+        pipe: AbstractContextManager[int | IO[bytes]] = nullcontext(subprocess.PIPE)
         launcher = self.launcher
         if self.user is not None:
             # Only root can run a launcher, so the user changes afterwards.
             launcher += ("setpriv", f"--reuid={self.user}", f"--regid={self.user}", "--clear-groups")
         if self.stays_in_front:
-            output, launcher = open(self.log, "ab"), ("setsid", "--fork", *launcher)
+            pipe, launcher = open(self.log, "ab"), ("setsid", "--fork", *launcher)
         try:
-            with output as out:
+            with pipe as out:
                 done = subprocess.run(
                     (*launcher, *self.argv),
                     env=dict(self.environ),
@@ -72,9 +71,9 @@ class Daemon:
         except subprocess.TimeoutExpired:
             raise SchedulerError(self._too_late()) from None
         if done.returncode:
-            words = " ".join((done.stderr or done.stdout or "").split())
-            why = f": {words}" if words else self.log_tail()
-            raise SchedulerError(f"{self.label} did not start (exit code {done.returncode}){why}")
+            output = " ".join((done.stderr or done.stdout or "").split())
+            reason = f": {output}" if output else self.log_tail()
+            raise SchedulerError(f"{self.label} did not start (exit code {done.returncode}){reason}")
         if self.address is not None:
             self._wait_for_answer(self.address)
 
@@ -112,14 +111,8 @@ def daemons(plan: SandboxLayout) -> list[Daemon]:
         "SLURM_CONF": str(plan.conf),
         SANDBOX_VARIABLE: str(plan.folder),
     }
-    munged = (
-        "munged",
-        f"--socket={plan.munge_socket}",
-        f"--key-file={plan.munge / 'key'}",
-        f"--seed-file={plan.munge / 'seed'}",
-        f"--pid-file={plan.munge / 'pid'}",
-        f"--log-file={plan.munge / 'log'}",
-    )
+    files = (f"--{name}-file={plan.munge / name}" for name in ("key", "seed", "pid", "log"))
+    munged = ("munged", f"--socket={plan.munge_socket}", *files)
     slurmctld = ("slurmctld", "-f", str(plan.conf))
     launcher = (str(plan.launcher),) if plan.shape.slurm else ()
     return [
@@ -143,27 +136,86 @@ def daemons(plan: SandboxLayout) -> list[Daemon]:
 def _accounting_daemons(
     plan: SandboxLayout, environ: Mapping[str, str], launcher: tuple[str, ...]
 ) -> list[Daemon]:
+    database_log, slurmdbd_log = plan.accounting / "mariadbd.log", plan.accounting / "slurmdbd.log"
+    # The argument of slurmdbd only identifies the process: it reads its configuration from the folder of
+    # SLURM_CONF.
+    slurmdbd = ("slurmdbd", str(plan.conf.with_name("slurmdbd.conf")))
+    variables = {**environ, "MYSQL_UNIX_PORT": str(plan.database_socket)}
     return [
         Daemon(
             "mariadbd",
             mariadbd_argv(plan),
-            plan.accounting / "mariadbd.log",
+            database_log,
             environ,
             user=MARIADB_USER,
             stays_in_front=True,
             address=plan.database_socket,
         ),
-        Daemon(
-            "slurmdbd",
-            # The argument only identifies the process: slurmdbd reads its configuration from the folder of
-            # SLURM_CONF.
-            ("slurmdbd", str(plan.slurmdbd_conf)),
-            plan.slurmdbd_log,
-            {**environ, SOCKET_VARIABLE: str(plan.database_socket)},
-            address=plan.slurmdbd_port,
-            launcher=launcher,
-        ),
+        Daemon("slurmdbd", slurmdbd, slurmdbd_log, variables, address=plan.slurmdbd_port, launcher=launcher),
     ]
+
+
+def mariadbd_argv(plan: SandboxLayout) -> tuple[str, ...]:
+    """Return the command that starts the database, on a Unix socket only."""
+    return (
+        "mariadbd",
+        *_storage(plan),
+        f"--socket={plan.database_socket}",
+        f"--pid-file={plan.accounting}/mariadbd.pid",
+        "--skip-networking",
+        # Recommended for slurmdbd, whose roll-up holds locks for long.
+        "--innodb-lock-wait-timeout=900",
+    )
+
+
+def _storage(plan: SandboxLayout) -> tuple[str, ...]:
+    return (
+        "--no-defaults",
+        f"--datadir={plan.accounting}/data",
+        # Small and fast: durability is not required for a sandbox.
+        "--innodb-log-file-size=8M",
+        "--innodb-buffer-pool-size=32M",
+        "--innodb-flush-log-at-trx-commit=2",
+        "--aria-sync-log-dir=NEVER",
+        "--sync-frm=0",
+        # Containers and many sandboxes soon exhaust the kernel's AIO slots.
+        "--innodb-use-native-aio=0",
+    )
+
+
+def install_database(plan: SandboxLayout) -> None:
+    """Create an empty database.
+
+    Raises:
+        SchedulerError: the database could not be created; the message is from MariaDB.
+    """
+    command = [
+        "mariadb-install-db",
+        *_storage(plan),
+        "--auth-root-authentication-method=socket",
+        "--auth-root-socket-user=root",
+        "--skip-test-db",
+        "--skip-name-resolve",
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            env={"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8"},
+            user=MARIADB_USER,
+            group=MARIADB_USER,
+            extra_groups=[],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_INSTALL_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(f"mariadb-install-db did not finish within {_INSTALL_LIMIT_S:.0f} s") from None
+    if done.returncode:
+        output = " ".join((done.stderr + done.stdout).split())
+        raise SchedulerError(f"mariadb-install-db failed with exit code {done.returncode}: {output}")
 
 
 def _answers(address: Path | int) -> bool:
@@ -172,18 +224,3 @@ def _answers(address: Path | int) -> bool:
     with socket.socket(family) as probe:
         target = str(address) if isinstance(address, Path) else ("127.0.0.1", address)
         return probe.connect_ex(target) == 0
-
-
-def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = None) -> bool:
-    """True if a process is a daemon of the sandbox in `folder` or runs in one of its jobs.
-
-    With `node`, only processes of that node count. A user's shell with SLURM_CONF does not count: only
-    processes started by Slurm on a node have the node's name.
-    """
-    environ = process.environ
-    if environ.get(SANDBOX_VARIABLE) == str(folder):
-        return node is None or environ.get(NODE_VARIABLE) == node
-    if environ.get("SLURM_CONF") == str(conf_path(folder)):
-        where = environ.get("SLURMD_NODENAME", "")
-        return where == node if node else where.startswith(f"{folder.name}-")
-    return False

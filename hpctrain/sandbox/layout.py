@@ -1,21 +1,25 @@
-"""Layout of a sandbox: its size, names, ports, addresses and paths."""
+"""Lay out a sandbox: its size, names, ports, addresses and paths."""
 
 from __future__ import annotations
 
 import json
 import re
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.errors import SpecError
+from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import read_json, write_atomic
-from hpctrain.sandbox.requirements import SEARCH_PATH
 from hpctrain.text import pluralize
 
 #: Parent of the sandbox folders, owned by root. The path is short, because the path of a Unix socket has at
 #: most 107 bytes. The folder survives a reboot, like the lines in /etc/hosts, so `down` finds both.
 ROOT = Path("/var/lib/hpctrain-sandbox")
+#: Search path for daemons and commands, because root's own PATH may lack the sbin folders.
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+#: Below the ephemeral ports of Linux, so that no connection uses a port between the probe and its use.
+_PORTS = range(26800, 32700)
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,13}[a-z0-9])?")
 _GPU_TYPE = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _SETTING = re.compile(r"(?!NodeName=)[A-Za-z]\w*=[^\n]*", re.ASCII | re.IGNORECASE)
@@ -45,17 +49,16 @@ class SandboxSize:
     accounting: bool = False
     #: GPU type in Slurm, such as `a100`; empty for none.
     gpu_type: str = ""
-    #: Lines of `slurm.conf` that replace default lines or are added.
+    #: Lines of `slurm.conf` that replace default lines with the same key or partition, or are added.
     settings: tuple[str, ...] = ()
     #: Slurm version of a test, such as `26.05`; empty for the installed one.
     slurm: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(self.settings))  # JSON only has lists
-        for field, (what, low, high) in _LIMITS.items():
-            value = getattr(self, field)
-            if not low <= value <= high:
-                raise SpecError(f"The {what} is {value}, but must be between {low} and {high}.")
+        for field, (name, low, high) in _LIMITS.items():
+            if not low <= (value := getattr(self, field)) <= high:
+                raise SpecError(f"The {name} is {value}, but must be between {low} and {high}.")
         if self.gpu_type and not _GPU_TYPE.fullmatch(self.gpu_type):
             raise SpecError(
                 f"{self.gpu_type!r} is not a valid GPU type. Use letters, digits and _, starting with a "
@@ -76,11 +79,6 @@ class SandboxSize:
             f"{', accounting' if self.accounting else ''}{f', Slurm {self.slurm}' if self.slurm else ''}"
             f"{''.join(f', {line}' for line in self.settings)}"
         )
-
-    @property
-    def num_ports(self) -> int:
-        """One port for the controller, one per node, and one for slurmdbd if there is accounting."""
-        return 1 + self.nodes + self.accounting
 
 
 @dataclass(frozen=True)
@@ -105,31 +103,21 @@ class SandboxLayout:
         return [f"{self.name}-{k}" for k in range(1, self.shape.nodes + 1)]
 
     @property
-    def ports(self) -> range:
-        """All ports of this sandbox, the controller's first."""
-        return range(self.port, self.port + self.shape.num_ports)
+    def addresses(self) -> dict[str, str]:
+        return {node: f"127.26.{self.block}.{k}" for k, node in enumerate(self.nodes, start=1)}
 
     @property
-    def node_ports(self) -> range:
-        return range(self.port + 1, self.port + 1 + self.shape.nodes)
+    def ports(self) -> range:
+        """All ports: of the controller, the nodes, and slurmdbd if there is accounting."""
+        return range(self.port, self.port + _num_ports(self.shape))
 
     @property
     def slurmdbd_port(self) -> int:
-        """Port of slurmdbd, used only with accounting."""
-        return self.node_ports[-1] + 1
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """The address of each node."""
-        return {node: f"127.26.{self.block}.{k}" for k, node in enumerate(self.nodes, start=1)}
+        return self.port + self.shape.nodes + 1
 
     @property
     def conf(self) -> Path:
         return conf_path(self.folder)
-
-    @property
-    def gres_conf(self) -> Path:
-        return self.folder / "gres.conf"
 
     @property
     def devices(self) -> list[Path]:
@@ -151,21 +139,6 @@ class SandboxLayout:
         return self.folder / "state"
 
     @property
-    def commands(self) -> Path:
-        """Folder of Slurm's commands, if the sandbox has another version than the installed one."""
-        return self.folder / "bin"
-
-    @property
-    def launcher(self) -> Path:
-        """Script that runs a command with the sandbox's Slurm version, if that is not the installed one."""
-        return self.folder / "run-with-slurm"
-
-    @property
-    def search_path(self) -> str:
-        """Search path with Slurm's commands."""
-        return f"{self.commands}:/usr/sbin:/usr/bin:/sbin:/bin" if self.shape.slurm else SEARCH_PATH
-
-    @property
     def spool(self) -> Path:
         """Parent of one folder per node with the scripts and sockets of its jobs."""
         return self.folder / "spool"
@@ -184,26 +157,68 @@ class SandboxLayout:
         return self.accounting / "socket"
 
     @property
-    def slurmdbd_conf(self) -> Path:
-        """Slurmdbd searches only the folder of `slurm.conf`."""
-        return self.conf.with_name("slurmdbd.conf")
+    def commands(self) -> Path:
+        """Folder of Slurm's commands, if the sandbox has another version than the installed one."""
+        return self.folder / "bin"
 
     @property
-    def slurmdbd_log(self) -> Path:
-        return self.accounting / "slurmdbd.log"
+    def launcher(self) -> Path:
+        """Script that runs a command with the sandbox's Slurm version, if that is not the installed one."""
+        return self.folder / "run-with-slurm"
+
+    @property
+    def search_path(self) -> str:
+        """Search path with Slurm's commands."""
+        return f"{self.commands}:/usr/sbin:/usr/bin:/sbin:/bin" if self.shape.slurm else SEARCH_PATH
 
     def save(self) -> None:
         record = {"shape": asdict(self.shape), "port": self.port, "block": self.block}
-        write_atomic(_file(self.folder), json.dumps(record))
+        write_atomic(self.folder / "sandbox.json", json.dumps(record))
 
     @classmethod
     def load(cls, folder: Path) -> SandboxLayout | None:
         """Load the layout of the sandbox in `folder`; None if it is missing or incomplete."""
         try:
-            record = read_json(_file(folder))
+            record = read_json(folder / "sandbox.json")
             return cls(folder, SandboxSize(**record["shape"]), record["port"], record["block"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def _num_ports(shape: SandboxSize) -> int:
+    return 1 + shape.nodes + shape.accounting
+
+
+def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
+    """Return the layout of a new sandbox in `folder`, whose ports and addresses are unused.
+
+    The caller holds the lock until it is saved.
+
+    Raises:
+        SchedulerError: no ports or addresses are left.
+    """
+    others = [plan for other in list_folders(folder.parent) if (plan := SandboxLayout.load(other))]
+    blocks = set(range(1, 255)) - {plan.block for plan in others}
+    taken = {port for plan in others for port in plan.ports}
+    free_run: list[int] = []
+    for port in _PORTS:
+        free_run = [*free_run, port] if port not in taken and _is_free(port) else []
+        if blocks and len(free_run) == _num_ports(shape):
+            return SandboxLayout(folder, shape, free_run[0], min(blocks))
+    raise SchedulerError(
+        f"Cannot find {_num_ports(shape)} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, or a "
+        f"free address block in 127.26.0.0/16. Existing sandboxes on this machine: {len(others)}. Remove "
+        "sandboxes that are no longer needed (hpctrain sandbox down)."
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def folder_of(name: str, root: Path = ROOT) -> Path:
@@ -236,7 +251,3 @@ def list_folders(root: Path = ROOT) -> list[Path]:
         return sorted(entry for entry in root.iterdir() if entry.is_dir())
     except FileNotFoundError:
         return []
-
-
-def _file(folder: Path) -> Path:
-    return folder / "sandbox.json"

@@ -1,13 +1,34 @@
-"""Killing of processes with all their descendants."""
+"""Recognize and kill the processes of a sandbox."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
+from hpctrain.sandbox.layout import conf_path
+
+#: Set for every daemon and its children: the sandbox's folder, and for a slurmd also the node.
+SANDBOX_VARIABLE = "HPCTRAIN_SANDBOX"
+NODE_VARIABLE = "HPCTRAIN_SANDBOX_NODE"
+
+
+def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = None) -> bool:
+    """True if a process is a daemon of the sandbox in `folder` or runs in one of its jobs.
+
+    With `node`, only processes of that node count. A user's shell with SLURM_CONF does not count: only
+    processes started by Slurm on a node have the node's name.
+    """
+    environ = process.environ
+    if environ.get(SANDBOX_VARIABLE) == str(folder):
+        return node is None or environ.get(NODE_VARIABLE) == node
+    if environ.get("SLURM_CONF") == str(conf_path(folder)):
+        host = environ.get("SLURMD_NODENAME", "")
+        return host == node if node else host.startswith(f"{folder.name}-")
+    return False
 
 
 def kill_all(wanted: Callable[[ProcessInfo], bool], what: str, limit_s: float = 10.0) -> None:

@@ -1,4 +1,4 @@
-"""Requirements of a machine for a sandbox."""
+"""Check that this machine can run a sandbox."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ import subprocess
 from collections.abc import Sequence
 
 from hpctrain.errors import UserError
-
-#: Search path for daemons and commands, because root's own PATH may lack the sbin folders.
-SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+from hpctrain.sandbox.layout import SEARCH_PATH
 
 #: Additional programs of a sandbox with accounting; the last three belong to MariaDB.
 _ACCOUNTING_PROGRAMS = (
-    "slurmdbd",
-    "sacct",
-    "sacctmgr",
-    "mariadbd",
-    "mariadb-install-db",
-    "my_print_defaults",
+    *("slurmdbd", "sacct", "sacctmgr"),
+    *("mariadbd", "mariadb-install-db", "my_print_defaults"),
 )
-
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
 

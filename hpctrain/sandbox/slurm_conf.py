@@ -1,10 +1,9 @@
-"""The text of a sandbox's `slurm.conf` and `gres.conf`."""
+"""Write the configuration of a sandbox: `slurm.conf`, `gres.conf` and `slurmdbd.conf`."""
 
 from __future__ import annotations
 
 import re
 
-from hpctrain.sandbox.accounting import slurm_conf_lines
 from hpctrain.sandbox.layout import SandboxLayout
 
 _SLURM_CONF = """\
@@ -65,16 +64,42 @@ AutoDetect=off
 NodeName={name}-[{k}] Name=gpu {type}File={devices}
 """
 
+_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=localhost
+AccountingStoragePort={port}
+AccountingStoragePass={munge_socket}
+JobAcctGatherType=jobacct_gather/linux
+"""
+
+_NO_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+"""
+
+_SLURMDBD_CONF = """\
+# Written by `hpctrain sandbox up`; `man slurmdbd.conf` explains each line.
+AuthType=auth/munge
+AuthInfo=socket={munge_socket}
+DbdHost=localhost
+DbdPort={port}
+SlurmUser=root
+LogFile={folder}/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+
+# The database authenticates us by the Unix socket; no password is needed. The controller, which runs as root,
+# accepts changes of associations and limits only from its own user.
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm
+"""
+
 
 def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
-    """Return the `slurm.conf` of a sandbox.
-
-    Args:
-        plan: layout of the sandbox.
-        host: this machine's short host name.
-        memory_mib: memory per node, as configured in Slurm.
-    """
+    """Return the `slurm.conf` of a sandbox whose nodes have `memory_mib` each, on this `host`."""
     gpus, kind = plan.shape.gpus_per_node, plan.shape.gpu_type
+    accounting = _ACCOUNTING if plan.shape.accounting else _NO_ACCOUNTING
     text = _SLURM_CONF.format(
         name=plan.name,
         host=host,
@@ -83,11 +108,11 @@ def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
         state=plan.state,
         spool=plan.spool,
         logs=plan.logs,
-        accounting=slurm_conf_lines(plan),
+        accounting=accounting.format(port=plan.slurmdbd_port, munge_socket=plan.munge_socket),
         gpus="GresTypes=gpu\n" if gpus else "",
         k=_span(1, plan.shape.nodes),
         block=plan.block,
-        ports=_span(plan.node_ports[0], plan.node_ports[-1]),
+        ports=_span(plan.port + 1, plan.port + plan.shape.nodes),
         cpus=plan.shape.cpus_per_node,
         memory_mib=memory_mib,
         gres=f" Gres=gpu:{f'{kind}:' if kind else ''}{gpus}" if gpus else "",
@@ -107,6 +132,13 @@ def gres_conf(plan: SandboxLayout) -> str:
     files = plan.devices[0].with_name(f"nvidia[{_span(0, len(plan.devices) - 1)}]")
     kind = f"Type={plan.shape.gpu_type} " if plan.shape.gpu_type else ""
     return _GRES_CONF.format(name=plan.name, k=_span(1, plan.shape.nodes), type=kind, devices=files)
+
+
+def slurmdbd_conf(plan: SandboxLayout) -> str:
+    """Return the `slurmdbd.conf` of a sandbox."""
+    return _SLURMDBD_CONF.format(
+        munge_socket=plan.munge_socket, port=plan.slurmdbd_port, folder=plan.accounting
+    )
 
 
 def _with(text: str, line: str) -> str:

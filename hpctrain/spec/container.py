@@ -71,7 +71,7 @@ class Container:
         for name in self.env:
             if not _VARIABLE_NAME.fullmatch(name):
                 raise SpecError(
-                    f"{name!r} (--container-env) is not a valid name of an environment variable. Use "
+                    f"{name!r} (container_env) is not a valid name of an environment variable. Use "
                     "letters, digits and _, and do not start with a digit."
                 )
         for what, path in folders.items():
@@ -91,7 +91,7 @@ class Container:
         if only is not None and only != self.runtime:
             raise SpecError(
                 f"The image {self.image!r} (--container-image) requires {only}, but the runtime is "
-                f"{self.runtime} (--container-runtime). Use another image, or --container-runtime {only}."
+                f"{self.runtime} (container_runtime). Use another image, or container_runtime {only}."
             )
 
     def check_files(self) -> None:

@@ -31,13 +31,13 @@ class TorchrunConfig:
         if self.rdzv_backend == "c10d":
             if self.rdzv_endpoint is not None:
                 raise SpecError(
-                    f"--rdzv-endpoint {self.rdzv_endpoint} cannot be used with --rdzv-backend c10d, whose "
-                    "endpoint is the supervisor. Remove --rdzv-endpoint, or use --rdzv-backend etcd-v2."
+                    f"rdzv_endpoint is {self.rdzv_endpoint}, but rdzv_backend is c10d, whose "
+                    "endpoint is the supervisor. Remove rdzv_endpoint, or set rdzv_backend to etcd-v2."
                 )
         elif self.rdzv_endpoint is None:
             raise SpecError(
-                f"--rdzv-backend {self.rdzv_backend} requires the address of an etcd server. Add "
-                "--rdzv-endpoint HOST:PORT."
+                f"rdzv_backend is {self.rdzv_backend}, which requires the address of an etcd server. Add "
+                "rdzv_endpoint, such as HOST:PORT."
             )
         elif not _ENDPOINT.fullmatch(self.rdzv_endpoint):
-            raise SpecError(f"{self.rdzv_endpoint!r} (--rdzv-endpoint) is not of the form HOST:PORT.")
+            raise SpecError(f"{self.rdzv_endpoint!r} (rdzv_endpoint) is not of the form HOST:PORT.")

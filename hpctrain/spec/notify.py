@@ -37,11 +37,10 @@ class NotifyConfig:
         for occasion in self.on:
             if occasion not in NOTIFICATION_KINDS:
                 raise SpecError(
-                    f"Unknown event {occasion!r} (--notify-on). Valid events: "
-                    f"{', '.join(NOTIFICATION_KINDS)}."
+                    f"Unknown event {occasion!r} (notify_on). Valid events: {', '.join(NOTIFICATION_KINDS)}."
                 )
         if self.stall_s < 1:
-            raise SpecError(f"--notify-stall-after is {self.stall_s} s, but must be at least 1 s.")
+            raise SpecError(f"notify_stall_after is {self.stall_s} s, but must be at least 1 s.")
         for target in filter(is_address, self.targets):
             if fault := _fault(target):
                 raise SpecError(f"The URL {strip_url_paths(target)!r} (--notify) cannot be used: {fault}.")

@@ -107,7 +107,7 @@ def _check_shape(spec: JobSpec) -> None:
     if spec.spare_nodes < 0:
         raise SpecError(f"--spare-nodes is {spec.spare_nodes}, but must be 0 or more.")
     if spec.scale_up_after_s < 0:
-        raise SpecError(f"--scale-up-after is {spec.scale_up_after_s} s, but must be 0 or more.")
+        raise SpecError(f"scale_up_after is {spec.scale_up_after_s} s, but must be 0 or more.")
     if spec.gpus_per_node < 0:
         raise SpecError(
             f"--gpus-per-node is {spec.gpus_per_node}, but must be 0 or more. Use 0 to train on CPUs."

@@ -1,10 +1,12 @@
-"""Storage that buffers the writes of a run while its disk is full or unreachable, and repeats them later."""
+"""Buffer the writes of a run while its disk is full or unreachable, and repeat them later."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -47,10 +49,10 @@ class BufferedLogHandler(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.lines = BufferedLineWriter(path, lambda words: print(words, file=sys.stderr))
+        self.lines = BufferedLineWriter(path, lambda message: print(message, file=sys.stderr))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append_line(self.format(record))
+        self.lines.append_lines(self.format(record))
 
 
 class BufferedStorage(RunStorage):
@@ -73,7 +75,6 @@ class BufferedStorage(RunStorage):
         return None
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Append a JSON line, immediately or later."""
         self._lines.setdefault(path, BufferedLineWriter(path, log.warning)).append(record)
         self._start_retrying()
 
@@ -84,7 +85,7 @@ class BufferedStorage(RunStorage):
             OSError: the file cannot be read, even after retries.
         """
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
-            return iter(retry_while_away(lambda: list(super(BufferedStorage, self).read(path, is_valid))))
+            return iter(_retry_while_away(lambda: list(super(BufferedStorage, self).read(path, is_valid))))
         with lines.pending() as waiting:
             try:
                 written = list(super().read(path, is_valid))
@@ -94,7 +95,6 @@ class BufferedStorage(RunStorage):
         return iter([*written, *map(json.loads, waiting)])
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file, immediately or later."""
         try:
             super().write(path, content)
         except OSError as error:
@@ -109,7 +109,12 @@ class BufferedStorage(RunStorage):
             FileExistsError: the folder already exists.
             HpctrainError: the run folder no longer exists.
         """
-        self._wait_for_run()
+        # Without the run folder, ranks would start over and write to the wrong place.
+        if not _wait_until(lambda: os.path.exists(self._run.spec), _VANISHED_LIMIT_S):
+            raise HpctrainError(
+                f"The run folder {str(self._run)!r} or its {self._run.spec.name} no longer exists, or the "
+                "file system is unavailable. Restore the folder, then submit the run again."
+            )
         try:
             super().make_folder(path)
         except FileExistsError:
@@ -120,7 +125,7 @@ class BufferedStorage(RunStorage):
 
     def names(self, folder: Path) -> list[str]:
         """Return the names in a folder, including folders that could not be created."""
-        names = retry_while_away(lambda: super(BufferedStorage, self).names(folder))
+        names = _retry_while_away(lambda: super(BufferedStorage, self).names(folder))
         return [*{*names, *(path.name for path in self._folders if path.parent == folder)}]
 
     @property
@@ -135,31 +140,14 @@ class BufferedStorage(RunStorage):
 
     def flush_pending(self, limit_s: float = FLUSH_TIMEOUT_S) -> None:
         """Write the buffered data within `limit_s` seconds; print the lines that could not be written."""
-        deadline = system.monotonic() + limit_s
         with suppress(OSError):
             self.reserve_file.unlink(missing_ok=True)
-        while not self._flush():
-            if system.monotonic() > deadline:
-                self._print_waiting()
-                return
-            system.sleep(min(_RETRY_INTERVAL_S, limit_s))
-
-    def _print_waiting(self) -> None:
+        if _wait_until(self._flush, limit_s):
+            return
         for path, lines in list(self._lines.items()):
             with lines.pending() as waiting:
                 for line in waiting:
                     print(f"hpctrain: this line could not be written to {path}: {line}", file=sys.stderr)
-
-    def _wait_for_run(self) -> None:
-        """Wait for the run folder. Without it, ranks would start over and write to the wrong place."""
-        deadline = system.monotonic() + _VANISHED_LIMIT_S
-        while not _is_there(self._run.spec):
-            if system.monotonic() > deadline:
-                raise HpctrainError(
-                    f"The run folder {str(self._run)!r} or its {self._run.spec.name} no longer exists, or "
-                    "the file system is unavailable. Restore the folder, then submit the run again."
-                )
-            system.sleep(min(_RETRY_INTERVAL_S, _VANISHED_LIMIT_S))
 
     @property
     def _is_waiting(self) -> bool:
@@ -184,13 +172,22 @@ class BufferedStorage(RunStorage):
 
     def _retry_until_written(self) -> None:
         try:
-            while not self._flush():
-                system.sleep(_RETRY_INTERVAL_S)
+            _wait_until(self._flush, math.inf)
         finally:
             self._retrying.release()
 
 
-def retry_while_away(read: Callable[[], _T]) -> _T:
+def _wait_until(is_done: Callable[[], bool], limit_s: float) -> bool:
+    """Try repeatedly until `is_done` or the time limit. Return true if it is done."""
+    deadline = system.monotonic() + limit_s
+    while not is_done():
+        if system.monotonic() > deadline:
+            return False
+        system.sleep(min(_RETRY_INTERVAL_S, limit_s))
+    return True
+
+
+def _retry_while_away(read: Callable[[], _T]) -> _T:
     """Repeat a read while the file system is briefly unreachable."""
     deadline = system.monotonic() + _VANISHED_LIMIT_S
     while True:
@@ -201,10 +198,3 @@ def retry_while_away(read: Callable[[], _T]) -> _T:
                 raise
             log.warning("cannot read the run folder (%s); will retry", error)
         system.sleep(_RETRY_INTERVAL_S)
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False

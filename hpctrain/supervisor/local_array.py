@@ -13,13 +13,13 @@ from types import FrameType
 
 from hpctrain import system
 from hpctrain.cluster.device_plan import gpu_variables
-from hpctrain.errors import RunFailed, SpecError
+from hpctrain.errors import RunFailed
 from hpctrain.files import own_file, try_lock
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import BATCH_PID_VARIABLE, STOPPED_EARLY, RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.acquire_run import record_manual_submission, register_job
+from hpctrain.supervisor.acquire_run import register_job
 from hpctrain.supervisor.launch.job_step import TaskExit
 from hpctrain.supervisor.launch.local import visible_gpus
 from hpctrain.supervisor.run_end import finish_run
@@ -34,12 +34,7 @@ class LocalArray:
     """Starts a supervisor for each task, up to the concurrency limit of the array."""
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
-        if spec.backend != "local" or spec.array is None:
-            raise SpecError(
-                f"This process is not a task of the job array in {str(run.path)!r}: SLURM_ARRAY_TASK_ID is "
-                f"{environ.get('SLURM_ARRAY_TASK_ID', 'not set')}, but the tasks are {spec.array}. Submit "
-                "the array with hpctrain submit --array."
-            )
+        assert spec.array is not None
         self._run, self._spec, self._environ = run, spec, environ
         self._job_id = environ.get(BATCH_PID_VARIABLE) or str(system.getpid())
         self._array = JobArray.parse(spec.array)
@@ -79,9 +74,6 @@ class LocalArray:
         if lock is None:
             log.warning("task %d is already running under an earlier supervisor", index)
             return
-        if read_run_record(task).job_id != f"{self._job_id}_{index}":
-            # Only `hpctrain submit` records the tasks of an array: this script was started manually.
-            record_manual_submission(task, self._spec, f"{self._job_id}_{index}")
         place = self._free_slots.popleft()
         try:
             with open(task.slurm_log, "ab", opener=own_file) as output:

@@ -10,11 +10,14 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.cluster.fd_limit import raise_fd_limit
-from hpctrain.errors import HpctrainError, RunFailed
+from hpctrain.errors import HpctrainError, RunFailed, SchedulerError
 from hpctrain.files import make_folder, read_regular
 from hpctrain.records.run_record import read_run_record
-from hpctrain.rundir import BATCH_PID_VARIABLE, RunDir
-from hpctrain.slurm.environment import own_job_id
+from hpctrain.rundir import BATCH_PID_VARIABLE, REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE, RunDir
+from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.config import query_config
+from hpctrain.slurm.environment import own_job_id, strip_job_env
+from hpctrain.slurm.site_facts import parse_partition
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
@@ -31,9 +34,9 @@ from hpctrain.supervisor.launch.srun import SrunLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.notifications import send_notifications
 from hpctrain.supervisor.run_end import finish_run
-from hpctrain.supervisor.stop_grace import stop_grace_env
 from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
+from hpctrain.supervisor.workers.attempt_monitor import CANCEL_GRACE_S, STOP_GRACE_S
 from hpctrain.supervisor.workers.stager import StagePlan
 
 log = logging.getLogger(__name__)
@@ -151,3 +154,38 @@ def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) ->
 def _ignore_watchdog_death() -> None:
     """Ignore the death of the batch script: the run has ended, or another job continues it."""
     system.handle_signal(ORPHANED_SIGNAL, lambda _number, _frame: None)
+
+
+def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with the grace times of the ranks: `SIGTERM=30,SIGUSR2=120`.
+
+    Empty if the user sets the variable. A requeue at the user's request has no limit under Slurm; without
+    Slurm, the supervisor sets a limit.
+    """
+    if STOP_GRACE_VARIABLE in spec.env:
+        return {}
+    in_slurm = spec.backend == "slurm"
+    known = {
+        "SIGTERM": _slurm_term_s(environ) if in_slurm else CANCEL_GRACE_S,
+        "SIGUSR2": float(spec.stop_before_limit_s),
+        REQUEUE_GRACE_KEY: None if in_slurm else STOP_GRACE_S,
+    }
+    return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in known.items() if s is not None)}
+
+
+def _slurm_term_s(environ: Mapping[str, str]) -> float | None:
+    """Seconds from SIGTERM to SIGKILL: the partition's GraceTime, else KillWait. None if unknown.
+
+    If jobs are preempted by QOS, the QOS has the GraceTime, and only accounting can report it.
+    """
+    outer = strip_job_env(environ)
+    try:
+        config = query_config(outer)
+        if config.preempt_type == "qos":
+            return None
+        partition = environ.get("SLURM_JOB_PARTITION", "")
+        answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], outer)
+    except SchedulerError as error:
+        log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
+        return None
+    return parse_partition(answer).grace_time_s or config.kill_wait_s

@@ -10,7 +10,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.failures.diagnosis import describe_nodes
-from hpctrain.supervisor.job_control.base import AllocatedNodes
+from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.launch.job_step import Launcher
 from hpctrain.supervisor.policy.decide import Action, Allocation, Decision, suspect_nodes
 from hpctrain.supervisor.policy.history import History
@@ -25,7 +25,7 @@ class NodeChoice:
     run: RunDir
     spec: JobSpec
     launcher: Launcher
-    control: AllocatedNodes | None
+    control: SlurmNodes | None
 
     def drop_excluded(self) -> None:
         """Use only nodes that are not excluded, if the allocation has enough of them."""

@@ -20,7 +20,7 @@ from hpctrain.spec.notify import is_address
 
 log = logging.getLogger(__name__)
 
-#: Time limits in seconds for a command and for a request, attempts per message, and seconds between attempts.
+#: Time limits in seconds for a command and for a request, attempts to connect, and seconds between attempts.
 _TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
 #: Maximum number of messages queued for a target; further messages are dropped.
 _MAX_WAITING = 50
@@ -82,8 +82,18 @@ class NotificationTarget:
                 log.info("sent a notification (event: %s)", message["occasion"])
 
 
+class _NotConnectedError(OSError):
+    """No connection, so nothing was sent."""
+
+
 class _DeadlineConnection(http.client.HTTPConnection):
     """A connection with a time limit for the complete response; a socket timeout restarts with each byte."""
+
+    def connect(self) -> None:
+        try:
+            super().connect()
+        except OSError as error:
+            raise _NotConnectedError(str(error)) from error
 
     def getresponse(self) -> http.client.HTTPResponse:
         limit_s, begun = _ANSWER_LIMIT_S, system.monotonic()
@@ -128,7 +138,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def post_json(address: str, message: Mapping[str, Any]) -> None:
-    """POST a message as JSON.
+    """POST a message as JSON, at most once: only a failed connection is tried again.
 
     Raises:
         OSError: the request failed. The error contains neither the URL nor output of the server.
@@ -142,14 +152,13 @@ def post_json(address: str, message: Mapping[str, Any]) -> None:
                 return
         except urllib.error.HTTPError as error:
             error.close()
-            failure = OSError(f"the server returned HTTP status {error.code}")
+            raise OSError(f"the server returned HTTP status {error.code}") from None
         except http.client.HTTPException as error:
-            failure = OSError(f"the response is not valid HTTP ({type(error).__name__})")
-        except OSError as error:
-            failure = error
-        if left:
-            system.sleep(_PAUSE_S)
-    raise failure
+            raise OSError(f"the response is not valid HTTP ({type(error).__name__})") from None
+        except urllib.error.URLError as error:
+            if not left or not isinstance(error.reason, _NotConnectedError):
+                raise
+        system.sleep(_PAUSE_S)
 
 
 def run_notification_command(

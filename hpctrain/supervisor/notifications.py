@@ -16,7 +16,6 @@ from hpctrain.rundir import RunDir, is_event
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.notify import NotifyConfig
 from hpctrain.supervisor.notification_targets import NotificationTarget
-from hpctrain.supervisor.workers.stall_detection import StallDetector
 
 log = logging.getLogger(__name__)
 
@@ -148,3 +147,38 @@ def notification_message(run: RunDir, occasion: str, event: Mapping[str, Any]) -
     known = {name: event[name] for name in ("state", "attempt", "rank", "host", "log") if name in event}
     about = {"run_id": run.run_id, "folder": str(run.path), "time": event.get("time", system.time())}
     return {"occasion": occasion, "text": text, "content": text, "cause": cause, **about, **known}
+
+
+class StallDetector:
+    """Detects that an attempt has stopped logging steps; reports each stall once."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._attempt: object = None
+        self._ended = self._reported = False
+
+    def on_event(self, event: Mapping[str, Any], now: float) -> None:
+        """Handle an event of the run's record."""
+        match event.get("kind"):
+            case "started":
+                self._since, self._attempt, self._ended = None, event.get("attempt"), False
+            case "failure" | "signal" | "finished" | "requeue":
+                self._since, self._ended = None, True
+            case "checkpoint" if self._since is not None:
+                self._since = now
+
+    def find_stall(self, now: float, logged_by: object) -> float | None:
+        """Return the seconds since the last step if this is an unreported stall.
+
+        Args:
+            now: time on a monotonic clock, in seconds.
+            logged_by: the attempt that has logged steps since the last call; None without steps.
+        """
+        is_ours = self._attempt is None or logged_by == self._attempt
+        if logged_by is not None and is_ours and not self._ended:
+            self._since, self._reported = now, False
+        if self._since is None or self._reported or now - self._since < self._limit_s:
+            return None
+        self._reported = True
+        return now - self._since

@@ -130,7 +130,6 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
     def missing_metric_error(self, given: Set[str]) -> UserError:
-        """Return the error for a validation without the monitored metric."""
         names = ", ".join(sorted(given))
         return UserError(
             f"EarlyStopping monitors {self.metric!r}, but validation returned only these metrics: {names}."
@@ -162,18 +161,9 @@ class CallbackList:
 
     @property
     def wants_steps(self) -> bool:
-        """Return true if a callback overrides `on_step_end`."""
         return any(map(_wants_steps, self._callbacks))
 
     def check(self, *, validates: bool) -> None:
-        """Check that the requirements of each callback are met.
-
-        Args:
-            validates: true if there will be validations.
-
-        Raises:
-            UserError: a callback requires a validation, but there is none.
-        """
         for each in self._callbacks:
             if isinstance(each, EarlyStopping) and not (validates or _wants_steps(each)):
                 raise UserError(
@@ -183,53 +173,38 @@ class CallbackList:
                 )
 
     def check_names(self, given: Set[str], accepted: Set[str]) -> None:
-        """Check that a validation returns the metrics that the callbacks monitor.
-
-        Args:
-            given: the names that the validation returned.
-            accepted: `given`, and the names with the prefix that distinguishes them from training metrics.
-
-        Raises:
-            UserError: a metric is missing.
-        """
         for each in self._callbacks:
             if type(each) is EarlyStopping and each.metric not in accepted:
                 raise each.missing_metric_error(given)
 
     @property
     def ending(self) -> str | None:
-        """This rank's reason to end training, or None."""
         ending: str | None = self._trainer.ending
         return ending
 
     def end(self, reason: str) -> None:
-        """Request the end of training from this rank."""
         self._trainer.ending = reason
 
     def fit_start(self, step: int) -> None:
-        if not self._callbacks:
-            return
-        self._trainer.step = step
-        for callback in self._callbacks:
-            callback.on_fit_start(self._trainer, self._module)
+        self._call("on_fit_start", step)
 
     def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        if not self._callbacks:
-            return
-        self._trainer.step = step
-        for callback in self._callbacks:
-            callback.on_step_end(self._trainer, self._module, metrics)
+        self._call("on_step_end", step, metrics)
 
     def validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        if not self._callbacks:
-            return
-        self._trainer.step, self._trainer.metrics = step, dict(metrics)
-        for callback in self._callbacks:
-            callback.on_validation_end(self._trainer, self._module, metrics)
+        if self._callbacks:
+            self._trainer.metrics = dict(metrics)
+        self._call("on_validation_end", step, metrics)
 
     def fit_end(self) -> None:
         for callback in self._callbacks:
             callback.on_fit_end(self._trainer, self._module)
+
+    def _call(self, method: str, step: int, *arguments: Any) -> None:
+        if self._callbacks:
+            self._trainer.step = step
+        for callback in self._callbacks:
+            getattr(callback, method)(self._trainer, self._module, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by class name, with a number for repeated classes."""

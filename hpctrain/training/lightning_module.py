@@ -1,12 +1,12 @@
-"""Use of a module by the Trainer: logging, data, and the hooks of LightningModules and -DataModules."""
+"""Use a LightningModule or -DataModule in the Trainer, and provide a module's logging and `trainer`."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from inspect import Parameter, signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,16 +20,119 @@ from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIEL
 from hpctrain.training.callbacks import Callback
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.step_source import StepSource
-from hpctrain.training.lightning_hooks import check_hooks, lightning_base, overrides
 from hpctrain.training.module import Module, is_manual
 from hpctrain.training.optim.optimizer_setup import parameters_of
+from hpctrain.training.optim.resumed_values import advance_period
 from hpctrain.training.training_state import TrainingState
 
+_LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+#: Methods that are not hooks.
+_CONVERSIONS = ("load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt")
+#: Methods that a user's LightningModule may override.
+_SUPPORTED = {
+    *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers", "lr_scheduler_step"),
+    *("training_step", "validation_step", "test_step", "predict_step", "state_dict", "load_state_dict"),
+    *("on_fit_start", "on_fit_end", "on_after_backward", "on_before_optimizer_step"),
+    *(
+        "on_after_batch_transfer",
+        "on_save_checkpoint",
+        "on_load_checkpoint",
+        "on_train_start",
+        "on_train_end",
+    ),
+    *(f"on_train_{part}_{end}" for part in ("epoch", "batch") for end in ("start", "end")),
+    *(
+        f"on_{kind}{part}_{end}"
+        for kind in ("validation", "test")
+        for part in ("", "_epoch", "_batch")
+        for end in ("start", "end")
+    ),
+    *_LOADERS,
+    *_CONVERSIONS,
+}
+#: Hooks of Lightning 1 that version 2 does not have.
+_REMOVED = {
+    *("training_epoch_end", "validation_epoch_end", "test_epoch_end", "on_epoch_start", "on_epoch_end"),
+    *("training_end", "validation_end", "test_end", "on_batch_start", "on_batch_end", "tbptt_split_batch"),
+    *("configure_ddp", "init_ddp_connection", "configure_sync_batchnorm", "configure_apex", "amp_scale_loss"),
+    *("get_progress_bar_dict", "on_hpc_save", "on_hpc_load", "on_post_move_to_device"),
+    *("on_pre_performance_check", "on_post_performance_check", "on_sanity_check_start"),
+    *("on_train_dataloader", "on_val_dataloader", "on_test_dataloader", "on_predict_dataloader"),
+}
+#: Hooks of Lightning 2 that hpctrain does not call.
+_UNSUPPORTED = {
+    *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("configure_callbacks", "configure_sharded_model", "on_before_backward", "on_before_zero_grad"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_exception"),
+    *(f"on_{kind}_model_{mode}" for kind in ("validation", "test", "predict") for mode in ("eval", "train")),
+    *(f"on_predict_{part}{end}" for part in ("", "epoch_", "batch_") for end in ("start", "end")),
+}
+_REPLACEMENTS = {
+    "backward": "manual optimization",
+    "configure_callbacks": "the Trainer setting callbacks",
+    "configure_gradient_clipping": "the Trainer setting gradient_clip_norm or gradient_clip_value",
+    "configure_ddp": "the Trainer settings find_unused_parameters, static_graph and bucket_cap_mb",
+    "configure_sharded_model": "configure_model",
+    "init_ddp_connection": "`hpctrain submit`, torchrun or srun, whose variables hpctrain detects",
+    "on_before_batch_transfer": "on_after_batch_transfer",
+    "on_before_zero_grad": "on_train_batch_end",
+    "optimizer_zero_grad": "no method: hpctrain sets gradients to None after each update",
+    "optimizer_step": "the Trainer setting warmup_steps, a scheduler, or manual optimization",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_epoch_end": "on_train_epoch_end",
+    "transfer_batch_to_device": "on_after_batch_transfer or collate_fn",
+    "validation_epoch_end": "on_validation_epoch_end",
+}
 #: Arguments of Lightning's `log`, besides the name, the value and `prog_bar`.
 _LOG_OPTIONS = {
     *("logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
     *("add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only"),
 }
+
+
+def lightning_base(thing: Any, *names: str) -> type | None:
+    """Return the class of Lightning that `thing` extends, or None, without importing Lightning."""
+    for kind in type(thing).__mro__:
+        package = kind.__module__.split(".")[0]
+        if kind.__name__ in (names or ("LightningModule",)) and package in ("lightning", "pytorch_lightning"):
+            return kind
+    return None
+
+
+def overrides(thing: Any, method: str) -> bool:
+    """Return true if the user's class overrides a method of Lightning's classes or of `Module`."""
+    base = lightning_base(thing, "LightningModule", "LightningDataModule") or Module
+    return getattr(type(thing), method, None) is not getattr(base, method, None)
+
+
+def _check_hooks(thing: Any, stage: str) -> None:
+    """Check that hpctrain calls all hooks that a module or LightningDataModule overrides."""
+    name, base = type(thing).__name__, lightning_base(thing, "LightningModule", "LightningDataModule")
+    hooks = _REMOVED | _UNSUPPORTED
+    if base is None:
+        hooks = (hooks | _SUPPORTED) - {*dir(Module), *_LOADERS, *_CONVERSIONS}
+    else:
+        hooks |= {hook for hook in dir(base) if hook[0] != "_" and inspect.isfunction(getattr(base, hook))}
+        hooks -= {*dir(nn.Module), *_SUPPORTED}
+    refused = sorted(hook for hook in hooks if overrides(thing, hook))
+    if stage != "predict":
+        refused = [hook for hook in refused if not hook.startswith("on_predict_")]
+    if refused:
+        other = "hpctrain.lightning.Trainer" if base else "a callback or a LightningModule"
+        remedies = [
+            f"Instead of {hook}, use {_REPLACEMENTS[hook]}." for hook in refused if hook in _REPLACEMENTS
+        ]
+        raise UserError(
+            f"{name} overrides {', '.join(refused)}, which hpctrain.Trainer does not call. "
+            f"{' '.join(remedies) or f'Rename or remove it, or use {other}.'}"
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step") if base else ():
+        for parameter in inspect.signature(getattr(thing, step, _check_hooks)).parameters:
+            if parameter in ("dataloader_iter", "optimizer_idx", "hiddens"):
+                raise UserError(
+                    f"{name}.{step} has the parameter {parameter}, which hpctrain does not pass. Remove the "
+                    "parameter."
+                )
 
 
 class _Provided:
@@ -53,12 +156,6 @@ class TrainerProxy(_Provided):
     def __init__(self, run: ModuleRun, trainer: Any, context: DistributedContext, datamodule: Any) -> None:
         ranks = context.ranks
         folder = output_folder(trainer.run_dir, os.environ) or os.getcwd()
-        strategy = _Provided(
-            "self.trainer.strategy",
-            barrier=lambda _name=None: context.barrier(),
-            root_device=context.device,
-            backward=lambda loss, _optimizer, *rest, **options: run.backward(loss, *rest, **options),
-        )
         super().__init__(
             "self.trainer",
             global_rank=ranks.rank,
@@ -73,7 +170,12 @@ class TrainerProxy(_Provided):
             default_root_dir=folder,
             log_dir=folder,
             datamodule=datamodule,
-            strategy=strategy,
+            strategy=_Provided(
+                "self.trainer.strategy",
+                barrier=lambda _name=None: context.barrier(),
+                root_device=context.device,
+                backward=lambda loss, _optimizer, *rest, **options: run.backward(loss, *rest, **options),
+            ),
             # LightningModule's own methods use these.
             progress_bar_callback=None,
             gradient_clip_val=None,
@@ -130,7 +232,7 @@ class ModuleRun:
         validates: True if the run includes validations.
         num_samples: samples in the current batch; 0 for a spare batch, None if unknown.
         batch_idx: number of the current training batch in its epoch.
-        last: output and batch of the last training step, for `on_train_batch_end`.
+        step_end: output and batch of the last training step, for `on_train_batch_end`.
         results: metrics of an evaluation, while its last hooks run.
         backward: implementation of `manual_backward`.
     """
@@ -145,7 +247,7 @@ class ModuleRun:
         self.schedules: list[LightningSchedule] = []
         self.num_samples: int | None = None
         self.batch_idx = 0
-        self.last: tuple[Mapping[str, Any], Any] = ({}, None)
+        self.step_end: tuple[Mapping[str, Any], Any] = ({}, None)
         self.results: dict[str, float] = {}
         self.backward: Callable[..., None]
         self._logged: dict[str, Any] | None = None
@@ -170,28 +272,20 @@ class ModuleRun:
             self._module.on_fit_start()
 
     def find_data(self, given: Any, name: str) -> Any:
-        """Return the data that the user passed, otherwise that of the DataModule or the module, or None.
-
-        Args:
-            given: data that the user passed, or None.
-            name: "train", "val", "validate", "test" or "predict".
-
-        Raises:
-            UserError: there are several DataLoaders.
-        """
+        """Return the user's data, otherwise that of the DataModule or the module, or None."""
         host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
         if name == "val" and not self.validates and (self.has_hooks or given is None):
             return None
         if given is None and (overrides(host, method) or method in vars(host)):
             given = getattr(host, method)()
-        several = list(given.values()) if isinstance(given, Mapping) else given
-        if isinstance(several, (list, tuple)) and all(hasattr(each, "dataset") for each in several):
-            if len(several) > 1:
+        loaders = list(given.values()) if isinstance(given, Mapping) else given
+        if isinstance(loaders, (list, tuple)) and all(hasattr(loader, "dataset") for loader in loaders):
+            if len(loaders) > 1:
                 raise UserError(
-                    f"The {name} data has {len(several)} DataLoaders. Pass one DataLoader, or return "
+                    f"The {name} data has {len(loaders)} DataLoaders. Pass one DataLoader, or return "
                     f"one from {method}()."
                 )
-            given = several[0] if several else None
+            given = loaders[0] if loaders else None
         if type(given).__name__ == "CombinedLoader":
             raise UserError(
                 f"The {name} data is a CombinedLoader. Pass one DataLoader, or return one from {method}()."
@@ -212,23 +306,18 @@ class ModuleRun:
             self._logged, self.num_samples = before
 
     def log_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Record checked values."""
         assert self._logged is not None
         self._logged |= values
 
     def log(self, module: nn.Module, name: str, value: Any, options: Mapping[str, Any]) -> None:
-        """Record a value of `self.log`.
-
-        Args:
-            module: the module, or its copy on another device.
-            name: name of the metric.
-            value: a number, a tensor, or a torchmetrics metric.
-            options: arguments of Lightning's `log`.
-
-        Raises:
-            UserError: an argument is not supported, or nothing can be logged at this point.
-        """
-        problem, reduce_fx, size = None, options.get("reduce_fx", "mean"), options.get("batch_size")
+        """Record a value of `self.log`, called on the module or on its copy on another device."""
+        is_metric, reduce_fx, size = (
+            isinstance(value, nn.Module),
+            options.get("reduce_fx", "mean"),
+            options.get("batch_size"),
+        )
+        paths = [path for path, part in self._module.named_modules() if part is value] if is_metric else []
+        problem = None
         if self._logged is None:
             problem = "was called in a hook that cannot log metrics. Call it in a batch or epoch hook"
         elif name in (TOKENS_FIELD, SKIPPED_FIELD):
@@ -244,24 +333,23 @@ class ModuleRun:
                 f"has batch_size={size}, but the mean is weighted by the {self.num_samples} samples of "
                 "the batch. Log a mean over the samples, and remove batch_size"
             )
-        elif isinstance(value, nn.Module) and module is not self._module:
+        elif is_metric and module is not self._module:
             problem = "received a metric, whose state strategy 'dp' would lose. Log a tensor, or use 'ddp'"
-        elif isinstance(value, nn.Module):
-            paths = [path for path, part in self._module.named_modules() if part is value]
-            self._metrics.update((name, path) for path in paths[:1])
-            value = value._forward_cache
-            if not paths:
-                problem = (
-                    "received a metric that is not an attribute of the module. Assign the metric to an "
-                    "attribute in __init__"
-                )
-            elif not self.proxy.training:
-                return  # computed at the end
-            elif value is None:
-                call = f"self.{paths[0]}"
-                problem = f"needs the metric's value for this step. Call {call}(…), not {call}.update(…)"
+        elif is_metric and not paths:
+            problem = (
+                "received a metric that is not an attribute of the module. Assign the metric to an "
+                "attribute in __init__"
+            )
+        elif is_metric and self.proxy.training and value._forward_cache is None:
+            call = f"self.{paths[0]}"
+            problem = f"needs the metric's value for this step. Call {call}(…), not {call}.update(…)"
         if problem or self._logged is None:
             raise UserError(f"{type(self._module).__name__}.log({name!r}, …) {problem}.")
+        if is_metric:
+            self._metrics[name] = paths[0]
+            if not self.proxy.training:
+                return  # computed at the end
+            value = value._forward_cache
         self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
     def begin_step(self, rank_batch: RankBatch) -> None:
@@ -270,60 +358,42 @@ class ModuleRun:
         proxy.training, proxy.current_epoch, proxy.global_step = True, rank_batch.epoch, rank_batch.step - 1
 
     def run_step(self, module: Any, kind: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call a step of a LightningModule, with the hooks of the batch.
-
-        Args:
-            module: the module, or its copy on another device.
-            kind: "training", "validation", "test" or "predict".
-            arguments: batch and number of the batch.
-            named: arguments by name, if the user's class calls the step.
-
-        Raises:
-            UserError: the hook ends the epoch.
-        """
-        own: Any = super(LightningSteps, module)
-        step = getattr(own, f"{kind}_step")
-        if self._is_in_step:
+        """Call a step of a LightningModule, or of its copy on a device, with the hooks of the batch."""
+        users: Any = super(LightningSteps, module)
+        step = getattr(users, f"{kind}_step")
+        if self._is_in_step:  # the user's class calls the step
             return step(*arguments, **named)
         transfer, hook = "on_after_batch_transfer", f"on_{kind.removesuffix('ing')}_batch_start"
         host = self._datamodule if overrides(self._datamodule, transfer) else module
         batch, batch_idx = getattr(host, transfer)(arguments[0], 0), arguments[1]
         if module is self._module:
             self._batch = batch, batch_idx
-            if getattr(own, hook)(batch, batch_idx) == -1:
+            if getattr(users, hook)(batch, batch_idx) == -1:
                 raise UserError(
                     f"{type(module).__name__}.{hook} returned -1, which hpctrain does not support. To end "
                     "training, set self.trainer.should_stop = True."
                 )
         self._is_in_step = True
         try:
-            kinds = [each.kind for each in signature(step).parameters.values()]
-            takes_one = kinds.count(Parameter.POSITIONAL_OR_KEYWORD) == 1
+            kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
+            takes_one = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) == 1
             return step(batch) if takes_one else step(batch, batch_idx)
         finally:
             self._is_in_step = False
 
     def end_step(self, module: Any, kind: str, outputs: Any) -> Any:
-        """Convert the outputs of `run_step` by the `_end` method of the user's class, if there is one.
-
-        Args:
-            module: the module.
-            kind: "training", "validation", "test" or "predict".
-            outputs: the output of `run_step`, or those of several devices or ranks.
+        """Convert the outputs of `run_step` on all devices by the user's `_end` method, if there is one.
 
         Returns:
             The output; of a training step only the loss.
-
-        Raises:
-            UserError: a training step returned no loss.
         """
-        own: Any = super(LightningSteps, module)
-        end = getattr(own, f"{kind}_step_end", None)
-        if self._is_in_step:
-            return outputs if end is None else end(outputs)
+        users: Any = super(LightningSteps, module)
+        end = getattr(users, f"{kind}_step_end", None)
         outputs = outputs if end is None else end(outputs)
+        if self._is_in_step:
+            return outputs
         if kind != "training":
-            getattr(own, f"on_{kind}_batch_end")(outputs, *self._batch)
+            getattr(users, f"on_{kind}_batch_end")(outputs, *self._batch)
             return outputs
         outputs = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
         loss = outputs.get("loss")
@@ -331,7 +401,7 @@ class ModuleRun:
             raise UserError(
                 f"{type(module).__name__}.training_step returned no loss. Return a loss for every batch."
             )
-        self.last = ({} if loss is None else {**outputs, "loss": loss.detach()}, self._batch[0])
+        self.step_end = ({} if loss is None else {**outputs, "loss": loss.detach()}, self._batch[0])
         return {} if loss is None else {"loss": loss}
 
     def reset_metrics(self) -> None:
@@ -346,57 +416,49 @@ class ModuleRun:
         kind = method.removesuffix("_step")
         self.proxy.training, self.proxy.validating = False, kind == "validation"
         self.proxy.sanity_checking = is_sanity
-        if not self.has_hooks:
-            return
-        self.reset_metrics()
-        getattr(self._module, f"on_{kind}_start")()
-        getattr(self._module, f"on_{kind}_epoch_start")()
+        if self.has_hooks:
+            self.reset_metrics()
+            getattr(self._module, f"on_{kind}_start")()
+            getattr(self._module, f"on_{kind}_epoch_start")()
 
     def end_evaluation(self, method: str, means: Mapping[str, float], count: int) -> dict[str, float]:
         """Call the hooks after a validation or test; return all its metrics. All ranks must call this.
 
-        Values that the hooks log are means over the samples of a rank.
-
-        Args:
-            method: the method of the evaluation, such as `validation_step`.
-            means: means over the samples of all ranks.
-            count: number of samples of this rank.
-
-        Raises:
-            UserError: the ranks log different names at the end.
+        Values that the hooks log are means over the samples of a rank, whose number is `count`.
         """
-        if not self.has_hooks:
-            self.proxy.validating = self.proxy.sanity_checking = False
-            return {**means}
-        hook = f"on_{method.removesuffix('_step')}"
-        self.results = {**means, **self._compute_metrics()}
-        with self.logging() as logged:
-            getattr(self._module, f"{hook}_epoch_end")()
-        computed = self._compute_metrics()  # the hook may log more
-        self.reset_metrics()
-        own = count, {name: float(logged[name]) for name in logged}
-        (_, first), *others = gathered = self._context.all_gather(own)
-        for rank, (_, values) in enumerate(others, 1):
-            if values.keys() != first.keys():
-                raise UserError(
-                    f"{type(self._module).__name__}.{hook}_epoch_end logs {sorted(first)} on rank 0, but "
-                    f"{sorted(values)} on rank {rank}. Log the same names on every rank."
-                )
-        trained = [each for each in gathered if each[0]]
-        at_end = {name: _mean([(weight, values[name]) for weight, values in trained]) for name in first}
-        self.results = results = {**means, **computed, **at_end}
-        getattr(self._module, f"{hook}_end")()
+        results = {**means}
+        if self.has_hooks:
+            hook = f"on_{method.removesuffix('_step')}"
+            self.results = {**means, **self._compute_metrics()}
+            with self.logging() as logged:
+                getattr(self._module, f"{hook}_epoch_end")()
+            results |= self._compute_metrics()  # the hook may log more
+            self.reset_metrics()
+            self.results = results = {**results, **self._average_logged(f"{hook}_epoch_end", logged, count)}
+            getattr(self._module, f"{hook}_end")()
         self.proxy.validating = self.proxy.sanity_checking = False
         self.results = {}
         return results
 
+    def _average_logged(self, hook: str, logged: Mapping[str, Any], count: int) -> dict[str, float]:
+        values = {name: float(logged[name]) for name in logged}
+        gathered = self._context.all_gather((count, values))
+        names = gathered[0][1].keys()
+        for rank, (_, others) in enumerate(gathered):
+            if others.keys() != names:
+                raise UserError(
+                    f"{type(self._module).__name__}.{hook} logs {sorted(names)} on rank 0, but "
+                    f"{sorted(others)} on rank {rank}. Log the same names on every rank."
+                )
+        trained = [(weight, values) for weight, values in gathered if weight]
+        return {name: _mean([(weight, values[name]) for weight, values in trained]) for name in names}
+
     def _compute_metrics(self) -> dict[str, float]:
-        """Return the values of the torchmetrics metrics that were logged. All ranks must call this."""
         # A rank without samples has logged no metric, but must take part in its exchange.
         for paths in self._context.all_gather(self._metrics):
             self._metrics.update(paths)
-        parts = sorted(self._metrics.items())
-        return {name: float(self._module.get_submodule(path).compute()) for name, path in parts}
+        metrics = sorted(self._metrics.items())
+        return {name: float(self._module.get_submodule(path).compute()) for name, path in metrics}
 
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:
@@ -407,18 +469,12 @@ def _mean(weighted: Sequence[tuple[int, float]]) -> float:
     return sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
 
 
-def _make_step(kind: str) -> Callable[..., Any]:
-    def step(module: Any, *arguments: Any, **named: Any) -> Any:
-        return module._hpctrain.run_step(module, kind, arguments, named)
-
-    return step
+def _step(kind: str) -> Callable[..., Any]:
+    return lambda module, *arguments, **named: module._hpctrain.run_step(module, kind, arguments, named)
 
 
-def _make_end(kind: str) -> Callable[..., Any]:
-    def end(module: Any, outputs: Any) -> Any:
-        return module._hpctrain.end_step(module, kind, outputs)
-
-    return end
+def _step_end(kind: str) -> Callable[..., Any]:
+    return lambda module, outputs: module._hpctrain.end_step(module, kind, outputs)
 
 
 class LightningSteps:
@@ -426,25 +482,16 @@ class LightningSteps:
 
     _hpctrain: ModuleRun
 
-    training_step = _make_step("training")
-    validation_step = _make_step("validation")
-    test_step = _make_step("test")
-    predict_step = _make_step("predict")
-
-    training_step_end = _make_end("training")
-    validation_step_end = _make_end("validation")
-    test_step_end = _make_end("test")
-    predict_step_end = _make_end("predict")
+    training_step, training_step_end = _step("training"), _step_end("training")
+    validation_step, validation_step_end = _step("validation"), _step_end("validation")
+    test_step, test_step_end = _step("test"), _step_end("test")
+    predict_step, predict_step_end = _step("predict"), _step_end("predict")
 
     def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
-        """Return optimizers and schedules in hpctrain's form.
-
-        Raises:
-            UserError: there is no optimizer, or there are several without manual optimization.
-        """
-        own: Any = super()
+        """Return optimizers and schedules in hpctrain's form."""
+        users: Any = super()
         run, name = self._hpctrain, type(self).__name__
-        optimizers, schedules = _unpack_optimizers(own.configure_optimizers())
+        optimizers, schedules = _unpack_optimizers(users.configure_optimizers())
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             raise UserError(
                 f"{name}.configure_optimizers returned {optimizers!r} as optimizers. Return one or more "
@@ -454,16 +501,16 @@ class LightningSteps:
         for optimizer in optimizers:
             # A method of Lightning's wrapper of an optimizer.
             optimizer.toggle_model = partial(_toggle_model, self, optimizer)
-        run.proxy.lr_scheduler_configs = [SimpleNamespace(**each) for each in schedules]
+        run.proxy.lr_scheduler_configs = [SimpleNamespace(**schedule) for schedule in schedules]
         if is_manual(self):
-            return optimizers, [each["scheduler"] for each in schedules]
+            return optimizers, [schedule["scheduler"] for schedule in schedules]
         if len(optimizers) > 1:
             raise UserError(
                 f"{name}.configure_optimizers returned {len(optimizers)} optimizers. As in Lightning, "
                 "several optimizers require manual optimization. Set self.automatic_optimization = "
                 "False."
             )
-        run.schedules = [LightningSchedule(self, run, **each) for each in schedules]
+        run.schedules = [LightningSchedule(self, run, **schedule) for schedule in schedules]
         return optimizers, run.schedules
 
     def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:  # noqa: ARG002
@@ -491,11 +538,11 @@ class LightningSchedule:
         **_: Any,
     ) -> None:
         self._module, self._run, self.scheduler, self._frequency = module, run, scheduler, frequency
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        needs_metric = reduce_on_plateau or isinstance(scheduler, plateau)
+        needs_metric = reduce_on_plateau or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
         self._monitor = monitor if needs_metric else None
         self.is_per_epoch = interval == "epoch" and not needs_metric
+        self.period = partial(advance_period, interval, frequency, needs_metric)
         misses_metric = interval == "step" or monitor is None or not run.validates
         if interval not in ("epoch", "step") or (needs_metric and misses_metric):
             raise UserError(
@@ -504,13 +551,6 @@ class LightningSchedule:
                 "interval='epoch' and validation data. Other schedulers require interval='epoch' or "
                 "'step'."
             )
-
-    def period(self, steps_per_epoch: int | None) -> int | None:
-        """Return the number of optimizer steps from one advance to the next; None if it is unknown."""
-        if self._monitor is not None:
-            return None
-        steps = steps_per_epoch if self.is_per_epoch else 1
-        return steps and steps * self._frequency
 
     def step(self) -> None:
         """Handle the end of an optimizer step."""
@@ -522,19 +562,13 @@ class LightningSchedule:
             self._module.lr_scheduler_step(self.scheduler, None)
 
     def step_after_validation(self, metrics: Mapping[str, float]) -> None:
-        """Handle the end of a validation.
-
-        Raises:
-            UserError: the validation does not return the metric.
-        """
         if self._monitor is None or (self._run.proxy.current_epoch + 1) % self._frequency:
             return
         value = metrics.get(self._monitor, metrics.get(f"val_{self._monitor}"))
         if value is None:
-            names = ", ".join(sorted(metrics))
             raise UserError(
                 f"A scheduler monitors {self._monitor!r}, but validation returned only these metrics: "
-                f"{names}."
+                f"{', '.join(sorted(metrics))}."
             )
         self._module.lr_scheduler_step(self.scheduler, value)
 
@@ -570,18 +604,7 @@ class LightningHooks(Callback):
 def module_run(
     trainer: Any, module: Any, context: DistributedContext, datamodule: Any, stage: str
 ) -> Iterator[ModuleRun]:
-    """Prepare a module for the Trainer's calls within the block. All ranks must call this.
-
-    Args:
-        trainer: hpctrain's Trainer.
-        module: a module of hpctrain or Lightning.
-        context: the ranks.
-        datamodule: a LightningDataModule, or None.
-        stage: "fit", "validate", "test" or "predict".
-
-    Raises:
-        UserError: the module or the settings need something that hpctrain does not have.
-    """
+    """Prepare a module for "fit", "validate", "test" or "predict" within the block. Collective."""
     if lightning_base(module) is None and datamodule is not None:
         raise UserError(
             f"A datamodule requires a LightningModule, but the module is of type "
@@ -590,46 +613,37 @@ def module_run(
     hosts = [module] if datamodule is None else [datamodule, module]
     for host in hosts:
         if isinstance(host, Module) or host is datamodule or lightning_base(host) is not None:
-            check_hooks(host, stage)
+            _check_hooks(host, stage)
     run, kind = ModuleRun(trainer, module, context, datamodule), type(module)
-    if not run.has_hooks:
-        module._hpctrain = run
-        try:
-            yield run
-        finally:
-            del module._hpctrain
-        return
-    _check_settings(trainer, module, context)
-    for host in hosts:
-        host.trainer = run.proxy
-        per_node = getattr(host, "prepare_data_per_node", True)
-        if context.ranks.local_rank == 0 if per_node else context.ranks.is_main:
-            host.prepare_data()
-    context.barrier()
-    for host in hosts:
-        host.setup(stage)
-    module.configure_model()
+    if run.has_hooks:
+        _check_settings(trainer, module, context)
+        for host in hosts:
+            host.trainer = run.proxy
+            per_node = getattr(host, "prepare_data_per_node", True)
+            if context.ranks.local_rank == 0 if per_node else context.ranks.is_main:
+                host.prepare_data()
+        context.barrier()
+        for host in hosts:
+            host.setup(stage)
+        module.configure_model()
+        names = {"__module__": kind.__module__, "_user_class": kind}
+        module.__class__ = type(kind.__name__, (LightningSteps, kind), names)
     module._hpctrain = run
-    names = {"__module__": kind.__module__, "_user_class": kind}
-    module.__class__ = type(kind.__name__, (LightningSteps, kind), names)
     try:
         yield run
     finally:
-        module.__class__ = kind
+        if run.has_hooks:
+            module.__class__ = kind
         del module._hpctrain
-    for host in hosts:
+    for host in hosts if run.has_hooks else ():
         host.teardown(stage)
 
 
 def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> None:
-    """Check that the settings are supported for a LightningModule.
-
-    Raises:
-        UserError: they are not.
-    """
     manual = is_manual(module)
-    averages = trainer.strategy in ("ddp", "ddp_spawn")
-    computes_elsewhere = trainer.strategy in ("pipeline", "horovod") or (manual and not averages)
+    computes_elsewhere = trainer.strategy in ("pipeline", "horovod") or (
+        manual and trainer.strategy not in ("ddp", "ddp_spawn")
+    )
     wrong = {
         "strategy": computes_elsewhere and len(context.devices) * context.ranks.world_size > 1,
         "compile": trainer.compile is not False,
@@ -648,8 +662,8 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
             "algorithm": trainer.algorithm != "allreduce",
             "on_bad_loss": trainer.on_bad_loss == "skip",
         }
-    for setting in wrong:
-        if wrong[setting]:
+    for setting, is_wrong in wrong.items():
+        if is_wrong:
             kind = f"{type(module).__name__}{', which uses manual optimization' * manual}"
             raise UserError(
                 f"{setting}={getattr(trainer, setting)!r} is not supported for the LightningModule {kind}. "
@@ -658,24 +672,23 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
 
 
 def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Return the optimizers and schedule dicts in a result of Lightning's `configure_optimizers`."""
     schedules: list[Any] = []
     monitor = answer.get("monitor") if isinstance(answer, Mapping) else None
     match answer:
         case [[*optimizers], [*schedules]]:
             pass
         case Mapping() | [Mapping(), *_]:
-            each = [answer] if isinstance(answer, Mapping) else answer
-            optimizers = [one.get("optimizer") for one in each]
-            schedules = [one.get("lr_scheduler") for one in each]
+            configs = [answer] if isinstance(answer, Mapping) else answer
+            optimizers = [config.get("optimizer") for config in configs]
+            schedules = [config.get("lr_scheduler") for config in configs]
         case [*optimizers]:
             pass
         case _:
             optimizers = [answer]
     return optimizers, [
-        dict(each) if isinstance(each, Mapping) else {"scheduler": each, "monitor": monitor}
-        for each in schedules
-        if each is not None
+        dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule, "monitor": monitor}
+        for schedule in schedules
+        if schedule is not None
     ]
 
 

@@ -189,11 +189,7 @@ def collect_logged(module: nn.Module, num_samples: int) -> Iterator[dict[str, An
 
 
 def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str) -> dict[str, torch.Tensor]:
-    """Return the output of a step as a mapping of scalar tensors; a single tensor has the name `only`.
-
-    Raises:
-        UserError: a value is not a number, or has more than one element.
-    """
+    """Return the output of a step as a mapping of scalar tensors; a single tensor has the name `only`."""
     if isinstance(output, torch.Tensor) and output.ndim == 0:
         return {only: output}
     mapping: Mapping[str, Any] = output if isinstance(output, Mapping) else {only: output}
@@ -218,11 +214,7 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Check that all parameters and buffers have a size.
-
-    Raises:
-        UserError: a lazy layer has not been called yet.
-    """
+    """Check that all parameters and buffers have a size."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise UserError(
@@ -233,11 +225,7 @@ def check_initialized(module: nn.Module) -> None:
 
 
 def takes_optimizer_idx(module: Module) -> bool:
-    """Return true if the module's training step accepts `optimizer_idx`, for one optimizer at a time.
-
-    Raises:
-        UserError: the module uses manual optimization.
-    """
+    """Return true if the module's training step accepts `optimizer_idx`, for one optimizer at a time."""
     if is_manual(module) and not hasattr(module, "manual_backward"):
         raise UserError(
             f"{type(module).__name__}.automatic_optimization is False, but hpctrain.Module does not support "
@@ -250,3 +238,14 @@ def takes_optimizer_idx(module: Module) -> bool:
 def is_manual(module: Any) -> bool:
     """Return true if the training step updates the parameters itself, as that of a LightningModule may."""
     return getattr(module, "automatic_optimization", True) is False
+
+
+def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]], effect: str) -> None:
+    """Check that parameters are still frozen."""
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise UserError(
+                f"The parameter {name} was frozen when training began, so {effect}. Set requires_grad=True "
+                "before training begins. To train the parameter only later, set its learning rate to 0 until "
+                "then."
+            )

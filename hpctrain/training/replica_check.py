@@ -79,13 +79,6 @@ class ReplicaCheck:
     """Comparison of the replicas. All ranks must call each method at the same steps."""
 
     def __init__(self, context: DistributedContext, state: TrainingState, every: int) -> None:
-        """Prepare the check.
-
-        Args:
-            context: ranks with complete replicas.
-            state: the replica of this rank; its `compared_step` is updated.
-            every: number of steps in which the complete state is compared.
-        """
         self._context, self._state, self._every = context, state, every
         if state.compared_step is None:
             state.compared_step = state.step
@@ -125,12 +118,7 @@ class ReplicaCheck:
         self._recorded, self._sent = [], []
 
     def add(self, step: int, *, whole: bool) -> None:
-        """Hash the slice that is due after `step`.
-
-        Args:
-            step: the completed step.
-            whole: hash all slices, before a checkpoint is saved.
-        """
+        """Hash the slice that is due after `step`."""
         if not self._slices:
             self._make_slices()
         count = len(self._slices)
@@ -170,7 +158,6 @@ class ReplicaCheck:
             self._state.compared_step = min(one.verified_step for one in self._slices)
 
     def _make_slices(self) -> None:
-        """Divide the state into slices of about the same size."""
         tensors = list(self._tensors())
         sizes = [-(-holder[key].nbytes // _ALIGNMENT) * _ALIGNMENT for _, holder, key in tensors]
         least = _MIN_SLICE_BYTES.get(self._context.device.type, 4 << 20)
@@ -235,7 +222,6 @@ class ReplicaCheck:
             yield (block * self._weights[: len(block)]).sum()
 
     def _find_difference(self) -> SilentCorruption:
-        """Return the error for the hashes sent last. All ranks must call this."""
         own = own_suspect(self._context)
         hashes = [int(each.value) for each in self._sent]
         answers = self._context.all_gather([own.host, own.device, hashes])
@@ -274,7 +260,6 @@ def _find_odd(values: Sequence[int]) -> list[int]:
 
 
 def _combine(values: Sequence[_Hash]) -> _Hash:
-    """Combine hashes, in order, modulo 2**64."""
     total: _Hash = 0
     for value in values:
         total = (total + value) * _FACTOR
@@ -283,7 +268,6 @@ def _combine(values: Sequence[_Hash]) -> _Hash:
 
 
 def _signed(number: int) -> int:
-    """Return the number modulo 2**64, in the range of int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -326,7 +310,6 @@ def own_suspect(context: DistributedContext) -> Suspect:
 
 
 def _name_device(device: torch.device, rank: int) -> str:
-    """Return a name of the device that later attempts will also use."""
     if device.type == "cuda":
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     return f"CPU of rank {rank}"

@@ -20,18 +20,15 @@ from hpctrain.training.algorithms import Algorithm, find_algorithm, register_alg
 from hpctrain.training.base.device_selection import find_devices, has_launcher, process_devices, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
-from hpctrain.training.lightning_hooks import lightning_base
-from hpctrain.training.lightning_module import LightningHooks, module_run
+from hpctrain.training.lightning_module import LightningHooks, lightning_base, module_run
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
 from hpctrain.training.optim.resumed_values import inner_scheduler
-from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
-from hpctrain.training.strategies.strategy_settings import check_launch, resolve_strategy
+from hpctrain.training.strategies.strategy_registry import check_launch, resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
-from hpctrain.training.training_state import TrainingState
 
 #: Run folders in which this process has completed a training.
 _TRAINED: set[Path] = set()
@@ -157,8 +154,6 @@ class Trainer(TrainerConfig):
                 stop=stop,
             )
             training.set_last_step(loop.last_step)
-            if self.is_main and (remark := self._remark_on_unsaved(module, loop.state)):
-                print(f"hpctrain: {remark}", flush=True)
             self.optimizers = list(loop.state.optimizers)
             self.schedulers = [inner_scheduler(each) for each in loop.state.schedulers]
             try:
@@ -260,15 +255,6 @@ class Trainer(TrainerConfig):
         self.step, self.metrics = result.step, result.metrics
         CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
 
-    def _remark_on_unsaved(self, module: Any, state: TrainingState) -> str | None:
-        stateful = [each for each in self.callbacks if overrides_any(each, ["state_dict"])]
-        attributes = vars(module) if overrides_any(module, ["on_save_checkpoint"]) else None
-        return remark_on_unsaved(
-            [module, attributes, *stateful, *state.optimizers, *map(inner_scheduler, state.schedulers)],
-            TRAINER_REMEDY,
-            steps_by_script=False,
-        )
-
     def _find_run(self) -> RunDir | None:
         """Return `run_dir`, otherwise the run folder, which can contain only one training."""
         folder = output_folder(self.run_dir, os.environ)
@@ -282,7 +268,6 @@ def _run_rank(
     module: Any,
     data: dict[str, Any],
 ) -> SpawnResult:
-    """Run one rank in a process that another process's trainer started."""
     # The script may have registered these classes, but the script does not run in this process.
     register_strategy(trainer.strategy)(strategy)
     if isinstance(trainer.algorithm, str):

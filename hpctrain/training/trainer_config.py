@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from hpctrain.telemetry.loggers import Logger, find_loggers
 from hpctrain.training.base.device_selection import Devices, parse_devices
 from hpctrain.training.base.precision import canonical_precision
 from hpctrain.training.callbacks import Callback
-from hpctrain.training.setting_names import canonical_settings, replacement_of_callback
+from hpctrain.training.setting_names import canonical_settings
 
 #: In-memory folder on Linux nodes.
 _SHARED_MEMORY = Path("/dev/shm")
@@ -26,26 +26,68 @@ _SHARED_MEMORY = Path("/dev/shm")
 #: Grains of a batch by default: divisible by 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
 _DEFAULT_GRAINS = 24
 
-#: Settings that are integers of at least 1; all but `_REQUIRED_COUNTS` may be None.
-_COUNTS = (
-    "max_steps",
-    "max_epochs",
-    "global_batch_size",
-    "lr_reference_batch_size",
-    "micro_batch_size",
-    "accumulate_grad_batches",
-    "num_nodes",
-    "grain_size",
-    "witness_every",
-    "keep_last",
-    "keep_every",
-    "log_every",
-    "prefetch_factor",
-    "replica_check_every",
+
+class _Rule(NamedTuple):
+    """Requirement of some settings."""
+
+    settings: tuple[str, ...]
+    requirement: str
+    """End of the message."""
+    values: tuple[object, ...] = ()
+    """Values that meet it."""
+    is_met: Callable[[Any], bool] = lambda _: False
+    """Test for other values."""
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_natural(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    return (type(value) is int or isinstance(value, float)) and value > 0
+
+
+_COUNT, _NUMBER = "an integer of at least 1", "a number above 0"
+_OPTIONAL_COUNTS = (
+    *("max_steps", "max_epochs", "lr_reference_batch_size", "num_nodes", "grain_size", "witness_every"),
+    *("keep_last", "keep_every", "log_every", "prefetch_factor", "replica_check_every"),
 )
-
-
-_REQUIRED_COUNTS = ("global_batch_size", "accumulate_grad_batches")
+_RULES = (
+    _Rule(_OPTIONAL_COUNTS, _COUNT, (None,), _is_count),
+    _Rule(("global_batch_size", "accumulate_grad_batches"), _COUNT, (), _is_count),
+    _Rule(("micro_batch_size",), f"{_COUNT} or 'auto'", (None, "auto"), _is_count),
+    _Rule(("warmup_steps", "sanity_val_batches", "num_workers"), "an integer of at least 0", (), _is_natural),
+    _Rule(("keep_best",), "an integer of at least 0", (), _is_natural),
+    _Rule(("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb"), _NUMBER, (None,), _is_positive),
+    _Rule(("dataloader_timeout_s",), _NUMBER, (), _is_positive),
+    _Rule(("loss_spike_threshold",), f"{_NUMBER}, 'auto' or None", (None, "auto"), _is_positive),
+    _Rule(("checkpoint_every",), "a number of steps (at least 1), 'auto' or None", (None, "auto"), _is_count),
+    _Rule(("validate_every",), "a number of steps (at least 1), 'epoch' or None", (None, "epoch"), _is_count),
+    _Rule(("accelerator",), "'auto', 'cpu' or 'gpu'", ("auto", "cpu", "gpu")),
+    _Rule(("lr_scaling",), "'linear' or 'sqrt'", ("linear", "sqrt")),
+    _Rule(("mode",), "'min' or 'max'", ("min", "max")),
+    _Rule(("on_bad_loss",), "'stop', 'skip', 'rollback' or None", ("stop", "skip", "rollback", None)),
+    _Rule(
+        ("memory_copies",),
+        "True, False or the maximum number of steps to repeat after a failure (at least 1)",
+        (True, False),
+        _is_natural,
+    ),
+    _Rule(
+        ("seed",),
+        "an integer that fits in 64 bits",
+        is_met=lambda value: type(value) is int and -(2**63) <= value < 2**63,
+    ),
+    _Rule(
+        ("compile",),
+        "True, False or a dict of torch.compile arguments",
+        is_met=lambda value: isinstance(value, (bool, Mapping)),
+    ),
+)
 
 
 class _AcceptsAliases(type):
@@ -62,7 +104,9 @@ class _AcceptsAliases(type):
 
 @dataclass(kw_only=True)
 class TrainerConfig(metaclass=_AcceptsAliases):
-    """The settings of a `Trainer`. `resolve_strategy` checks those that depend on strategy and algorithm.
+    """The settings of a `Trainer`, as in docs/training.md.
+
+    `resolve_strategy` checks those that depend on strategy and algorithm.
 
     Raises:
         UserError: a setting is out of range or unknown, or neither or both of `max_steps` and `max_epochs`
@@ -76,46 +120,21 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     max_epochs: int | None = None
     """Number of epochs after which training ends. Set either this or `max_steps`."""
     global_batch_size: int = 32
-    """Samples per optimizer step, summed over all ranks; the same for any number of ranks.
-
-    If it is not set and `fit` receives a DataLoader, the DataLoader's batch size is used.
-    """
+    """Samples per optimizer step, summed over all ranks; the same for any number of ranks."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Maximum samples per forward and backward pass of a rank.
-
-    The rank accumulates gradients over its share of a batch, so the gradient is the same. `auto` finds the
-    largest size that fits into GPU memory; None uses the complete share.
-    """
+    """Maximum samples per forward and backward pass of a rank."""
     accumulate_grad_batches: int = 1
-    """Batches per optimizer step. A DataLoader's batch size is multiplied by this number.
-
-    With `global_batch_size`, this is the number of passes into which each rank divides its share.
-    """
+    """Batches per optimizer step. A DataLoader's batch size is multiplied by this number."""
     strategy: str = "auto"
     """Strategy, from docs/strategies.md. `auto` uses `HPCTRAIN_STRATEGY` if it is set, otherwise `ddp`."""
     algorithm: str | Any = "allreduce"
-    """Algorithm with which the ranks of `ddp` exchange gradients or weights: a name, or an `Algorithm`.
-
-    The names are `allreduce`, `fp16`, `bf16`, `powersgd`, `bytegrad`, `qadam`, `decentralized`,
-    `low_precision_decentralized`, `async` and `local_sgd`. To set arguments, pass an `Algorithm`.
-    """
+    """Algorithm with which the ranks of `ddp` exchange gradients or weights: a name, or an `Algorithm`."""
     bucket_cap_mb: float | None = None
-    """Size of gradient buckets in megabytes, with `ddp`, `ddp_spawn`, `ddp2` and `zero1`.
-
-    None uses torch's default: 25, after a first bucket of 1.
-    """
+    """Size of gradient buckets in megabytes, with `ddp`, `ddp_spawn`, `ddp2` and `zero1`."""
     static_graph: bool = False
-    """Assert that every step uses the same parameters in the same way; torch does not check this.
-
-    With `ddp`, `ddp_spawn`, `ddp2` and `zero1`, buckets then follow the order in which gradients become
-    ready.
-    """
+    """Assert that every step uses the same parameters in the same way; torch does not check this."""
     find_unused_parameters: bool = False
-    """Allow steps that do not use all parameters.
-
-    `ddp`, `ddp_spawn`, `ddp2`, `zero1` and `horovod` then search for unused parameters in every step, which
-    takes time. The other strategies need no search.
-    """
+    """Allow steps that do not use all parameters."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """`gpu` requires GPUs, `cpu` ignores them, `auto` uses them if there are any."""
     devices: Devices | None = None
@@ -128,16 +147,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     num_nodes: int | None = None
     """Number of nodes, which must be that of the launch; None for any number."""
     precision: str = "32"
-    """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
-
-    The mixed formats compute the forward pass in bfloat16 or float16, with weights in float32. `bf16-true`
-    uses bfloat16 for weights and all computations.
-    """
+    """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`."""
     gradient_clip_norm: float | None = None
-    """Maximum norm of all gradients; larger gradients are scaled down.
-
-    The norm before clipping is logged as `grad_norm`.
-    """
+    """Maximum norm of all gradients; larger gradients are scaled down."""
     gradient_clip_value: float | None = None
     """Maximum absolute value of each gradient element; larger values are clipped."""
     lr_reference_batch_size: int | None = None
@@ -147,18 +159,11 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     warmup_steps: int = 0
     """Steps of the learning-rate warm-up: from the configured rate if it is scaled up, otherwise from 0."""
     recompute: Sequence[str] = ()
-    """Submodules whose activations the backward pass recomputes.
-
-    Names as in `named_modules`, such as `blocks.*`.
-    """
+    """Submodules whose activations the backward pass recomputes."""
     compile: bool | Mapping[str, Any] = False
     """Compile the module's steps with `torch.compile`. Pass a mapping to set its arguments."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
-    """Steps between checkpoints. In addition, a stop and the end of training always save.
-
-    `auto` balances the cost of saving against the work that an interruption loses. None saves only at a stop
-    and at the end.
-    """
+    """Steps between checkpoints. In addition, a stop and the end of training always save."""
     checkpoint_async: bool = True
     """Continue training while a checkpoint is written. Training pauses only while the state is copied."""
     keep_last: int = 3
@@ -172,39 +177,17 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     mode: Literal["min", "max"] = "min"
     """`min` if lower values of `monitor` are better, `max` if higher values are better."""
     local_checkpoints: str | os.PathLike[str] | None = None
-    """Fast folder on each node to which checkpoints are saved first; `auto` uses /dev/shm, otherwise TMPDIR.
-
-    Checkpoints are then copied to the run folder in the background. None saves directly to the run folder.
-    """
+    """Fast folder on each node, for the first copy of checkpoints; `auto` uses /dev/shm or TMPDIR."""
     on_bad_loss: Literal["stop", "skip", "rollback"] | None = "stop"
-    """Reaction to a loss that is not finite, or is far above previous losses.
-
-    `stop` ends the run as failed. `skip` skips the update of the step. `rollback` returns to the last
-    good checkpoint and excludes the batch. None ignores the loss.
-    """
+    """Reaction to a loss that is not finite, or is far above previous losses."""
     loss_spike_threshold: float | Literal["auto"] | None = "auto"
-    """Distance from the median of the last losses above which a loss is bad, in robust standard deviations.
-
-    None checks only whether losses are finite. `auto` is 20 for `skip` and `rollback`, and None for `stop`.
-    """
+    """Distance from the median of the last losses that is bad, in robust standard deviations."""
     replica_check_every: int | None = 100
-    """Number of steps in which the complete replicas of the ranks are compared once, one slice per step.
-
-    Applies to `ddp`, `ddp_spawn`, `ddp2` and `zero1`. The complete state is also compared before each save.
-    If a rank differs, the run restarts without the node of this rank. None disables the comparison.
-    """
+    """Number of steps in which the complete replicas of the ranks are compared once, one slice per step."""
     memory_copies: bool | int = True
-    """Copies of the state in the memory of the nodes, so that a failure repeats few steps.
-
-    True copies the state as often as possible without spending more than 2% of the time on copies, if the
-    memory suffices. A number limits the steps that a failure repeats. False makes no copies. See
-    docs/restart.md.
-    """
+    """Copies of the state in the memory of the nodes, so that a failure repeats few steps."""
     validate_every: int | Literal["epoch"] | None = "epoch"
-    """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation.
-
-    None never validates.
-    """
+    """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation."""
     sanity_val_batches: int = 1
     """Batches per rank to validate before the first step, to detect errors in the validation immediately."""
     callbacks: Sequence[Callback] = ()
@@ -212,30 +195,17 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     log_every: int = 1
     """Steps between lines in `metrics.jsonl`."""
     loggers: Sequence[str | Logger] = ()
-    """Additional metric loggers: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or your own.
-
-    Neptune's hosted service was discontinued, so `neptune` is useful only offline.
-    """
+    """Additional metric loggers: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or your own."""
     elastic_determinism: bool = False
     """Make every bit of the result independent of the number of ranks; see docs/exactness.md."""
     grain_size: int | None = None
-    """Samples of a batch that are computed together with `elastic_determinism`.
-
-    The result depends on this number. None uses `micro_batch_size` if that is set, otherwise 1/24 of
-    `global_batch_size`, but at least 4.
-    """
+    """Samples of a batch that are computed together with `elastic_determinism`."""
     witness_every: int | None = None
-    """Steps between comparisons of the same gradient from two ranks, to detect faulty devices.
-
-    Requires `elastic_determinism`; see docs/exactness.md. None disables the comparison.
-    """
+    """Steps between comparisons of the same gradient from two ranks, to detect faulty devices."""
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
     hparams: Any = None
-    """Hyper-parameters to record, in addition to the arguments of the script.
-
-    A mapping, an argparse Namespace, a dataclass or a Hydra config.
-    """
+    """Hyper-parameters to record, in addition to the arguments of the script."""
     record_samples: bool = False
     """Write the indices of all trained samples to `samples/`."""
     run_dir: str | os.PathLike[str] | None = None
@@ -247,11 +217,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     dataloader_timeout_s: float = 900.0
     """Maximum wait for a batch from a data worker, in seconds."""
     seed_samples: bool = True
-    """Seed the global random generators for each fetched sample.
-
-    Random transforms then depend only on the seed, the epoch and the sample. Seeding takes a few microseconds
-    per sample.
-    """
+    """Seed the global random generators for each fetched sample."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Function that combines samples into a batch. None uses torch's default."""
 
@@ -261,39 +227,17 @@ class TrainerConfig(metaclass=_AcceptsAliases):
                 f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}. Set exactly "
                 "one of them."
             )
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if name == "micro_batch_size" and value == "auto":
-                continue
-            if value is None and name not in _REQUIRED_COUNTS:
-                continue
-            if type(value) is not int or value < 1:
-                other = " or 'auto'" if name == "micro_batch_size" else ""
-                raise UserError(f"{name} is {value!r}, but must be an integer of at least 1{other}.")
-        for name in ("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb", "dataloader_timeout_s"):
-            value = getattr(self, name)
-            if value is None and name != "dataloader_timeout_s":
-                continue
-            if not ((type(value) is int or isinstance(value, float)) and value > 0):
-                raise UserError(f"{name} is {value!r}, but must be a number above 0.")
-        if self.lr_scaling not in ("linear", "sqrt"):
-            raise UserError(f"lr_scaling is {self.lr_scaling!r}, but must be 'linear' or 'sqrt'.")
-        for name in ("warmup_steps", "sanity_val_batches", "num_workers"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise UserError(f"{name} is {value!r}, but must be an integer of at least 0.")
+        for rule in _RULES:
+            for name in rule.settings:
+                value = getattr(self, name)
+                if not (any(value is each or value == each for each in rule.values) or rule.is_met(value)):
+                    raise UserError(f"{name} is {value!r}, but must be {rule.requirement}.")
         if isinstance(self.recompute, str):
             self.recompute = (self.recompute,)
         if self.recompute and self.compile is not False:
             raise UserError(
                 f"recompute is {self.recompute!r} and compile is {self.compile!r}, but torch.compile "
                 "itself decides which activations to recompute. Set only one of them."
-            )
-        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed is {self.seed!r}, but must be an integer that fits in 64 bits.")
-        if not isinstance(self.compile, (bool, Mapping)):
-            raise UserError(
-                f"compile is {self.compile!r}, but must be True, False or a dict of torch.compile arguments."
             )
         if isinstance(self.compile, Mapping):
             _check_arguments("compile", self.compile, torch.compile)
@@ -302,28 +246,16 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
-                    f"callbacks contains {callback!r}, which is not an hpctrain.Callback. "
-                    f"{replacement_of_callback(callback)}"
+                    f"callbacks contains {callback!r}, which is not an hpctrain.Callback. Subclass "
+                    "hpctrain.Callback, or use hpctrain.EarlyStopping. Instead of ModelCheckpoint, use the "
+                    "settings checkpoint_every, keep_last, keep_best and monitor."
                 )
-        if type(self.keep_best) is not int or self.keep_best < 0:
-            raise UserError(f"keep_best is {self.keep_best!r}, but must be an integer of at least 0.")
-        if self.mode not in ("min", "max"):
-            raise UserError(f"mode is {self.mode!r}, but must be 'min' or 'max'.")
         self._check_loss_guard()
-        _check_every("checkpoint_every", self.checkpoint_every, "auto")
-        _check_every("validate_every", self.validate_every, "epoch")
-        if not isinstance(self.memory_copies, int) or self.memory_copies < 0:
-            raise UserError(
-                f"memory_copies is {self.memory_copies!r}, but must be True, False or the "
-                "maximum number of steps to repeat after a failure (at least 1)."
-            )
         self.loggers = find_loggers(self.loggers)
         try:
             self.hparams = plain_hparams(self.hparams or {})
         except TypeError as error:
             raise UserError(f"{error}.") from None
-        if self.accelerator not in ("auto", "cpu", "gpu"):
-            raise UserError(f"accelerator is {self.accelerator!r}, but must be 'auto', 'cpu' or 'gpu'.")
         selects_gpus = self.devices is not None and isinstance(parse_devices(self.devices), list)
         if selects_gpus and self.accelerator == "cpu":
             raise UserError(
@@ -363,15 +295,6 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             )
 
     def _check_loss_guard(self) -> None:
-        if self.on_bad_loss not in ("stop", "skip", "rollback", None):
-            raise UserError(
-                f"on_bad_loss is {self.on_bad_loss!r}, but must be 'stop', 'skip', 'rollback' or None."
-            )
-        threshold = self.loss_spike_threshold
-        if not (threshold in ("auto", None) or (type(threshold) in (int, float) and threshold > 0)):  # type: ignore[operator]
-            raise UserError(
-                f"loss_spike_threshold is {threshold!r}, but must be a number above 0, 'auto' or None."
-            )
         if self.on_bad_loss == "rollback" and self.checkpoint_every is None:
             raise UserError(
                 "on_bad_loss is 'rollback' and checkpoint_every is None, so there would be no checkpoint "
@@ -385,7 +308,6 @@ class TrainerConfig(metaclass=_AcceptsAliases):
 
     @property
     def retention(self) -> Retention:
-        """Retention rules for checkpoints."""
         return Retention(
             last=self.keep_last,
             every=self.keep_every,
@@ -414,9 +336,3 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], of: Callable[..., 
                 f"{name} contains {argument!r}, which torch.{of.__name__} does not accept. Choose from "
                 f"{', '.join(known)}."
             )
-
-
-def _check_every(name: str, value: object, word: str) -> None:
-    if value is None or value == word or (type(value) is int and value > 0):
-        return
-    raise UserError(f"{name} is {value!r}, but must be a number of steps (at least 1), {word!r} or None.")

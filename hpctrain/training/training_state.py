@@ -120,11 +120,7 @@ class TrainingState:
         }
 
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Restore the result of `tree`.
-
-        Raises:
-            UserError: the checkpoint belongs to another model, data set or batch size.
-        """
+        """Restore the result of `tree`."""
         tree = {**loaded.state}
         tree["module"] = match_names(tree["module"], self.module.state_dict())
         # An imported checkpoint has no sample order, so training starts a new order.

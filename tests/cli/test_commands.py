@@ -49,7 +49,7 @@ def test_help_lists_every_command(hpctrain):
         ),
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),
-        (["submit", "--sbatch", "--partition=x", "train.py"], "Use --partition"),
+        (["submit", "--sbatch", "--nodes=2", "train.py"], "Use --nodes"),
         (["submit", "nowhere.py"], "nowhere.py' not found"),
         (["submit", "--run-dir", "/proc/run", "train.py"], "Cannot write to the run folder"),
         (["status", "nothing"], "no run 'nothing'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -34,7 +35,7 @@ def test_program_gets_rank_variables_and_arguments(hpctrain):
     assert argv == arguments
     port = int(environ["MASTER_PORT"])
     assert [environ[name] for name in SET] == ["0", "0", "1", "1", "0", "0", "127.0.0.1", str(port)]
-    assert 20_000 <= port < 32_000
+    assert port > 0
 
 
 def test_existing_variables_are_not_changed(hpctrain):
@@ -110,7 +111,7 @@ def test_script_without_shebang_is_not_run_by_sh(hpctrain, tmp_path):
 
 @pytest.mark.parametrize(
     "args",
-    [(), ("--",), ("--timeout", "0", "true"), ("--timeout", "inf", "true"), ("--tiemout", "1", "true")],
+    [(), ("--",), ("--timeout", "1", "true")],
 )
 def test_bad_usage_exits_with_2(hpctrain, args):
     assert hpctrain("exec", *args).returncode == 2
@@ -123,7 +124,7 @@ def test_contradictory_ranks_start_no_program(hpctrain, tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_missing_peers_time_out_with_a_message(hpctrain, tmp_path):
+def test_rank_does_not_wait_for_its_peers_and_reports_a_used_port(hpctrain):
     step = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": str(os.getpid()),
@@ -134,12 +135,13 @@ def test_missing_peers_time_out_with_a_message(hpctrain, tmp_path):
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "localhost",
     }
-    result = hpctrain("exec", "--timeout", "0.3", "touch", "started", env=step)
-    assert result.returncode not in (0, None)
-    assert "rank 0" in result.stderr
-    assert result.stderr.endswith("If ranks start late, increase --timeout (currently 0.3 s).\n")
+    _, environ = json.loads(hpctrain("exec", *DUMP, env=step).stdout)
+    port = int(environ["MASTER_PORT"])
+    with socket.create_server(("", port)):
+        result = hpctrain("exec", "true", env=step)
+    assert result.returncode == 1
+    assert f"rank 0 cannot listen on port {port} (Address already in use)" in result.stderr
     assert "Traceback" not in result.stderr
-    assert not (tmp_path / "started").exists()
 
 
 def test_single_process_in_job_with_many_tasks_gets_a_hint(hpctrain):

@@ -65,7 +65,10 @@ def test_every_option_of_submit_and_every_enum_member_is_known():
     words = json.loads(explain("--json"))
     assert set(words["failure kind"]) == set(EndKind) == set(END_KINDS)
     assert set(words["state of a run"]) == set(RunState) == set(RUN_STATES)
-    assert {option.flag for option in all_options().values()} <= set(words["option"])
+    assert {option.flag for option in all_options().values()} <= {
+        *words["option"],
+        *words["option in configuration files"],
+    }
 
 
 def test_json_has_one_entry_per_meaning():

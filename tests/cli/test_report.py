@@ -18,9 +18,9 @@ from helpers.waiting import wait_for
 from hpctrain.cli import submit
 from hpctrain.cli.resubmit_command import resubmit_command
 from hpctrain.files import is_locked
+from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobs.options.table import all_options as known_options
 from hpctrain.rundir import RunDir
 
 #: They start many processes, so `make test-fast` leaves them out.
@@ -147,7 +147,7 @@ def kill_run(run: RunDir) -> None:
 def spec_of(argv: Sequence[str], folder: Path) -> dict[str, Any]:
     """Return the `spec.yaml` that `submit` would write, without the run's name."""
     params = submit.command.make_context("submit", list(argv)).params
-    options = {name: params[name] for name in known_options()}
+    options = {name: value for name, value in params.items() if name in option_names()}
     settings = resolve_options(options, source=COMMAND_LINE_SOURCE, assignments=(), environ={}, cwd=folder)
     spec = build_spec(
         params["script"],
@@ -181,8 +181,8 @@ def spec_of(argv: Sequence[str], folder: Path) -> dict[str, Any]:
             "it's",
         ],
         ["--time", "unlimited", "--sbatch", "profile=task"],
-        ["--launcher", "torchrun", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:2379"],
-        ["--array", "0-3%2", "--resume-mode", "successor", "--gpu-request-style", "gpus-per-node"],
+        ["--launcher", "torchrun", "--set", "rdzv_backend=etcd-v2", "--set", "rdzv_endpoint=h:2379"],
+        ["--array", "0-3%2", "--resume-mode", "successor", "--set", "gpu_request_style=gpus-per-node"],
     ],
 )
 def test_resubmit_command_reproduces_the_spec(tmp_path, options):

@@ -42,10 +42,6 @@ def test_every_rank_gets_its_own_gpu(visible, expected):
     assert "".join(assigned_gpus(placements(*visible))) == expected
 
 
-def test_rank_with_a_uniquely_planned_gpu_keeps_it():
-    assert assigned_gpus(placements(("abc", 0), ("abc", 0), ("abc", 1))) == ["a", "c", "b"]
-
-
 def test_two_ranks_on_one_gpu_are_reported_with_remedies():
     on_node = placements(("ab", 0), ("ab", 1), ("ab", 1), host="n7")
     with pytest.raises(HpctrainError) as caught:
@@ -78,10 +74,6 @@ def test_placements_on_two_nodes_do_not_collide():
             RankPlacement(3, 1, 1, "n2"),
         ]
     )
-
-
-def test_two_launchers_on_one_host_count_as_two_nodes():
-    check_unique_placement([RankPlacement(0, 0, 0, "n1"), RankPlacement(1, 1, 0, "n1")])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from helpers import REPOSITORY
 
-from hpctrain.jobs.options.config_reader import read_config_file
+from hpctrain.jobs.options.config_files import read_config_file
 
 
 def test_option_tables_are_up_to_date() -> None:

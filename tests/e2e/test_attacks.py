@@ -28,7 +28,7 @@ ATTACKER = SCRIPTS / "attack_ranks.py"
 #: Its ranks read what others wrote after the attack.
 PATIENT_JOB = SCRIPTS / "train_after_attack.py"
 ATTACKED_KEYS = {"store": "answers/", "group": "none"}
-SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
+SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--set", "node_check=never"]
 
 
 @contextmanager

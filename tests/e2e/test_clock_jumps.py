@@ -21,7 +21,7 @@ from helpers.processes import assert_no_process_left
 from helpers.training_runs import JOB, Run, assert_undisturbed, submit
 
 CLOCKS = SCRIPTS / "shifted_clocks"
-SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
+SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--set", "node_check=never"]
 HOUR_S = 3600.0
 
 pytestmark = pytest.mark.timeout(300)

@@ -98,7 +98,7 @@ def test_run_grows_when_nodes_become_free(slurm, reference, free_nodes, tmp_path
     blocking = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "-o/dev/null", "--wrap=sleep 300"]
     blocker = run_command(blocking, slurm.env).stdout.strip()
     try:
-        run = submit(tmp_path / "run", slurm.env, [*SHAPE, "--scale-up-after", "3"], step_s=0.5)
+        run = submit(tmp_path / "run", slurm.env, [*SHAPE, "--set", "scale_up_after=3"], step_s=0.5)
         run.wait_for_step(3)
     finally:
         run_command(["scancel", blocker], slurm.env)
@@ -122,7 +122,7 @@ def test_returned_node_is_used_again(slurm, reference, free_nodes, tmp_path):
         "--dropout",
         "0",
     ]
-    run.hpctrain("submit", *SHAPE, "--scale-up-after", "5", *args)
+    run.hpctrain("submit", *SHAPE, "--set", "scale_up_after=5", *args)
     run.wait_for_step(8)
     victim = slurm.nodes[3]
     slurm.kill_node(victim)

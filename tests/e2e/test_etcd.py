@@ -53,7 +53,7 @@ def is_listening(port: int) -> bool:
 
 def submit(path, endpoint: str, backend: str, step_s: float) -> Run:
     run = Run(path, {})
-    launcher = ["--launcher", "torchrun", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
+    launcher = ["--launcher", "torchrun", f"--set=rdzv_backend={backend}", f"--set=rdzv_endpoint={endpoint}"]
     run.hpctrain(
         "submit", *SHAPE, *launcher, "--run-dir", str(path), str(JOB), "--step-s", str(step_s), timeout=120
     )

@@ -155,7 +155,7 @@ def test_run_leaves_a_draining_node_without_repeating_a_step(
 ):
     shape = [*TWO, "--spare-nodes", "1"] if has_spare else ["--nodes", "1:2", "--gpus-per-node", "1"]
     run = submit(
-        tmp_path / "run", slurm.env, shape, options=["--scale-up-after", "3"], step_s=0.2, slow_attempts=1
+        tmp_path / "run", slurm.env, shape, options=["--set", "scale_up_after=3"], step_s=0.2, slow_attempts=1
     )
     run.wait_for_step(8)
     before = run.events("started")[0]["hosts"]
@@ -306,7 +306,7 @@ def test_restart_policy_of_the_submission_is_applied(slurm, tmp_path):
 
 @pytest.mark.long
 def test_nodes_are_checked_before_the_start(slurm, tmp_path):
-    shape = ["--nodes", "1:2", "--gpus-per-node", "1", "--node-check", "always"]
+    shape = ["--nodes", "1:2", "--gpus-per-node", "1", "--set", "node_check=always"]
     run = submit(tmp_path / "run", slurm.env, shape, step_s=0.0)
     assert run.wait() == 0
     assert len(run.dir.node_check_results(0)) == 2

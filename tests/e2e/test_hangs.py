@@ -12,7 +12,7 @@ import pytest
 from helpers.processes import assert_no_process_left
 from helpers.training_runs import JOB, Run, assert_undisturbed
 
-LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--node-check", "never"]
+LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--set", "node_check=never"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
 
 

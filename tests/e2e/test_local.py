@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 
 import pytest
-from helpers.commands import environment
 from helpers.processes import assert_no_process_left
 from helpers.training_runs import (
-    JOB,
     LAST_STEP,
     Run,
     any_rank,
@@ -128,23 +125,6 @@ def test_variables_of_an_outer_torchrun_are_ignored(tmp_path):
         "rank-00001.log",
     ]
     assert len(list((run.path / "samples").iterdir())) == 2
-
-
-@pytest.mark.long
-def test_manually_started_job_is_recorded_and_a_second_one_refused(tmp_path):
-    run = submit(tmp_path / "run", {}, SHAPE, step_s=0.0)
-    assert run.wait() == 0
-    script = ["bash", str(run.dir.job_script)]
-    with subprocess.Popen(script, cwd=run.path, env=environment(), stdout=subprocess.DEVNULL) as process:
-        wait_for(
-            lambda: run.events("submitted")[-1]["job_id"] == str(process.pid), 30, "the record of the job"
-        )
-        assert run.status()["state"] == "RUNNING"
-        refused = run.hpctrain("submit", *SHAPE, "--run-dir", str(run.path), str(JOB), check=False)
-        assert refused.returncode == 2
-        assert "still active" in refused.stderr
-        assert process.wait(120) == 0
-    assert run.status()["state"] == "COMPLETED"
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from helpers.commands import environment, run_command
 
-from hpctrain.cluster.rendezvous.port import bind_socket
+from hpctrain.cluster.ports import bind_socket
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 

@@ -14,7 +14,6 @@ from helpers.launch_runner import load_recording
 from hpctrain.authentication import Signed, seal, unseal
 from hpctrain.cluster import amd_gpus, connection_owners, detection, device_plan, env_variables, step_layout
 from hpctrain.cluster.environments import horovod, local, mpich, openmpi, slurm, submitit, torchrun
-from hpctrain.cluster.rendezvous import protocol
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.site import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE
@@ -61,7 +60,6 @@ def read_kernel_file(name: str, read):
 
 
 AMD = amd_gpus.AmdGpu("0000:3b:00.0", "GPU-0")
-HELLO = {"rank": 1, "world_size": 2, "host": "n1", "pid": 7, "left_s": 5.0, "reached": "", "nonce": "0" * 16}
 PROC = {
     "stat": "cpu  10 0 5 100 2 0 1 0 0 0\ncpu0 10 0 5 100 2 0 1 0 0 0\n",
     "meminfo": "MemTotal:       32000000 kB\nMemAvailable:   16000000 kB\n",
@@ -202,19 +200,6 @@ PARSERS = [
         mounts.find_mount,
         ["nas:/home /home nfs4 rw,relatime 0 0\n/dev/sda1 / ext4 rw 0 0\nx /mnt/a\\040b ext4 rw 0 0\n"],
         call=lambda text: mounts.find_mount("/home/x", write_file(text)),
-    ),
-    Parser(
-        protocol.decode_message, [json.dumps(HELLO)], call=lambda text: protocol.decode_message(encode(text))
-    ),
-    Parser(
-        protocol.Handshake.parse,
-        [json.dumps(HELLO)],
-        call=lambda text: protocol.Handshake.parse(protocol.decode_message(encode(text)) or {}),
-    ),
-    Parser(
-        protocol.read_nonce,
-        [json.dumps({"nonce": "0" * 32})],
-        call=lambda text: protocol.read_nonce(protocol.decode_message(encode(text))),
     ),
     Parser(
         unseal,

@@ -1,4 +1,4 @@
-"""Texts that parsers once failed on. docs/testing.md lists them."""
+"""Texts that parsers once failed on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from hpctrain.cli.verify import _parse_steps
 from hpctrain.cluster.amd_gpus import AmdGpu, _select
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.cluster.env_variables import read_hosts
-from hpctrain.cluster.port_candidates import port_candidates
-from hpctrain.cluster.rendezvous.protocol import read_nonce
+from hpctrain.cluster.ports import rendezvous_port
 from hpctrain.errors import CorruptCheckpoint, EnvironmentMismatch, SchedulerError, SpecError, UserError
-from hpctrain.jobs.options.config_reader import read_config_file
+from hpctrain.jobs.backends.preflight_slurm import _when
+from hpctrain.jobs.options.config_files import read_config_file
 from hpctrain.jobs.options.spec_builder import _nodes, parse_gpus
-from hpctrain.jobs.site.forecast import _when
 from hpctrain.records.lease import LeaseHolder, newest_lease
 from hpctrain.records.successor import claim_successor
 from hpctrain.rundir import RunDir
@@ -38,8 +37,8 @@ from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.supervisor.failures.classify import gpu_faults
 from hpctrain.supervisor.failures.failure_files import _read
-from hpctrain.supervisor.job_control.signal_lead import longest_step_s
 from hpctrain.supervisor.launch.srun import parse_task_report
+from hpctrain.supervisor.workers.attempt_runner import longest_step_s
 from hpctrain.supervisor.workers.worker_group import _read_phase_durations
 from hpctrain.sweeps.search_space import parse_space
 from hpctrain.sweeps.stopping_rules import StoppingRule
@@ -124,11 +123,7 @@ def test_start_time_with_a_time_zone_is_formatted():
 
 
 def test_identifier_with_invalid_bytes_has_a_port():
-    assert next(port_candidates("mpich//home/\udcff")) == next(port_candidates("mpich//home/\udcff"))
-
-
-def test_nonce_that_is_not_ascii_is_refused():
-    assert read_nonce({"nonce": "\ud800" * 32}) is None
+    assert rendezvous_port("mpich//home/\udcff") == rendezvous_port("mpich//home/\udcff")
 
 
 def test_host_list_without_hosts_is_refused():

@@ -25,6 +25,7 @@ PARSER_NAME = re.compile(r"_?(parse|read|from|decode|expand|detect)(_\w+)?|load_
 EXEMPT = {
     "takes objects, not text": {
         "checkpoint.convert.external_formats.parse_external_state",
+        "jobs.backends.slurm.SlurmBackend._read_site",
         "jobs.executor.job.Job.from_run",
         "jobs.executor.job.JobFailed.from_failure",
         "jobs.options.option.OptionType.from_hint",
@@ -41,11 +42,11 @@ EXEMPT = {
         "training.base.device_selection.parse_devices",
         "training.base.rng._from_tensors",
         "training.data.sampler_plan.SamplerPlan._read",
-        "training.data.shard_buffers.ShardBuffers.read",
-        "training.determinism.gradient_bucket.GradientBucket.read_peaks",
-        "training.loop.optimizer_step.LrScaler.from_settings",
+        "training.data.stream_step_source.ShardBuffers.read",
+        "training.determinism.gradient_sum.GradientBucket.read_peaks",
+        "training.loop.train_step.LrScaler.from_settings",
         "training.loop.step_sync.StepSync.read",
-        "training.observe.compute_timer.ComputeTimer._read_sample",
+        "training.observe.step_timers.ComputeTimer._read_sample",
     },
     "reads private memory that this job has written": {
         "checkpoint.tier.memory_copies._read_markers",
@@ -73,8 +74,12 @@ EXEMPT = {
         "cli.results_table.read_rows",
         "cluster.hostlist._expand",
         "jobs.executor.function_runs.FunctionFailure.from_status",
+        "jobs.options.config_files._read_option",
+        "jobs.options.config_files._read_yaml",
         "jobs.options.option.OptionType._read",
-        "jobs.options.resolved_options._parse_value",
+        "jobs.options.option_parser.parse_option",
+        "jobs.options.site_profile._parse",
+        "jobs.options.site_profile._parse_scalar",
         "jobs.options.resolved_options._read",
         "jobs.runs.run_log_reader.RunLogReader.read",
         "lightning.HpctrainEnvironment.detect",
@@ -83,7 +88,6 @@ EXEMPT = {
         "records.log_tail.RecordTail._parse_lines",
         "rundir.RunStorage.read",
         "sweeps.search_space._parse",
-        "sweeps.search_space._parse_bounds",
         "runtime.worker._detect_ranks",
         "supervisor.failures.failure_files._parse_corruption",
         "supervisor.launch.srun.SrunStep._read",
@@ -103,8 +107,8 @@ EXEMPT = {
         "training.loop.spawn._read_result",
     },
     "set by hpctrain itself for its own processes": {
-        "training.saving.verification_steps.VerificationSteps.from_env",
-        "training.saving.verification_steps._parse",
+        "training.saving.checkpoint_schedule.VerificationSteps.from_env",
+        "training.saving.checkpoint_schedule._parse",
     },
     "words of the command line, or of the user's own command": {
         "cli.common.DefaultGroup.parse_args",
@@ -122,9 +126,6 @@ EXEMPT = {
         "cluster.processes._read",
         "supervisor.workers.heartbeat_server.HeartbeatServer._read",
         "telemetry.loggers.csv_file.Csv._read",
-    },
-    "reports two processes with rank 0": {
-        "cluster.rendezvous.client.RendezvousClient.detect_duplicate_rank0",
     },
 }
 

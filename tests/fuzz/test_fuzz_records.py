@@ -24,9 +24,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.supervisor import buffered_storage, node_check_step
 from hpctrain.supervisor.failures import classify, failure_files
-from hpctrain.supervisor.job_control import signal_lead
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.workers import worker_group
+from hpctrain.supervisor.workers import attempt_runner, worker_group
 from hpctrain.sweeps import sweep_record
 from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events
@@ -260,11 +259,11 @@ PARSERS = [
         call=of_events(interval.InterruptionHistory.from_events),
     ),
     Parser(
-        signal_lead.required_lead_s,
+        attempt_runner.required_lead_s,
         [EVENT_LINES],
-        call=with_file(RUN.events, lambda: signal_lead.required_lead_s(RUN, 60.0)),
+        call=with_file(RUN.events, lambda: attempt_runner.required_lead_s(RUN, 60.0)),
     ),
-    Parser(signal_lead.longest_step_s, [METRIC_LINES], call=of_metrics(signal_lead.longest_step_s)),
+    Parser(attempt_runner.longest_step_s, [METRIC_LINES], call=of_metrics(attempt_runner.longest_step_s)),
     Parser(
         worker_group._read_phase_durations,
         ['{"step": 1.5, "save": 3.0}'],

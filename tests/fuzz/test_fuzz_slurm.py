@@ -7,7 +7,7 @@ from helpers.fuzzing import Parser, check_errors, check_time, with_answer
 
 from hpctrain.cluster import hostlist, step_layout
 from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
-from hpctrain.jobs.site import forecast, node_requirements
+from hpctrain.jobs.backends import preflight_slurm
 from hpctrain.records import successor
 from hpctrain.slurm import (
     command,
@@ -18,7 +18,7 @@ from hpctrain.slurm import (
     job_requests,
     node_queries,
     parsing,
-    site_discovery,
+    site_facts,
     states,
 )
 from hpctrain.slurm.site_facts import Site
@@ -85,17 +85,17 @@ PARSERS = [
     Parser(config.parse_config, [CONFIG]),
     Parser(states.parse_job_state, ["RUNNING", "CANCELLED by 1000", "CANCELLED+"]),
     Parser(node_queries.parse_nodes, [NODE * 2]),
-    Parser(site_discovery.parse_partition, [PARTITION]),
+    Parser(site_facts.parse_partition, [PARTITION]),
     Parser(
-        site_discovery.parse_site,
+        site_facts.parse_site,
         [f"{NODES}\n{PARTITION}\n", CONFIG],
-        call=lambda text: site_discovery.parse_site([text] * 3, Site()),
+        call=lambda text: site_facts.parse_site([text] * 3, Site()),
     ),
-    Parser(site_discovery._parse_nodes, [f"{NODES}\n" * 2]),
+    Parser(site_facts._parse_nodes, [f"{NODES}\n" * 2]),
     Parser(
-        site_discovery.query_qos,
+        site_facts.query_qos,
         ["normal|cluster|00:00:30|1-00:00:00|DenyOnLimit\n"],
-        call=lambda text: site_discovery.query_qos(lambda command: text),
+        call=lambda text: site_facts.query_qos(lambda command: text),
     ),
     Parser(job_queries._parse_records, [JOB]),
     Parser(
@@ -149,10 +149,8 @@ PARSERS = [
             "srun: error: n1: task 3: Aborted (core dumped)",
         ],
     ),
-    Parser(forecast._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
-    Parser(forecast._START.search, [FORECAST]),
-    Parser(node_requirements._feature_names, ["a100&ib*2", "[a|b]"]),
-    Parser(node_requirements._hosts, ["n[1-3,7]", "n1,n2"]),
+    Parser(preflight_slurm._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
+    Parser(preflight_slurm._START.search, [FORECAST]),
     Parser(hostlist.expand_hostlist, ["n[01-03,7],gpu-a[1-2]b", "rack[1-2]node[1-16]"], (UserError,)),
     Parser(
         hostlist.compress_hostlist,

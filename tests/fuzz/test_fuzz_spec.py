@@ -12,8 +12,15 @@ from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
 
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
-from hpctrain.jobs.doctor import profile_writer
-from hpctrain.jobs.options import config_reader, option, resolved_options, site_profile, spec_builder
+from hpctrain.jobs.doctor import run_checks
+from hpctrain.jobs.options import (
+    config_files,
+    option,
+    resolved_options,
+    sbatch_options,
+    site_profile,
+    spec_builder,
+)
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.submit import dependency, template_checks
@@ -66,8 +73,8 @@ SPEC = yaml.safe_load(JOB.text())
 
 def read_site(text: str) -> object:
     path = write_file(text, "site.yaml")
-    file = config_reader.read_config_file(path, {})
-    return [site_profile.read_profile(Site(), path, node) for node in file.site]
+    file = config_files.read_config_file(path, {})
+    return [site_profile.read_profile(Site(), node) for node in file.site]
 
 
 def option_call(name: str) -> Callable[[str], object]:
@@ -106,7 +113,7 @@ def check_endpoint(text: str) -> None:
 
 
 def refuse_content(text: str) -> None:
-    profile_writer._refuse_other_content(write_file(text))
+    run_checks._refuse_other_content(write_file(text))
 
 
 PARSERS = [
@@ -118,15 +125,15 @@ PARSERS = [
         most_bytes=YAML_BYTES,
     ),
     Parser(
-        config_reader.read_config_file,
+        config_files.read_config_file,
         [CONFIG, SITE],
         (SpecError,),
-        lambda text: config_reader.read_config_file(write_file(text, "c.yaml"), {"HOME": "/h"}),
+        lambda text: config_files.read_config_file(write_file(text, "c.yaml"), {"HOME": "/h"}),
         most_bytes=YAML_BYTES,
     ),
     Parser(site_profile.read_profile, [SITE], (SpecError,), read_site, most_bytes=YAML_BYTES),
     Parser(
-        profile_writer._refuse_other_content,
+        run_checks._refuse_other_content,
         ["site: {}\n"],
         (SpecError,),
         refuse_content,
@@ -150,8 +157,14 @@ PARSERS = [
     ),
     Parser(
         resolved_options._from_assignment,
-        ["nodes=2", "env.A=b", "sbatch.hint=compute_bound", "restart_policy.oom.retries=0"],
+        ["nodes=2", "env.A=b", "sbatch.hint=compute_bound", "qos=a", "restart_policy.oom.retries=0"],
         (SpecError,),
+    ),
+    Parser(
+        sbatch_options.parse_sbatch_option,
+        ["gpu", "nomultithread"],
+        (SpecError,),
+        lambda text: sbatch_options.parse_sbatch_option("exclusive", text, "exclusive"),
     ),
     Parser(spec_builder._nodes, ["2:4"], (SpecError,)),
     Parser(spec_builder.parse_gpus, ["h100:8"], (SpecError,)),
@@ -189,7 +202,6 @@ PARSERS = [
         lambda text: template_checks.check_rendered_script(text, ["#SBATCH --nodes=2"], "t"),
         most_bytes=1 << 14,
     ),
-    Parser(JobRequest.last_task.fget, ["0-19%4"], call=request_of("array", lambda one: one.last_task)),
     Parser(
         JobRequest.memory_per_node_mib.fget,
         ["32G"],

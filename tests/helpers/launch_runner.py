@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from helpers import REPOSITORY, SCRIPTS
 from helpers.commands import run_command
 from helpers.waiting import wait_for
 from hpctrain.cluster import detect
-from hpctrain.cluster.port_candidates import port_candidates
+from hpctrain.cluster.ports import rendezvous_port
 from hpctrain.errors import EnvironmentMismatch
 
 PROBE = SCRIPTS / "record_rank.py"
@@ -245,7 +246,8 @@ _RANKS: dict[str, Callable[[list[Record], str], dict[int, int]]] = {
 
 def _free_port(folder: Path) -> int:
     """Return a port outside the kernel's ephemeral range, free until the launch binds it."""
-    for port in port_candidates(str(folder)):
+    for number in count():
+        port = rendezvous_port(f"{folder}#{number}")
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError

@@ -15,7 +15,7 @@ from helpers.commands import run_command
 from helpers.separate_hosts import SeparateHosts
 from helpers.training_runs import Run
 from helpers.waiting import scaled, wait_for
-from hpctrain.sandbox import setup, teardown
+from hpctrain.sandbox.cluster import create_folder, remove
 from hpctrain.sandbox.daemons import Daemon, daemons
 from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of
 from hpctrain.sandbox.lock import sandbox_lock
@@ -42,7 +42,7 @@ class SeparateSlurm:
         self._hosts.__enter__()
         try:
             with sandbox_lock(ROOT):
-                self._plan = setup.create_folder(self._folder, self._shape)
+                self._plan = create_folder(self._folder, self._shape)
             self.nodes, self.env = self._plan.nodes, {"SLURM_CONF": str(self._plan.conf)}
             self._write_conf()
             munged, *others = daemons(self._plan)
@@ -60,7 +60,7 @@ class SeparateSlurm:
     ) -> None:
         with sandbox_lock(ROOT):
             # Its controller cannot be reached from here.
-            teardown.remove(self._folder, came_up=False)
+            remove(self._folder, came_up=False)
         self._hosts.__exit__(kind, error, trace)
 
     def run(

@@ -10,8 +10,7 @@ import pytest
 
 from helpers.download_slurm import download_slurm, link_commands, matches_version
 from hpctrain.errors import UserError
-from hpctrain.sandbox import Sandbox, installed_version
-from hpctrain.sandbox.setup import up
+from hpctrain.sandbox import Sandbox, installed_version, up
 
 #: The last has a smoke test in `make test`; `make test-slurm-versions` runs many tests with each.
 SLURM_VERSIONS = ("24.11", "26.05")

@@ -8,19 +8,16 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from helpers.commands import environment
 from helpers.processes import assert_no_process_left, run_processes
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
-from hpctrain.jobs.runs.follow import follow_run
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_log_reader import LogText
+from hpctrain.jobs.runs.run_log_reader import LogText, follow_run
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.load_spec import load_spec
-from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.telemetry.sampling import nvml
 
@@ -149,23 +146,6 @@ def test_active_array_refuses_another_submission(prepared):
     assert run.dir.tasks() == [0, 1]
     run.cancel()
     run.wait_for_end(timeout=120)
-
-
-def test_script_of_an_array_can_be_started_manually(prepared, monkeypatch):
-    run = submit_prepared(prepared(array="0-1", run_dir="r"))
-    run.wait(timeout=120)
-    # No submission is about to be recorded, so there is nothing to wait for. The supervisor runs in this
-    # process.
-    monkeypatch.setattr("hpctrain.supervisor.acquire_run._RECORD_LIMIT_S", 0.0)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        assert supervisor_main.main([str(run.dir.path)], environment()) == 0
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert [task.status().attempt for task in run.tasks()] == [1, 1]
-    assert run.tasks()[1].job_id == f"{os.getpid()}_1"
 
 
 @pytest.mark.parametrize(

@@ -52,21 +52,6 @@ def attempts(run: Run) -> list[int]:
     return [len(task.dir.attempts()) for task in run.tasks()]
 
 
-@pytest.mark.long
-def test_twenty_tasks_with_a_throttle_have_their_folders_and_logs(prepared, environ, tmp_path):
-    """In a folder named like a file name pattern, with fake supervisors."""
-    folder = tmp_path / "a%j %a"
-    run = submit_prepared(prepared(array="0-38:2%4", run_dir=folder, backend="slurm", environ=environ))
-    assert run.wait(timeout=120).state is RunState.COMPLETED
-    assert run.dir.tasks() == list(range(0, 39, 2))
-    for task in run.tasks():
-        seen = json.loads((task.dir.path / "seen.json").read_text())["env"]
-        assert task.dir.path.name == f"task-{seen['SLURM_ARRAY_TASK_ID']}"
-        assert task.job_id == f"{run.job_id}_{seen['SLURM_ARRAY_TASK_ID']}"
-        assert seen["SLURM_ARRAY_JOB_ID"] == run.job_id
-        assert task.dir.slurm_log.exists()
-
-
 @pytest.mark.extended
 def test_requeue_and_cancel_affect_one_task_only(submit):
     """The last task of an array has the number of the whole array as its SLURM_JOB_ID."""
@@ -98,19 +83,6 @@ def test_requeue_reports_the_task_without_ranks_and_requeues_the_others(submit):
     with pytest.raises(SchedulerError, match=rf"No rank of job {last.job_id} is .* The other jobs"):
         run.requeue()
     assert first.wait(timeout=120).attempt == 1
-    run.cancel()
-    wait_for(lambda: run.status().state.ended, 20, "the end of the array")
-
-
-@pytest.mark.long
-def test_preemption_affects_one_task_only(submit, environ):
-    run = submit(array="0-1", exclusive=True)
-    wait_for(lambda: all(has_started(task) for task in run.tasks()), 40, "all tasks to start")
-    node = next(event["hosts"][0] for event in run.tasks()[1].dir.read_events() if event["kind"] == "started")
-    run_command(["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true"], environ)
-    assert run.tasks()[1].wait(timeout=120).attempt == 1
-    assert run.tasks()[0].status().state is RunState.RUNNING
-    assert attempts(run) == [1, 2]
     run.cancel()
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
 

@@ -93,22 +93,12 @@ def test_failure_of_a_plain_script_is_reported(submit_plain, environ):
 
 def test_preempted_plain_job_is_requeued_by_slurm(submit_plain, slurm, environ):
     run = submit_plain("0", "60")
-    wait_for(lambda: run.dir.rank_log(0, 3).exists(), 60, "the start of the ranks")
-    preempt(environ, nodes=len(slurm.nodes), seconds=0)
-    wait_for(lambda: run.status().state == "PENDING", 100, "the requeue")
-    run_command(["scontrol", "update", f"JobId={run.job_id}", "StartTime=now+2"], environ)
-    run.wait(timeout=100)
-    assert len(read_ranks(run, attempt=1)) == 4
-
-
-def test_plain_job_is_requeued_by_slurm_alone(submit_plain, environ):
-    run = submit_plain("0", "60")
     log = run.dir.rank_log(0, 3)
     wait_for(lambda: log.exists() and log.read_text(), 60, "the output of the ranks")
     with pytest.raises(SpecError, match=r"without hpctrain in the job.* scontrol requeue"):
         run.requeue()
-    run_command(["scontrol", "requeue", run.job_id], environ)
-    wait_for(lambda: run.status().state == "PENDING", 60, "the requeue")
+    preempt(environ, nodes=len(slurm.nodes), seconds=0)
+    wait_for(lambda: run.status().state == "PENDING", 100, "the requeue")
     run_command(["scontrol", "update", f"JobId={run.job_id}", "StartTime=now+2"], environ)
     run.wait(timeout=100)
     assert len(read_ranks(run, attempt=1)) == 4
@@ -145,12 +135,6 @@ def test_template_that_extends_plain_needs_no_supervisor(environ, tmp_path):
     script = prepare(environ, tmp_path, template="./mine.j2").script
     assert "ulimit -c 0\n" in script
     assert "hpctrain.supervisor" not in script
-
-
-def test_template_that_extends_plain_through_another_one(environ, tmp_path):
-    (tmp_path / "site.sbatch.j2").write_text('{% extends "plain.sbatch.j2" %}\n')
-    (tmp_path / "mine.j2").write_text("{% extends 'site.sbatch.j2' %}\n")
-    assert not prepare(environ, tmp_path, template="./mine.j2").spec.supervised
 
 
 def prepare(environ, folder: Path, **options):

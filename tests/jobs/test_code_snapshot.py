@@ -13,7 +13,7 @@ from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.submit.code_snapshot import CodeSnapshot, plan_snapshot
+from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.runtime.snapshot_imports import describe_missing_copy
 from hpctrain.spec.load_spec import load_spec
@@ -191,16 +191,6 @@ def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
 
 
-@pytest.mark.slow
-def test_array_tasks_share_one_copy(prepared, repo):
-    run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
-    run.wait(timeout=120)
-    codes = {load_spec(run.dir.task(index).spec).code for index in (0, 1)} | {load_spec(run.dir.spec).code}
-    (code,) = codes
-    assert code is not None
-    assert code.copy == str(run.dir.path / "code" / "submission-000")
-
-
 def test_ignored_script_is_copied(prepared, repo):
     (repo / "data" / "train.py").touch()
     run = submit_prepared(prepared(script=repo / "data" / "train.py"))
@@ -244,14 +234,6 @@ def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, rep
     assert prepared(script=repo / "train.py", code_snapshot_limit=2, code_snapshot=False).snapshot is None
     with pytest.raises(SpecError, match="must be at least 1"):
         prepared(script=repo / "train.py", code_snapshot_limit=0)
-
-
-def test_many_small_files_count_towards_the_limit(prepared, repo):
-    (repo / "many").mkdir()
-    for index in range(300):
-        (repo / "many" / f"{index}").touch()
-    with pytest.raises(SpecError, match=r"1\.\d+ MB in 309 files"):
-        prepared(script=repo / "train.py", code_snapshot_limit=1)
 
 
 def test_git_variables_of_the_caller_are_ignored(prepared, repo, tmp_path):
@@ -422,9 +404,3 @@ def test_ignored_file_is_named_when_it_is_not_found(tmp_path):
             f"--no-code-snapshot, or open {name} in the working directory or by its path {source}/{name}"
         )
     assert others == ["", ""]
-
-
-def test_plan_writes_nothing(repo):
-    before = {path: path.stat().st_mtime_ns for path in repo.rglob("*")}
-    CodeSnapshot.plan(str(repo / "train.py"), 100, environment())
-    assert {path: path.stat().st_mtime_ns for path in repo.rglob("*")} == before

@@ -19,9 +19,7 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.container import Container
-from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor.launch.container_command import containerize
-from hpctrain.supervisor.launch.worker_command import worker_command
 
 pytestmark = pytest.mark.ranks
 
@@ -132,14 +130,6 @@ def test_ranks_run_in_fake_apptainer(project):
         assert not [name for name in env if name.startswith("APPTAINERENV_")]
 
 
-@pytest.mark.long
-def test_modules_run_in_fake_apptainer(project):
-    run = project.submit({}, "none", script="train", program="module", backend="local", ntasks_per_node=2)
-    run.wait(timeout=120)
-    for rank in (0, 1):
-        project.check(run, 0, rank)
-
-
 def test_commands_run_in_fake_apptainer(project):
     script = project.project / "train.sh"
     script.write_text('#!/bin/sh\necho "rank $RANK in the $ONLY: $2"\n')
@@ -230,18 +220,6 @@ def test_singularity_command_and_variables(make, tmp_path):
     )
     seen = [line for line in result.stdout.splitlines() if line.startswith("SINGULARITYENV_")]
     assert seen == ["SINGULARITYENV_A=a 'b' $c"]
-
-
-def test_interpreter_in_the_container_has_no_host_path(make):
-    for spec in (
-        make(python="/usr/bin/python3.12"),
-        make(python="/usr/bin/python3.12", torchrun=TorchrunConfig()),
-    ):
-        command = worker_command(spec, 1)
-        assert command[0] == "/usr/bin/python3.12"
-        assert spec.python not in command
-        if spec.torchrun:
-            assert json.loads(command[-1])["worker"][0] == "/usr/bin/python3.12"
 
 
 @pytest.mark.parametrize(

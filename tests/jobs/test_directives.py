@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.extra_directives import check_extra_directives
+from hpctrain.jobs.options.sbatch_options import parse_sbatch_option
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
@@ -23,14 +23,14 @@ def test_node_files_are_read_at_the_submission(tmp_path):
         shape = {"backend": "slurm", "cwd": tmp_path, "python": "/usr/bin/python3"}
         return build_spec("train.py", [], options, **shape).directives
 
-    assert directives(exclude="lists/nodes") == {"exclude": "n1,n[2-3],n5"}
-    assert directives(nodelist=f"{tmp_path}/lists/nodes", nodes=9) == {"nodelist": "n1,n[2-3],n5"}
+    assert directives(sbatch={"exclude": "lists/nodes"}) == {"exclude": "n1,n[2-3],n5"}
+    assert directives(sbatch={"nodelist": f"{tmp_path}/lists/nodes"}, nodes=9) == {"nodelist": "n1,n[2-3],n5"}
     assert directives(sbatch={"bbf": "b.txt", "container": "../c"}) == {
         "bbf": str(tmp_path / "b.txt"),
         "container": str(tmp_path.parent / "c"),
     }
     with pytest.raises(SpecError, match=r"--exclude '.*/lists/gone' contains a slash, .* No such file"):
-        directives(exclude="lists/gone")
+        directives(sbatch={"exclude": "lists/gone"})
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"))
@@ -148,12 +148,6 @@ def test_unlimited_time_differs_from_no_time_option(backend, options, directives
     assert all_directives(spec).get("time") == directives.get("time")
 
 
-def test_zero_is_a_value(tmp_path):
-    options = {"mem": 0, "nice": 0, "exclusive": False}
-    spec = build_spec("x.py", [], options, backend="slurm", cwd=tmp_path, python="/p")
-    assert spec.directives == {"mem": "0", "nice": "0"}
-
-
 def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
     directives = all_directives(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
     assert (directives["array"], directives["output"]) == (
@@ -163,35 +157,41 @@ def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("name", "value", "message"),
     [
-        ({"nodes": "2"}, "Use --nodes"),
-        ({"partition": "x"}, "Use --partition instead of --sbatch partition"),
-        ({"mail-type": "END"}, "Use --mail-type"),
-        ({"array": "0-3"}, "Use --array"),
-        ({"cpus-per-gpu": "3"}, "Use --cpus-per-task"),
-        ({"signal": "B:USR1"}, "Use --stop-before-limit"),
-        ({"gpus": "2"}, "Use --gpus-per-node"),
-        ({"test-only": ""}, "Use --dry-run"),
-        ({"mail_type": "x"}, "Did you mean 'mail-type'"),
-        ({"hlod": "x"}, "Did you mean 'hold'"),
-        ({"comment=x --uid": ""}, "no option"),
-        ({"hold": "no"}, "'no', but this sbatch flag accepts no value"),
+        ("nodes", "2", "Use --nodes"),
+        ("array", "0-3", "Use --array"),
+        ("cpus-per-gpu", "3", "Use --cpus-per-task"),
+        ("signal", "B:USR1", "Use --stop-before-limit"),
+        ("gpus", "2", "Use --gpus-per-node"),
+        ("test-only", "", "Use --dry-run"),
+        ("outpu", "x", "no option 'outpu'"),
+        ("hlod", "x", "Did you mean 'hold'"),
+        ("comment=x --uid", "", "no option"),
+        ("hold", "maybe", "'maybe', but this flag of sbatch accepts no value"),
+        ("qos", ["a"], "must be a string"),
+        ("qos", True, "must be a string"),
     ],
 )
-def test_sbatch_option_with_its_own_option_is_refused(given, message):
+def test_unknown_sbatch_options_and_those_that_hpctrain_sets_are_refused(name, value, message):
     with pytest.raises(SpecError, match=message):
-        check_extra_directives(given)
+        parse_sbatch_option(name, value, f"--sbatch {name}")
 
 
-def test_other_sbatch_options_are_passed_and_flags_have_no_value():
-    given = {"hint": "nomultithread", "hold": "true", "contiguous": "", "profile": "task"}
-    assert check_extra_directives(given) == {
-        "hint": "nomultithread",
-        "hold": "",
-        "contiguous": "",
-        "profile": "task",
-    }
+@pytest.mark.parametrize(
+    ("name", "value", "parsed"),
+    [
+        ("hint", "nomultithread", ("sbatch.hint", "nomultithread")),
+        ("mem_per_cpu", 0, ("sbatch.mem-per-cpu", "0")),
+        ("hold", "true", ("sbatch.hold", "")),
+        ("contiguous", "", ("sbatch.contiguous", "")),
+        ("contiguous", False, ("sbatch.contiguous", None)),
+        ("exclusive", "user", ("sbatch.exclusive", "user")),
+        ("profile", "task", ("sbatch.profile", "task")),
+    ],
+)
+def test_sbatch_options_are_passed_and_flags_have_no_value(name, value, parsed):
+    assert parse_sbatch_option(name, value, name) == parsed
 
 
 @pytest.mark.parametrize(

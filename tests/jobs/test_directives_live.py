@@ -87,16 +87,6 @@ def test_texts_arrive_character_by_character(held_jobs, make, name, comment, mai
     assert fields["Comment"] in (comment, f"{comment} ")
 
 
-@live
-@given(folder=texts.filter(lambda text: not {"/", "\\"}.intersection(text) and text not in (".", "..")))
-def test_run_folder_with_any_name_is_the_jobs_and_has_its_log(held_jobs, make, folder):
-    run_dir = f"{held_jobs.folder}/{folder}"
-    fields = held_jobs.submit(make(run_dir=run_dir))
-    assert fields["WorkDir"] == run_dir
-    # Only a running job shows the effect of %: Slurm 22.05 replaces %% here as well.
-    assert fields["StdOut"].count("/") == f"{run_dir}/logs/slurm.log".count("/")
-
-
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [

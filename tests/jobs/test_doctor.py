@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,10 @@ from helpers.waiting import slowness, wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SpecError, UserError
-from hpctrain.jobs.doctor import container_checks, folder_checks, network_checks
-from hpctrain.jobs.doctor.filesystem_probe import PREFIX
-from hpctrain.jobs.doctor.finding import Finding
-from hpctrain.jobs.doctor.machine_checks import check_gpus, check_machine, torch_findings
-from hpctrain.jobs.doctor.probe_command import ProbeFailed, command_output, run_python_probe
-from hpctrain.jobs.doctor.profile_writer import write_profile_file
-from hpctrain.jobs.doctor.run_checks import DoctorReport
+from hpctrain.jobs.doctor import folder_checks, machine_checks
+from hpctrain.jobs.doctor.machine_checks import check_containers, check_gpus, check_machine, torch_findings
+from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, command_output, run_python_probe
+from hpctrain.jobs.doctor.run_checks import DoctorReport, write_profile_file
 from hpctrain.jobs.doctor.sbatch_probes import probe_options
 from hpctrain.jobs.doctor.slurm_checks import (
     check_accounting,
@@ -35,11 +32,18 @@ from hpctrain.jobs.doctor.slurm_checks import (
 )
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.site_discovery import discover_site, query_qos
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site, SiteConventions
+from hpctrain.slurm.site_facts import (
+    NodeGroup,
+    Partition,
+    Qos,
+    Site,
+    SiteConventions,
+    discover_site,
+    query_qos,
+)
 
 
-def standings(findings: list[Finding]) -> dict[str, str]:
+def standings(findings: Iterable[Finding]) -> dict[str, str]:
     return {finding.name: finding.standing for finding in findings}
 
 
@@ -153,9 +157,9 @@ def test_gpu_request_style_is_found_with_fake_sbatch(tmp_path):
 
 
 def test_settings_that_delay_runs_are_noted():
-    assert set(standings(list(config_findings(SlurmConfig()))).values()) == {"ok"}
+    assert set(standings(config_findings(SlurmConfig())).values()) == {"ok"}
     odd = SlurmConfig(job_requeue=False, requeue_exit="1", kill_wait_s=5, slurmd_timeout_s=3600)
-    notes = [name for name, standing in standings(list(config_findings(odd))).items() if standing == "note"]
+    notes = [name for name, standing in standings(config_findings(odd)).items() if standing == "note"]
     assert notes == ["requeue", "RequeueExit", "KillWait", "SlurmdTimeout"]
     limited = [
         finding.value
@@ -230,11 +234,10 @@ def test_only_qos_with_effect_are_shown():
 
 
 def test_runs_folder_is_probed_and_left_unchanged(tmp_path):
-    findings = folder_checks.check_runs_folder(
-        tmp_path / "not" / "there", environment(), other_machines=False
-    )
+    folder = tmp_path / "not" / "there"
+    findings = list(folder_checks.check_runs_folder(folder, environment(), other_machines=False))
     assert standings(findings)["locking"] == "ok"
-    assert {"file system", "rename", "append", "clock", "free space"} <= standings(findings).keys()
+    assert {"file system", "clock", "free space"} <= standings(findings).keys()
     assert findings[0].value.startswith(f"{tmp_path}: ")
     assert list(tmp_path.iterdir()) == []
 
@@ -246,23 +249,21 @@ def test_node_local_runs_folder_is_a_problem_with_other_machines():
 
 
 def test_unwritable_runs_folder_is_a_problem():
-    writing = folder_checks.check_runs_folder(Path("/proc/runs"), environment(), other_machines=False)[-1]
+    *_, writing = folder_checks.check_runs_folder(Path("/proc/runs"), environment(), other_machines=False)
     assert (writing.name, writing.standing) == ("writing", "problem")
 
 
 def _facts(**changes: object) -> dict[str, object]:
     mount = {"source": "server:/x", "point": "/x", "type": "lustre", "options": ["rw"], "is_shared": True}
     facts = {"folder": "/x", "mount": mount, "per_node": False, "free_bytes": 1 << 40, "clock_ahead_s": 0.0}
-    return {**facts, "lock": "", "rename": "", "append": "", **changes}
+    return {**facts, "locking": "", **changes}
 
 
 @pytest.mark.parametrize(
     ("changes", "name", "standing"),
     [
         ({}, None, "ok"),
-        ({"lock": "Function not implemented"}, "locking", "problem"),
-        ({"rename": "it is not there"}, "rename", "problem"),
-        ({"append": "one line is there"}, "append", "problem"),
+        ({"locking": "Function not implemented"}, "locking", "problem"),
         ({"clock_ahead_s": -30.5}, "clock", "note"),
         ({"free_bytes": 1 << 20}, "free space", "note"),
         ({"mount": {**_facts()["mount"], "options": ["rw", "localflock"]}}, "locking", "note"),
@@ -279,19 +280,19 @@ def test_terminated_probe_removes_its_folder(tmp_path):
     code = """
 import sys, time
 from pathlib import Path
-from hpctrain.jobs.doctor import filesystem_probe as folder_probe
-def stuck(place):
+from hpctrain.jobs.doctor import folder_checks
+def stuck(path):
     Path(sys.argv[2]).touch()
     time.sleep(60)
-folder_probe._append = stuck
-folder_probe.main()
+folder_checks._probe_lock = stuck
+folder_checks.main()
 """
     mark, place = tmp_path / "mark", tmp_path / "runs"
     place.mkdir()
     with subprocess.Popen([sys.executable, "-c", code, place, mark], env=environment()) as process:
         try:
             wait_for(mark.exists, 20, "the look to begin")
-            assert [path.name.startswith(PREFIX) for path in place.iterdir()] == [True]
+            assert [path.name.startswith(folder_checks.PREFIX) for path in place.iterdir()] == [True]
             process.terminate()
             assert process.wait(120) == 1
         finally:
@@ -322,21 +323,21 @@ def _script(path: Path, text: str) -> None:
 
 def test_container_runtimes_are_found_with_fake_programs(tmp_path):
     environ = {"PATH": str(tmp_path)}
-    assert container_checks.check_containers(environ)[1] == ()
+    assert check_containers(environ)[1] == ()
     _script(tmp_path / "enroot", "echo 3.5.0")
-    findings, runtimes = container_checks.check_containers(environ)
+    findings, runtimes = check_containers(environ)
     assert runtimes == ("enroot",)
     assert [(finding.name, finding.standing) for finding in findings] == [("enroot", "ok"), ("pyxis", "note")]
     _script(tmp_path / "srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]'")
     _script(tmp_path / "apptainer", "echo broken >&2; exit 1")
-    findings, runtimes = container_checks.check_containers(environ)
+    findings, runtimes = check_containers(environ)
     assert runtimes == ("pyxis", "apptainer", "enroot")
     assert findings[1].value.endswith("version unknown: broken")
 
 
 @pytest.mark.slurm
 def test_real_srun_has_no_pyxis(slurm):
-    assert "pyxis" not in container_checks.check_containers(environment(slurm.env))[1]
+    assert "pyxis" not in check_containers(environment(slurm.env))[1]
 
 
 @pytest.mark.parametrize(
@@ -354,14 +355,14 @@ def test_host_name_resolution_is_checked(monkeypatch, addresses, standing, messa
             raise addresses
         return addresses
 
-    monkeypatch.setattr(network_checks, "resolve_host", resolve)
-    name, interfaces, *_ = network_checks.check_network({})
+    monkeypatch.setattr(machine_checks, "resolve_host", resolve)
+    name, interfaces, *_ = machine_checks.check_network({})
     assert (name.standing, interfaces.name) == (standing, "interfaces")
     assert message in name.value
 
 
 def test_variable_that_chooses_an_interface_is_shown():
-    assert network_checks.check_network({"NCCL_SOCKET_IFNAME": "ib0"})[-1].value.startswith("ib0 ")
+    assert machine_checks.check_network({"NCCL_SOCKET_IFNAME": "ib0"})[-1].value.startswith("ib0 ")
 
 
 _TORCH = {"version": "2.13", "cuda": "13.0", "rocm": None, "usable": True, "num_gpus": 4, "warning": ""}

@@ -25,7 +25,6 @@ from hpctrain.jobs.executor import Job, JobFailed, function_runs
 from hpctrain.jobs.executor.function_runs import FunctionFailure
 from hpctrain.jobs.runs.run import find_run
 from hpctrain.rundir import RunDir
-from hpctrain.serialization import CallPayload
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
 
@@ -162,14 +161,6 @@ def test_notes_name_the_parameters_as_in_python(executor, caplog):
     assert "--partition" not in caplog.text
 
 
-def test_run_dir_of_a_job_is_path_like(executor):
-    job = executor.submit(add, 1, 2)
-    job.wait()
-    folder = Path(job.run.dir)
-    assert (folder / "spec.yaml").exists()
-    assert f"{job.run.dir}" == os.fspath(job.run.dir) == str(folder)
-
-
 def test_unpicklable_argument_is_refused_before_anything_is_written(executor, tmp_path):
     with pytest.raises(UserError, match=r"add\(\): argument b.* _thread.lock"):
         executor.submit(add, 1, b=[threading.Lock()])
@@ -241,13 +232,6 @@ def test_config_files_apply_except_for_array(executor, tmp_path, monkeypatch):
     job.wait()
 
 
-def test_refused_array_leaves_no_folder(executor, tmp_path, monkeypatch):
-    monkeypatch.setattr(LocalBackend, "submit", refuse)
-    with pytest.raises(SchedulerError, match="the queue is full"):
-        executor.map_array(add, range(5))
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
 def test_folder_of_a_possibly_queued_job_is_kept(executor, tmp_path, monkeypatch):
     def vanish(*_):
         raise SubmissionUnconfirmed("no answer")
@@ -257,23 +241,6 @@ def test_folder_of_a_possibly_queued_job_is_kept(executor, tmp_path, monkeypatch
         executor.submit(add, 1)
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "function.pkl").exists()
-
-
-@pytest.mark.slow
-def test_concurrent_submissions_never_share_a_folder(executor, monkeypatch):
-    # Submissions that draw the same name in the same second must draw again.
-    monkeypatch.setattr(os, "urandom", lambda n: bytes(n - 1) + bytes([threading.get_native_id() % 2]))
-    with ThreadPoolExecutor(4) as pool:
-        jobs = list(pool.map(lambda i: executor.submit(add, i), range(4)))
-    assert len({job.run.dir.path for job in jobs}) == 4
-    assert [CallPayload.read(job.run.dir.function).deserialize().args for job in jobs] == [
-        (0,),
-        (1,),
-        (2,),
-        (3,),
-    ]
-    for job in jobs:
-        job.wait()
 
 
 def test_job_can_be_restored_after_its_program_ended(executor, monkeypatch):

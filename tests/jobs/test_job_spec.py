@@ -12,7 +12,6 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
-from hpctrain.spec.shell_setup import ShellSetup
 
 # Everything that a process can receive: all characters but NUL and lone surrogates.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
@@ -145,23 +144,3 @@ def test_damaged_spec_is_reported(tmp_path, text):
     path.write_text(text)
     with pytest.raises(SpecError, match=r"spec\.yaml"):
         load_spec(path)
-
-
-def test_spec_with_escapes_is_read(make_spec, tmp_path):
-    path = tmp_path / "spec.yaml"
-    path.write_text(
-        'script: "/home/me/train.py"\n'
-        'args: ["a", "\\U000000e9 \\U0001f600"]\n'
-        'env:\n  "NO": "1e3"\n'
-        'name: "train"\nrun_id: "train-1"\nrun_dir: "/home/me/runs/train-1"\nbackend: "slurm"\n'
-        "nodes: 1\nntasks_per_node: 2\ntime_limit_s: 1.0e+18\n"
-        'python: "/usr/bin/python3"\nworkdir: "/home/me"\n'
-        'shell:\n  "modules": []\n  "conda": null\n  "venv": null\n  "setup": ["a"]\n'
-    )
-    assert load_spec(path) == make_spec(
-        args=("a", "é 😀"),
-        env={"NO": "1e3"},
-        ntasks_per_node=2,
-        time_limit_s=1e18,
-        shell=ShellSetup(setup=("a",)),
-    )

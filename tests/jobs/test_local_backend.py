@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shlex
 import sys
 import threading
 from pathlib import Path
@@ -16,11 +15,9 @@ from helpers.waiting import wait_for
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
 from hpctrain.files import is_locked, try_lock
 from hpctrain.jobs.backends import local
-from hpctrain.jobs.runs.follow import follow_run
-from hpctrain.jobs.runs.run import find_run, list_runs
-from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, describe_event
+from hpctrain.jobs.runs.run import find_run, list_runs, require_running
+from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, describe_event, follow_run
 from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.runs.running_attempt import require_running
 from hpctrain.jobs.submit import submit as submit_module
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.states import RunState
@@ -158,16 +155,6 @@ def test_supervisor_that_cannot_start_is_reported_in_the_log(prepared, tmp_path,
     assert "/nowhere/python" in run.dir.slurm_log.read_text()
 
 
-def test_failed_submission_leaves_no_folder(prepared, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError("no more processes")
-
-    monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
-    with pytest.raises(SchedulerError, match="no more processes"):
-        submit_prepared(prepared(run_dir="r"))
-    assert not (tmp_path / "r").exists()
-
-
 def test_one_of_several_concurrent_submissions_wins(prepared):
     outcomes = []
 
@@ -275,36 +262,23 @@ def test_checking_a_lock_does_not_block_taking_it(tmp_path):
     timer.join()
 
 
-def test_lock_file_names_the_supervisor(prepared):
-    run = submit_prepared(prepared("sleep"))
-    wait_for(lambda: run.log_path(), 20, "the first attempt")
-    pid = int(run.dir.lock.read_text())
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        assert str(run.dir.path) in shlex.join(map(os.fsdecode, file.read().split(b"\0")))
-    run.cancel()
-    run.wait_for_end(timeout=120)
-
-
 @pytest.mark.parametrize(
-    ("saved", "description"),
+    ("event", "line"),
     [
-        (True, "after step 9; checkpoint saved"),
-        (False, "after step 9; no new checkpoint was saved"),
+        (
+            {"kind": "signal", "signal": "SIGTERM", "step": 9, "saved": True},
+            "stopped by SIGTERM after step 9; checkpoint saved",
+        ),
+        (
+            {"kind": "signal", "signal": "SIGTERM", "step": 9, "saved": False},
+            "stopped by SIGTERM after step 9; no new checkpoint was saved",
+        ),
+        ({"kind": "requeue"}, "requeueing the job"),
+        (
+            {"kind": "resumed", "step": 40, "broken": ["step-00000050 is damaged: a byte is gone."]},
+            "resumed after step 40; step-00000050 is damaged: a byte is gone.",
+        ),
     ],
 )
-def test_stop_event_reports_only_what_was_saved(saved, description):
-    event = {"attempt": 1, "kind": "signal", "signal": "SIGTERM", "step": 9, "saved": saved}
-    assert describe_event(event) == f"attempt 1: stopped by SIGTERM {description}"
-    assert describe_event({"attempt": 1, "kind": "requeue"}) == "attempt 1: requeueing the job"
-
-
-def test_corrupt_checkpoint_is_reported_by_follow():
-    event = {
-        "attempt": 1,
-        "kind": "resumed",
-        "step": 40,
-        "broken": ["step-00000050 is damaged: a byte is gone."],
-    }
-    assert (
-        describe_event(event) == "attempt 1: resumed after step 40; step-00000050 is damaged: a byte is gone."
-    )
+def test_events_are_described(event, line):
+    assert describe_event({"attempt": 1, **event}) == f"attempt 1: {line}"

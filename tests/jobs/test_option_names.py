@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from hpctrain.cli.main import cli
 from hpctrain.cli.resubmit_command import submit_arguments
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.extra_directives import explain_foreign
 from hpctrain.jobs.options.resolved_options import resolve_options
+from hpctrain.jobs.options.sbatch_options import find_replacement
 
 
 def resolve(tmp_path: Path, options: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -40,8 +40,7 @@ def test_short_names_of_sbatch_work(args: list[str], tmp_path: Path) -> None:
         ("--walltime", "Use --time"),
         ("-G", "Use --gpus-per-node"),
         ("--output", "--run-dir"),
-        ("--hint", "Use --sbatch hint=VALUE"),
-        ("--hold", "Use --sbatch hold."),
+        ("--notify-on", "Use --set notify_on=VALUE"),
         ("--wandb", "loggers='wandb'"),
         ("--master-port", "hpctrain chooses"),
     ],
@@ -138,4 +137,4 @@ def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypat
 def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"no option 'num_gpus'. Use --gpus-per-node"):
         resolve(tmp_path, {"num_gpus": 1})
-    assert explain_foreign("no-such-option") == ""
+    assert find_replacement("no-such-option") == ""

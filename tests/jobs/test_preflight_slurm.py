@@ -14,19 +14,16 @@ from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 from hpctrain import sandbox
-from hpctrain.errors import SpecError
-from hpctrain.jobs.site import partition_limits
-from hpctrain.jobs.site.forecast import estimate_cost, expected_start
+from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.backends.preflight_slurm import estimate_cost, expected_start
 from hpctrain.jobs.site.job_request import JobRequest
-from hpctrain.jobs.site.node_requirements import node_problems
-from hpctrain.jobs.site.path_visibility import path_notes
+from hpctrain.jobs.site.mounts import path_notes
+from hpctrain.jobs.site.refusal import explain_refusal
 from hpctrain.jobs.site.site_check import check_request
 from hpctrain.jobs.submit.submit import submit_prepared
-from hpctrain.slurm.command import SlurmCall, run_slurm
+from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.pending_reasons import suggest_remedy
-from hpctrain.slurm.site_discovery import discover_site
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions
+from hpctrain.slurm.site_facts import Partition, Site, discover_site
 
 STRICT = [
     "JobRequeue=0",
@@ -80,7 +77,6 @@ pytestmark = pytest.mark.slurm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partition": "shrt"}, r"Unknown partition 'shrt' \(--partition\)\. Did you mean 'short'\?"),
         (
             {"partition": "short", "time": "1:00:00"},
             r"01:00:00 was requested \(--time\), but partition short allows at most 00:30:00 \(MaxTime\)\.",
@@ -89,84 +85,82 @@ pytestmark = pytest.mark.slurm
             {"partition": "short", "time": "unlimited"},
             r"An unlimited time was requested \(--time\), but partition short allows at most 00:30:00",
         ),
-        (
-            {"partition": "short", "time": "60"},
-            r"\nPartition preemptible, urgent or wh",
-        ),
+        ({"partition": "short", "time": "60"}, r"\nPartition preemptible, urgent or wh"),
         (
             {"partition": "short", "time": None},
             r"without --time after 00:01:00 \(DefaultTime\), but the ranks stop and save 120 s",
         ),
-        ({"partition": "short", "nodes": 2}, r"requests 2 nodes .* allows at most 1 per job \(MaxNodes\)"),
-        (
-            {"partition": "wide"},
-            r"requests 1 node .*, but .* wide requires at least 2 per job \(MinNodes\)",
-        ),
+        ({"partition": "wide"}, r"requests 1 node .*, but .* wide requires at least 2 per job \(MinNodes\)"),
         (
             {"partition": "wide", "nodes": 2, "mem": "2G"},
             r"2G of memory .* \(--mem\).* 1000M \(MaxMemPerNode\)",
         ),
-        (
-            {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
-            r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)",
-        ),
-        ({"partition": "physics", "qos": "slow"}, r"QOS 'slow' .* denies this QOS \(DenyQos\)"),
-        ({"partition": "reserved"}, r"only jobs with a reservation \(ReqResv\)\. Use --reservation"),
-        ({"partition": "drained"}, r"currently does not accept new jobs \(State=DRAIN\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
-        (
-            {"nodes": 3},
-            r"The job requests 3 nodes \(--nodes\), but .* partition preemptible has only 2 such nodes\.",
-        ),
-        ({"gpus_per_node": 3}, r"3 GPUs per node .*, no node of partition preemptible has more than 2"),
-        ({"gpus_per_node": "h100:1"}, r"type 'h100' .* has no such GPUs\. Its GPU types are a100\."),
-        (
-            {"cpus_per_task": 9},
-            r"requests 9 CPUs per node \(1 rank × --cpus-per-task 9\), .* more than 8",
-        ),
-        (
-            {"gpus_per_node": 2, "cpus_per_task": 5},
-            r"requests 10 CPUs per node \(2 ranks × --cpus-per-task 5",
-        ),
-        ({"mem": TOO_MUCH}, r"MiB of memory per node \(--mem\), .* no node"),
-        ({"mem_per_cpu": TOO_MUCH}, r"memory per node \(--mem-per-cpu\)"),
-        ({"constraint": "fst"}, r"Feature 'fst' .* no node of .* has this feature\. Did you mean 'fast'\?"),
-        ({"constraint": "fast&slow*2"}, r"Feature 'slow' was requested"),
-        ({"constraint": "fast", "nodes": 2}, r"2 nodes with the features fast .* has only 1 such node"),
-        (
-            {"nodelist": "nowhere-1"},
-            r"Node nowhere-1 was requested \(--nodelist\), but according to sinfo, this node is not in",
-        ),
-        (
-            {"array": "0-21"},
-            r"Task 21 was requested \(--array\), but the highest task number at this site is 20",
-        ),
     ],
 )
-def test_impossible_job_is_refused_with_a_remedy(submission, options, message):
+def test_job_that_would_wait_forever_is_refused_with_a_remedy(submission, options, message):
     with pytest.raises(SpecError, match=message):
         submission(**options)
 
 
-def test_excluded_nodes_reduce_the_available_ones(submission, strict_cluster):
-    with pytest.raises(SpecError, match=r"has only 2 such nodes, of which --exclude excludes 1"):
-        submission(nodes=2, exclude=strict_cluster.nodes[0])
-    assert submission(nodes=1, exclude=strict_cluster.nodes[0]).forecast
+@pytest.mark.parametrize(
+    ("options", "reason", "remedy"),
+    [
+        ({"partition": "shrt"}, "Invalid partition", r"'shrt' \(--partition\)\. Did you mean 'short'\?"),
+        (
+            {"partition": "short", "nodes": 2},
+            "node configuration",
+            "requests 2 nodes, each with 1 CPU. Partition short has 2 nodes with .*at most 1 node",
+        ),
+        ({"nodes": 3}, "node configuration", "requests 3 nodes, .*has 2 nodes with 8 CPUs, .*2 a100 GPUs"),
+        ({"gpus_per_node": 3}, "node configuration", "each with 3 GPUs, 3 CPUs.*has 2 nodes .* 2 a100 GPUs"),
+        ({"gpus_per_node": "h100:1"}, "node configuration", "1 h100 GPU, .*2 a100 GPUs"),
+        (
+            {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
+            "node conf",
+            "5 CPUs.*at most 4 CPUs per node",
+        ),
+        (
+            {"partition": "short", "gpus_per_node": 1, "nodes": 2},
+            "node configuration",
+            r"Partition preemptible, urgent, wide or whole would accept the job without changes \(",
+        ),
+        ({"mem": TOO_MUCH}, "node configuration", "MiB of memory"),
+        ({"constraint": "fast", "nodes": 2}, "node configuration", "and the features fast"),
+        ({"constraint": "fst"}, "Invalid feature", r"features of the nodes \(--constraint\): fast\."),
+        ({"nodelist": "nowhere-1"}, "Invalid node name", "Correct --nodelist"),
+        ({"array": "0-21"}, "Invalid job array", r"highest task number at this site is 20 \(MaxArraySize\)"),
+        ({"partition": "reserved"}, "Access/permission", "require a --reservation.*requires a reservation"),
+        ({"partition": "drained"}, "inactive or drain", "Choose another --partition, or wait"),
+        ({"reservation": "nope"}, "reservation is invalid", "`scontrol show reservation` lists them"),
+    ],
+)
+def test_refusal_of_slurm_has_a_remedy(submission, options, reason, remedy):
+    job = submission(**options)
+    assert re.search(rf"(?s)sbatch failed: .*{reason}.*{remedy}", job.preflight.refusal())
+    assert job.forecast[0].startswith("No estimated start: sbatch failed: ")
+    with pytest.raises(SchedulerError, match=rf"The job was not submitted: .*{reason}"):
+        submit_prepared(job)
+    assert not os.path.exists(job.spec.run_dir)
+
+
+def test_refused_resubmission_leaves_the_run_folder_unchanged(submission):
+    run = submit_prepared(submission())
+    try:
+        before = {path: path.read_text() for path in (run.dir.spec, run.dir.job_script)}
+        run.cancel()
+        wait_for(lambda: run.status().state.ended, 30, "the end of the run")
+        with pytest.raises(SchedulerError, match="not submitted"):
+            submit_prepared(submission(run_dir=run.dir.path, nodes=3))
+        assert {path: path.read_text() for path in before} == before
+    finally:
+        run.cancel()
 
 
 def test_sbatch_variable_is_named_as_source(submission):
-    with pytest.raises(SpecError, match=r"'shrt' \(SBATCH_PARTITION\)"):
-        submission(env={"SBATCH_PARTITION": "shrt"})
+    assert "'shrt' (SBATCH_PARTITION)" in submission(env={"SBATCH_PARTITION": "shrt"}).preflight.refusal()
     with pytest.raises(SpecError, match=r"01:00:00 was requested \(SBATCH_TIMELIMIT\)"):
         submission(env={"SBATCH_TIMELIMIT": "60"}, partition="short", time=None)
-
-
-def test_all_problems_are_reported_at_once(submission):
-    with pytest.raises(SpecError) as refusal:
-        submission(partition="short", time="60", nodes=2, gpus_per_node=3)
-    assert [
-        re.findall(r"MaxTime|MaxNodes|according to sinfo", line) for line in str(refusal.value).splitlines()
-    ] == [["MaxTime"], ["MaxNodes"], ["according to sinfo"]]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +176,9 @@ def test_all_problems_are_reported_at_once(submission):
     ],
 )
 def test_possible_job_is_not_refused(submission, options):
-    (start, cost) = submission(**options).forecast
+    job = submission(**options)
+    assert job.preflight.refusal() == ""
+    start, cost = job.forecast
     assert start.startswith("Estimated start: now, on strict-")
     assert "Maximum cost:" in cost
 
@@ -222,13 +218,6 @@ def test_forecast_of_a_queued_job_has_a_later_start(submission, strict_cluster):
         assert re.match(r"Estimated start: (\S+ )?\d\d:\d\d, on", submission().forecast[0])
     finally:
         run_command(["scancel", job], strict_cluster.env)
-
-
-def test_rejection_by_slurm_is_in_the_forecast(submission):
-    (start, _) = submission(reservation="nope").forecast
-    assert start == (
-        "No estimated start: sbatch failed: allocation failure: Requested reservation is invalid."
-    )
 
 
 def test_requeue_rules_of_the_site_are_noted(submission):
@@ -271,8 +260,9 @@ def test_unavailable_nodes_are_noted(submission, strict_cluster):
     node = f"NodeName={strict_cluster.nodes[1]}"
     run_command(["scontrol", "update", node, "State=DRAIN", "Reason=test"], strict_cluster.env)
     try:
-        note = submission(nodes=2).notes[0]
-        assert note.startswith(
+        job = submission(nodes=2)
+        assert job.preflight.refusal() == ""
+        assert job.notes[0].startswith(
             "The job requests 2 nodes, but according to sinfo, partition preemptible has only 1 suitable node"
         )
         assert not submission(nodes=1).notes[0].startswith("The job requests 1 node")
@@ -381,64 +371,15 @@ def request_of(make_spec):
     return lambda **fields: JobRequest.from_spec(make_spec(**fields), {})
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"gpus_per_node": 8}, "8 GPUs per node .* no node of partition mixed has more than 4"),
-        ({"gpus_per_node": 4, "nodes": 3}, "3 nodes with 4 GPUs each .* has only 2"),
-        ({"gpus_per_node": 4, "gpu_type": "v100"}, "4 v100 GPUs per node .* more than 1"),
-        ({"gpus_per_node": 1, "gpu_type": "v100", "nodes": 3}, "3 nodes with 1 v100 GPU each .* has only 2"),
-        ({"gpus_per_node": 3, "ntasks_per_node": 3, "cpus_per_task": 20}, "nodes? with 3 GPUs, 60 CPUs each"),
-        (
-            {"gpus_per_node": 1, "directives": {"constraint": "ib&old"}},
-            "with 1 GPU each and the features ib&old",
-        ),
-    ],
-)
-def test_partition_with_several_kinds_of_nodes(request_of, fields, message):
-    nodes = {"memory_mib": 1000, "state": "idle"}
-    mixed = Partition(
-        name="mixed",
-        groups=(
-            NodeGroup(names="a[1-3]", num=3, cpus=64, gpus={"a100": 2}, features=("ib",), **nodes),
-            NodeGroup(
-                names="b[1-2]", num=2, cpus=32, gpus={"a100": 3, "v100": 1}, features=("old",), **nodes
-            ),
-            NodeGroup(names="c[1-9]", num=9, cpus=16, **nodes),
-        ),
-    )
-    (problem,) = node_problems(request_of(**fields), mixed)
-    assert re.search(message, problem.message)
-    assert list(node_problems(request_of(gpus_per_node=1, nodes=5), mixed)) == []
-    either = {"constraint": "ib|old"}
-    assert list(node_problems(request_of(nodes=5, directives=either), mixed)) == []
-    assert len(list(node_problems(request_of(nodes=6, directives=either), mixed))) == 1
-
-
-def test_restricted_partitions_are_refused_unless_root(request_of, monkeypatch):
-    request, site = request_of(time_limit_s=3600), Site()
-    closed = [Partition(name="r", root_only=True), Partition(name="g", allow_groups=("nobodys",))]
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert [
-        *partition_limits.limit_problems(request, closed[0], site),
-        *partition_limits.limit_problems(request, closed[1], site),
-    ] == []
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    (root_only,) = partition_limits.limit_problems(request, closed[0], site)
-    assert "is for root only (RootOnly)" in root_only.message
-    (group,) = partition_limits.limit_problems(request, closed[1], site)
-    assert "(AllowGroups), but you are not a member of any of them" in group.message
-
-
 def test_accounts_below_an_allowed_account_are_not_refused(request_of):
     """Only Slurm knows the hierarchy of accounts."""
-    request = request_of(directives={"account": "optics"}, time_limit_s=3600)
-    partition = Partition(name="p", allow_accounts=("physics",))
-    assert list(partition_limits.limit_problems(request, partition, Site())) == []
+    request = request_of(directives={"account": "optics", "partition": "p"}, time_limit_s=3600)
+    site = Site(partitions=(Partition(name="p", allow_accounts=("physics",)),))
+    assert check_request(request, site, lambda command: "")[1] == list(site.partitions)
 
 
 def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):
-    site = Site(slurm=SlurmConfig(select="linear"), habits=SiteConventions())
+    site = Site(slurm=SlurmConfig(select="linear"))
     request = request_of(nodes=100, gpus_per_node=8, time_limit_s=86400.0 * 2)
     assert estimate_cost(request, [], site).startswith(
         "Maximum cost: 38\u202f400 GPU-hours (100 nodes × 8 GPUs × 2-00"
@@ -446,35 +387,36 @@ def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):
     assert "neither --time nor the partition" in estimate_cost(request_of(), [], site)
 
 
-def test_forecast_of_slurm_26_is_read(request_of):
-    words = "sbatch: Job 4 to start at 2020-01-01T00:00:00 a using 1 processors on nodes n1 in partition p\n"
-    forecast = SlurmCall(["printf", words], os.environ)
-    assert expected_start(request_of(), forecast) == "Estimated start: now, on n1, partition p."
+@pytest.mark.parametrize(
+    ("output", "error", "sentence"),
+    [
+        (
+            "sbatch: Job 4 to start at 2020-01-01T00:00:00 a using 1 processors on nodes n1 in partition p\n",
+            "",
+            "Estimated start: now, on n1, partition p.",
+        ),
+        # Slurm predicts a start in centuries.
+        (
+            "sbatch: Job 7 to start at 2282-02-06T05:56:00 using 2 processors on nodes n1 in partition gpu",
+            "",
+            "No estimated start: according to Slurm, the job waits for jobs without a time limit.",
+        ),
+        ("", "", "No estimated start: sbatch printed nothing."),
+        ("a\n b", "", "No estimated start: a b."),
+        ("", "sbatch not found on PATH", "No estimated start: sbatch not found on PATH."),
+    ],
+    ids=["Slurm 26.05", "jobs without a limit", "nothing", "unknown", "error"],
+)
+def test_forecast_is_parsed(request_of, output, error, sentence):
+    assert expected_start(request_of(), output, error) == sentence
 
 
-def test_limit_in_a_rejection_is_explained():
+def test_limit_in_a_rejection_is_explained(request_of):
     words = "QOSMaxSubmitJobPerUserLimit; Batch job submission failed: Job violates accounting/QOS policy"
-    assert suggest_remedy(f"sbatch failed: {words}") == (
-        "There are as many submitted jobs as the QOS allows (each array task counts as a job); `sacctmgr "
-        "show qos` lists the limits. Wait until other jobs have ended, or use another --qos or --account."
+    assert explain_refusal(words, request_of(), Site()) == (
+        f"{words}. There are as many submitted jobs as the QOS allows (each array task counts as a job); "
+        "`sacctmgr show qos` lists the limits. Wait until other jobs have ended, or use another --qos or "
+        "--account."
     )
-    assert (
-        suggest_remedy("sbatch failed: Invalid qos specification") == "Correct the options, then try again."
-    )
-
-
-def test_unparsable_forecast_is_reported(request_of):
-    for output, reason in (("", "sbatch printed nothing"), ("a\n b", "a b")):
-        forecast = SlurmCall(["printf", output], os.environ)
-        assert expected_start(request_of(), forecast) == f"No estimated start: {reason}."
-    missing = expected_start(request_of(), SlurmCall(["no-such-sbatch"], os.environ))
-    assert missing == "No estimated start: no-such-sbatch not found on PATH."
-
-
-def test_start_after_jobs_without_a_time_limit_is_unknown(request_of):
-    """Slurm then predicts a start in centuries."""
-    words = "sbatch: Job 7 to start at 2282-02-06T05:56:00 using 2 processors on nodes n1 in partition gpu"
-    forecast = SlurmCall(["printf", words], os.environ)
-    assert expected_start(request_of(), forecast) == (
-        "No estimated start: according to Slurm, the job waits for jobs without a time limit."
-    )
+    assert explain_refusal("x", request_of(), Site()) == "x. Correct the options, then try again."
+    assert "format=qos` lists yours" in explain_refusal("Invalid qos specification", request_of(), Site())

@@ -46,7 +46,6 @@ def test_max_failures_can_be_set(prepared):
         ({"time": "1", "stop_before_limit": 60}, "60 s .*--time.* 60 s"),
         ({"time": "soon"}, "'soon' is not a valid duration"),
         ({"partition": ""}, "partition .* is empty"),
-        ({"sbatch": {"partition": "b"}}, "Use --partition"),
         ({"mem": 1, "mem_per_cpu": "2"}, "--mem 1 and --mem-per-cpu 2"),
         ({"exclusive": True, "sbatch": {"oversubscribe": ""}}, "--exclusive and --oversubscribe"),
         ({"gpus_per_node": "h100"}, "'h100', but must be a number, such as 8, or a type"),
@@ -162,30 +161,30 @@ def test_slurm_only_options_are_noted_for_the_local_backend(prepared):
         ),
         (
             {"nodes": "1:2", "scale_up_after": 1},
-            "--scale-up-after has no effect: the run uses the local backend",
+            "scale_up_after has no effect: the run uses the local backend",
         ),
         (
             {"stop_before_limit": 5},
             "--stop-before-limit has no effect: there is no time limit (--time).",
         ),
-        ({"notify_on": ["stall"]}, "--notify-on has no effect: --notify is not given."),
+        ({"notify_on": ["stall"]}, "notify_on has no effect: --notify is not given."),
         (
             {"notify_stall_after": 9},
-            "--notify-stall-after has no effect: --notify is not given.",
+            "notify_stall_after has no effect: --notify is not given.",
         ),
         (
             {"notify": "true", "notify_on": "finish", "notify_stall_after": 9},
-            "--notify-stall-after has no effect: --notify-on does not include stall.",
+            "notify_stall_after has no effect: notify_on does not include stall.",
         ),
         (
             {"code_snapshot": False, "code_snapshot_limit": 9},
-            "--code-snapshot-limit has no effect: the code is not copied",
+            "code_snapshot_limit has no effect: the code is not copied",
         ),
         (
             {"launcher": "torchrun", "standby_workers": 9},
             "--standby-workers has no effect: torchrun starts",
         ),
-        ({"gpu_request_style": "gres"}, "--gpu-request-style has no effect:"),
+        ({"gpu_request_style": "gres"}, "gpu_request_style has no effect:"),
     ],
 )
 def test_option_without_effect_is_noted(prepared, options, note):
@@ -240,7 +239,7 @@ def test_sufficient_time_limit_has_no_note(prepared):
 def test_config_file_may_set_options_that_other_jobs_need(prepared, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("rdzv_backend: c10d\nspare_nodes: 1\nnotify_on: stall\n")
     assert prepared().notes == ()
-    with pytest.raises(SpecError, match=r"--rdzv-backend requires torchrun, but srun .*--launcher torchrun"):
+    with pytest.raises(SpecError, match=r"rdzv_backend requires torchrun, but srun .*--launcher torchrun"):
         prepared(rdzv_backend="c10d")
 
 

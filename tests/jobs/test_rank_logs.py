@@ -87,21 +87,6 @@ def test_lines_are_whole_and_progress_bars_show_their_last_state(tmp_path):
     assert list(logs.read_rest()) == []
 
 
-def test_only_the_last_state_of_a_progress_bar_is_kept_in_memory(tmp_path):
-    attempt = Attempt(tmp_path / "r", 2)
-    attempt.write(1, "begin\n")
-    logs = attempt.logs()
-    assert list(logs.read_past()) == ["[1] begin\n"]
-    for percent in range(50):
-        attempt.write(1, f"\r{percent}% done")
-        assert list(logs.read_new()) == []
-    attempt.write(1, "\r")
-    assert list(logs.read_new()) == []
-    assert logs._partial_lines == {1: "49% done\r"}
-    attempt.write(1, "\n")
-    assert list(logs.read_new()) == ["[1] 49% done\n"]
-
-
 def test_logs_of_late_ranks_are_found(tmp_path, monkeypatch):
     attempt = Attempt(tmp_path / "r", 2)
     attempt.write(0, "here\n")

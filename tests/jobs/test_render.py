@@ -59,16 +59,10 @@ def test_script_names_its_origin_and_ends_with_the_supervisor(make_spec):
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert f"hpctrain {hpctrain.__version__} from slurm_templates/ddp.sbatch.j2" in lines[1]
-    assert "sbatch job.sbatch, in the run folder" in lines[2]
+    assert "To start an ended run again: hpctrain resume /home/me/runs/train-1" in lines[2]
     assert lines[-1] == "exec /usr/bin/python3 -m hpctrain.supervisor /home/me/runs/train-1"
     assert "NCCL_DEBUG" in text
     assert "CUDA_VISIBLE_DEVICES" in render(make_spec())
-
-
-def test_manual_start_uses_the_backend_of_the_run(make_spec):
-    text = render(make_spec(backend="local"))
-    assert "bash job.sbatch, in the run folder" in text
-    assert "sbatch job.sbatch" not in text.replace(" bash job.sbatch", "")
 
 
 @pytest.mark.parametrize("word", HOSTILE)
@@ -222,7 +216,7 @@ def test_conda_environment_name_is_looked_up(prepared, tmp_path):
         ({"module": [""]}, "module"),
         ({"rdzv_backend": "c10d"}, "srun starts the ranks"),
         ({"launcher": "torchrun", "rdzv_endpoint": "h:1"}, "whose endpoint is the supervisor"),
-        ({"launcher": "torchrun", "rdzv_backend": "etcd-v2"}, "--rdzv-endpoint HOST:PORT"),
+        ({"launcher": "torchrun", "rdzv_backend": "etcd-v2"}, "rdzv_endpoint, such as HOST:PORT"),
         ({"launcher": "torchrun", "rdzv_backend": "etcd-v2", "rdzv_endpoint": "h"}, "HOST:PORT"),
         ({"template": "torchrun", "launcher": "srun"}, "requires --launcher torchrun"),
     ],

@@ -69,16 +69,25 @@ def test_later_sources_win_and_each_value_has_its_source(files):
     config.write_text(text())
     command_line = dict.fromkeys(names[next(layers) - 1 :], "x2")
     settings = files.resolve("begin=x1", profile="fast", config="mine.yaml", **command_line)
-    assert [settings.options[name] for name in names] == ["x8", "x7", "x6", "x5", "x4", "x3", "x2", "x1"]
+    assert settings.options["name"] == "x8"
+    assert [settings.options["sbatch"][name] for name in names[1:]] == [
+        "x7",
+        "x6",
+        "x5",
+        "x4",
+        "x3",
+        "x2",
+        "x1",
+    ]
     assert sources(settings) == {
         "name": f"{files.site}/a.yaml:1",
-        "account": f"{files.site}/b.yaml:1",
-        "qos": f"{files.user}:1",
-        "partition": f"{files.project}:1",
-        "constraint": f"{files.project}:8 (profile fast)",
-        "comment": f"{config}:1",
-        "reservation": "command line",
-        "begin": "--set",
+        "sbatch.account": f"{files.site}/b.yaml:1",
+        "sbatch.qos": f"{files.user}:1",
+        "sbatch.partition": f"{files.project}:1",
+        "sbatch.constraint": f"{files.project}:8 (profile fast)",
+        "sbatch.comment": f"{config}:1",
+        "sbatch.reservation": "command line",
+        "sbatch.begin": "--set",
         "profile": "command line",
         "config": "command line",
     }
@@ -88,9 +97,9 @@ def test_site_profile_overrides_plain_values_of_the_project(files):
     (files.site / "a.yaml").write_text("profiles: {fast: {qos: site, nodes: 4}}")
     files.user.write_text("profiles: {fast: {nodes: 5}}")
     files.project.write_text("qos: project\nnodes: 1\n")
-    assert files.resolve(profile="fast").options["qos"] == "site"
+    assert files.resolve(profile="fast").options["sbatch"]["qos"] == "site"
     assert files.resolve(profile="fast").options["nodes"] == 5
-    assert files.resolve().options["qos"] == "project"
+    assert files.resolve().options["sbatch"]["qos"] == "project"
 
 
 def test_profile_in_config_option_file_overrides_its_plain_values(files):
@@ -128,7 +137,7 @@ def test_empty_value_removes_an_earlier_one(files, source):
         settings = files.resolve()
     else:
         settings = files.resolve("qos=", "env=", "nodes=")
-    assert "qos" not in settings.options
+    assert "sbatch" not in settings.options
     assert "env" not in settings.options
     assert settings.options["nodes"] == 1
     assert str(settings.values["nodes"].source) == "default"
@@ -142,12 +151,9 @@ def test_values_in_files_are_parsed_by_option_type_not_by_yaml(files):
     assert {key: value for key, value in files.resolve().options.items() if key != "backend"} == {
         "nodes": 1,
         "time": "12:30:00",
-        "account": "0123",
         "name": "on",
-        "mem": "1_0",
         "gpus_per_node": "h100:8",
-        "begin": "2026-12-01",
-        "exclusive": "user",
+        "sbatch": {"account": "0123", "mem": "1_0", "begin": "2026-12-01", "exclusive": "user"},
         "env": {"FLAG": "yes", "N": "1.0", "EMPTY": ""},
         "runs_dir": "runs",
         "spare_nodes": 0,
@@ -184,7 +190,7 @@ class TestConfigSearchPath:
     def test_nearest_project_file_is_used(self, files):
         files.project.write_text("qos: root\n")
         (files.cwd.parent / "hpctrain.yaml").write_text("nodes: 2\n")
-        assert "qos" not in files.resolve().options
+        assert "sbatch" not in files.resolve().options
         assert files.resolve().options["nodes"] == 2
 
     def test_files_above_the_repository_are_ignored(self, files):

@@ -13,7 +13,7 @@ from helpers.fake_slurm import INVALID_JOB_ID, NO_ACCOUNTING, UNREACHABLE, FakeS
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run, query_statuses
-from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
+from hpctrain.jobs.runs.status_poller import UnknownStateTracker
 from hpctrain.records import checkpoint_health, successor
 from hpctrain.records.run_record import JobRecord
 from hpctrain.rundir import RunDir

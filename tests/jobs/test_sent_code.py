@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.submit.sent_code import SENT_CODE_FILE, SentCode
+from hpctrain.jobs.submit.code_snapshot import SENT_CODE_FILE, SentCode
 
 
 def send(folder: Path, **changes: object) -> None:

@@ -15,8 +15,7 @@ from hpctrain.jobs.options.site_profile import write_profile
 from hpctrain.jobs.site.mounts import find_mount, is_node_local
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig, parse_config
-from hpctrain.slurm.site_discovery import discover_site
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, discover_site
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_later_files_extend_the_site(tmp_path):
     (folder / "1.yaml").write_text(yaml.safe_dump({"partition": "gpu", "site": write_profile(SITE)}))
     (folder / "2.yaml").write_text("site:\n  habits: {requeue: no}\n")
     settings = resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(folder)})
-    assert settings.options["partition"] == "gpu"
+    assert settings.options["sbatch"] == {"partition": "gpu"}
     assert settings.site == replace(SITE, habits=replace(SITE.habits, requeue=False))
 
 
@@ -178,7 +177,7 @@ def test_later_files_extend_the_site(tmp_path):
         ("site: {partitions: gpu}", r"site\.partitions is 'gpu', but must be a list"),
         ("site: {partitions: [{default: true}]}", r"the key 'name' is missing in site\.partitions\[0\]"),
         ("site: {partitions: [{name: a, nodes: 3}]}", r"unknown key 'nodes' in site\.partitions\[0\]"),
-        ("site: [1]", r"site is a list, but must be a mapping"),
+        ("site: [1]", r"site must be a mapping"),
         ("sites: {}", r"unknown option 'sites'\. Did you mean 'site'\?"),
         ("profiles: {a: {site: {}}}", r"'site' is a section of configuration files"),
     ],

@@ -21,7 +21,7 @@ USERS = {
     "HPCTRAIN_SHARE_GPUS": "1",
 }
 
-#: Variables around a submission, as Slurm, torchrun, Open MPI, MPICH, horovodrun and submitit set them.
+#: Variables around a submission, as Slurm, torchrun and submitit set them. Recordings have those of others.
 CONTEXTS = {
     "a rank of hpctrain": {
         "HPCTRAIN_RUN_DIR": "/other",
@@ -74,33 +74,7 @@ CONTEXTS = {
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": "x",
     },
-    "mpirun of Open MPI": {
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_MCA_pmix": "^s1,s2,cray,isolated",
-        "OMPI_MCA_orte_num_nodes": "1",
-        "PMIX_RANK": "1",
-        "PMIX_NAMESPACE": "862715905",
-    },
     "srun --mpi=pmix": {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.1.0"},
-    "mpiexec of MPICH": {
-        "PMI_RANK": "1",
-        "PMI_SIZE": "2",
-        "PMI_FD": "6",
-        "HYDI_CONTROL_FD": "7",
-        "MPI_LOCALNRANKS": "2",
-        "MPI_LOCALRANKID": "1",
-        "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "n1",
-    },
-    "horovodrun": {
-        "HOROVOD_RANK": "0",
-        "HOROVOD_SIZE": "2",
-        "HOROVOD_LOCAL_RANK": "0",
-        "HOROVOD_CROSS_SIZE": "1",
-        "HOROVOD_HOSTNAME": "n1",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": "1",
-        "HOROVOD_CONTROLLER": "gloo",
-    },
     "submitit": {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_LOCAL_GLOBALID": "0"},
 }
 

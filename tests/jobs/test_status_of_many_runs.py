@@ -38,9 +38,17 @@ def calls(slurm, tmp_path) -> tuple[dict[str, str], Path]:
 
 
 @pytest.fixture
-def held_jobs(slurm) -> Iterator[list[str]]:
+def held_jobs(slurm, tmp_path) -> Iterator[list[str]]:
     """As many queued jobs as there are runs."""
-    options = ("--parsable", "--hold", f"--array=0-{NUM_RUNS - 1}", "--output=/dev/null", "--wrap=true")
+    (tmp_path / "runs").mkdir()
+    options = (
+        f"--chdir={tmp_path}/runs",
+        "--parsable",
+        "--hold",
+        f"--array=0-{NUM_RUNS - 1}",
+        "--output=/dev/null",
+        "--wrap=true",
+    )
     job_id = run_command(["sbatch", *options], slurm.env).stdout.strip()
     yield [f"{job_id}_{index}" for index in range(NUM_RUNS)]
     run_command(["scancel", job_id], slurm.env)
@@ -48,10 +56,10 @@ def held_jobs(slurm) -> Iterator[list[str]]:
 
 def create_runs(job_ids: list[str], folder: Path) -> None:
     for number, job_id in enumerate(job_ids):
-        run = RunDir(folder / f"run-{number:04d}")
+        run = RunDir(folder / f"task-{number}")
         run.path.mkdir(parents=True)
         run.spec.touch()
-        record = {"attempt": 0, "kind": "submitted", "job_id": job_id, "backend": "slurm", "by_hand": True}
+        record = {"attempt": 0, "kind": "submitted", "job_id": job_id, "backend": "slurm"}
         append_json_line(run.events, {"time": 1.7e9, **record})
 
 

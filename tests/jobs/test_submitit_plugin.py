@@ -20,7 +20,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 
 from hpctrain import Executor
 from hpctrain.errors import SpecError
-from hpctrain.jobs.executor.parameters import to_options
+from hpctrain.jobs.executor.executor import to_options
 from hpctrain.jobs.runs.run import find_run
 from hpctrain.serialization import CallPayload
 from hpctrain.slurm.states import RunState
@@ -125,7 +125,10 @@ def test_parameters_of_submitit_become_options(tmp_path):
             "cpus_per_task": 3,
             "mail_user": "me",
             "name": "n",
-            "sbatch": {"hint": "nomultithread", "wckey": "w", "contiguous": "", "prefer": "1"},
+            "contiguous": True,
+            "prefer": 1,
+            "wckey": "w",
+            "sbatch": {"hint": "nomultithread"},
             "restart_policy": {"time-limit.retries": 1, "oom": {"retries": 0}},
         },
         7,

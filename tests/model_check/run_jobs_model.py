@@ -4,7 +4,7 @@ A step ends with an access to a shared file or to Slurm. Each step of a supervis
 of another, by its death, or by the end of its job. All decisions are those of the product's functions.
 
 Jobs: 17 is submitted by the user. 18 and 19 are its successors; 19 exists if Slurm accepts 18 so late that
-the supervisor submits again. 30 is a manual `sbatch` of the same script. A model has three of them.
+the supervisor submits again.
 
 Assumptions, each as weak as the product's documentation allows:
 
@@ -13,7 +13,7 @@ Assumptions, each as weak as the product's documentation allows:
   predecessor has ended. The answer to a submission may be lost, or the job may appear later.
 - Files are read as by NFS: their content is current when they are opened, but a listing of a folder may be as
   old as the last change by the same job. Links and appended lines are atomic. The disk may have no space
-  for a lease if the listing is current, no job was submitted manually, and the events fit.
+  for a lease if the listing is current, and the events fit.
 - The age of a lease is wrong by at most `CLOCK_SKEW_S`. A holder that is not suspended renews in time.
 - The watchdog restarts a killed supervisor once. A job starts at most `MAX_STARTS` times.
 """
@@ -53,7 +53,7 @@ from hpctrain.supervisor.policy.job_intent import (
 
 CLOCK_SKEW_S = 45.0
 MAX_STARTS, MAX_DEATHS = 2, 1
-FIRST, MANUAL = "17", "30"
+FIRST = "17"
 _POLICY = RestartPolicy.with_changes({}, max_failures=3)
 
 #: Number of the newest leases that a listing may lack.
@@ -78,8 +78,6 @@ class Job(NamedTuple):
     id: str
     slurm: str = "new"
     """new, late (accepted, but not yet in the queue), pending, running or ended."""
-    early: bool = True
-    """True if it was submitted before the run was complete."""
     start: int = 0
     deaths: int = 0
     pc: str = ""
@@ -97,7 +95,7 @@ class Job(NamedTuple):
 
     @property
     def predecessor(self) -> str | None:
-        return None if self.id in (FIRST, MANUAL) else FIRST
+        return None if self.id == FIRST else FIRST
 
 
 class World(NamedTuple):
@@ -163,10 +161,6 @@ class World(NamedTuple):
     def failed(self) -> bool:
         return self.ended == "FAILED"
 
-    def has_recorded(self, job: Job) -> bool:
-        """Return true if the submission of this job is recorded."""
-        return any(event[:2] == ("submitted", job.id) for event in self.events)
-
     def training(self) -> list[Job]:
         """Return the jobs that train. A job that lost its lease in a suspension exits at its next renewal."""
         last = len(self.leases) - 1
@@ -200,8 +194,6 @@ def next_steps(world: World) -> Iterator[Step]:
 
 
 def _slurm_steps(world: World, job: Job) -> Iterator[Step]:
-    if job.id == MANUAL and job.slurm == "new":
-        yield Step("the user submits it", world.put(job, slurm="pending", early=not world.finished))
     if job.slurm == "late":
         yield Step("appears in the queue", world.put(job, slurm="pending"))
     before = next((each for each in world.jobs if each.id == job.predecessor), None)
@@ -210,11 +202,11 @@ def _slurm_steps(world: World, job: Job) -> Iterator[Step]:
     if job.slurm == "running":
         yield Step("its node fails", world.put(Job(job.id, "ended")), loses_job=True)
         if job.start + 1 < MAX_STARTS and world.site_requeues:
-            yield Step("is requeued", world.put(Job(job.id, "pending", job.early, job.start + 1)))
+            yield Step("is requeued", world.put(Job(job.id, "pending", job.start + 1)))
         if job.deaths < MAX_DEATHS:
             yield Step(
                 "its supervisor is killed",
-                world.put(Job(*job[:4], job.deaths + 1, "read")),
+                world.put(Job(*job[:3], job.deaths + 1, "read")),
             )
 
 
@@ -264,13 +256,12 @@ def _decide(world: World, job: Job, successor: str | None) -> World:
             predecessor=job.predecessor,
             claimed_by=job.claimed_by,
             successor=successor,
-            is_automatic=True,
         )
     )
     if decision is OwnershipDecision.BEGIN:
         # Forget what is not read again.
         newest = job.id if job.newest == job.id else None
-        return world.put(Job(*job[:5], "list", newest))
+        return world.put(Job(*job[:4], "list", newest))
     return _exit(world, job)
 
 
@@ -291,7 +282,7 @@ def _list(world: World, job: Job) -> Iterator[Step]:
         for state, age_s in _views(world, newest):
             if counts_as_alive(LeaseState(newest, it, age_s), state):
                 # An error for the user, who submitted the job, or must submit it again without an answer.
-                loses = state is RunState.UNKNOWN or job.id == MANUAL
+                loses = state is RunState.UNKNOWN
                 yield Step(f"finds lease {newest} held ({state})", _exit(world, job), loses_job=loses)
             else:
                 what = f"finds lease {newest} free ({state}, {age_s} s)"
@@ -303,7 +294,7 @@ def _replace_lease(
     world: World, job: Job, newest: int, what: str, *, is_expired: bool = False
 ) -> Iterator[Step]:
     yield Step(what, world.put(job, pc="link", seen=newest))
-    if newest == len(world.leases) - 1 and not any(each.id == MANUAL for each in world.jobs):
+    if newest == len(world.leases) - 1:
         after = _exit(world, job) if is_expired else world.put(job, pc="register", lease=None)
         yield Step(f"{what}, cannot write another", after, loses_job=is_expired)
 
@@ -341,7 +332,7 @@ def _link(world: World, job: Job) -> Iterator[Step]:
 
 
 def _register(world: World, job: Job) -> Iterator[Step]:
-    """Record this job as the newest of the run; a manual job first checks the recorded one."""
+    """Record this job as the newest of the run."""
     if job.predecessor is not None and recorded_end(event_dicts(world.events)) is not None:
         yield Step("finds the end of the run", _exit(world, job))
         return
@@ -350,28 +341,16 @@ def _register(world: World, job: Job) -> Iterator[Step]:
         yield Step("registers", _train(after, job))
         return
     events = events_since_submission(event_dicts(world.events), job.id)
-    record = record_of(world.events)
-    if events is None and record.job_id is not None and record.finished is None:
-        yield Step("cannot query the recorded job", _exit(world, job), loses_job=True)
-        if any(each.id == record.job_id and each.slurm == "running" for each in world.jobs):
-            yield Step("finds the recorded job running", _exit(world, job), loses_job=True)
-            return
-    ends = [event["state"] for event in events or () if event["kind"] == "finished"]
-    ended_while_queued = events is None and (
-        (job.early and world.finished) or (world.failed and world.has_recorded(job))
-    )
-    if (ends and ends[-1] == "COMPLETED") or ended_while_queued:
+    if events is None:
+        yield Step("finds another job", _exit(world, job), loses_job=True)
+    elif any(event["kind"] == "finished" for event in events):
         yield Step("finds the end of the run", _exit(world, job))
-    elif events is None and job.lease is None:
-        yield Step("refuses to train without a lease", _exit(world, job), loses_job=True)
-    elif events is None or ends:
-        yield Step("registers", _train(world.log("submitted", job.id), job))
     else:
         yield Step("is registered", _train(world, job))
 
 
 def _train(world: World, job: Job) -> World:
-    trainer = Job(*job[:5], "train", lease=job.lease)
+    trainer = Job(*job[:4], "train", lease=job.lease)
     return world.put(trainer).log("started", job.id)
 
 

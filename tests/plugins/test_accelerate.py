@@ -9,7 +9,6 @@ import torch
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
 from helpers.ranks import run_on_ranks
 from torch import nn
-from train_with_blocks import Net
 
 from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE
@@ -34,31 +33,6 @@ def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     assert_same_bits(result, undisturbed[1])
     # Optimizer steps, as counted by the step hook.
     assert [event["step"] for event in run.events("checkpoint")][-1] == run.status()["step"] == 12
-
-
-def gradients_of_first_and_second_step() -> tuple[list[float], list[float]]:
-    from accelerate import Accelerator
-
-    from hpctrain.accelerate import AcceleratorCheckpointer
-
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(1)
-    # The order in which gradients are computed is not that of the parameters.
-    net = Net(nn.Linear(64, 1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(1, 64))
-    model = accelerator.prepare(net)
-    AcceleratorCheckpointer(accelerator).load()
-    torch.manual_seed(accelerator.process_index)
-    inputs, steps = torch.randn(8, 1), []
-    for _ in range(2):
-        model.zero_grad()
-        accelerator.backward(model(inputs).pow(2).mean())
-        steps.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).tolist())
-    return steps[0], steps[1]
-
-
-def test_first_step_after_a_restart_adds_gradients_in_the_usual_order():
-    for first, second in run_on_ranks(gradients_of_first_and_second_step, world_size=4):
-        assert first == second
 
 
 def refuse_unrestorable_order() -> None:
@@ -87,7 +61,6 @@ def train_with_schedule(lr: float, sets_rate: bool) -> str:
     from contextlib import redirect_stdout
 
     from accelerate import Accelerator
-    from torch.optim.swa_utils import AveragedModel
 
     from hpctrain.accelerate import AcceleratorCheckpointer
 
@@ -95,7 +68,6 @@ def train_with_schedule(lr: float, sets_rate: bool) -> str:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    ema = AveragedModel(model)
     prepared = (model, optimizer) if sets_rate else (model, optimizer, schedule)
     accelerator.prepare(*prepared)
     if sets_rate:
@@ -106,7 +78,6 @@ def train_with_schedule(lr: float, sets_rate: bool) -> str:
         if sets_rate:
             optimizer.param_groups[0]["lr"] = lr / (step + 2)
         checkpointer.save(step + 1)
-    del ema
     return output.getvalue()
 
 
@@ -116,7 +87,6 @@ def test_differences_of_a_resumed_run_are_reported(tmp_path):
         return run_on_ranks(train_with_schedule, lr, sets_rate, world_size=1, env=env, group=False)[0]
 
     first = output_of("scheduled", 0.1)
-    assert "so a resumed run starts them anew: ema (AveragedModel). " in first
     assert "remains" not in first
     second = output_of("scheduled", 0.5)
     assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.5." in second

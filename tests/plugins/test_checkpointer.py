@@ -11,7 +11,7 @@ from helpers.disturbed_runs import assert_resumed, assert_same_bits, log_of, tra
 from helpers.ranks import run_on_ranks
 from torch import nn
 
-from hpctrain import Checkpointer, CheckpointError, UserError, log_metrics
+from hpctrain import Checkpointer, CheckpointError, UserError
 from hpctrain.rundir import RunDir
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -148,8 +148,3 @@ def test_nothing_is_saved_without_a_run_folder(tmp_path, monkeypatch, capsys):
         checkpointer.save_and_exit(3)
     assert list(tmp_path.iterdir()) == []
     assert "There is no run folder, so nothing is saved. Pass run_dir" in capsys.readouterr().out
-
-
-def test_reserved_names_of_metrics_are_refused():
-    with pytest.raises(UserError, match="log_metrics\\(\\) sets 'step' itself"):
-        log_metrics({"step": 1.0}, 1)

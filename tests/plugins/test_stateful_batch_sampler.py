@@ -115,13 +115,6 @@ def test_random_numbers_do_not_depend_on_where_an_epoch_is_entered(options):
     assert draws(None) == draws(3) == draws(7)
 
 
-def test_numbers_drawn_between_iter_and_next_are_not_drawn_again():
-    batches = iter(DataLoader(range(NUM_SAMPLES), batch_sampler=sampler()))
-    drawn = torch.rand(())
-    next(batches)
-    assert torch.rand(()) != drawn
-
-
 def test_set_epoch_keeps_the_position_in_the_present_epoch():
     now = sampler()
     next(iter(now))
@@ -142,11 +135,6 @@ def test_unshuffled_order_has_no_short_batches():
     )
     assert list(now) == [list(range(start + 4, start + 8)) for start in range(0, 48, 8)]
     assert (len(now), now.epoch) == (6, 1)
-
-
-def test_data_without_a_batch_is_refused():
-    with pytest.raises(UserError, match="has 50 samples, but global_batch_size is 51"):
-        StatefulBatchSampler(range(NUM_SAMPLES), 51, drop_last=True, rank=0, num_replicas=1)
 
 
 def test_batches_smaller_than_the_number_of_ranks_are_refused():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hpctrain.runtime.rank_activity import RankActivity
 from hpctrain.runtime.stopping import agreed_stop as module
 from hpctrain.runtime.stopping.agreed_stop import AgreedStop, agreement_timeout_s
-from hpctrain.supervisor.workers.stop_agreement import StopAgreement
+from hpctrain.supervisor.workers.rank_monitor import StopAgreement
 
 
 @pytest.fixture

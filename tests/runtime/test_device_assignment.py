@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
-from helpers.commands import environment
 from torch.distributed import HashStore
 
 from hpctrain.cluster import Ranks
@@ -115,13 +111,6 @@ def test_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
     )
 
 
-def test_two_processes_with_one_rank_are_reported():
-    store = HashStore()
-    store.set("seats/1", '{"pid": 7, "host": "n9"}')
-    with pytest.raises(HpctrainError, match=r"Process 7 on n9 and process \d+ on n1 both claim rank 1"):
-        assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
-
-
 @pytest.mark.parametrize("entry", ["x", "0" * 64, "[" * 60_000, "[1]"], ids=len)
 @pytest.mark.parametrize("key", ["seats/1", "answers/1"])
 def test_entry_of_another_program_is_refused(key, entry):
@@ -138,49 +127,6 @@ def test_entry_of_another_program_ends_all_ranks(monkeypatch):
     with pytest.raises(RendezvousError, match="seats/1"):
         assign_device(ranks(0, 2), {"SLURMD_NODENAME": "n1"}, store)
     assert json.loads(store.get("answers/1"))["missing"]
-
-
-def test_missing_ranks_are_reported(monkeypatch):
-    monkeypatch.setattr(module, "_READ_LIMIT_S", 0.1)
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(
-        RendezvousError, match=r"world size is 3, but ranks 1-2 did not join within 0 s of rank 0"
-    ):
-        assign_device(ranks(0, 3), {}, store)
-
-
-@pytest.mark.ranks
-def test_both_processes_with_one_placement_receive_the_error(tmp_path):
-    """Rank 0 hosts the store, so it must not exit first."""
-    script = (
-        "import os; from hpctrain.cluster import detect\n"
-        "from hpctrain.runtime.distributed_context import init_distributed\n"
-    )
-    script += "init_distributed(detect(os.environ), os.environ)"
-    step = {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURMD_NODENAME": "n1",
-    }
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=environment({**step, "SLURM_PROCID": str(rank)}),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in both:
-        _, stderr = process.communicate(timeout=100)
-        assert process.returncode == 1
-        assert "HpctrainError: Two ranks contradict each other: rank 0 on n1 has local rank 0" in stderr
 
 
 @pytest.mark.gpu

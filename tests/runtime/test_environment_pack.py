@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import StagingError
-from hpctrain.runtime.staging import environment_pack
-from hpctrain.runtime.staging.environment_pack import pack_environment, relocate
-from hpctrain.runtime.staging.stage_node import _choose_pack
+from hpctrain.runtime.staging import stage_node
+from hpctrain.runtime.staging.stage_node import _choose_pack, pack_environment, relocate
 
 
 @pytest.fixture
@@ -42,13 +41,13 @@ def test_pack_of_another_job_is_not_replaced(environment, tmp_path, monkeypatch)
     others = []
 
     def run(*args):
-        monkeypatch.setattr(environment_pack, "run_program", real)
+        monkeypatch.setattr(stage_node, "run_program", real)
         (tmp_path / "other").mkdir()
         others.append(pack_environment(packs, tmp_path / "other").stat().st_ino)
         real(*args)
 
-    real = environment_pack.run_program
-    monkeypatch.setattr(environment_pack, "run_program", run)
+    real = stage_node.run_program
+    monkeypatch.setattr(stage_node, "run_program", run)
     assert [pack_environment(packs, disk).stat().st_ino] == others
     assert len(os.listdir(packs)) == 1
 
@@ -58,8 +57,8 @@ def test_environment_that_changes_is_not_packed(environment, tmp_path, monkeypat
         (environment / "bin/tool").write_text("changed")
         real(*args)
 
-    real = environment_pack.copy_contents
-    monkeypatch.setattr(environment_pack, "copy_contents", copy)
+    real = stage_node.copy_contents
+    monkeypatch.setattr(stage_node, "copy_contents", copy)
     with pytest.raises(StagingError, match="changed while it was copied"):
         pack_environment(tmp_path / "packs", tmp_path / "disk")
     assert os.listdir(tmp_path / "packs") == os.listdir(tmp_path / "disk") == []

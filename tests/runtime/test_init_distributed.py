@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 from helpers import SCRIPTS
 from helpers.commands import run_command
 from helpers.separate_hosts import SeparateHosts, need_separate_hosts
-from torch.distributed import TCPStore
 
 from hpctrain.files import read_json_lines
 
@@ -87,29 +84,3 @@ def test_trainer_under_plain_srun(slurm, tmp_path, num_nodes, num_ranks):
     run_command(command, env, cwd=tmp_path, timeout=100)
     assert [record["step"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == list(range(1, 14))
     assert len(list((tmp_path / "samples").iterdir())) == num_ranks
-
-
-def test_store_tolerates_strangers():
-    """For example, ranks of another step that look for their rank 0 at this port."""
-    limit = timedelta(seconds=20)
-    data = b'{"token": "0123456789abcdef", "rank": 0, "left_s": 29.9}\n'
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as strangers:
-        address = listener.getsockname()
-
-        def connect_stranger() -> None:
-            strangers.enter_context(socket.create_connection(address, timeout=60)).sendall(data)
-
-        connect_stranger()
-        server = TCPStore(
-            *address,
-            2,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=limit,
-            master_listen_fd=listener.detach(),
-        )
-        connect_stranger()
-        client = TCPStore(*address, 2, is_master=False, wait_for_workers=False, timeout=limit)
-        connect_stranger()
-        client.set("key", "value")
-        assert server.get("key") == b"value"

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from helpers.commands import environment
+from test_worker import STEP
 
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import unfinished_training
@@ -16,18 +17,6 @@ from hpctrain.runtime.unfinished_training import TrainingMarker
 
 pytestmark = pytest.mark.ranks
 
-STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-    "SLURM_STEP_NODELIST": "n1",
-    "SLURMD_NODENAME": "n1",
-    "HPCTRAIN_ATTEMPT": "4",
-}
 HEAD = """
 import os, sys
 from hpctrain.runtime.unfinished_training import TrainingMarker
@@ -151,11 +140,6 @@ def test_script_that_swallowed_a_stop_is_continued(run, ending):
     text = f"try:\n    with training:\n        sys.exit(75)\nexcept BaseException:\n    pass\n{ending}"
     assert run_script(run, text) == 75
     assert not run.failure(4, 1).exists()
-
-
-def test_training_that_returned_is_complete(run):
-    assert run_script(run, "with training:\n    pass") == 0
-    assert run.unfinished_files(4) == []
 
 
 def test_os_exit_leaves_the_file(run):

@@ -445,29 +445,10 @@ print(sum(len(batch) for batch in batches) if "{ends}" == "after all" else len(n
             os.killpg(process.pid, number)
         assert process.wait(120) == 75, log(run)
         assert f"ready\n{printed} read" in log(run)
-        wait_for(lambda: not is_group_alive(process.pid), 10, "the end of the workers")
+        wait_for(lambda: not group_alive(process.pid), 10, "the end of the workers")
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def is_group_alive(group: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.killpg(group, 0)
-        return True
-    return False
-
-
-def test_forked_child_does_not_receive_the_stop_signal(run):
-    source = """
-import os, signal, time
-child = os.fork()
-if child == 0:
-    os.kill(os.getpid(), signal.SIGUSR2)
-    os._exit(17)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
-"""
-    assert start(run, source).wait(120) == 0
 
 
 def test_handler_that_waits_for_other_ranks_forever_is_abandoned(run):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import hpctrain
-from hpctrain.training.base.dtensor_parts import local_part
+from hpctrain.training.base.tensors import local_part
 
 #: Integers of the size of an element.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

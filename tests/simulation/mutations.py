@@ -20,7 +20,7 @@ from hpctrain.supervisor.node_choice import NodeChoice
 from hpctrain.supervisor.notifications import Notifier
 from hpctrain.supervisor.policy import job_intent
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.workers.stop_agreement import StopAgreement
+from hpctrain.supervisor.workers.rank_monitor import StopAgreement
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
 Patch = tuple[object, str, Any]
@@ -51,10 +51,6 @@ def _submit_again(run: Any, spec: Any, job_id: str, environ: Any, changes: Any) 
     raise SchedulerError("no answer")
 
 
-def _ignore_end(state: job_intent.OwnershipState) -> job_intent.OwnershipDecision:
-    return job_intent.decide_ownership(replace(state, ended=None, cancelled=False))
-
-
 def _ignore_claim(state: job_intent.OwnershipState) -> job_intent.OwnershipDecision:
     return job_intent.decide_ownership(replace(state, claimed_by=state.job_id, newest=state.job_id))
 
@@ -72,7 +68,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         (acquire_run, "decide_ownership", _ignore_claim),
         (successor, "_submit_once", _submit_again),
     ],
-    "restart an ended run": [(acquire_run, "decide_ownership", _ignore_end)],
+    "restart an ended run": [(acquire_run, "recorded_end", lambda _: None)],
     "a replaced holder keeps its lease": [
         _edit(lease.Lease, "_renew_once", "newest > self._number and", "newest > self._number + 1 and")
     ],

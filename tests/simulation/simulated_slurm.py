@@ -63,7 +63,7 @@ class Job:
     was_warned: bool = False
     can_be_requeued: bool = True
     is_by_hand: bool = False
-    """True if the user submitted the script again, for this job or a predecessor."""
+    """True if the user submitted the script."""
 
     @property
     def is_active(self) -> bool:
@@ -499,11 +499,9 @@ class SimSlurm:
             raise CommandFailed("Batch job submission failed: Access/permission denied")
         marker = words[-1] if words[-1].startswith("continues-job-") else ""
         predecessor = environ.get(PREDECESSOR_VARIABLE)
-        before = self._job_named(predecessor or "")
         job = self.submit(
             marker,
             predecessor=predecessor,
-            is_by_hand=before is not None and before.is_by_hand,
             after=options.get("dependency", "").partition(":")[2] or None,
             excluded=frozenset(expand_hostlist(options.get("exclude", ""))),
         )

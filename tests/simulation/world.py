@@ -277,7 +277,7 @@ class World:
 
     def on_crash_again(self) -> None:
         self._num_crashes += 1
-        num_runs = 1 + sum(job.is_by_hand for job in self.slurm.jobs)
+        num_runs = 1
         # Slurm may have requeued the job before the supervisor recorded a failure.
         if any(job.was_requeued_by_slurm for job in self.slurm.jobs):
             num_runs += sum(event.get("state") == "FAILED" for event in self.run.read_events())
@@ -333,7 +333,9 @@ class World:
             self.fail(f"{_MAX_ATTEMPTS} attempts")
         if self.run.cancel_request.exists() and any(other.is_cancelled for other in self._steps):
             self.fail(f"attempt {step.attempt} starts although its ranks were cancelled")
-        if not step.job.is_by_hand and (finished := self._finished_before(self.scheduler.now)) is not None:
+        if step.job.is_by_hand:
+            self.fail("a job that hpctrain did not submit trains")
+        if (finished := self._finished_before(self.scheduler.now)) is not None:
             self.fail(f"attempt {step.attempt} starts although the run is {finished}")
         if (predecessor := step.job.predecessor) is not None:
             jobs = self._jobs_after.setdefault(predecessor, set())
@@ -343,8 +345,7 @@ class World:
 
     def on_continuation(self, job: Job, what: str, issued_at: float) -> None:
         """Check a requeue or a successor that the supervisor requested at this time."""
-        restarted = any(other.is_by_hand for other in self.slurm.jobs)
-        if not restarted and (finished := self._finished_before(issued_at)) is not None:
+        if (finished := self._finished_before(issued_at)) is not None:
             self.fail(f"job {job.name} is {what}, although the run is {finished}")
         alike = [other.name for other in self.slurm.jobs if other.argv == job.argv and other.is_active]
         # Slurm may execute or list a submission late.

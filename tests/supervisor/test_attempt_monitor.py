@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import time
@@ -71,23 +70,27 @@ def monitor(*past_events, job=None, stubborn=False, ends_in=None, lead=0.1, **op
     return attempt.wait(step), step, attempt
 
 
-def test_all_ranks_done():
-    outcome, step, _ = monitor(TaskExit(0, 0), TaskExit(1, 0), StepEnded(0))
-    assert outcome is AttemptOutcome.DONE
-    assert not step.killed
+TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 
 
-def test_peers_of_a_failed_rank_are_killed():
-    outcome, step, attempt = monitor(TaskExit(3, None, signal.SIGKILL))
-    assert outcome is AttemptOutcome.FAILED
-    assert step.killed
-    assert [task.rank for task in attempt.exits] == [3]
-
-
-def test_ranks_that_do_not_stop_are_killed_and_the_attempt_is_stopped():
-    outcome, step, _ = monitor(TaskExit(0, 75))
-    assert outcome is AttemptOutcome.STOPPED
-    assert step.killed
+@pytest.mark.parametrize(
+    ("events", "options", "outcome", "signals", "is_killed"),
+    [
+        ([TaskExit(0, 0), TaskExit(1, 0), StepEnded(0)], {}, AttemptOutcome.DONE, [], False),
+        ([TaskExit(3, None, signal.SIGKILL)], {}, AttemptOutcome.FAILED, [], True),
+        ([TaskExit(0, 75)], {}, AttemptOutcome.STOPPED, [], True),
+        ([StepEnded(1, "srun: error: Unable to create step")], {}, AttemptOutcome.NOT_STARTED, [], False),
+        ([SignalReceived(USR2)], {}, AttemptOutcome.STOPPED, [TERM], True),
+        ([StopRequested("x"), TaskExit(0, 75), StepEnded(75)], {}, AttemptOutcome.STOPPED, [TERM], False),
+        ([StopRequested("x")], {}, AttemptOutcome.STOPPED, [TERM], True),
+        ([RankSignalled(1, "SIGTERM"), HangDetected("hung", 1, "n1")], {}, AttemptOutcome.STOPPED, [], True),
+        ([HangDetected("hung", 1, "n1")], {}, AttemptOutcome.FAILED, [], True),
+        ([], {"ends_in": 0.3, "lead": 0.2}, AttemptOutcome.OUT_OF_TIME, [USR2], True),
+    ],
+)
+def test_outcome_follows_from_the_events(events, options, outcome, signals, is_killed):
+    result, step, _ = monitor(*events, **options)
+    assert (result, step.signals, step.killed) == (outcome, signals, is_killed)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +101,6 @@ def test_a_failure_after_a_stop_request_is_part_of_the_stop(stop):
     assert monitor(stop, aborted, StepEnded(1))[2].is_stopping
     assert not monitor(aborted, stop, StepEnded(1))[2].is_stopping
     assert not monitor(aborted, StepEnded(1))[2].is_stopping
-
-
-def test_ranks_that_hang_after_a_stop_signal_of_slurm_are_stopped():
-    hang = HangDetected("hung", 1, "n1")
-    assert monitor(RankSignalled(1, "SIGTERM"), hang)[0] is AttemptOutcome.STOPPED
-    assert monitor(hang)[0] is AttemptOutcome.FAILED
 
 
 def replay(monkeypatch, script):
@@ -144,24 +141,6 @@ def test_failure_long_after_a_signal_is_not_part_of_a_stop(monkeypatch, waits, i
     assert replay(monkeypatch, script)[2].is_stopping is is_stopping
 
 
-def test_step_that_could_not_start():
-    assert monitor(StepEnded(1, "srun: error: Unable to create step"))[0] is AttemptOutcome.NOT_STARTED
-
-
-def test_preemption_is_forwarded_and_unresponsive_ranks_are_killed():
-    outcome, step, _ = monitor(SignalReceived(signal.SIGUSR2))
-    assert step.signals == [signal.SIGTERM]
-    assert step.killed
-    assert outcome is AttemptOutcome.STOPPED
-
-
-def test_requested_stop_is_sent_to_the_ranks_and_unresponsive_ranks_are_killed():
-    outcome, step, _ = monitor(StopRequested("stopped early"), TaskExit(0, 75), StepEnded(75))
-    assert (outcome, step.signals, step.killed) == (AttemptOutcome.STOPPED, [signal.SIGTERM], False)
-    outcome, step, _ = monitor(StopRequested("stopped early"))
-    assert (outcome, step.signals, step.killed) == (AttemptOutcome.STOPPED, [signal.SIGTERM], True)
-
-
 def test_second_cancel_kills_unresponsive_ranks(monkeypatch):
     monkeypatch.setattr(attempt_monitor, "CANCEL_GRACE_S", 60.0)
     outcome, step, _ = monitor(SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM))
@@ -180,13 +159,6 @@ def test_signal_sent_by_slurm_is_not_forwarded(tmp_path):
     assert not step.killed
     assert outcome is AttemptOutcome.STOPPED
     assert attempt.signals == [signal.SIGTERM]
-
-
-def test_time_limit_sends_a_signal_and_then_kills():
-    outcome, step, _ = monitor(ends_in=0.3, lead=0.2)
-    assert step.signals == [signal.SIGUSR2]
-    assert step.killed
-    assert outcome is AttemptOutcome.OUT_OF_TIME
 
 
 def test_unreachable_controller_before_the_time_limit_does_not_fail_the_run(monkeypatch, caplog):
@@ -215,14 +187,6 @@ def test_killed_step_has_its_full_time_to_end(monkeypatch):
             stubborn=True,
         )
     assert time.monotonic() - begun >= 0.5
-
-
-def test_job_id_of_a_local_run_is_the_process_id():
-
-    spec = JobSpec(
-        script="/x.py", name="x", run_id="x", run_dir="/x", backend="local", python="python", workdir="/"
-    )
-    assert LocalJobControl(spec, {}).job_id == str(os.getpid())
 
 
 def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from dataclasses import replace
@@ -10,8 +9,6 @@ from dataclasses import replace
 import pytest
 from helpers import REPOSITORY
 
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.restart_policy import (
     DEFAULT_RULES,
     END_KINDS,
@@ -22,11 +19,9 @@ from hpctrain.spec.restart_policy import (
 )
 from hpctrain.supervisor.failures.classify import classify, is_deterministic
 from hpctrain.supervisor.failures.failure_files import RankFailure, root_cause
-from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
+from hpctrain.supervisor.launch.job_step import TaskExit
 from hpctrain.supervisor.launch.srun import parse_task_report
-from hpctrain.supervisor.launch.worker_command import worker_command
 from hpctrain.supervisor.policy.decide import (
-    CRASHES_PER_FAILURE,
     Action,
     Allocation,
     AttemptEnd,
@@ -221,13 +216,6 @@ def test_rules_can_be_changed():
     )
 
 
-def test_checkpoints_of_a_script_renew_the_budget_ten_times():
-    crashes = (EndKind.KILLED,) * (CRASHES_PER_FAILURE * POLICY.max_failures)
-    for number, action in ((len(crashes) - 1, Action.RESTART), (len(crashes), Action.FAIL)):
-        history = History((PastFailure(EndKind.KILLED),), crashes[:number])
-        assert decide(RunSituation(POLICY, history), AttemptEnd(EndKind.KILLED), 0.0).action is action
-
-
 def test_crash_shortly_before_the_time_limit_requeues():
     assert after(EndKind.KILLED, ends_at=100.0, lead_s=100.0).action is Action.REQUEUE
     assert after(EndKind.KILLED, ends_at=101.0, lead_s=100.0).action is Action.RESTART
@@ -312,14 +300,6 @@ def test_faulty_nodes_are_excluded(kind, nodes, action, hosts, excluded):
     assert (fewer.action, fewer.exclude) == (Action.RESTART, {})
 
 
-def test_node_on_which_a_rank_was_replaced_twice_is_excluded():
-    nodes = Allocation(("n1", "n2"), min_nodes=2, can_reallocate=True)
-    once = after(EndKind.UNAUTHENTICATED, 1, nodes=nodes, host="n2")
-    assert (once.action, once.hosts) == (Action.RESTART, ("n1", "n2"))
-    twice = after(EndKind.UNAUTHENTICATED, 2, nodes=nodes, host="n2")
-    assert (twice.action, list(twice.exclude)) == (Action.REQUEUE, ["n2"])
-
-
 def test_lasting_straggler_is_excluded_at_the_next_start():
     history = replace(failed(EndKind.KILLED, 1), slow_nodes=("n4", "n4"))
     decision = decide(
@@ -375,7 +355,7 @@ def test_continuation_methods_are_ordered_by_mode(resume_mode, intent, requeues,
         (OwnershipState("7", "7"), OwnershipDecision.BEGIN),
         (OwnershipState("7", None), OwnershipDecision.BEGIN),
         (OwnershipState("7", "7", ended="COMPLETED"), OwnershipDecision.OVER),
-        (OwnershipState("7", "7", ended="FAILED"), OwnershipDecision.BEGIN),
+        (OwnershipState("7", "7", ended="FAILED"), OwnershipDecision.OVER),
         (OwnershipState("7", "7", successor="8"), OwnershipDecision.SUPERSEDED),
         (OwnershipState("7", "8", ended="COMPLETED", successor="8"), OwnershipDecision.SUPERSEDED),
         (OwnershipState("8", "8", predecessor="7", claimed_by="8"), OwnershipDecision.BEGIN),
@@ -518,21 +498,6 @@ def test_srun_task_reports_are_parsed(line, tasks):
     assert parse_task_report(line + "\n") == tasks
 
 
-@pytest.mark.parametrize(
-    ("task", "ending"),
-    [
-        (TaskExit(0, 0), TaskResult.DONE),
-        (TaskExit(0, 75), TaskResult.CONTINUE),
-        (TaskExit(0, None, signal.SIGTERM), TaskResult.CONTINUE),
-        (TaskExit(0, None, signal.SIGUSR2), TaskResult.CONTINUE),
-        (TaskExit(0, None, signal.SIGKILL), TaskResult.FAILED),
-        (TaskExit(0, 1), TaskResult.FAILED),
-    ],
-)
-def test_task_results(task, ending):
-    assert task.result is ending
-
-
 def failure(rank, kind="exception", error="ValueError", message="", order=None, time=0.0, **fields):
     return RankFailure(rank, "n1", kind, error, message, "log", order, time, **fields)
 
@@ -624,19 +589,3 @@ PEER_LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0
 def test_root_cause_is_found_in_any_order(failures, rank):
     assert root_cause(failures).rank == rank
     assert root_cause(failures[::-1]).rank == rank
-
-
-def test_torchrun_agents_receive_the_number_of_nodes():
-    spec = JobSpec(
-        script="/x.py",
-        name="x",
-        run_id="x",
-        run_dir="/x",
-        backend="slurm",
-        nodes=4,
-        min_nodes=2,
-        python="python",
-        workdir="/",
-        torchrun=TorchrunConfig(),
-    )
-    assert json.loads(worker_command(spec, 3)[-1])["nodes"] == 3

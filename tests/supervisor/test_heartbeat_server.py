@@ -17,7 +17,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.authentication import Signed, code, new_nonce, seal
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.fd_limit import raised_fd_limit
+from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.errors import Unauthenticated
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
 from hpctrain.runtime.supervisor_connection import SupervisorConnection, start_heartbeat
@@ -216,7 +216,8 @@ def test_rank_rejects_a_supervisor_without_the_secret():
 
 @pytest.mark.slow
 def test_rank_with_more_than_1024_open_files_connects(server, listener):
-    with ExitStack() as files, raised_fd_limit(1200):
+    raise_fd_limit(1200)
+    with ExitStack() as files:
         for _ in range(1024):
             files.enter_context(open(os.devnull))
         connection = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)

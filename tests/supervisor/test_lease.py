@@ -48,21 +48,15 @@ def expire(run):
     os.utime(path, (past, past))
 
 
-def test_folder_has_one_holder(acquire):
-    acquire("7")
-    with pytest.raises(LeaseHeld, match="7"):
-        acquire("8")
-
-
-def test_two_supervisors_of_one_job_do_not_share_the_lease(acquire):
-    acquire("7")
-    with pytest.raises(LeaseHeld, match="7"):
-        acquire("7")
-
-
-def test_released_lease_is_free(acquire):
-    acquire("7").release()
+def test_folder_has_one_holder_until_it_releases_the_lease_or_is_silent(acquire, run):
+    lease = acquire("7")
+    for job_id in ("7", "8"):
+        with pytest.raises(LeaseHeld, match="7"):
+            acquire(job_id)
+    lease.release()
     acquire("8")
+    expire(run)
+    acquire("9")
 
 
 def test_names_of_old_leases_are_not_free_again(acquire, run):
@@ -100,12 +94,6 @@ def test_full_disk_does_not_hide_the_holder(tmp_path, full):
         first.release()
         with pytest.raises(OSError, match="No space left"):
             second.acquire()
-
-
-def test_silent_holder_loses_the_lease(acquire, run):
-    acquire("7")
-    expire(run)
-    acquire("8")
 
 
 def test_holder_that_renews_during_a_query_keeps_the_lease(acquire, run, monkeypatch):

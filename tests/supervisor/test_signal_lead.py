@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.job_control.signal_lead import longest_step_s, minimum_lead_s, required_lead_s
+from hpctrain.supervisor.workers.attempt_runner import longest_step_s, minimum_lead_s, required_lead_s
 
 
 def test_minimum_lead_covers_some_steps_and_a_save():

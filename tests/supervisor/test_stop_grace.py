@@ -9,7 +9,7 @@ from helpers.commands import environment
 
 from hpctrain.rundir import STOP_GRACE_VARIABLE
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.stop_grace import stop_grace_env
+from hpctrain.supervisor.main import stop_grace_env
 
 
 def spec(**overrides: Any) -> JobSpec:

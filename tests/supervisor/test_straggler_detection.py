@@ -17,32 +17,24 @@ def step_times(steps: int, data: float, compute: float, whole: float) -> StepTim
     return StepTimes(steps, steps * data, steps * compute, steps * (whole - data - compute), steps, steps)
 
 
-def test_rank_with_slow_compute_is_reported_with_its_ratio():
-    times = {rank: step_times(10, 0.01, 0.09, 1.0) for rank in range(4)}
-    times[2] = step_times(10, 0.01, 0.99, 1.0)
-    (slow,) = find_stragglers(times)
-    assert (slow.rank, round(slow.ratio, 1), slow.part) == (2, 10.0, "compute")
+FAST = (5, 0.0, 0.1, 0.4)
 
 
-def test_rank_with_slow_data_is_distinguished():
-    times = {rank: step_times(10, 0.01, 0.1, 0.5) for rank in range(4)}
-    times[0] = step_times(10, 0.35, 0.1, 0.5)
-    (slow,) = find_stragglers(times)
-    assert (slow.rank, slow.part) == (0, "data")
-
-
-def test_slower_of_two_ranks_is_reported():
-    (slow,) = find_stragglers({0: step_times(5, 0.0, 0.1, 0.4), 1: step_times(5, 0.0, 0.4, 0.4)})
-    assert (slow.rank, round(slow.ratio, 1)) == (1, 4.0)
-
-
-def test_small_differences_are_ignored():
-    assert find_stragglers({0: step_times(5, 0.0, 0.01, 1.0), 1: step_times(5, 0.0, 0.03, 1.0)}) == []
-
-
-def test_equal_and_single_ranks_are_not_stragglers():
-    assert find_stragglers({rank: step_times(5, 0.1, 0.2, 0.4) for rank in range(8)}) == []
-    assert find_stragglers({0: step_times(5, 0.1, 0.2, 0.4)}) == []
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [
+        ([(10, 0.01, 0.09, 1.0), (10, 0.01, 0.09, 1.0), (10, 0.01, 0.99, 1.0)], [(2, 10.0, "compute")]),
+        ([(10, 0.35, 0.1, 0.5), (10, 0.01, 0.1, 0.5), (10, 0.01, 0.1, 0.5)], [(0, 4.1, "data")]),
+        ([FAST, (5, 0.0, 0.4, 0.4)], [(1, 4.0, "compute")]),
+        ([(5, 0.0, 0.01, 1.0), (5, 0.0, 0.03, 1.0)], []),
+        ([FAST] * 8, []),
+        ([FAST], []),
+    ],
+    ids=["compute", "data", "two ranks", "small difference", "equal", "single rank"],
+)
+def test_slow_ranks_are_found(times, slow):
+    found = find_stragglers({rank: step_times(*rank_times) for rank, rank_times in enumerate(times)})
+    assert [(straggler.rank, round(straggler.ratio, 1), straggler.part) for straggler in found] == slow
 
 
 def test_straggler_lasts_after_several_windows():

@@ -108,7 +108,7 @@ def test_redirects_are_not_followed(code, target, tmp_path):
         )
         with serving(answer) as server, pytest.raises(OSError, match=str(code)) as error:
             post_json(server.address, {"text": "a"})
-        assert server.paths == ["/hook?key=sekrit-42"] * 3
+        assert server.paths == ["/hook?key=sekrit-42"]
         assert other.paths == []
     for hidden in ("sekrit", "passwd", "\x1b"):
         assert hidden not in str(error.value)
@@ -127,10 +127,7 @@ ENDLESS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ENDLESS.values(), ids=ENDLESS)
-def test_endless_answer_is_abandoned(answer, monkeypatch):
-    if answer is ENDLESS["slow header"]:
-        # The status must arrive in time also on a busy machine.
-        monkeypatch.setattr(notification_targets, "_ANSWER_LIMIT_S", 3.0)
+def test_endless_answer_is_abandoned_and_the_message_is_sent_once(answer):
     with serving(answer) as server:
         start = time.monotonic()
         message = ""
@@ -139,7 +136,7 @@ def test_endless_answer_is_abandoned(answer, monkeypatch):
         except OSError as error:
             message = str(error)
         assert time.monotonic() - start < 60 * slowness()
-    assert message or len(server.paths) == 1, "the status said that it was taken"
+    assert len(server.paths) == 1
     assert len(message) < 100
     assert "sekrit" not in message
 

@@ -103,7 +103,7 @@ sys.path.append({str(root)!r})
 from pathlib import Path
 from hpctrain.cluster import Ranks, detect
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.node_sampler import NodeSampler
+from hpctrain.runtime.sidecar import NodeSampler
 sampler = NodeSampler(RunDir(Path({str(tmp_path / "run")!r})), detect({{}}), {{}})
 import time
 while not list(Path({str(tmp_path)!r}).glob("run/telemetry/*")):

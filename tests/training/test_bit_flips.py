@@ -84,36 +84,3 @@ def test_a_run_with_a_flipped_bit_has_the_undisturbed_result_after_a_restart(tmp
     seeds = range(12)
     found = run_on_ranks(flips_are_found, tmp_path, seeds, world_size=3, timeout=100.0)
     assert found[0] >= len(seeds) - 2
-
-
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_many_runs_with_a_flipped_bit_have_the_undisturbed_result(tmp_path):
-    seeds = range(1000, 1200)
-    found = run_on_ranks(flips_are_found, tmp_path, seeds, world_size=3, timeout=800.0)
-    assert found[0] >= 0.9 * len(seeds)
-
-
-def flips_within_a_step_reach_all_ranks(target: str, strategy: str) -> tuple[bool, list]:
-    reference = fit(strategy=strategy)
-    result = fit(strategy=strategy, rank=1, target=target, seed=4, step=3)
-    return all(torch.equal(result[name], value) for name, value in reference.items()), [
-        value.tolist() for value in result.values()
-    ]
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "strategy"),
-    [("gradient", "ddp"), ("activation", "ddp")]
-    + [pytest.param("gradient", name, marks=pytest.mark.long) for name in ("zero1", "zero2", "fsdp")]
-    + [("gradient", "zero3")],
-)
-def test_flips_in_gradients_and_activations_change_all_replicas_equally(target, strategy):
-    """The comparison of replicas cannot detect them."""
-    (same, state), *others = run_on_ranks(flips_within_a_step_reach_all_ranks, target, strategy, world_size=3)
-    assert not same
-    assert others == [(same, state)] * 2

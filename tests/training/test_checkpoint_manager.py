@@ -12,13 +12,9 @@ import torch
 from helpers.waiting import wait_for
 from test_training_checkpoints import Line, events, fit, steps
 
-import hpctrain
-from hpctrain.checkpoint.interval import InterruptionHistory
 from hpctrain.checkpoint.io import file_writer
 from hpctrain.checkpoint.tier.tier_copier import TierCopier
-from hpctrain.errors import CheckpointError, UserError
-from hpctrain.rundir import RunDir
-from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.errors import CheckpointError
 from hpctrain.training.base import rng
 
 
@@ -53,17 +49,6 @@ def test_random_state_is_restored_exactly(draws):
     rng.seed_all(8)
     rng.restore_rng_state(state)
     assert draw() == expected
-
-
-def test_clock_set_back_gives_no_negative_time():
-    history = [
-        {"kind": "started", "time": 1e9, "nodes": 4},
-        {"kind": "checkpoint", "time": 1e9 + 500},
-        {"kind": "checkpoint", "time": 3.0},
-        {"kind": "started", "time": 5.0, "nodes": 4},
-        {"kind": "checkpoint", "time": 105.0},
-    ]
-    assert InterruptionHistory.from_events(history) == InterruptionHistory(1, 4 * 600.0)
 
 
 @pytest.mark.slow
@@ -104,28 +89,6 @@ def test_failed_copy_is_not_confused_with_the_save_in_flight(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_inaccessible_folder_is_not_reported_as_missing(tmp_path, capsys):
-    run = RunDir(tmp_path)
-
-    def replace_by_link():
-        wait_for(lambda: steps(tmp_path) == [2], 10, "the first checkpoint")
-        run.checkpoints.rename(tmp_path / "away")
-        run.checkpoints.symlink_to("checkpoints")
-
-    def restore_after_failure():
-        if run.checkpoints.is_symlink() and events(tmp_path, "failure"):
-            run.checkpoints.unlink()
-            (tmp_path / "away").rename(run.checkpoints)
-        time.sleep(0.02)
-
-    fit(tmp_path, 20, Line(at={3: replace_by_link} | dict.fromkeys(range(5, 20), restore_after_failure)))
-    out = capsys.readouterr().out
-    assert "no longer exist" not in out
-    assert "step 4 was not written" in out
-    assert steps(tmp_path)[-1] == 20
-
-
-@pytest.mark.slow
 def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys):
     """The disk recovers only after ten more steps; if training waited, neither would continue."""
     from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
@@ -153,45 +116,6 @@ def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys)
     assert {2, 4, 16, 18, 20} <= set(steps(tmp_path))
 
 
-def test_local_tier_is_empty_after_a_stop(tmp_path):
-    """The next attempt may run elsewhere, and leftover memory would be lost for all jobs of the node."""
-    import signal
-
-    tier = tmp_path / "fast"
-    tier.mkdir()
-    module = Line(at={5: lambda: signal.raise_signal(signal.SIGTERM)})
-    with pytest.raises(SystemExit):
-        fit(tmp_path / "run", 20, module, local_checkpoints=tier)
-    (stop,) = events(tmp_path / "run", "signal")
-    assert stop["saved"]
-    assert list(tier.iterdir()) == []
-    assert fit(tmp_path / "run", 20, local_checkpoints=tier).seen["steps"] == 20
-
-
-def test_signal_name_comes_from_whichever_rank_received_it(tmp_path, monkeypatch):
-    """Slurm may signal the ranks of one node only; rank 0 writes the event."""
-    from hpctrain.runtime.distributed_context import DistributedContext
-
-    monkeypatch.setattr(
-        DistributedContext,
-        "all_gather",
-        lambda self, value: [value, "SIGUSR2"] if value is None else [value],
-    )
-    flags = []
-
-    def stop_another_rank():
-        StopFlag.is_set = property(lambda flag: flags.append(flag) or True)
-
-    is_set = StopFlag.is_set
-    try:
-        with pytest.raises(SystemExit):
-            fit(tmp_path, 20, Line(at={3: stop_another_rank}))
-    finally:
-        StopFlag.is_set = is_set
-    (stop,) = events(tmp_path, "signal")
-    assert stop["signal"] == "SIGUSR2"
-
-
 @pytest.mark.slow
 def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
     """An undisturbed run validates and saves at step 4; this one was stopped there, and validates later."""
@@ -211,23 +135,3 @@ def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
     assert steps(tmp_path / "parts") == [4], "stopped where validation was due"
     fit(tmp_path / "parts", 12, **settings)
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole") == [4, 12]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"global_batch_size": 4}, r"'global_batch_size': 2.*'global_batch_size': 4"),
-        ({"seed": 4}, r"'seed': 3.*'seed': 4"),
-        ({"samples": 9}, r"'num_samples': 8.*'num_samples': 9"),
-    ],
-)
-def test_changes_of_the_sample_order_are_refused_without_loss(tmp_path, change, message):
-    fit(tmp_path, 3)
-    before = {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
-    settings = {"max_steps": 6, "global_batch_size": 2, "seed": 3, **change}
-    data = list(torch.randn(settings.pop("samples", 8), 2))
-    with pytest.raises(UserError, match=message + r".*Restore the old values, or start a new run"):
-        hpctrain.Trainer(run_dir=tmp_path, validate_every=None, **settings).fit(Line(), data)
-    assert before == {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoints.rglob("*")}
-    assert fit(tmp_path, 6).seen["steps"] == 6

@@ -104,14 +104,6 @@ def test_stream_without_state_reports_repeated_samples_on_resume(tmp_path):
     assert "Epoch 0 starts over and repeats 15 samples." in printed
 
 
-def test_float16_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
-    at = int(SampleOrder(NUM_SAMPLES, 3).indices(0, 11, 12))  # the last sample of the last rank in step 2
-    args = ('precision="16-mixed"', f"overflow_at={at}")
-    once = train(tmp_path / "once", 1, 6, *args, ranks=3)
-    twice = train(tmp_path / "twice", 2, 6, *args, ranks=3)
-    assert twice == once
-
-
 def test_float16_scale_is_resumed(tmp_path):
     args = ('precision="16-mixed"', "overflow_at=0")
     uninterrupted = train(tmp_path / "whole", 8, 6, *args)

@@ -50,19 +50,6 @@ def test_prefetched_small_batches_equal_single_fetches(dataset):
         torch.testing.assert_close(batch, fetcher_.fetch(epoch, indices), rtol=0, atol=0)
 
 
-def test_large_batches_are_fetched_on_demand():
-    requested = []
-
-    def orders():
-        for number in range(3):
-            requested.append(number)
-            yield 0, torch.arange(2)
-
-    batches = fetcher(torch.zeros(4, 100_000)).batches(orders())
-    assert next(batches).shape == (2, 100_000)
-    assert requested == [0]
-
-
 @pytest.mark.parametrize(
     ("dataset", "kind"),
     [
@@ -103,11 +90,6 @@ def test_arrays_tuples_and_dicts_are_indexed_per_batch(tmp_path):
         second.indices[2],
         second.indices[0],
     ]
-
-
-def test_collate_function_gets_samples():
-    batch = fetcher(TensorDataset(X, Y), collate_fn=lambda samples: len(samples)).fetch(0, torch.arange(3))
-    assert batch == 3
 
 
 @pytest.mark.parametrize(
@@ -158,13 +140,6 @@ def test_collate_function_gets_rows_of_columns(dataset):
     rows = fetcher(dataset, collate)
     assert rows.num_samples == 10
     torch.testing.assert_close(rows.fetch(0, torch.tensor([3, 1])), [X[[3, 1]], Y[[3, 1]]])
-
-
-def test_tuple_of_samples_of_different_lengths_needs_a_collate_function():
-    samples = (torch.ones(1), torch.ones(2))
-    assert fetcher(samples, len).num_samples == 2
-    with pytest.raises(hpctrain.UserError, match=r"different lengths: \[1, 2\]"):
-        fetcher(samples)
 
 
 class Filtered(PerSample):

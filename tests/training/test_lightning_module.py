@@ -746,16 +746,6 @@ def test_other_hooks_are_refused_before_the_first_step(hook, remedy):
     assert kind.steps == 0
 
 
-def test_other_hooks_of_data_modules_are_refused():
-    class Exceptional(Data):
-        def on_exception(self, exception):
-            pass
-
-    with refuses("Exceptional overrides on_exception, which"):
-        hpctrain.Trainer(max_steps=1).fit(Refused(), datamodule=Exceptional())
-    assert Refused.steps == 0
-
-
 def test_hooks_of_predictions_are_refused_only_there():
     class Predicts(Predicting):
         def on_predict_epoch_end(self):

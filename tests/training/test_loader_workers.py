@@ -122,13 +122,6 @@ def test_stuck_worker_is_abandoned_after_the_limit(monkeypatch):
     assert time.monotonic() - start < 100 * slowness()
 
 
-def test_closing_early_ends_busy_workers():
-    start = time.monotonic()
-    with closing(batches(Numbers(lambda: time.sleep(300), at=30))) as loaded_batches:
-        assert next(loaded_batches).tolist() == [0, 1, 2, 3]
-    assert time.monotonic() - start < 100 * slowness()  # and the autouse fixture finds no process left
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
 def test_signal_at_birth_does_not_kill_a_worker(number):
     """The signal arrives between the fork and the worker's first instruction: the fork itself sends it."""
@@ -206,16 +199,3 @@ raise SystemExit(3)
     env = environment({"PYTHONPATH": os.pathsep.join(sys.path)})
     with subprocess.Popen([sys.executable, str(script)], env=env) as rank:
         assert rank.wait(120) == 3
-
-
-def test_programs_of_a_data_worker_receive_signals():
-    def stop_program():
-        with subprocess.Popen(["sleep", "60"]) as program:
-            try:
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    program.send_signal(number)
-                assert program.wait(10) in (-signal.SIGTERM, -signal.SIGINT)
-            finally:
-                program.kill()
-
-    assert len(list(batches(Numbers(stop_program), num_workers=1))) == 10

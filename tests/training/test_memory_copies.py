@@ -14,7 +14,7 @@ from torch import nn
 
 import hpctrain
 from hpctrain.checkpoint.tier import memory_copies
-from hpctrain.errors import DiskFull, UserError
+from hpctrain.errors import DiskFull
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
 from hpctrain.training.saving import state_copies
@@ -185,9 +185,3 @@ def test_fixed_interval():
     for _ in range(9):
         interval.on_copied(1.0, 0.1)
     assert interval.wanted == interval.every == 3
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, "auto"])
-def test_invalid_number(value):
-    with pytest.raises(UserError, match="memory_copies"):
-        hpctrain.Trainer(max_steps=1, global_batch_size=1, memory_copies=value)

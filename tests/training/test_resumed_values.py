@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import applied_hparams
-from hpctrain.telemetry.report.run_data import RunContext, read_run_data
-from hpctrain.telemetry.report.run_page import render_run_page
-from hpctrain.telemetry.report.run_results import read_results
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 
 torch.manual_seed(0)
@@ -65,15 +61,6 @@ def one_cycle(num_steps):
     return with_schedule(make)
 
 
-def warm_up_then_cosine(num_steps):
-    def make(optimizer):
-        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
-        rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps - 2)
-        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, rest], [2])
-
-    return with_schedule(make)
-
-
 def fit(folder, max_steps, configure, *, fails_at=None, **options):
     trainer = hpctrain.Trainer(max_steps=max_steps, global_batch_size=8, run_dir=folder, **options)
     module = Net(configure)
@@ -99,14 +86,6 @@ def test_longer_schedule_is_noted(tmp_path, capsys):
     assert output.count("remains") == 1
 
 
-def test_longer_sequential_schedule_is_noted(tmp_path, capsys):
-    fit(tmp_path, 8, warm_up_then_cosine(8))
-    fit(tmp_path, 16, warm_up_then_cosine(16))
-    output = capsys.readouterr().out
-    assert "T_max of SequentialLR remains 6, the value in the checkpoint, although the script" in output
-    assert "SequentialLR ends after step 8" in output
-
-
 def test_schedule_that_cannot_continue_is_refused_before_the_first_step(tmp_path):
     fit(tmp_path, 8, one_cycle(8))
     with pytest.raises(
@@ -116,28 +95,6 @@ def test_schedule_that_cannot_continue_is_refused_before_the_first_step(tmp_path
     ):
         fit(tmp_path, 16, one_cycle(16))
     assert max(trained(tmp_path, "lr")) == 8
-
-
-def train_session(folder, max_steps, total_steps, advances_every=1):
-    with hpctrain.session(seed=1, run_dir=folder) as session:
-        module = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
-        module, optimizer, scheduler = session.prepare(module, optimizer, scheduler)
-        for x, _ in session.batches(DATA, global_batch_size=8, max_steps=max_steps):
-            optimizer.zero_grad()
-            session.backward(module(x[:, :1]).square().mean())
-            optimizer.step()
-            if session.step % advances_every == 0:
-                scheduler.step()
-
-
-def test_schedule_of_a_session_that_cannot_continue_is_refused_before_the_first_step(tmp_path):
-    train_session(tmp_path / "steps", 8, 8)
-    with pytest.raises(UserError, match=r"OneCycleLR ends after step 8 .* but training ends after step 16"):
-        train_session(tmp_path / "steps", 16, 16)
-    train_session(tmp_path / "epochs", 8, 16, advances_every=4)
-    train_session(tmp_path / "epochs", 16, 16, advances_every=4)
 
 
 def test_schedule_that_ends_long_before_training_is_noted(tmp_path, capsys):
@@ -204,55 +161,6 @@ def test_rate_can_be_changed_in_a_resumed_run(tmp_path, capsys):
     fit(tmp_path, 6, lambda parameters: [sgd(parameters, 0.01)], callbacks=[NewRate()])
     assert [round(rate, 4) for rate in trained(tmp_path, "lr").values()] == [0.1, 0.1] + [0.01] * 4
     assert "remains" not in capsys.readouterr().out
-
-
-def adam(betas):
-    return lambda parameters: [torch.optim.AdamW(parameters, betas=betas)]
-
-
-def multi_step(milestones):
-    return with_schedule(lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (adam((0.9, 0.999)), adam([0.9, 0.95]), "betas remains (0.9, 0.999), {}(0.9, 0.95)."),
-        (multi_step([3, 3, 5]), multi_step([3, 7]), "milestones of MultiStepLR remains (3, 3, 5), {}(3, 7)."),
-    ],
-    ids=["betas", "milestones"],
-)
-def test_sequences_are_compared(tmp_path, capsys, old, new, message):
-    fit(tmp_path, 2, old)
-    fit(tmp_path, 3, old)
-    assert "remains" not in capsys.readouterr().out
-    fit(tmp_path, 4, new)
-    reason = "the value in the checkpoint, although the script now sets "
-    assert message.format(reason) in capsys.readouterr().out
-
-
-def test_schedulers_are_available_at_the_start(tmp_path):
-    class NewBase(hpctrain.Callback):
-        def on_fit_start(self, trainer, module):
-            trainer.schedulers[0].base_lrs = [0.5]
-
-    constant = with_schedule(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
-    fit(tmp_path, 2, constant)
-    fit(tmp_path, 4, constant, callbacks=[NewBase()])
-    assert trained(tmp_path, "lr")[4] == pytest.approx(0.5)
-
-
-def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
-    fit(tmp_path, 2, lambda parameters: [sgd(parameters, 0.1)])
-    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.001"])
-    fit(tmp_path, 4, lambda parameters: [sgd(parameters, 0.001)])
-    assert read_results(RunDir(tmp_path)).hparams == {"lr": 0.1}
-    context = RunContext("COMPLETED", resubmit_command=["hpctrain submit train.py --lr 0.001"])
-    run_data = read_run_data(RunDir(tmp_path), context, now=time.time())
-    assert len(run_data.resubmit_command) == 2
-    page = render_run_page(run_data)
-    assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.001" in page
 
 
 @pytest.mark.parametrize(

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import pytest
-import torch
 from helpers.iterable_datasets import PlainDataset, ShardedDataset, StatefulDataset, StatefulIteratorDataset
 from helpers.simulated_ranks import TrainedSteps, train_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import hpctrain
 from hpctrain.training.data.dataset_adapters import make_step_source
-from hpctrain.training.data.interleaved_reader import ShardedStream
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.step_source import StopCondition
-from hpctrain.training.data.stream_order import (
-    UNKNOWN_LENGTH,
-    StreamCursor,
-    list_rank_shards,
-    next_batch,
-    owner_rank,
-)
 
 #: Numbers of steps until a stop, and of ranks.
 SEGMENTS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=5)
@@ -173,13 +163,6 @@ def test_stream_without_state_reports_repeated_samples():
     assert train_steps(make, 1, 1, after=5, state=train_steps(make, 2, 5).state).remarks == []
 
 
-def test_ranks_exchange_ends_only_at_the_end_of_a_shard():
-    make = source_maker(lambda: ShardedDataset([200, 200, 200]), 12, StopCondition(None, 1))
-    segment = train_steps(make, 4, 10**6)
-    assert len(segment.steps) == 50
-    assert sum(step["collectives"] > 0 for step in segment.steps) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_read_the_same_stream(num_workers):
@@ -199,16 +182,6 @@ def test_workers_do_not_split_a_stream_that_splits_itself():
     )
 
 
-def test_micro_batches_are_equally_many_on_every_rank_and_small_enough():
-    make = source_maker(lambda: Numbers(23), 10, StopCondition(None, 1))
-    segment = train_steps(make, 3, 100, micro_batch_size=2)
-    for step in segment.steps:
-        for micro, indices in zip(step["micro"], step["indices"], strict=True):
-            assert sum(count for count, _ in micro) == len(indices)
-            assert all(count <= 2 and len(batch) == max(count, 1) for count, batch in micro)
-    assert {len(step["micro"][0]) for step in segment.steps} == {2, 1}
-
-
 @pytest.mark.parametrize(
     "dataset", [lambda: Numbers(3), lambda: StatefulDataset(3), lambda: ShardedDataset([1, 0, 0, 2])]
 )
@@ -226,63 +199,3 @@ def test_stream_without_samples_is_an_error():
 
 
 # Pure functions.
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=12),
-    st.integers(1, 30),
-    st.integers(0, 11),
-    st.integers(0, 10),
-)
-@settings(max_examples=200, deadline=None)
-def test_batches_cycle_through_shards_and_skip_ended_ones(lengths, count, shard, round_):
-    all_samples = sorted((k, s) for s, length in enumerate(lengths) for k in range(length))
-    cursor = StreamCursor(0, 0, round_, shard)
-    expected = [(s, k) for k, s in all_samples if (k, s) >= (round_, shard)]
-    picked: list[tuple[int, int]] = []
-    while (batch := next_batch(torch.tensor(lengths), cursor, count)) is not None:
-        assert len(batch.picks) == min(count, len(expected) - len(picked))
-        picked += [tuple(pick) for pick in batch.picks.tolist()]
-        cursor = batch.after
-        taken_ = Counter(s for k, s in all_samples if (k, s) < (cursor.round, cursor.shard))
-        assert cursor.taken(torch.tensor(lengths)).tolist() == [taken_[s] for s in range(len(lengths))]
-    assert picked == expected
-
-
-@given(st.integers(1, 20), st.integers(1, 20))
-def test_every_sample_has_one_owner_and_owners_share_evenly(num_shards, world_size):
-    counts = Counter(
-        owner_rank(shard, number, num_shards, world_size)
-        for shard in range(num_shards)
-        for number in range(60)
-    )
-    assert set(counts) == set(range(world_size))
-    assert max(counts.values()) <= 60 * -(-num_shards // world_size)
-    for rank in range(world_size):
-        owned = {
-            s
-            for s in range(num_shards)
-            for k in range(60)
-            if owner_rank(s, k, num_shards, world_size) == rank
-        }
-        assert owned == set(list_rank_shards(rank, num_shards, world_size))
-
-
-def test_step_of_a_stream_is_planned_fast():
-    lengths = torch.full((1024,), UNKNOWN_LENGTH)
-    batch = next_batch(lengths, StreamCursor(0, 3, 10**9, 7), 4096)
-    assert batch is not None
-    assert batch.picks[0].tolist() == [7, 10**9]
-    assert batch.after == replace(batch.after, round=10**9 + 4, shard=7)
-
-
-def test_stream_with_a_foreign_num_shards_is_one_shard():
-    class ForeignStream(IterableDataset):
-        num_shards = 4
-
-        def __iter__(self):
-            return iter(range(8))
-
-    stream = ShardedStream(ForeignStream(), "train_dataset")
-    assert stream.num_shards == 1
-    assert list(stream.shard(0)) == list(range(8))

@@ -12,10 +12,9 @@ from helpers.iterable_datasets import ShardedDataset
 from helpers.simulated_ranks import ALONE, train_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 import hpctrain
-from hpctrain.training.base import rng
 from hpctrain.training.data.dataset_adapters import make_step_source
 from hpctrain.training.data.fetcher import make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
@@ -134,11 +133,6 @@ def test_samples_of_getitems_have_their_own_generators():
     assert len(set(drawn)) == len(drawn)
 
 
-def test_subset_keeps_the_sample_generators():
-    dataset = Subset(Noisy(DRAWS["torch's generator of the sample"]), list(range(3, 20)))
-    assert trained_samples(dataset, [(3, 2, 0), (1, 1, 2)]) == trained_samples(dataset, [])
-
-
 @pytest.mark.parametrize("name", ["torch's global generator", "numpy's generator of the sample"])
 def test_draws_of_a_stream_depend_on_the_sample_only(name):
     dataset = NoisyStream([7, 3, 9])
@@ -146,14 +140,6 @@ def test_draws_of_a_stream_depend_on_the_sample_only(name):
     uninterrupted = trained_samples(dataset, [])
     assert trained_samples(dataset, [(2, 1, 2), (2, 1, 0), (1, 1, 1)]) == uninterrupted
     assert len({sample[2] for _, sample in uninterrupted}) == 38
-
-
-def test_generators_of_the_rank_are_not_affected():
-    rng.seed_all(3)
-    before = rng.capture_rng_state()
-    trained_samples(Noisy(DRAWS["numpy's global generator"]), [(1, 1, 1)])
-    after = rng.capture_rng_state()
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_draws_of_collate_fn_depend_on_its_samples_only():

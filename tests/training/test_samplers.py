@@ -30,7 +30,6 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hpctrain
-from hpctrain.training.base.rng import seeded_rng
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import LoaderConfig
@@ -248,22 +247,10 @@ def test_proportions_of_a_mixture_follow_the_step():
     assert sum(of_second[20:]) == pytest.approx(45, abs=1)
 
 
-def test_mixture_is_validated_once():
-    data = make_validation_set(
-        hpctrain.Mixture([Numbers(3), Numbers(2)], [1, 9]), LoaderConfig(), DataRank(0, 1), ALONE
-    )
-    assert [batch.tolist() for _, batch in data.batches()] == [[0, 1, 2, 0, 1]]
-
-
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")], lambda step: [step]])
 def test_impossible_weights_are_refused(weights):
     with pytest.raises(hpctrain.UserError, match=r"Mixture has 2 data sets, but its weights in step 1 are"):
         hpctrain.Mixture([Numbers(), Numbers()], weights)
-
-
-def test_empty_data_set_of_a_mixture_is_refused():
-    with pytest.raises(hpctrain.UserError, match="Data set 1 of the Mixture is empty"):
-        hpctrain.Mixture([Numbers(), Numbers(0)], [1, 1])
 
 
 def test_mixture_in_another_data_set_is_refused():
@@ -280,13 +267,6 @@ def test_length_groups_save_padding():
     assert padded < 1.1 * int(lengths.sum())
     means = torch.stack([batch.float().mean() for batch in batches])
     assert abs(means[: len(means) // 2].mean() - means[len(means) // 2 :].mean()) < 150  # in random order
-
-
-def test_samples_of_equal_length_keep_their_random_order():
-    with seeded_rng(1):
-        expected = {tuple(batch.tolist()) for batch in torch.randperm(200).split(10)}
-    with seeded_rng(1):
-        assert {*map(tuple, hpctrain.LengthGroupedBatchSampler([7] * 200, 10))} == expected
 
 
 # Trainings.
@@ -471,17 +451,6 @@ def test_another_batch_size_of_the_trainer_is_refused(data, message):
         hpctrain.Trainer(max_steps=1, global_batch_size=32).fit(Regression(), data)
 
 
-@pytest.mark.slow
-def test_learning_rate_scales_with_the_batch_of_the_loader():
-    trained = Regression()
-    trainer = hpctrain.Trainer(max_steps=1, lr_reference_batch_size=10)
-    trainer.fit(trained, DataLoader(samples(), 20))
-    expected = Regression()
-    expected.configure_optimizers = lambda: torch.optim.SGD(expected.parameters(), lr=0.2)
-    hpctrain.Trainer(max_steps=1).fit(expected, DataLoader(samples(), 20))
-    assert trained.values() == expected.values()
-
-
 # Refusals.
 
 
@@ -550,27 +519,6 @@ def test_unsupported_loader_is_refused(monkeypatch, make, message):
     monkeypatch.setattr("hpctrain.training.data.sampler_plan._MAX_SAMPLES", 99)
     with pytest.raises(hpctrain.UserError, match=message):
         hpctrain.Trainer(max_steps=1).fit(Regression(), make())
-
-
-def last_step(kind: str) -> int | None:
-    return source_maker(LOADERS[kind])(DataRank(0, 1), ALONE).last_step
-
-
-def test_last_step_is_known_if_epochs_have_the_same_length():
-    kinds = ("weighted", "weighted, drop_last", "replacement", "batch sampler", "lengths", "mixture")
-    assert [last_step(kind) for kind in kinds] == [3 * n for n in (4, 3, 6, 3, 6, 5)]
-    assert last_step("own generators") is last_step("buckets") is None
-
-
-@pytest.mark.slow
-def test_another_sampler_cannot_resume(tmp_path):
-    def train(first: int) -> None:
-        data = DataLoader(samples(), 4, sampler=SubsetRandomSampler(range(first, SIZE)))
-        hpctrain.Trainer(max_steps=first + 1, run_dir=tmp_path).fit(Regression(), data)
-
-    train(0)
-    with pytest.raises(hpctrain.UserError, match="'sampler': 'SubsetRandomSampler'"):
-        train(1)
 
 
 class Changing(Sampler[int]):

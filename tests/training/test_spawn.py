@@ -82,18 +82,6 @@ def test_module_of_the_caller_has_the_weights(tmp_path):
         assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "settings", [{"strategy": "ddp_spawn", "devices": 2}, {"strategy": "dp", "devices": 3}]
-)
-def test_fifty_steps_are_those_of_one_process(tmp_path, settings):
-    training = {**settings, "max_steps": 50}
-    run_command([sys.executable, SCRIPT, tmp_path / "out", json.dumps([training])], VARIABLES, timeout=110)
-    (result,) = torch.load(tmp_path / "out")
-    for name, value in train_manually(50).items():
-        assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
-
-
 FAILING = """
 import sys, threading, time, hpctrain
 from hpctrain.training.algorithms import register_algorithm

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from helpers import SCRIPTS
 from helpers.commands import run_command
-from helpers.fake_gpu_driver import FakeDriver, install_fake_driver
 from helpers.fork_server import run_forked
 from helpers.ranks import run_on_ranks
 from test_exact_gradients import trained_samples
@@ -26,9 +25,8 @@ import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.training.algorithms import Algorithm
-from hpctrain.training.base.device_selection import choose_devices, find_devices, parse_devices
+from hpctrain.training.base.device_selection import choose_devices
 from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
-from hpctrain.training.strategies.batch_split import pipeline_micro_batch_sizes, slice_batch
 from hpctrain.training.strategies.ddp import DDP
 from hpctrain.training.strategies.strategy_registry import STRATEGIES
 
@@ -183,12 +181,6 @@ def test_gradients_are_exchanged_once_per_step_or_per_micro_batch_with_zero3():
     assert zero3_in_parts == 2.5 * zero3  # three batches of ten in three parts, one of three in one
 
 
-@pytest.mark.ranks
-def test_gradients_kept_until_the_last_micro_batch_are_equal(tmp_path):
-    (late,) = train(tmp_path, {"strategy": "late", "max_steps": 5, "micro_batch_size": 2}, ranks=2)
-    assert_same(late["weights"], train_manually(5))
-
-
 def train_with_unused_parameters() -> None:
     hpctrain.Trainer(max_steps=3, global_batch_size=10).fit(Blocks(sometimes=True), samples())
 
@@ -197,23 +189,6 @@ def train_with_unused_parameters() -> None:
 def test_unused_parameters_are_reported():
     with pytest.raises(AssertionError, match=r"did not use detour.weight, detour.bias, .* find_unused_par"):
         run_on_ranks(train_with_unused_parameters, group=False)
-
-
-@pytest.mark.parametrize(
-    ("micro_batch_size", "num_samples", "sizes"),
-    [
-        (None, 10, [2] * 5),  # at most eight on two stages, all of one size
-        (None, 97, [13] + [12] * 7),
-        (None, 3, [1] * 3),
-        (32, 97, [25, 24, 24, 24]),
-        (4, 10, [2] * 5),
-        (32, 12, [12]),
-        (2, 3, [1] * 3),
-        (5, 7, [4, 3]),
-    ],
-)
-def test_pipeline_micro_batches_have_at_most_two_sizes(micro_batch_size, num_samples, sizes):
-    assert pipeline_micro_batch_sizes(num_samples, micro_batch_size, num_stages=2) == sizes
 
 
 class Watched(Blocks):
@@ -306,22 +281,6 @@ def test_first_and_last_stage_draw_the_same_noise():
 def test_steps_that_stages_cannot_share_are_refused(mode, message):
     with pytest.raises(AssertionError, match=message):
         run_on_ranks(train_pipeline, mode, group=False)
-
-
-def test_slice_batch_slices_tensors_and_columns():
-    batch = {
-        "x": torch.arange(6).view(3, 2),
-        "scale": torch.tensor(2.0),
-        "weights": torch.ones(2),
-        "names": ["a", "b", "c"],
-        "pair": (torch.arange(3), ("u", "v", "w"), "all"),
-    }
-    actual = slice_batch(batch, 3, 1, 3)
-    assert actual["x"].tolist() == [[2, 3], [4, 5]]
-    assert (actual["scale"], actual["weights"].tolist()) == (2.0, [1.0, 1.0])
-    assert actual["names"] == ["b", "c"]
-    assert actual["pair"][0].tolist() == [1, 2]
-    assert actual["pair"][1:] == (("v", "w"), "all")
 
 
 @pytest.mark.ranks
@@ -457,19 +416,6 @@ def test_peak_memory_decreases_with_the_zero_stage(tmp_path):
     assert zero2 > zero3 + 0.3
 
 
-def test_join_of_a_strategy_is_called_on_a_single_rank(monkeypatch):
-    joined = []
-
-    class Joining(DDP):
-        def join(self, output, num_samples):
-            joined.append(num_samples)
-            return super().join(output, num_samples)
-
-    monkeypatch.setitem(STRATEGIES.registered, "joining", Joining)
-    hpctrain.Trainer(max_steps=2, global_batch_size=4, strategy="joining").fit(Blocks(), samples())
-    assert joined == [4, 4]
-
-
 def test_strategy_without_synchronization_is_refused():
     class Alone(Strategy):
         def on_optimizer_step_end(self, step):
@@ -564,36 +510,6 @@ def test_devices_are_chosen(devices, num_gpus, busy, expected):
 def test_unavailable_devices_are_refused(devices, num_gpus, busy, message):
     with pytest.raises(UserError, match=message):
         choose_devices(devices, num_gpus, busy)
-
-
-class TwoGpus(FakeDriver):
-    """Two whole GPUs: this process computes on the first; another one computes on the second as well."""
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:  # noqa: N802
-        return [0, 0]
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
-        pids = {"GPU-a": [os.getpid()], "GPU-b": [os.getpid(), 1]}[handle]
-        return [SimpleNamespace(pid=pid) for pid in pids]
-
-
-@pytest.mark.parametrize("devices", [1, "auto"])
-def test_own_process_does_not_make_a_gpu_busy(devices, monkeypatch):
-    install_fake_driver(monkeypatch, TwoGpus())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert find_devices(devices, {}) == [0]
-
-
-def test_devices_are_checked_when_they_are_set():
-    assert parse_devices("0, 2") == [0, 2]
-    import hpctrain
-
-    with pytest.raises(UserError, match="devices is 'gpu'"):
-        hpctrain.Trainer(max_steps=1, devices="gpu")
 
 
 def create_trainers() -> list[str]:

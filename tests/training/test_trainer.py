@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -23,7 +22,6 @@ from train_small import dataset
 import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.training.observe.progress import make_progress
 
 #: Value of `CUDA_VISIBLE_DEVICES`; the GPU tests set it.
 VISIBLE_GPUS = ""
@@ -151,27 +149,6 @@ def test_progress_is_a_bar_on_a_terminal_and_plain_lines_in_a_log(tmp_path):
     assert "━" in output.decode()
 
 
-def test_step_number_stays_visible_with_many_metrics(monkeypatch):
-    output = io.StringIO()
-    monkeypatch.setattr(output, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdout", output)
-    monkeypatch.setenv("COLUMNS", "80")
-    with make_progress(300, True, 8) as progress:
-        progress.show(300, {f"metric_{number}": 0.123456 for number in range(8)})
-    assert "300/300" in output.getvalue()
-    assert output.getvalue().count("0.12346") == 8
-
-
-def test_brackets_in_a_metric_name_are_shown_on_a_terminal(monkeypatch):
-    output = io.StringIO()
-    monkeypatch.setattr(output, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdout", output)
-    monkeypatch.setenv("COLUMNS", "120")
-    with make_progress(3, True, 8) as progress:
-        progress.show(1, {"f1[/macro]": 0.5})
-    assert "f1[/macro] 0.5" in output.getvalue()
-
-
 def _read(fd: int) -> bytes:
     try:
         return os.read(fd, 4096)
@@ -237,23 +214,6 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
 def test_invalid_settings_are_refused_at_once(settings, message):
     with pytest.raises(hpctrain.UserError, match=re.escape(message)):
         hpctrain.Trainer(**settings)
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Tiny(output=lambda w: w.expand(3)), "'loss' has shape (3,)"),
-        (Tiny(output=lambda w: {"los": w.sum()}), "but not 'loss'"),
-        (Tiny(output=lambda w: None), "training_step: 'loss' is None"),
-        (Tiny(output=lambda w: {"loss": w.sum(), "names": ["a"]}), "'names' is ['a']"),
-        (Tiny(output=lambda w: w.item()), "does not depend on trainable parameters"),
-        (Tiny(output=lambda w: w.sum().detach()), "does not depend on trainable parameters"),
-        (Tiny(optimizer="adam"), "configure_optimizers() returned 'adam'"),
-    ],
-)
-def test_invalid_modules_are_refused(module, message):
-    with pytest.raises(hpctrain.UserError, match=re.escape(message)):
-        fit(module)
 
 
 def test_metric_dependent_schedule_is_refused_with_an_alternative():
@@ -331,26 +291,7 @@ def test_second_training_may_follow_an_exception(tmp_path, monkeypatch):
     assert fit(Tiny()).step == 2
 
 
-def test_scalars_may_be_plain_numbers():
-    trainer = fit(Tiny(output=lambda w: {"loss": w.sum(), "lr": 0.1}))
-    assert trainer.step == 2
-
-
 def test_nothing_is_written_without_a_run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fit(Tiny())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_trainer_resolves_the_auto_strategy(monkeypatch):
-    assert hpctrain.Trainer(max_steps=1).strategy == "ddp"
-    monkeypatch.setenv("HPCTRAIN_STRATEGY", "ddp2")
-    assert hpctrain.Trainer(max_steps=1).strategy == "ddp2"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("max_step", "Did you mean 'max_steps'"), ("foo", "Choose from max_steps, ")]
-)
-def test_unknown_setting_gets_a_suggestion(name, message):
-    with pytest.raises(hpctrain.UserError, match=f"Trainer has no setting '{name}'. {message}"):
-        hpctrain.Trainer(**{name: 1})

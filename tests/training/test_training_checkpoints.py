@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
 import re
 import shutil
 import signal
@@ -29,7 +27,7 @@ from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.saving import checkpoint_schedule as cadence_module
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
-from hpctrain.training.saving.stop_deadline import FinalSavePlan, StopDeadline, plan_final_save
+from hpctrain.training.saving.training_checkpoints import FinalSavePlan, StopDeadline, plan_final_save
 
 DAY = 86_400.0
 
@@ -229,19 +227,6 @@ def test_unknown_monitor_metric_is_reported_with_available_ones(tmp_path):
         fit(tmp_path, keep_best=1, monitor="accuracy", validate_every=2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"keep_every": 0}, "keep_every is 0"),
-        ({"keep_best": -1}, "keep_best is -1"),
-        ({"mode": "low"}, "mode is 'low', but must be 'min' or 'max'"),
-    ],
-)
-def test_retention_settings_out_of_range_are_refused(settings, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        hpctrain.Trainer(max_steps=1, **settings)
-
-
 def test_local_tier_gets_saves_first_and_is_clean_at_the_end(tmp_path):
     tier = tmp_path / "fast"
     tier.mkdir()
@@ -251,13 +236,6 @@ def test_local_tier_gets_saves_first_and_is_clean_at_the_end(tmp_path):
     assert (6, "shared") in saved
     assert steps(tmp_path / "run")[-1] == 6
     assert list(tier.iterdir()) == []
-
-
-def test_missing_local_tier_is_not_created_and_saves_go_to_the_run_folder(tmp_path, capsys):
-    fit(tmp_path / "run", 4, local_checkpoints=tmp_path / "nope" / "deep")
-    assert "the folder does not exist on the node of this rank" in capsys.readouterr().out
-    assert not (tmp_path / "nope").exists()
-    assert steps(tmp_path / "run")[-1] == 4
 
 
 def test_keep_best_without_validation_is_refused(tmp_path):
@@ -395,14 +373,6 @@ def test_records_are_buffered_until_they_can_be_written(tmp_path):
 # --- interval ------------------------------------------------------------------------------------------
 
 
-def test_optimal_interval_is_that_of_young_and_daly():
-    # By Young's √(2 · 60 s · 1 day) = 3220 s; Daly's terms of higher order reduce it by 40 s.
-    assert optimal_interval_s(60, DAY) == pytest.approx(
-        3220 * (1 + 0.01863 / 3 + 0.01863**2 / 9) - 60, rel=1e-3
-    )
-    assert optimal_interval_s(3 * DAY, DAY) == DAY
-
-
 @pytest.mark.parametrize(("save_s", "mtbf_s"), [(1.0, 600.0), (60.0, DAY), (120.0, 3600.0)])
 def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
     def overhead(interval_s: float) -> float:
@@ -412,11 +382,6 @@ def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
     best = optimal_interval_s(save_s, mtbf_s)
     least = min(overhead(best * factor / 100) for factor in range(20, 500))
     assert overhead(best) <= least * 1.001
-
-
-def test_interval_has_lower_limits():
-    assert checkpoint_interval_s(1e-6, 0.0, 10.0) == 10.0
-    assert checkpoint_interval_s(0.1, 500.0, DAY) == 500.0
 
 
 def test_documented_interval_examples_are_correct():
@@ -450,14 +415,6 @@ def test_interruptions_are_counted_from_events():
     assert InterruptionHistory.from_events([]).node_mtbf_s(DAY) == DAY
     assert InterruptionHistory(3, 3 * DAY).node_mtbf_s(DAY) == DAY
     assert InterruptionHistory(0, 9 * DAY).node_mtbf_s(DAY) == 10 * DAY
-
-
-def test_estimated_mtbf_converges():
-    generator, true_mtbf_s, node_seconds, count = random.Random(1), 5_000.0, 0.0, 0
-    while count < 2000:
-        node_seconds += generator.expovariate(1 / true_mtbf_s)
-        count += 1
-    assert InterruptionHistory(count, node_seconds).node_mtbf_s(DAY) == pytest.approx(true_mtbf_s, rel=0.1)
 
 
 class Clock:
@@ -590,18 +547,6 @@ def test_error_during_a_save_ends_the_training_at_once(tmp_path, monkeypatch):
         fit(tmp_path, 6, Line(at={3: crash}))
     assert time.monotonic() - start < 60 * slowness()
     stuck.set()
-
-
-def test_validation_and_metrics_are_in_order_during_async_saves(tmp_path):
-    fit(tmp_path, 8, validate_every=2, checkpoint_every=1)
-    records = list(read_json_lines(RunDir(tmp_path).metrics))
-    assert [record["step"] for record in records] == list(range(1, 9))
-    assert [record["step"] for record in records if "val_loss" in record] == [2, 4, 6, 8]
-    saved = [event["step"] for event in events(tmp_path, "checkpoint")]
-    assert saved == list(range(1, 9))
-    for event in events(tmp_path, "checkpoint"):
-        assert json.dumps(event)
-        assert event["seconds"] > 0
 
 
 class AveragedWeights(hpctrain.Module):

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,9 @@ from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.sample_order import SampleOrder
-from hpctrain.training.loop.optimizer_step import LrScaler
-from hpctrain.training.observe.dataloader_hints import warn_too_few_workers, warn_too_many_workers
-from hpctrain.training.observe.progress import SampleRate
-from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
+from hpctrain.training.loop.train_step import LrScaler
 from hpctrain.training.optim.optimizer_setup import only_trainable
+from hpctrain.training.optim.step_transforms import activation_checkpointing
 
 SCRIPT = SCRIPTS / "train_regression.py"
 
@@ -220,40 +217,6 @@ def test_early_stopping_on_a_training_metric_needs_no_validation():
     assert trainer.step < 50
 
 
-@pytest.mark.parametrize("method", ["class", "instance"])
-def test_custom_zero_grad_of_an_optimizer_is_called(method):
-    calls = []
-
-    class Careful(torch.optim.SGD):
-        def zero_grad(self, set_to_none=True):
-            calls.append(set_to_none)
-            super().zero_grad(set_to_none)
-
-    class Model(Regression):
-        def configure_optimizers(self):
-            if method == "class":
-                return Careful(self.parameters(), lr=0.1)
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            torchs = optimizer.zero_grad
-            optimizer.zero_grad = lambda set_to_none=True: (calls.append(set_to_none), torchs())
-            return optimizer
-
-    module = Model()
-    hpctrain.Trainer(max_steps=3).fit(module, samples())
-    assert calls == [True] * 3
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
-def test_batch_larger_than_the_dataset_is_reported(capfd):
-    data = samples()
-    count = len(data[0])
-    hpctrain.Trainer(max_steps=1, global_batch_size=count + 1).fit(Regression(), data)
-    assert (
-        f"hpctrain: global_batch_size is {count + 1}, but train_dataset has only {count} samples, "
-        "so every step uses all samples.\n"
-    ) in capfd.readouterr().out
-
-
 class Frozen(Regression):
     """A frozen body in eval mode; validation returns the same metric as training."""
 
@@ -296,13 +259,6 @@ def test_metrics_must_have_equal_names_on_every_rank(tmp_path, names):
     message = "reserved in metrics.jsonl" if names == "time" else r"\['a', 'b', 'loss'\] on rank 0, but \["
     with pytest.raises(AssertionError, match=f"UserError: .*{message}"):
         train(tmp_path, "named", 20, f'names="{names}"', ranks=2)
-
-
-@pytest.mark.ranks
-def test_metric_names_may_change_between_steps(tmp_path):
-    train(tmp_path, "named", 20, 'names="turns"', ranks=2)
-    for line in read_json_lines(RunDir(tmp_path).metrics):
-        assert line["a" if line["step"] % 3 else "c"] == pytest.approx(10)
 
 
 def test_metric_names_must_not_differ_between_micro_batches():
@@ -465,30 +421,6 @@ def test_learning_rate_scaling_and_warmup_apply_with_any_schedule(tmp_path):
     assert result["state"][0] == pytest.approx(state_of(module), rel=1e-9)
 
 
-def test_learning_rate_factors():
-    assert [LrScaler(4.0, 3).factor(step) for step in (1, 2, 3, 9)] == [2.0, 3.0, 4.0, 4.0]
-    assert [LrScaler(1.0, 4).factor(step) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    scaler = LrScaler.from_settings(
-        hpctrain.Trainer(max_steps=1, global_batch_size=64, lr_reference_batch_size=16, lr_scaling="sqrt")
-    )
-    assert scaler == LrScaler(2.0)
-    assert LrScaler.from_settings(hpctrain.Trainer(max_steps=1)) is None
-
-
-def test_hints_about_data_workers():
-    for can_request in (True, False):
-        too_many = partial(warn_too_many_workers, can_request=can_request)
-        too_few = partial(warn_too_few_workers, can_request=can_request)
-        assert too_many(4, 4) is None
-        assert "num_workers is 8, but each rank has only 4 CPUs" in (too_many(8, 4) or "")
-        assert ("--cpus-per-task" in (too_many(8, 4) or "")) == can_request
-        assert too_few(1.0, 100.0, 0, 8) is None
-        assert too_few(8.0, 9.0, 0, 8) is None  # too early to decide
-        assert "50% of the first 100 s waiting" in (too_few(50.0, 100.0, 2, 8) or "")
-        assert "try num_workers=4" in (too_few(50.0, 100.0, 2, 8) or "")
-        assert ("--cpus-per-task" in (too_few(50.0, 100.0, 8, 8) or "")) == can_request
-
-
 def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):
     class SlowData(Dataset):
         def __len__(self):
@@ -503,18 +435,8 @@ def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):
             output.append(capsys.readouterr().out)
 
     output: list[str] = []
-    monkeypatch.setattr("hpctrain.training.observe.dataloader_hints._SEEN_S", 0.05)
+    monkeypatch.setattr("hpctrain.training.observe.environment_info._SEEN_S", 0.05)
     trainer = hpctrain.Trainer(max_steps=8, global_batch_size=4, callbacks=[Printed()])
     trainer.fit(Regression(), SlowData())
     assert "s waiting for data with num_workers=0" in "".join(output[:7])
     assert "".join(output).count("waiting for data") == 1
-
-
-def test_sample_rate_is_reported_after_an_interval():
-    now = [0.0]
-    pace = SampleRate(32, lambda: now[0])
-    assert pace.rate_since_last(1) == ""
-    now[0] = 0.5
-    assert pace.rate_since_last(10) == ""
-    now[0] = 2.0
-    assert pace.rate_since_last(21) == "  320 samples/s"

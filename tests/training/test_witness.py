@@ -14,7 +14,6 @@ import torch
 from bit_flips import BitFlip
 from helpers.ranks import run_on_ranks
 from torch import nn
-from torch.utils.data import DataLoader
 
 import hpctrain
 from hpctrain.errors import SilentCorruption
@@ -101,26 +100,6 @@ def test_nodes_may_have_different_numbers_of_ranks():
     run_on_ranks(fit_on_uneven_nodes, world_size=5)
 
 
-def fit_with_worker_init_fn() -> None:
-    data = DataLoader(list(torch.randn(64, 3)), batch_size=8, num_workers=1, worker_init_fn=print)
-    trainer = hpctrain.Trainer(elastic_determinism=True, grain_size=4, max_steps=1, witness_every=1)
-    with pytest.raises(hpctrain.UserError, match="Remove witness_every or worker_init_fn"):
-        trainer.fit(Net(), data)
-
-
-def test_function_of_the_data_workers_is_refused():
-    run_on_ranks(fit_with_worker_init_fn)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(1000, 2000, 100))
-def test_every_one_of_1000_flips_that_changes_a_gradient_is_found(tmp_path, first):
-    found = run_on_ranks(flips_are_found, tmp_path, range(first, first + 100), world_size=3, timeout=500.0)
-    print(f"{found[0]} of 100 flips changed a gradient")
-    assert found[0] >= 50
-
-
 def find_suspects(settings: dict[str, Any], *flips: dict[str, Any]) -> tuple[list[int], int, str]:
     try:
         fit(flips[0], **settings)
@@ -146,13 +125,6 @@ def test_wrong_parameter_is_found_before_its_gradient_is_applied():
     assert re.match("In step [34], ", text), text
 
 
-def test_transient_fault_is_found_with_two_ranks():
-    flip = {"rank": 1, "target": "gradient", "seed": 5, "step": 3}
-    suspects, _, text = run_on_ranks(find_suspects, {}, flip, world_size=2)[0]
-    assert suspects == [1], text
-    assert "The gradients were not applied" in text
-
-
 def count_steps(num_steps: int, seed: int) -> int:
     fit(max_steps=num_steps, seed=seed, log_every=1000)
     return num_steps
@@ -160,13 +132,6 @@ def count_steps(num_steps: int, seed: int) -> int:
 
 def test_no_false_alarm():
     assert run_on_ranks(count_steps, 300, 3, world_size=2) == [300] * 2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(10))
-def test_100_000_steps_have_no_false_alarm(seed):
-    assert run_on_ranks(count_steps, 10_000, seed, world_size=2, timeout=500.0) == [10_000] * 2
 
 
 def compare_with_uneven_grains() -> bool:

@@ -33,61 +33,38 @@ class PreflightResult:
 
 
 class Backend(Protocol):
-    """Interface of a backend. The format of job ids depends on the backend."""
+    """Interface of a backend, whose requests raise SchedulerError if the scheduler refuses or is unreachable.
+
+    The format of job ids depends on the backend.
+    """
 
     name: ClassVar[BackendName]
-
-    def expedites_requeues(self) -> bool:
-        """Return true if a requeued job can start without a delay."""
 
     def site(self, profile: Site) -> Site | None:
         """Return the facts about the site; None if there is no site, or it does not respond."""
 
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
-        """Check the request against the available resources. Nothing is changed.
-
-        Args:
-            spec: the job as requested.
-            script: the batch script for the submission.
-            profile: facts about the site from option files.
+        """Check a job with this batch script against the available resources. Nothing is changed.
 
         Raises:
             SpecError: the job cannot run as requested.
         """
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:
-        """Submit the run's job script and return the job's id.
-
-        Args:
-            spec: the job as requested.
-            run: the run folder, already written.
-            lock: file descriptor of the run's lock, held by the caller.
+        """Submit the script of a run folder, whose lock the caller holds, and return the job's id.
 
         Raises:
             SubmissionUnconfirmed: the scheduler did not respond, and may have accepted the job.
-            SchedulerError: the scheduler refused or cannot be reached.
         """
 
     def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
         """Return the scheduler's view of each job; do not raise if it is unreachable."""
 
     def cancel(self, jobs: Sequence[JobRecord]) -> None:
-        """Ask jobs to end permanently.
-
-        Raises:
-            SchedulerError: the scheduler refused or cannot be reached.
-        """
+        """Ask jobs to end permanently."""
 
     def requeue(self, jobs: Sequence[JobRecord]) -> None:
-        """Ask the ranks of running jobs to save and to continue in a new attempt.
-
-        Raises:
-            SchedulerError: the scheduler refused or cannot be reached.
-        """
+        """Ask the ranks of running jobs to save and to continue in a new attempt."""
 
     def release_hold(self, jobs: Sequence[JobRecord]) -> None:
-        """End the scheduler's delay of requeued jobs.
-
-        Raises:
-            SchedulerError: the scheduler refused or cannot be reached.
-        """
+        """End the scheduler's delay of requeued jobs."""

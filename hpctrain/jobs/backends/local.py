@@ -40,9 +40,6 @@ class LocalBackend:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def expedites_requeues(self) -> bool:
-        return False
-
     def site(self, profile: Site) -> None:
         """Return None: there is no site."""
 

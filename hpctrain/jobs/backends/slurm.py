@@ -12,16 +12,14 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult, SubmissionUnconfirmed
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_answer_lost, is_transient, run_all
-from hpctrain.slurm.config import parse_config
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.slurm.job_requests import cancel_jobs, signal_ranks, submit_job, update_job
-from hpctrain.slurm.site_queries import SiteAnswers, query_site
 from hpctrain.spec.directives import all_directives
 from hpctrain.spec.job_spec import BackendName, JobSpec
 
 if TYPE_CHECKING:
     from hpctrain.records.run_record import JobRecord
-    from hpctrain.slurm.site_facts import Site
+    from hpctrain.slurm.site_facts import Site, SiteAnswers
     from hpctrain.slurm.states import JobStateView
 
 #: Time limit of a probe in seconds: a busy controller may take longer than ten seconds.
@@ -38,6 +36,8 @@ class SlurmBackend:
         self._outer = strip_job_env(environ)
         self._answers: SiteAnswers | None = None
         """Slurm's answers about the site."""
+        self._site: tuple[Site, list[str]] | None = None
+        """The site according to the answers, with a note on each failed query."""
         self._trouble: str | None = None
 
     def unavailable_reason(self) -> str | None:
@@ -48,6 +48,8 @@ class SlurmBackend:
     def _probe(self) -> str | None:
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
             return "sbatch not found on PATH"
+        from hpctrain.slurm.site_facts import query_site
+
         # The caller is about to submit, which requires all of these answers.
         calls = query_site(self._outer)
         # Import the checks while waiting for Slurm.
@@ -59,17 +61,15 @@ class SlurmBackend:
             return str(error)
         return None
 
-    def expedites_requeues(self) -> bool:
-        # The configuration is the second answer of `query_site`.
-        answer = self._answers[1] if self._answers is not None else None
-        return isinstance(answer, str) and parse_config(answer).expedites_requeues
-
     def site(self, profile: Site) -> Site | None:
-        if self._answers is None:
-            return None
-        from hpctrain.slurm.site_discovery import parse_site
+        return None if self._answers is None else self._read_site(profile)[0]
 
-        return parse_site(self._answers, profile)[0]
+    def _read_site(self, profile: Site) -> tuple[Site, list[str]]:
+        if self._site is None:
+            from hpctrain.slurm.site_facts import parse_site, query_site
+
+            self._site = parse_site(self._answers or run_all(query_site(self._outer)), profile)
+        return self._site
 
     def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
         if self._trouble is not None:
@@ -82,7 +82,7 @@ class SlurmBackend:
         # Imported here because only submissions use it.
         from hpctrain.jobs.backends.preflight_slurm import preflight_slurm
 
-        return preflight_slurm(spec, script, self._environ, profile, self._answers)
+        return preflight_slurm(spec, script, self._environ, *self._read_site(profile))
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
         environ = sbatch_env(self._environ, all_directives(spec))
@@ -95,10 +95,15 @@ class SlurmBackend:
                     f"--name={shlex.quote(spec.name)}`. If the job is queued, its run folder "
                     f"is {str(run.path)!r}. Otherwise, submit again with the same --run-dir."
                 ) from error
-            from hpctrain.slurm.pending_reasons import suggest_remedy
+            if is_transient(str(error)):
+                raise SchedulerError(f"The job was not submitted: {error}. Try again later.") from error
+            from hpctrain.jobs.site.job_request import JobRequest
+            from hpctrain.jobs.site.refusal import explain_refusal
+            from hpctrain.slurm.site_facts import Site
 
-            mend = "Try again later." if is_transient(str(error)) else suggest_remedy(str(error))
-            raise SchedulerError(f"The job was not submitted: {error}. {mend}") from error
+            site = self._site[0] if self._site else Site()
+            reason = explain_refusal(str(error), JobRequest.from_spec(spec, self._environ), site)
+            raise SchedulerError(f"The job was not submitted: {reason}") from error
 
     def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
         from hpctrain.jobs.backends.slurm_status import query_jobs

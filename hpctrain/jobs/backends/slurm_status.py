@@ -98,7 +98,7 @@ def _was_removed(job: JobRecord, rows: JobTable) -> bool:
     array_id = parent_job_id(job.job_id)
     if array_id == job.job_id or _has_started(job):
         return False
-    return any(job.submitted_manually or _belongs_to_job(row, job) for row in rows.rows_of(array_id))
+    return any(_belongs_to_job(row, job) for row in rows.rows_of(array_id))
 
 
 def _has_started(job: JobRecord) -> bool:
@@ -185,7 +185,7 @@ def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
 
 def _rows_of(job: JobRecord, rows: JobTable) -> list[JobRow]:
     """Return the job's rows that belong to this run: a reinstalled cluster reuses job ids."""
-    return [row for row in rows.rows_of(job.job_id) if job.submitted_manually or _belongs_to_job(row, job)]
+    return [row for row in rows.rows_of(job.job_id) if _belongs_to_job(row, job)]
 
 
 def _belongs_to_job(row: JobRow, job: JobRecord) -> bool:

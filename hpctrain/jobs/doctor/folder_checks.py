@@ -1,33 +1,40 @@
-"""Checks of the runs folder: whether nodes share it, and whether locks and renames work there."""
+"""Check the runs folder: whether nodes share it, and whether locks work there.
+
+`python -m hpctrain.jobs.doctor.folder_checks FOLDER` probes a folder and prints JSON. It is a separate
+process, because an unresponsive file server blocks the process that accesses it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from hpctrain.jobs.doctor.finding import Finding
-from hpctrain.jobs.doctor.probe_command import run_python_probe
+from hpctrain.files import is_locked, try_lock
+from hpctrain.jobs.doctor.probe import Finding, run_python_probe
+from hpctrain.jobs.site.mounts import find_mount, is_node_local
 from hpctrain.text import format_size
 
-_TOPIC = "Runs folder"
+PREFIX = ".hpctrain-doctor-"
 _LIMIT_S = 20.0
-
 #: Smaller clock differences do not affect the order of events.
 _CLOCK_TOLERANCE_S = 2.0
 #: With less space, a checkpoint of a medium-sized model fills the file system.
 _LITTLE_BYTES = 10 << 30
-
-#: Names of the capabilities, and the consequence for runs if a capability is missing.
-_USES = {
-    "lock": ("locking", "two submissions could use the same run folder at the same time"),
-    "rename": ("rename", "a process that is killed at the wrong moment could leave an incomplete file"),
-    "append": ("append", "records of events and metrics could be lost"),
-}
+#: Mount options with which a lock excludes only processes of the same machine.
+_LOCAL_LOCKS = {"localflock", "nolock", "local_lock=all", "local_lock=flock"}
+_finding = partial(Finding, "Runs folder")
 
 
-def check_runs_folder(folder: Path, environ: Mapping[str, str], *, other_machines: bool) -> list[Finding]:
-    """Return findings on the folder in which runs are created.
+def check_runs_folder(folder: Path, environ: Mapping[str, str], *, other_machines: bool) -> Iterator[Finding]:
+    """Yield findings on the folder in which runs are created.
 
     All probes use a temporary folder in it, which is removed afterwards.
 
@@ -39,89 +46,98 @@ def check_runs_folder(folder: Path, environ: Mapping[str, str], *, other_machine
     Raises:
         ProbeFailed: the file system does not respond.
     """
-    module = "hpctrain.jobs.doctor.filesystem_probe"
-    facts = run_python_probe(["-m", module, str(folder)], environ, _LIMIT_S)
-    return [*_place(facts, other_machines), *_abilities(facts)]
-
-
-def _place(facts: dict[str, Any], other_machines: bool) -> Iterator[Finding]:
+    facts = run_python_probe(["-m", __name__, str(folder)], environ, _LIMIT_S)
     mount = facts["mount"]
     kind = f"{mount['type']} ({mount['source']} on {mount['point']})" if mount else "unknown"
-    where = f"{facts['folder']}: {kind}"
+    place = f"{facts['folder']}: {kind}"
     if not other_machines or (mount and mount["is_shared"]):
-        yield Finding(_TOPIC, "file system", where)
+        yield _finding("file system", place)
     elif facts["per_node"]:
-        yield Finding(
-            _TOPIC,
-            "file system",
-            where,
-            "problem",
-            "This folder is local to each node. Submit from a folder that all nodes share, or use --run-dir.",
+        remedy = (
+            "This folder is local to each node. Submit from a folder that all nodes share, or use --run-dir."
         )
+        yield _finding("file system", place, remedy, "problem")
     else:
-        yield Finding(
-            _TOPIC,
+        yield _finding(
             "file system",
-            where,
-            "note",
+            place,
             "This folder appears to be on a local disk. Unless the nodes mount this disk under the same "
             "path, set --run-dir to a folder that all nodes share.",
         )
+    remedy = "Checkpoints usually need more space. Delete files, or choose another --run-dir."
     free = facts["free_bytes"]
-    yield Finding(
-        _TOPIC,
-        "free space",
-        format_size(free),
-        "ok" if free >= _LITTLE_BYTES else "note",
-        ""
-        if free >= _LITTLE_BYTES
-        else "Checkpoints usually need more space. Delete files, or choose another --run-dir.",
+    yield _finding("free space", format_size(free), remedy if free < _LITTLE_BYTES else "")
+    if "write" in facts:
+        remedy = "Submit from a folder that you can write to, or use --run-dir."
+        yield _finding("writing", f"not possible: {facts['write']}", remedy, "problem")
+        return
+    lax = _LOCAL_LOCKS.intersection(mount["options"] if mount else ())
+    if trouble := facts["locking"]:
+        remedy = (
+            "Use another file system for runs (--run-dir). On this file system, two submissions could use "
+            "the same run folder at the same time."
+        )
+        yield _finding("locking", trouble, remedy, "problem")
+    elif lax:
+        value = f"works on one machine only (mounted with {', '.join(sorted(lax))})"
+        yield _finding("locking", value, "Always resubmit a run from the machine that first submitted it.")
+    else:
+        yield _finding("locking", "works")
+    ahead_s = facts["clock_ahead_s"]
+    if abs(ahead_s) <= _CLOCK_TOLERANCE_S:
+        yield _finding("clock", f"file times are within {_CLOCK_TOLERANCE_S:g} s of this machine's clock")
+        return
+    side = "ahead of" if ahead_s > 0 else "behind"
+    yield _finding(
+        "clock",
+        f"file times are {abs(ahead_s):.1f} s {side} this machine's clock",
+        "Times in the logs of different machines may not be comparable. Synchronize the clocks (NTP).",
     )
 
 
-def _abilities(facts: dict[str, Any]) -> Iterator[Finding]:
-    if "write" in facts:
-        yield Finding(
-            _TOPIC,
-            "writing",
-            f"not possible: {facts['write']}",
-            "problem",
-            "Submit from a folder that you can write to, or use --run-dir.",
-        )
-        return
-    options = set(facts["mount"]["options"]) if facts["mount"] else set()
-    for key, (name, otherwise) in _USES.items():
-        if trouble := facts[key]:
-            yield Finding(
-                _TOPIC,
-                name,
-                trouble,
-                "problem",
-                f"Use another file system for runs (--run-dir). On this file system, {otherwise}.",
-            )
-        elif key == "lock" and (
-            lax := options & {"localflock", "nolock", "local_lock=all", "local_lock=flock"}
-        ):
-            yield Finding(
-                _TOPIC,
-                name,
-                f"works on one machine only (mounted with {', '.join(sorted(lax))})",
-                "note",
-                "Always resubmit a run from the machine that first submitted it.",
-            )
-        else:
-            yield Finding(_TOPIC, name, "works")
-    ahead_s = facts["clock_ahead_s"]
-    if abs(ahead_s) > _CLOCK_TOLERANCE_S:
-        yield Finding(
-            _TOPIC,
-            "clock",
-            f"file times are {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this "
-            "machine's clock",
-            "note",
-            "Times in the logs of different machines may not be comparable. Synchronize the clocks (NTP).",
-        )
-    else:
-        yield Finding(
-            _TOPIC, "clock", f"file times are within {_CLOCK_TOLERANCE_S:g} s of this machine's clock"
-        )
+def probe_folder(folder: Path) -> dict[str, object]:
+    """Return facts about the file system of `folder`, or of its nearest existing parent."""
+    while not folder.exists():
+        folder = folder.parent
+    mount, stat = find_mount(folder), os.statvfs(folder)
+    facts: dict[str, object] = {
+        "folder": str(folder),
+        "mount": asdict(mount) | {"is_shared": mount.is_shared} if mount else None,
+        "per_node": is_node_local(folder),
+        "free_bytes": stat.f_bavail * stat.f_frsize,
+    }
+    try:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as temporary:
+            facts["locking"] = _probe_lock(Path(temporary, "lock"))
+            path, before = Path(temporary, "clock"), time.time()
+            path.touch()
+            facts["clock_ahead_s"] = round(path.stat().st_mtime - (before + time.time()) / 2, 3)
+    except OSError as error:
+        facts["write"] = error.strerror or str(error)
+    return facts
+
+
+def _probe_lock(path: Path) -> str:
+    """Return the problem with locks; empty if there is none."""
+    try:
+        if (lock := try_lock(path)) is None:
+            return "a new lock file is already locked"
+        try:
+            if not is_locked(path) or try_lock(path) is not None:
+                return "two processes can hold the same lock"
+        finally:
+            os.close(lock)
+        return "a lock remains after it is released" if is_locked(path) else ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def main() -> None:
+    """Print the facts about the folder given on the command line."""
+    # The default handler would not remove the temporary folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    print(json.dumps(probe_folder(Path(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,23 +1,31 @@
-"""Checks of this machine: CPUs, memory, GPUs, and the installed torch."""
+"""Check this machine: CPUs, memory, GPUs, containers, network, and the installed torch."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.addresses import interfaces, is_loopback, resolve_host
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, list_amd_gpus
-from hpctrain.jobs.doctor.finding import Finding
-from hpctrain.jobs.doctor.probe_command import ProbeFailed, run_python_probe
+from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, command_output, run_python_probe
+from hpctrain.jobs.submit.container_builder import has_pyxis
 from hpctrain.text import format_memory, pluralize
 
-_TOPIC = "This machine"
 #: The first import of torch from a file server is slow.
 _TORCH_LIMIT_S = 120.0
 _DRIVER_LIMIT_S = 20.0
+_CONTAINER_LIMIT_S = 10.0
 #: Data workers pass batches in shared memory.
 _LITTLE_SHARED_BYTES = 1 << 30
+_INFINIBAND = Path("/sys/class/infiniband")
+
+#: Container programs, each with the argument that prints the version.
+_CONTAINER_PROGRAMS = {"apptainer": "--version", "singularity": "--version", "enroot": "version"}
 
 _DRIVER_CODE = """
 import json
@@ -35,26 +43,39 @@ with warnings.catch_warnings(record=True) as caught:
     import torch.distributed as dist
     usable = torch.cuda.is_available()
 has_nccl = dist.is_available() and dist.is_nccl_available()
+messages = [str(warning.message).splitlines()[0] for warning in caught]
 print(json.dumps({
     "version": torch.__version__,
     "cuda": torch.version.cuda,
     "rocm": torch.version.hip,
     "usable": usable,
     "num_gpus": torch.cuda.device_count() if usable else 0,
-    "warning": next((str(one.message).splitlines()[0] for one in caught if "CUDA" in str(one.message)), ""),
+    "warning": next((message for message in messages if "CUDA" in message), ""),
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
     "gloo": dist.is_available() and dist.is_gloo_available(),
 }))
 """
+_machine = partial(Finding, "This machine")
+_network = partial(Finding, "Network")
+_containers = partial(Finding, "Containers")
 
 
-def check_machine() -> list[Finding]:
-    """Return findings on CPUs and memory."""
-    usable, all_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    cpus = str(all_cpus) if usable == all_cpus else f"{usable} of {all_cpus} usable by this process"
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    findings = [Finding(_TOPIC, "CPUs", cpus), Finding(_TOPIC, "memory", format_memory(total))]
-    return findings + list(_shared_memory(Path("/dev/shm")))
+def check_machine() -> Iterator[Finding]:
+    """Yield findings on CPUs and memory."""
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    yield _machine("CPUs", str(total) if usable == total else f"{usable} of {total} usable by this process")
+    yield _machine("memory", format_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return
+    size = stat.f_blocks * stat.f_frsize
+    remedy = (
+        "Data loader workers may crash (bus error). Increase the shared memory of the container, for example "
+        "with --shm-size."
+    )
+    value = f"{format_memory(size)} (/dev/shm)"
+    yield _machine("shared memory", value, remedy if size < _LITTLE_SHARED_BYTES else "")
 
 
 def check_gpus(environ: Mapping[str, str]) -> tuple[list[Finding], int]:
@@ -62,114 +83,118 @@ def check_gpus(environ: Mapping[str, str]) -> tuple[list[Finding], int]:
     try:
         facts = run_python_probe(["-c", _DRIVER_CODE], environ, _DRIVER_LIMIT_S)
     except ProbeFailed as error:
-        words = f"the driver does not respond: {error}"
-        return [Finding(_TOPIC, "GPUs", words, "problem", "Check the output of nvidia-smi.")], 0
+        value = f"the driver does not respond: {error}"
+        return [_machine("GPUs", value, "Check the output of nvidia-smi.", "problem")], 0
     names: list[str] = facts["names"]
-    if not names and (amd := list_amd_gpus()):
-        return [Finding(_TOPIC, "GPUs", f"{len(amd)} × AMD"), *_visible(environ)], 0
-    if not names:
-        words = "none" if facts["version"] is None else "none usable by this process"
-        return [Finding(_TOPIC, "GPUs", words)], 0
-    kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-    findings = [
-        Finding(_TOPIC, "GPUs", kinds),
-        Finding(_TOPIC, "driver", f"{facts['version']}, supports CUDA up to {facts['cuda']}"),
-    ]
-    return findings + _visible(environ), len(names)
+    if not names and not (amd := list_amd_gpus()):
+        return [_machine("GPUs", "none" if facts["version"] is None else "none usable by this process")], 0
+    if names:
+        kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+        driver = f"{facts['version']}, supports CUDA up to {facts['cuda']}"
+        findings = [_machine("GPUs", kinds), _machine("driver", driver)]
+    else:
+        findings = [_machine("GPUs", f"{len(amd)} × AMD")]
+    for variable in (ROCR_VARIABLE, *HIP_VARIABLES):
+        if value := environ.get(variable, ""):
+            findings.append(_machine(variable, f"{value} (your environment)"))
+    return findings, len(names)
 
 
-def _visible(environ: Mapping[str, str]) -> list[Finding]:
-    return [
-        Finding(_TOPIC, name, f"{environ[name]} (your environment)")
-        for name in (ROCR_VARIABLE, *HIP_VARIABLES)
-        if environ.get(name)
-    ]
-
-
-def query_torch(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return facts about torch, from the environment that runs would use.
-
-    Raises:
-        ProbeFailed: it cannot be imported.
-    """
-    return run_python_probe(["-c", _TORCH_CODE], environ, _TORCH_LIMIT_S)
+def query_torch(environ: Mapping[str, str]) -> dict[str, Any] | ProbeFailed:
+    """Return facts about torch, from the environment that runs would use, or the error of its import."""
+    try:
+        return run_python_probe(["-c", _TORCH_CODE], environ, _TORCH_LIMIT_S)
+    except ProbeFailed as error:
+        return error
 
 
 def torch_findings(
     facts: Mapping[str, Any] | ProbeFailed, *, gpus_here: int, gpus_of_site: int
-) -> list[Finding]:
-    """Return findings on torch, given the GPUs that it could use."""
+) -> Iterator[Finding]:
+    """Yield findings on torch, given the GPUs that it could use."""
     if isinstance(facts, ProbeFailed):
-        return [
-            Finding(
-                _TOPIC,
-                "torch",
-                f"cannot be imported: {facts}",
-                "problem",
-                "No rank can start. Repair the Python environment in which hpctrain is installed.",
-            )
-        ]
-    return [_torch(facts, gpus_here, gpus_of_site), *_backends(facts)]
-
-
-def _shared_memory(place: Path) -> Iterator[Finding]:
-    try:
-        stat = os.statvfs(place)
-    except OSError:
+        remedy = "No rank can start. Repair the Python environment in which hpctrain is installed."
+        yield _machine("torch", f"cannot be imported: {facts}", remedy, "problem")
         return
-    size = stat.f_blocks * stat.f_frsize
-    little = size < _LITTLE_SHARED_BYTES
-    yield Finding(
-        _TOPIC,
-        "shared memory",
-        f"{format_memory(size)} ({place})",
-        "note" if little else "ok",
-        "Data loader workers may crash (bus error). Increase the shared memory of the container, for example "
-        "with --shm-size."
-        if little
-        else "",
-    )
-
-
-def _torch(facts: Mapping[str, Any], gpus_here: int, gpus_of_site: int) -> Finding:
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['rocm']}" if facts["rocm"] else "CPUs"
     value = f"{facts['version']}, built for {build}"
     if facts["usable"]:
-        return Finding(
-            _TOPIC, "torch", f"{value}, can use {pluralize(facts['num_gpus'], 'GPU')} on this machine"
-        )
-    if gpus_here:
-        why = f": {facts['warning']}" if facts["warning"] else ""
-        return Finding(
-            _TOPIC,
-            "torch",
-            f"{value}, cannot use the GPUs on this machine{why}",
-            "problem",
-            "Install a torch build for a CUDA version that this driver supports.",
-        )
-    if gpus_of_site and build == "CPUs":
-        return Finding(
-            _TOPIC,
-            "torch",
-            value,
-            "note",
-            "Ranks cannot use the GPUs at this site. Install a torch build with GPU support.",
-        )
-    return Finding(_TOPIC, "torch", value)
-
-
-def _backends(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    if facts["nccl"]:
-        yield Finding(_TOPIC, "NCCL", facts["nccl"])
+        yield _machine("torch", f"{value}, can use {pluralize(facts['num_gpus'], 'GPU')} on this machine")
+    elif gpus_here:
+        reason = f": {facts['warning']}" if facts["warning"] else ""
+        value += f", cannot use the GPUs on this machine{reason}"
+        remedy = "Install a torch build for a CUDA version that this driver supports."
+        yield _machine("torch", value, remedy, "problem")
     else:
-        yield Finding(_TOPIC, "NCCL", "not in this torch build; required only by ranks on GPUs")
+        remedy = "Ranks cannot use the GPUs at this site. Install a torch build with GPU support."
+        yield _machine("torch", value, remedy if gpus_of_site and build == "CPUs" else "")
+    yield _machine("NCCL", facts["nccl"] or "not in this torch build; required only by ranks on GPUs")
     if facts["gloo"]:
-        yield Finding(_TOPIC, "gloo", "available")
+        yield _machine("gloo", "available")
     else:
-        yield Finding(
-            _TOPIC,
-            "gloo",
-            "not in this torch build",
-            "problem",
-            "Ranks on CPUs require gloo. Install a torch build that includes it.",
+        remedy = "Ranks on CPUs require gloo. Install a torch build that includes it."
+        yield _machine("gloo", "not in this torch build", remedy, "problem")
+
+
+def check_containers(environ: Mapping[str, str]) -> tuple[list[Finding], tuple[str, ...]]:
+    """Return findings on containers, and the names of the available runtimes."""
+    runtimes = {"pyxis": "srun supports --container-image"} if has_pyxis(environ) else {}
+    for program, argument in _CONTAINER_PROGRAMS.items():
+        if (path := shutil.which(program, path=environ.get("PATH"))) is None:
+            continue
+        try:
+            lines = command_output([path, argument], environ, _CONTAINER_LIMIT_S).strip().splitlines()
+            runtimes[program] = (lines or [path])[0]
+        except ProbeFailed as error:
+            runtimes[program] = f"{path}, version unknown: {error}"
+    findings = [_containers(name, value) for name, value in runtimes.items()]
+    if not findings:
+        value = "pyxis, apptainer, singularity and enroot were not found on this machine"
+        findings = [_containers("none", value)]
+    if "enroot" in runtimes and "pyxis" not in runtimes:
+        remedy = "enroot alone cannot start ranks. Ask the administrator to install pyxis, or use apptainer."
+        findings.append(_containers("pyxis", "srun does not support --container-image", remedy))
+    return findings, tuple(runtimes)
+
+
+def check_network(environ: Mapping[str, str]) -> list[Finding]:
+    """Return findings on this machine's name and interfaces, which ranks on several machines use."""
+    return [_check_host_name(), *_check_interfaces(environ)]
+
+
+def _check_host_name() -> Finding:
+    host = socket.gethostname()
+    try:
+        addresses = resolve_host(host)
+    except OSError as error:
+        return _network(
+            "host name",
+            f"{host} does not resolve: {error}",
+            "Ranks use the addresses in Slurm's configuration instead. Ask the administrator to add the name "
+            "to /etc/hosts or DNS.",
         )
+    value = f"{host} resolves to {', '.join(addresses)}"
+    if not all(map(is_loopback, addresses)):
+        return _network("host name", value)
+    return _network(
+        "host name",
+        f"{value} on this machine",
+        "Ranks on other machines could not connect to gloo at this address, so runs set "
+        "GLOO_SOCKET_IFNAME to the right interface.",
+    )
+
+
+def _check_interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
+    usable: dict[str, list[str]] = {}
+    for name, address in interfaces():
+        if not is_loopback(address.partition("%")[0]) and not address.startswith("fe80:"):
+            usable.setdefault(name, [name]).append(address)
+    if usable:
+        yield _network("interfaces", ", ".join(map(" ".join, usable.values())))
+    else:
+        yield _network("interfaces", "loopback only", "Runs on several nodes will not work.")
+    if _INFINIBAND.is_dir() and (cards := sorted(os.listdir(_INFINIBAND))):
+        yield _network("InfiniBand", ", ".join(cards))
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
+        if value := environ.get(variable):
+            yield _network(variable, f"{value} (set in your environment and also used by runs)")

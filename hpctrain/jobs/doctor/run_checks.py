@@ -1,37 +1,45 @@
-"""The complete diagnosis: all checks run concurrently, each with a time limit."""
+"""Run all checks concurrently, each with a time limit, and write their findings to a site profile."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from hpctrain.errors import HpctrainError, SchedulerError
+from hpctrain.errors import HpctrainError, SchedulerError, SpecError, UserError
+from hpctrain.files import parse_yaml, write_atomic
 from hpctrain.jobs.backends.slurm import SlurmBackend
-from hpctrain.jobs.doctor.container_checks import check_containers
-from hpctrain.jobs.doctor.finding import Finding
 from hpctrain.jobs.doctor.folder_checks import check_runs_folder
-from hpctrain.jobs.doctor.machine_checks import check_gpus, check_machine, query_torch, torch_findings
-from hpctrain.jobs.doctor.network_checks import check_network
-from hpctrain.jobs.doctor.probe_command import ProbeFailed
-from hpctrain.jobs.doctor.sbatch_probes import ProbeResults, probe_options
+from hpctrain.jobs.doctor.machine_checks import (
+    check_containers,
+    check_gpus,
+    check_machine,
+    check_network,
+    query_torch,
+    torch_findings,
+)
+from hpctrain.jobs.doctor.probe import Finding
+from hpctrain.jobs.doctor.sbatch_probes import probe_options
 from hpctrain.jobs.doctor.slurm_checks import (
     check_accounting,
     config_findings,
     partition_findings,
     qos_findings,
 )
-from hpctrain.jobs.site.path_visibility import nodes_are_this_machine
+from hpctrain.jobs.options.option_parser import SITE_KEY
+from hpctrain.jobs.options.site_profile import write_profile
+from hpctrain.jobs.site.mounts import nodes_are_this_machine
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_discovery import discover_site, query_qos
-from hpctrain.slurm.site_facts import Qos, Site
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site, discover_site, query_qos
 from hpctrain.spec.job_spec import GpuRequestStyle
 
-_T = TypeVar("_T")
 _SLURM_LIMIT_S = 20.0
+_GPU_DIRECTIVE = "gpu_request_style"
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class DoctorReport:
     """All findings of the diagnosis."""
 
     findings: tuple[Finding, ...]
-    site: Site | None
+    site: Site | None = None
     """The Slurm site; None if there is none."""
     gpu_request_style: GpuRequestStyle | None = None
     """The only accepted way to request GPUs; None if there are others."""
@@ -62,112 +70,140 @@ def run_checks(environ: Mapping[str, str], runs: Path, profile: Site) -> DoctorR
         profile: the site as described by its profile.
     """
     outer = strip_job_env(environ)
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        torch = pool.submit(_or_error, lambda: query_torch(outer))
-        gpus = pool.submit(check_gpus, outer)
-        containers = pool.submit(check_containers, outer)
-        network = pool.submit(check_network, outer)
-        slurm = _check_slurm(environ, outer, profile, pool)
-        folder = pool.submit(
-            _guarded,
-            lambda: check_runs_folder(runs, outer, other_machines=slurm.other_machines),
-            "Runs folder",
-        )
-        gpu_findings, gpus_here = gpus.result()
-        container_findings, ways = containers.result()
-        site = slurm.site
-        if site is not None:
-            site = replace(site, habits=replace(site.habits, containers=ways))
-        gpus_of_site = max((group.num_gpus for group in site.node_groups()), default=0) if site else 0
-        return DoctorReport(
-            findings=(
-                *slurm.findings,
-                *container_findings,
-                *network.result(),
-                *folder.result(),
-                *check_machine(),
-                *gpu_findings,
-                *torch_findings(torch.result(), gpus_here=gpus_here, gpus_of_site=gpus_of_site),
-            ),
-            site=site,
-            gpu_request_style=slurm.gpu_request_style,
-        )
-
-
-@dataclass(frozen=True)
-class _SlurmFindings:
-    findings: tuple[Finding, ...]
-    site: Site | None = None
-    gpu_request_style: GpuRequestStyle | None = None
-    other_machines: bool = False
-
-
-def _check_slurm(
-    environ: Mapping[str, str], outer: Mapping[str, str], profile: Site, pool: ThreadPoolExecutor
-) -> _SlurmFindings:
-    if (trouble := SlurmBackend(environ).unavailable_reason()) is not None:
-        return _SlurmFindings((_without_slurm(trouble),))
 
     def ask(command: Sequence[str]) -> str:
         return run_slurm(command, outer, timeout_s=_SLURM_LIMIT_S)
 
-    site, gaps = discover_site(outer, profile)
-    findings = [Finding("Slurm", "answers", gap, "note") for gap in gaps]
-    tries = pool.submit(probe_options, site, outer)
-    here = pool.submit(nodes_are_this_machine, ask)
-    if site.slurm is not None:
-        findings += config_findings(site.slurm)
-        findings.append(check_accounting(site.slurm, outer))
-    findings += partition_findings(site)
-    findings += qos_findings(_every_qos(ask, site))
-    tried: ProbeResults = tries.result()
-    return _SlurmFindings(
-        (*findings, *tried.findings),
-        replace(site, habits=tried.habits),
-        tried.gpu_request_style,
-        other_machines=not here.result(),
-    )
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        torch = pool.submit(query_torch, outer)
+        gpus = pool.submit(check_gpus, outer)
+        containers = pool.submit(check_containers, outer)
+        network = pool.submit(check_network, outer)
+        here = pool.submit(nodes_are_this_machine, ask)
+        slurm = _check_slurm(environ, outer, profile, pool, ask)
+        site = slurm.site
+        folder = pool.submit(
+            _check_folder, runs, outer, other_machines=site is not None and not here.result()
+        )
+        container_findings, runtimes = containers.result()
+        if site is not None:
+            site = replace(site, habits=replace(site.habits, containers=runtimes))
+        gpu_findings, gpus_here = gpus.result()
+        gpus_of_site = max((group.num_gpus for group in site.node_groups()), default=0) if site else 0
+        findings = (
+            *slurm.findings,
+            *container_findings,
+            *network.result(),
+            *folder.result(),
+            *check_machine(),
+            *gpu_findings,
+            *torch_findings(torch.result(), gpus_here=gpus_here, gpus_of_site=gpus_of_site),
+        )
+        return replace(slurm, findings=findings, site=site)
 
 
-def _without_slurm(trouble: str) -> Finding:
-    if not is_transient(trouble):
-        return Finding("Slurm", "none", f"{trouble}, so runs will use this machine")
-    return Finding(
-        "Slurm",
-        "no response",
-        trouble,
-        "problem",
-        "Slurm is set up on this machine but does not respond. Try again, or ask the administrator.",
-    )
-
-
-def _every_qos(ask: Callable[[Sequence[str]], str], site: Site) -> list[Qos]:
-    if site.slurm is None or not site.slurm.accounting:
-        return []
-    try:
-        return query_qos(ask)
-    except SchedulerError:
-        return []  # check_accounting reports it
-
-
-def _guarded(look: Callable[[], list[Finding]], topic: str) -> list[Finding]:
-    """Return the findings of a check; a failed check is reported as a finding."""
-    try:
-        return look()
-    except HpctrainError as error:
-        return [
-            Finding(
-                topic,
-                "check",
-                f"failed: {error}",
-                "problem",
-                "Check the file system, or use another --run-dir.",
+def _check_slurm(
+    environ: Mapping[str, str],
+    outer: Mapping[str, str],
+    profile: Site,
+    pool: ThreadPoolExecutor,
+    ask: Callable[[Sequence[str]], str],
+) -> DoctorReport:
+    if (trouble := SlurmBackend(environ).unavailable_reason()) is not None:
+        finding = Finding("Slurm", "none", f"{trouble}, so runs will use this machine")
+        if is_transient(trouble):
+            remedy = (
+                "Slurm is set up on this machine but does not respond. Try again, or ask the administrator."
             )
-        ]
+            finding = Finding("Slurm", "no response", trouble, remedy, "problem")
+        return DoctorReport((finding,))
+    site, gaps = discover_site(outer, profile)
+    probes = pool.submit(probe_options, site, outer)
+    findings = [Finding("Slurm", "answers", gap, standing="note") for gap in gaps]
+    every_qos: list[Qos] = []
+    if site.slurm is not None:
+        findings += [*config_findings(site.slurm), check_accounting(site.slurm, outer)]
+        if site.slurm.accounting:
+            with suppress(SchedulerError):  # check_accounting reports it
+                every_qos = query_qos(ask)
+    findings += [*partition_findings(site), *qos_findings(every_qos)]
+    results = probes.result()
+    site = replace(site, habits=results.habits)
+    return DoctorReport((*findings, *results.findings), site, results.gpu_request_style)
 
 
-def _or_error(call: Callable[[], _T]) -> _T | ProbeFailed:
+def _check_folder(runs: Path, environ: Mapping[str, str], *, other_machines: bool) -> list[Finding]:
     try:
-        return call()
-    except ProbeFailed as error:
-        return error
+        return list(check_runs_folder(runs, environ, other_machines=other_machines))
+    except HpctrainError as error:
+        remedy = "Check the file system, or use another --run-dir."
+        return [Finding("Runs folder", "check", f"failed: {error}", remedy, "problem")]
+
+
+def profile_options(report: DoctorReport) -> dict[str, Any]:
+    """Return the content of a configuration file for the site.
+
+    Raises:
+        UserError: this machine has no Slurm site.
+    """
+    if report.site is None:
+        raise UserError(
+            "Cannot write a site profile: Slurm is not available on this machine. Run this command on a "
+            "login node."
+        )
+    style = report.gpu_request_style
+    options = {} if style in (None, "gres") else {_GPU_DIRECTIVE: style}
+    partitions = tuple(map(_merge_by_state, report.site.partitions))
+    return {**options, SITE_KEY: write_profile(replace(report.site, partitions=partitions))}
+
+
+def write_profile_file(report: DoctorReport, path: Path) -> None:
+    """Write the profile to `path`, replacing an existing profile.
+
+    Raises:
+        UserError: this machine has no Slurm site, or the file contains other data.
+        OSError: it cannot be written.
+    """
+    import yaml
+
+    options = profile_options(report)
+    _refuse_other_content(path)
+    cluster = report.site.slurm.cluster if report.site and report.site.slurm else "this site"
+    head = (
+        f"# Profile of {cluster}, written by `hpctrain doctor --write` on {time.strftime('%Y-%m-%d')}.\n"
+        "# hpctrain reads it from /etc/hpctrain, or from the folder in HPCTRAIN_SITE_CONFIG. Each "
+        "submission\n"
+        "# queries Slurm's configuration again. `habits` contains rules that Slurm does not report; edit "
+        "them here.\n"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, head + yaml.safe_dump(options, sort_keys=False))
+
+
+def _refuse_other_content(path: Path) -> None:
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise SpecError(f"Cannot read {str(path)!r}: {error}. Choose another file.") from error
+    keys = set(content) if isinstance(content, Mapping) else {"other content"} if content else set()
+    if strangers := keys - {SITE_KEY, _GPU_DIRECTIVE}:
+        raise SpecError(
+            f"{str(path)!r} contains {min(map(str, strangers))!r}, which is not part of a site profile and "
+            "would be lost. Choose another file. hpctrain reads all .yaml files in the folder of the site "
+            "profile."
+        )
+
+
+def _merge_by_state(partition: Partition) -> Partition:
+    """Return the partition without the states of its nodes, which change often."""
+    merged: dict[str, NodeGroup] = {}
+    for group in partition.groups:
+        kind = replace(group, names="", num=0, state=NodeGroup.state)
+        if (same := merged.get(repr(kind))) is not None:
+            names, num = f"{same.names},{group.names}", same.num + group.num
+        else:
+            names, num = group.names, group.num
+        merged[repr(kind)] = replace(kind, names=names, num=num)
+    return replace(partition, groups=tuple(merged.values()))

@@ -18,8 +18,7 @@ from hpctrain.errors import HpctrainError, RunFailed, UserError
 from hpctrain.jobs.executor.function_runs import FunctionFailure, read_call, read_result, read_stdout
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.runs.status_poller import StatusPoller
-from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
+from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState

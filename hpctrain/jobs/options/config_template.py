@@ -1,4 +1,4 @@
-"""Template of a configuration file: every option with its meaning and default, commented out."""
+"""Write the template of a configuration file: every option with meaning and default, commented out."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ _HEAD = """\
 #
 # To set an option, remove the # before its line. A key without a value removes a value that is set in
 # /etc/hpctrain/*.yaml (for all users) or ~/.config/hpctrain/config.yaml. These files have the same format.
+"""
+
+_SBATCH = """
+# ---- Options of sbatch
+
+# Every other option of sbatch, with underscores. For example:
+#partition: gpu
+#account: physics
+#qos: long
+#constraint: ib&ssd
+#mem: 64G
+#exclusive: true
+#mail_type: END,FAIL
 """
 
 _PROFILES = """
@@ -36,7 +49,7 @@ def config_template() -> str:
     for group, members in groupby(in_files, lambda option: option.group):
         parts.append(f"\n# ---- {group}\n")
         parts.extend(map(_entry, members))
-    return "".join([*parts, _PROFILES])
+    return "".join([*parts, _SBATCH, _PROFILES])
 
 
 def _entry(option: Option) -> str:

@@ -1,4 +1,4 @@
-"""Submission options and their value types, parsed in the same way from shell, files and Python."""
+"""Define options, their value types and sources. Values from shell, files and Python parse the same."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from hpctrain.text import join_or
 
 _NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 #: YAML's words for booleans.
-_YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+YES, NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
 class OptionType(NamedTuple):
@@ -89,8 +90,8 @@ class OptionType(NamedTuple):
     def _read(self, text: str) -> str | int | bool:
         if text in self.choices:
             return text
-        if self.flag and text.lower() in (*_YES, *_NO):
-            return text.lower() in _YES
+        if self.flag and text.lower() in (*YES, *NO):
+            return text.lower() in YES
         if self.number and _NUMBER.fullmatch(text):
             return int(text)
         if self.text and text:
@@ -143,10 +144,10 @@ class OptionInfo(NamedTuple):
     """Description of a default that depends on other values."""
     example: str = ""
     """Example value for an option without a default."""
-    directive: bool = False
-    """True if the value is passed to sbatch as the option of the same name."""
     in_files: bool = True
     """True if the option may be given in a file or with `--set`."""
+    on_command_line: bool = True
+    """True if the option is an option of `hpctrain submit`, too."""
     is_path: Callable[[str], bool] | None = None
     """Predicate for values that are paths; in a file, they are relative to the file's folder."""
     short: str = ""
@@ -165,7 +166,9 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """Name on the command line."""
+        """Name on the command line; for other options, the name in files."""
+        if not self.about.on_command_line:
+            return self.name
         return f"--{self.name.replace('_', '-')}"
 
     @property
@@ -180,3 +183,38 @@ class Option(NamedTuple):
     def default(self) -> str:
         """Description of the default; empty if there is no default."""
         return self.about.default_words or ("" if self.about.default is None else str(self.about.default))
+
+
+class OptionSource(NamedTuple):
+    """The source of an option's value."""
+
+    words: str
+    """Name of a source that is not a file."""
+    path: Path | None = None
+    line: int = 0
+    profile: str | None = None
+    """Section of the file."""
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return self.words
+        return f"{self.path}:{self.line}" + (f" (profile {self.profile})" if self.profile else "")
+
+
+DEFAULT_SOURCE = OptionSource("default")
+
+
+class OptionValue(NamedTuple):
+    """A value of an option, or of one entry of it, as in `env.NAME`."""
+
+    key: str
+    value: Any
+    """None removes values from weaker sources."""
+    source: OptionSource
+
+
+def invalid_value_message(label: str, value: object, option: Option) -> str:
+    """Return the error message for a value that the option does not accept."""
+    if value == "":
+        return f"{label} is empty. Set a value, or remove the option."
+    return f"{label} is {value!r}, but must be {option.kind}."

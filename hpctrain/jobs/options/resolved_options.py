@@ -1,31 +1,26 @@
-"""Resolution of a submission's options from all sources; later sources take precedence."""
+"""Resolve the options of a submission from all sources; later sources take precedence."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.errors import HpctrainError, SpecError
-from hpctrain.jobs.options.config_search_path import config_search_path
-from hpctrain.jobs.options.extra_directives import explain_foreign
-from hpctrain.jobs.options.option import Option
-from hpctrain.jobs.options.option_value import (
-    DEFAULT_SOURCE,
-    OptionSource,
-    OptionValue,
-    find_option,
-    invalid_value_message,
-)
+from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
+from hpctrain.jobs.options.option_parser import find_option, flag_of, option_names, parse_option
+from hpctrain.jobs.options.sbatch_options import find_replacement
 from hpctrain.jobs.options.table import SubmitOptions, all_options
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.options.config_reader import ConfigFile
+    from hpctrain.jobs.options.config_files import ConfigFile
     from hpctrain.slurm.site_facts import Site
 
 COMMAND_LINE_SOURCE = OptionSource("command line")
@@ -34,6 +29,14 @@ _SET = OptionSource("--set")
 _PREVIOUS = OptionSource("previous submission")
 
 _FLAG = re.compile(r"--[a-z][a-z-]*[a-z]")
+
+#: Name of the project's configuration file.
+PROJECT_FILE = "hpctrain.yaml"
+#: List of the files in a project that another machine sent, at its root.
+SENT_CODE_FILE = ".hpctrain-code.json"
+#: Variable that overrides the path of the site's file or folder of files; an empty value disables it.
+_SITE_VARIABLE = "HPCTRAIN_SITE_CONFIG"
+_SITE_FOLDER = Path("/etc/hpctrain")
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,12 @@ class ResolvedOptions:
         """
         from hpctrain.slurm.site_facts import Site
 
-        sections = [(file.path, node) for file in self.files for node in file.site]
+        sections = [node for file in self.files for node in file.site]
         if not sections:
             return Site()
         from hpctrain.jobs.options.site_profile import read_profile
 
-        return reduce(lambda site, section: read_profile(site, *section), sections, Site())
+        return reduce(read_profile, sections, Site())
 
     @property
     def options(self) -> SubmitOptions:
@@ -75,18 +78,18 @@ class ResolvedOptions:
 
     def describe_sources(self, text: str) -> str:
         """Return the sources (files or `--set`) of the options whose flags occur in `text`; empty if none."""
-        flags, known = set(_FLAG.findall(text)), all_options()
-        places: dict[str, None] = {}
-        for key, given in self.values.items():
-            flag = known[key.partition(".")[0]].flag
-            if flag in flags and (given.source.path is not None or given.source == _SET):
-                places[f"{flag} comes from {given.source}"] = None
+        flags = set(_FLAG.findall(text))
+        places = dict.fromkeys(
+            f"{flag_of(key)} comes from {given.source}"
+            for key, given in self.values.items()
+            if flag_of(key) in flags and (given.source.path is not None or given.source == _SET)
+        )
         return "; ".join(places)
 
 
 def name_as_in_python(text: str) -> str:
     """Replace flags with Python parameter names, such as `gpus_per_node`."""
-    names = {option.flag: name for name, option in all_options().items()}
+    names = {flag_of(name): name for name in option_names()}
     return _FLAG.sub(lambda match: names.get(match[0], match[0]), text)
 
 
@@ -122,9 +125,9 @@ def resolve_options(
     Raises:
         SpecError: an option is unknown, or a value is of the wrong type; the message names the source.
     """
-    last = [*_from_caller(options_given, source), *map(_from_assignment, assignments)]
+    last = [*_from_caller(options_given, source), *chain.from_iterable(map(_from_assignment, assignments))]
     chosen = {given.key: given.value for given in last if given.key in ("config", "profile")}
-    standing = _read(config_search_path(cwd, environ), environ)
+    standing = _read(_config_search_path(cwd, environ), environ)
     named = _read([cwd / chosen["config"]] if "config" in chosen else [], environ)
     settled: dict[str, OptionValue] = {}
     for given in (*_from_files(standing, named, chosen.get("profile"), previous), *last):
@@ -138,24 +141,44 @@ def resolve_options(
 
 def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
     """Return the options of an earlier submission, for `resolve_options`."""
-    return [*_from_caller(options, _PREVIOUS), *map(_from_assignment, assignments)]
+    return [*_from_caller(options, _PREVIOUS), *chain.from_iterable(map(_from_assignment, assignments))]
+
+
+def _config_search_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
+    """Return the files that every submission reads, weakest first: site, user, project.
+
+    A path that is not a readable file is reported when it is read.
+    """
+    paths = []
+    site = environ.get(_SITE_VARIABLE)
+    if site != "":
+        folder = Path(site or _SITE_FOLDER)
+        paths += sorted(folder.glob("*.yaml")) if os.path.isdir(folder) else [folder] if site else []
+    home = environ.get("HOME")
+    if config_home := environ.get("XDG_CONFIG_HOME") or (home and os.path.join(home, ".config")):
+        paths += filter(os.path.lexists, [Path(config_home, "hpctrain", "config.yaml")])
+    # The nearest file up to the root of the repository or of sent code; outside a project, only in `cwd`.
+    folders = [cwd, *cwd.parents]
+    is_root = (any((folder / mark).exists() for mark in (".git", SENT_CODE_FILE)) for folder in folders)
+    root = next((i for i, is_found in enumerate(is_root) if is_found), 0)
+    files = (folder / PROJECT_FILE for folder in folders[: root + 1])
+    return [*paths, *list(filter(os.path.lexists, files))[:1]]
 
 
 def _read(paths: Sequence[Path], environ: Mapping[str, str]) -> list[ConfigFile]:
     if not paths:
         return []
     # Most submissions read no file, and importing YAML is slow.
-    from hpctrain.jobs.options.config_reader import read_config_file
+    from hpctrain.jobs.options.config_files import read_config_file
 
     return [read_config_file(path, environ) for path in paths]
 
 
 def _defaults() -> dict[str, OptionValue]:
-    abouts = {name: option.about for name, option in all_options().items()}
     return {
-        name: OptionValue(name, about.default, DEFAULT_SOURCE)
-        for name, about in abouts.items()
-        if about.default is not None
+        name: OptionValue(name, option.about.default, DEFAULT_SOURCE)
+        for name, option in all_options().items()
+        if option.about.default is not None
     }
 
 
@@ -185,48 +208,29 @@ def _from_files(
             yield from file.profiles.get(profile or "", ())
 
 
-def _from_caller(given: SubmitOptions, source: OptionSource) -> Iterator[OptionValue]:
-    known = all_options()
-    for name, value in cast(Mapping[str, Any], given).items():
-        if name not in known:
+def _from_caller(options: SubmitOptions, source: OptionSource) -> Iterator[OptionValue]:
+    for name, value in cast(Mapping[str, Any], options).items():
+        if name not in option_names():
+            hint = find_replacement(name)
             raise SpecError(
-                f"submit() has no option {name!r}. {explain_foreign(name) or suggest(name, known)}"
+                f"submit() has no option {name!r}. {hint + '.' if hint else suggest(name, option_names())}"
             )
         if value is not None:
-            label = f"{name} (submit())" if source is PYTHON_SOURCE else known[name].flag
-            yield from _parse_value(known[name], value, label, source)
+            label = f"{name} (submit())" if source is PYTHON_SOURCE else flag_of(name)
+            yield from parse_option(name, value, label, source)
 
 
-def _parse_value(option: Option, value: object, label: str, source: OptionSource) -> Iterator[OptionValue]:
-    if option.name == "sbatch" and isinstance(value, Mapping):
-        # A flag of sbatch is a boolean in Python, as in YAML.
-        value = {key: "true" if it is True else it for key, it in value.items() if it is not False}
-    try:
-        taken = option.kind.parse(value)
-    except ValueError:
-        raise SpecError(invalid_value_message(label, value, option)) from None
-    if option.kind.pairs:
-        for name, entry in taken.items():
-            yield OptionValue(f"{option.name}.{name}", entry, source)
-    else:
-        yield OptionValue(option.name, taken, source)
-
-
-def _from_assignment(text: str) -> OptionValue:
-    """Return the value of `--set KEY=VALUE`; an empty value removes earlier values."""
+def _from_assignment(text: str) -> Iterator[OptionValue]:
+    """Yield the value of `--set KEY=VALUE`; an empty value removes earlier values."""
     key, equals, value = text.partition("=")
     name, dot, entry = key.partition(".")
     if not equals:
         raise SpecError(f"--set {text!r} is not of the form KEY=VALUE.")
     option = find_option(name, f"--set {text!r}: ")
-    name, key = option.name, f"{option.name}{dot}{entry}"
-    if option.kind.pairs and entry:
-        # A flag of sbatch has no value.
-        return OptionValue(key, value if value or name == "sbatch" else None, _SET)
-    if dot or (option.kind.pairs and value):
-        form = f"{name}.NAME=VALUE" if option.kind.pairs else f"{name}=VALUE"
+    takes_entries = option is not None and option.kind.pairs
+    if bool(dot and entry) != takes_entries and (dot or value):
+        form = f"{name}.NAME=VALUE" if takes_entries else f"{name}=VALUE"
         raise SpecError(f"--set {text!r} is not of the form {form}.")
-    if not value:
-        return OptionValue(name, None, _SET)
-    (given,) = _parse_value(option, value, f"--set {name}", _SET)
-    return given
+    # A flag of sbatch has no value.
+    is_removed = not value and not (dot and name == "sbatch")
+    yield from parse_option(key, None if is_removed else value, f"--set {key}", _SET)

@@ -1,4 +1,4 @@
-"""Construction of a `JobSpec` with all defaults from the resolved options."""
+"""Build a `JobSpec` with all defaults from the resolved options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.extra_directives import check_extra_directives
-from hpctrain.jobs.options.option_value import invalid_value_message
-from hpctrain.jobs.options.table import SubmitOptions, all_options, is_template_path
+from hpctrain.jobs.options.option import OptionSource
+from hpctrain.jobs.options.option_parser import option_names, parse_option
+from hpctrain.jobs.options.table import SubmitOptions, is_template_path
 from hpctrain.rundir import ARCHIVE_SUFFIX
 from hpctrain.slurm.duration import parse_duration
-from hpctrain.spec.container import Container
+from hpctrain.spec.container import Container, split_list_values
 from hpctrain.spec.job_spec import BackendName, JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotifyConfig
@@ -118,7 +118,7 @@ def build_spec(
         stage_environment=given.get("stage_environment", JobSpec.stage_environment),
         notify=NotifyConfig(
             targets=tuple(given.get("notify", ())),
-            on=tuple(given.get("notify_on", NOTIFICATION_KINDS)),
+            on=split_list_values(given.get("notify_on", NOTIFICATION_KINDS)),
             stall_s=given.get("notify_stall_after", DEFAULT_STALL_S),
         ),
     )
@@ -143,15 +143,12 @@ def validate_option(name: str, value: object) -> None:
     Raises:
         SpecError: the value is invalid.
     """
-    if (option := all_options().get(name)) is None:
+    if name not in option_names():
         return
-    try:
-        taken = option.kind.parse(value)
-    except ValueError:
-        raise SpecError(invalid_value_message(name, value, option)) from None
+    parsed = list(parse_option(name, value, name, OptionSource("")))
     readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": parse_gpus}
     if (read := readers.get(name)) is not None:
-        read(taken)
+        read(parsed[0].value)
 
 
 def _positive(option: str, value: int | None) -> int:
@@ -255,13 +252,7 @@ def _time(given: SubmitOptions) -> float | None:
 
 def _directives(given: SubmitOptions, cwd: Path) -> dict[str, str]:
     """Return the options of sbatch. Files are read, or their paths made absolute, for all jobs of the run."""
-    values = cast(Mapping[str, object], given)
-    named = {
-        option.flag[2:]: "" if value is True else str(value)
-        for name, option in all_options().items()
-        if option.about.directive and (value := values.get(name)) is not None and value is not False
-    }
-    directives = named | check_extra_directives(given.get("sbatch", {}))
+    directives = dict(given.get("sbatch", {}))
     for name in _PATH_DIRECTIVES & directives.keys():
         directives[name] = os.path.normpath(cwd / directives[name])
     for name in _NODE_DIRECTIVES & directives.keys():

@@ -57,6 +57,7 @@ class _Size(TypedDict, total=False):
     node_check: Annotated[
         NodeCheckMode,
         OptionInfo(
+            on_command_line=False,
             default=JobSpec.node_check,
             help="Check the health of the nodes before the ranks start, and skip bad nodes. auto checks "
             "only after a GPU failure, a communication failure or a hang.",
@@ -65,6 +66,7 @@ class _Size(TypedDict, total=False):
     scale_up_after: Annotated[
         int,
         OptionInfo(
+            on_command_line=False,
             metavar="SECONDS",
             default=JobSpec.scale_up_after_s,
             help="Seconds after which a run on fewer than MAX nodes looks for more nodes. 0 disables the "
@@ -105,27 +107,12 @@ class _Size(TypedDict, total=False):
             help="CPUs per rank.",
         ),
     ]
-    mem: Annotated[
-        int | str,
+    gpu_request_style: Annotated[
+        GpuRequestStyle,
         OptionInfo(
-            metavar="SIZE",
-            example="64G",
-            directive=True,
-            help="Memory per node, in MB or with a suffix (K, M, G or T). 0 requests all memory.",
-        ),
-    ]
-    mem_per_cpu: Annotated[
-        int | str, OptionInfo(metavar="SIZE", example="4G", directive=True, help="Memory per CPU.")
-    ]
-    mem_per_gpu: Annotated[
-        int | str, OptionInfo(metavar="SIZE", example="80G", directive=True, help="Memory per GPU.")
-    ]
-    exclusive: Annotated[
-        bool | Literal["user", "mcs"],
-        OptionInfo(
-            directive=True,
-            help="Do not share the nodes with other jobs. In configuration files, user and mcs are also "
-            "accepted, as in sbatch.",
+            on_command_line=False,
+            default=JobSpec.gpu_request_style,
+            help="sbatch option that requests GPUs at this site.",
         ),
     ]
     array: Annotated[
@@ -243,6 +230,7 @@ class _Run(TypedDict, total=False):
     cpu_binding: Annotated[
         CpuBindingMode,
         OptionInfo(
+            on_command_line=False,
             default=JobSpec.cpu_binding,
             help="Bind each rank to the CPUs next to its GPU, unless Slurm binds the ranks. none disables "
             "this binding.",
@@ -281,6 +269,7 @@ class _Code(TypedDict, total=False):
     code_snapshot_limit: Annotated[
         int,
         OptionInfo(
+            on_command_line=False,
             metavar="MB",
             default=DEFAULT_SNAPSHOT_LIMIT_MB,
             help="Maximum size of the code snapshot, in MB.",
@@ -345,7 +334,11 @@ class _Container(TypedDict, total=False):
     ]
     container_runtime: Annotated[
         Literal["auto", "pyxis", "apptainer"],
-        OptionInfo(default="auto", help="Container runtime. auto uses the runtime that the site provides."),
+        OptionInfo(
+            on_command_line=False,
+            default="auto",
+            help="Container runtime. auto uses the runtime that the site provides.",
+        ),
     ]
     container_mounts: Annotated[
         Sequence[str],
@@ -359,6 +352,7 @@ class _Container(TypedDict, total=False):
     container_env: Annotated[
         Sequence[str],
         OptionInfo(
+            on_command_line=False,
             metavar="NAME,…",
             example="[HF_HOME]",
             help="Environment variables of the job that override those of the image. Variables set with "
@@ -368,6 +362,7 @@ class _Container(TypedDict, total=False):
     container_python: Annotated[
         str,
         OptionInfo(
+            on_command_line=False,
             metavar="PATH",
             default=Container.python,
             help="Python interpreter in the container (3.11 or newer).",
@@ -412,12 +407,15 @@ class _Launch(TypedDict, total=False):
     rdzv_backend: Annotated[
         RendezvousBackend,
         OptionInfo(
-            default_words=TorchrunConfig.rdzv_backend, help="Rendezvous backend of the torchrun agents."
+            on_command_line=False,
+            default_words=TorchrunConfig.rdzv_backend,
+            help="Rendezvous backend of the torchrun agents.",
         ),
     ]
     rdzv_endpoint: Annotated[
         str,
         OptionInfo(
+            on_command_line=False,
             metavar="HOST:PORT",
             example="etcd.site:2379",
             help="Address of the etcd server for the rendezvous.",
@@ -447,123 +445,6 @@ class _Time(TypedDict, total=False):
             "save a checkpoint.",
         ),
     ]
-    begin: Annotated[
-        str,
-        OptionInfo(
-            short="-b",
-            metavar="TIME",
-            example="now+1hour",
-            directive=True,
-            help="Earliest start time of the job.",
-        ),
-    ]
-
-
-class _Queue(TypedDict, total=False):
-    """Queue."""
-
-    partition: Annotated[
-        str, OptionInfo(short="-p", example="gpu", directive=True, help="Partitions to submit to.")
-    ]
-    account: Annotated[
-        str, OptionInfo(short="-A", example="physics", directive=True, help="Account to charge.")
-    ]
-    qos: Annotated[str, OptionInfo(short="-q", example="long", directive=True, help="Quality of service.")]
-    reservation: Annotated[str, OptionInfo(example="workshop", directive=True, help="Reservation to use.")]
-    dependency: Annotated[
-        str,
-        OptionInfo(
-            short="-d",
-            metavar="KIND:RUN|JOB",
-            example="afterok:digits-20261121-052813-cc6c",
-            directive=True,
-            help="Dependency in sbatch notation. Instead of a job id, a run id or a run folder can be given.",
-        ),
-    ]
-    nice: Annotated[
-        int,
-        OptionInfo(metavar="N", example="100", directive=True, help="Lower the priority of the job by N."),
-    ]
-    licenses: Annotated[
-        str,
-        OptionInfo(
-            short="-L",
-            metavar="NAME[:N],…",
-            example="fluent:2",
-            directive=True,
-            help="Licenses that the job needs.",
-        ),
-    ]
-
-
-class _Nodes(TypedDict, total=False):
-    """Node selection."""
-
-    constraint: Annotated[
-        str,
-        OptionInfo(short="-C", example="ib&ssd", directive=True, help="Features that the nodes must have."),
-    ]
-    nodelist: Annotated[
-        str,
-        OptionInfo(
-            short="-w",
-            metavar="NODES|FILE",
-            example="n[01-04]",
-            directive=True,
-            help="Nodes that the allocation must include.",
-        ),
-    ]
-    exclude: Annotated[
-        str,
-        OptionInfo(
-            short="-x",
-            metavar="NODES|FILE",
-            example="n[07,12]",
-            directive=True,
-            help="Nodes to exclude.",
-        ),
-    ]
-    switches: Annotated[
-        int | str,
-        OptionInfo(
-            metavar="N[@TIME]",
-            example="1@02:00:00",
-            directive=True,
-            help="Maximum number of leaf switches that connect the nodes, and the maximum time to wait for "
-            "such an allocation.",
-        ),
-    ]
-    gres: Annotated[
-        str,
-        OptionInfo(
-            metavar="NAME[:N],…",
-            example="nvme:1",
-            directive=True,
-            help="Generic resources to request on each node. For GPUs, use --gpus-per-node.",
-        ),
-    ]
-    gpu_request_style: Annotated[
-        GpuRequestStyle,
-        OptionInfo(
-            default=JobSpec.gpu_request_style,
-            help="sbatch option that requests GPUs at this site.",
-        ),
-    ]
-
-
-class _Words(TypedDict, total=False):
-    """Mail and comment."""
-
-    mail_type: Annotated[
-        str,
-        OptionInfo(metavar="EVENT,…", example="END,FAIL", directive=True, help="Events to send mail about."),
-    ]
-    mail_user: Annotated[
-        str, OptionInfo(metavar="ADDRESS", example="me@example.org", directive=True, help="Mail recipient.")
-    ]
-    comment: Annotated[
-        str, OptionInfo(example="ablation 3", directive=True, help="Comment to attach to the job.")
-    ]
 
 
 class _Notify(TypedDict, total=False):
@@ -580,6 +461,7 @@ class _Notify(TypedDict, total=False):
     notify_on: Annotated[
         Sequence[str],
         OptionInfo(
+            on_command_line=False,
             metavar="EVENT",
             example="[failure, stall]",
             default_words=", ".join(NOTIFICATION_KINDS),
@@ -589,6 +471,7 @@ class _Notify(TypedDict, total=False):
     notify_stall_after: Annotated[
         int,
         OptionInfo(
+            on_command_line=False,
             metavar="SECONDS",
             default=DEFAULT_STALL_S,
             help="Seconds without a logged step after which a run counts as stalled.",
@@ -596,15 +479,100 @@ class _Notify(TypedDict, total=False):
     ]
 
 
+class SbatchOptions(TypedDict, total=False):
+    """Options that are passed to sbatch unchanged: those of sbatch(1), from Slurm 20.11 to 25.05.
+
+    A `bool` is a flag. sbatch's --profile is missing, because hpctrain has an option of that name.
+    """
+
+    account: int | str
+    acctg_freq: int | str
+    batch: int | str
+    bb: int | str
+    bbf: int | str
+    begin: int | str
+    bell: int | str
+    cluster_constraint: int | str
+    comment: int | str
+    consolidate_segments: int | str
+    constraint: int | str
+    container: int | str
+    container_id: int | str
+    contiguous: bool
+    core_spec: int | str
+    cores_per_socket: int | str
+    cpu_freq: int | str
+    deadline: int | str
+    delay_boot: int | str
+    dependency: int | str
+    distribution: int | str
+    exclude: int | str
+    exclusive: bool | str
+    extra: int | str
+    extra_node_info: int | str
+    get_user_env: int | str
+    gid: int | str
+    gpu_bind: int | str
+    gpu_freq: int | str
+    gres: int | str
+    gres_flags: int | str
+    hint: int | str
+    hold: bool
+    ignore_pbs: bool
+    immediate: int | str
+    kill_on_invalid_dep: int | str
+    licenses: int | str
+    mail_type: int | str
+    mail_user: int | str
+    mcs_label: int | str
+    mem: int | str
+    mem_bind: int | str
+    mem_per_cpu: int | str
+    mem_per_gpu: int | str
+    mincpus: int | str
+    network: int | str
+    nice: int | str
+    no_bell: bool
+    nodelist: int | str
+    overcommit: bool
+    oversubscribe: bool
+    partition: int | str
+    power: int | str
+    prefer: int | str
+    priority: int | str
+    propagate: int | str
+    qos: int | str
+    reboot: bool
+    reservation: int | str
+    resv_ports: int | str
+    segment: int | str
+    sockets_per_node: int | str
+    spread_job: bool
+    stepmgr: bool
+    switches: int | str
+    thread_spec: int | str
+    threads_per_core: int | str
+    time_min: int | str
+    tmp: int | str
+    tres_bind: int | str
+    tres_per_job: int | str
+    tres_per_task: int | str
+    uid: int | str
+    use_min_nodes: bool
+    wait_all_nodes: int | str
+    wckey: int | str
+    x11: bool | str
+
+
 class _Rest(TypedDict, total=False):
-    """Other sbatch options."""
+    """Options of sbatch."""
 
     sbatch: Annotated[
         Mapping[str, str],
         OptionInfo(
             metavar="KEY[=VALUE]",
-            example="hint: nomultithread",
-            help="Any other sbatch option, by its long name.",
+            example="{partition: gpu, hint: nomultithread}",
+            help="Option to pass to sbatch. The options of sbatch below need no --sbatch.",
         ),
     ]
 
@@ -637,12 +605,10 @@ class SubmitOptions(
     _Stage,
     _Launch,
     _Time,
-    _Queue,
-    _Nodes,
-    _Words,
     _Notify,
     _Rest,
     _Sources,
+    SbatchOptions,
     total=False,
 ):
     """All options of a submission except the script and its arguments."""
@@ -657,9 +623,6 @@ _GROUPS = (
     _Stage,
     _Launch,
     _Time,
-    _Queue,
-    _Nodes,
-    _Words,
     _Notify,
     _Rest,
     _Sources,
@@ -667,8 +630,14 @@ _GROUPS = (
 
 
 @cache
+def sbatch_options() -> dict[str, str]:
+    """Return the long name of each option that is passed to sbatch, by its name in Python."""
+    return {name: name.replace("_", "-") for name in SbatchOptions.__annotations__}
+
+
+@cache
 def all_options() -> dict[str, Option]:
-    """Return all options by name, in display order."""
+    """Return all options of hpctrain itself by name, in display order."""
     found = {}
     for group in _GROUPS:
         for name, hint in group.__annotations__.items():

@@ -1,4 +1,4 @@
-"""Options without effect on this job: rejected or reported, never silently ignored.
+"""Reject or report options that have no effect on this job.
 
 Options from files are exempt, because files are written for many jobs.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.option_value import DEFAULT_SOURCE, OptionValue
+from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionValue
 from hpctrain.jobs.options.table import SubmitOptions, all_options
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _reasons(given: SubmitOptions, spec: JobSpec) -> Iterator[tuple[str, str]]:
     if not spec.notify.targets:
         yield from ((name, "--notify is not given") for name in ("notify_on", "notify_stall_after"))
     elif "stall" not in spec.notify.on:
-        yield "notify_stall_after", "--notify-on does not include stall"
+        yield "notify_stall_after", "notify_on does not include stall"
     if not given.get("code_snapshot", True):
         yield "code_snapshot_limit", "the code is not copied (--no-code-snapshot)"
     if spec.torchrun is not None:

@@ -86,13 +86,7 @@ def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ..
 def choose_fault(
     faults: Sequence[Fault], started: Mapping[str, Any], chance: random.Random
 ) -> FaultInjection:
-    """Choose the next fault at random.
-
-    Args:
-        faults: the faults to choose from.
-        started: the event of the last launch of the ranks.
-        chance: the only source of randomness.
-    """
+    """Choose the next fault at random, given the event of the last launch of the ranks."""
     fault, attempt = chance.choice(faults), int(started["attempt"])
     world_size, hosts = int(started["world_size"]), [str(host) for host in started["hosts"]]
     rank, per_node = chance.randrange(world_size), world_size // len(hosts)
@@ -101,9 +95,8 @@ def choose_fault(
         case Fault.KILL_RANK | Fault.STOP_RANK:
             return FaultInjection(fault, attempt, (rank,), hosts[node])
         case Fault.KILL_NODE_RANKS:
-            return FaultInjection(
-                fault, attempt, tuple(range(node * per_node, (node + 1) * per_node)), hosts[node]
-            )
+            ranks = range(node * per_node, (node + 1) * per_node)
+            return FaultInjection(fault, attempt, tuple(ranks), hosts[node])
         case _:
             return FaultInjection(fault, attempt)
 
@@ -173,35 +166,26 @@ class ChaosRunner:
                 return False
         except SchedulerError:
             return False
-        self.run.dir.log_event(
-            "chaos",
-            injection.attempt,
-            fault=injection.fault,
-            ranks=list(injection.ranks),
-            host=injection.host,
-        )
+        details = {"fault": injection.fault, "ranks": list(injection.ranks), "host": injection.host}
+        self.run.dir.log_event("chaos", injection.attempt, **details)
         return True
 
     def _send_fault(self, injection: FaultInjection, status: RunStatus) -> bool:
-        run_dir, slurm = str(self.run.dir.path), status.backend == "slurm"
-        environ = strip_job_env(self.run.environ)
-        match injection.fault:
-            case Fault.PREEMPT:
-                control.preempt([self.run.dir], self.run.environ)
-                return True
-            case Fault.REQUEUE:
-                requeue_job(str(status.job_id), environ)
-                return True
-            case Fault.KILL_SUPERVISOR:
-                raw_id, host = _batch_host(str(status.job_id), environ)
-                words = [run_dir, signal.SIGKILL.name, "supervisor"]
-                return _on_host(raw_id, host, words, environ)
-        number = signal.SIGSTOP if injection.fault is Fault.STOP_RANK else signal.SIGKILL
-        if not slurm:
+        run_dir, job_id, fault = str(self.run.dir.path), str(status.job_id), injection.fault
+        number = signal.SIGSTOP if fault is Fault.STOP_RANK else signal.SIGKILL
+        if fault is Fault.PREEMPT:
+            control.preempt([self.run.dir], self.run.environ)
+        elif fault is Fault.REQUEUE:
+            requeue_job(job_id, strip_job_env(self.run.environ))
+        elif status.backend == "slurm":
+            targets = (
+                [str(injection.attempt), *map(str, injection.ranks)] if injection.ranks else ["supervisor"]
+            )
+            arguments = [run_dir, number.name, *targets]
+            _signal_on_host(job_id, injection.host, arguments, strip_job_env(self.run.environ))
+        else:
             return bool(signal_ranks(run_dir, number, injection.attempt, injection.ranks))
-        raw_id, _ = _batch_host(str(status.job_id), environ)
-        words = [run_dir, number.name, str(injection.attempt), *map(str, injection.ranks)]
-        return _on_host(raw_id, str(injection.host), words, environ)
+        return True
 
 
 def check_disturbable(run: Run) -> RunStatus:
@@ -227,28 +211,20 @@ def check_disturbable(run: Run) -> RunStatus:
     return status
 
 
-def _batch_host(job_id: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the raw job id, which differs from the array task id, and the batch host.
+def _signal_on_host(
+    job_id: str, host: str | None, arguments: Sequence[str], environ: Mapping[str, str]
+) -> None:
+    """Send a signal on a node of the job, by default on the first, from a step that overlaps the ranks' step.
 
     Raises:
-        SchedulerError: Slurm does not respond, or the job has no host.
+        SchedulerError: Slurm does not respond, the step could not be started, or it found no process.
     """
-    words = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
-    if len(words) != 2:
+    # The raw job id differs from the id of an array task.
+    cells = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
+    if len(cells) != 2:
         raise SchedulerError(f"squeue does not show the host of job {job_id}.")
-    return words[0], words[1]
-
-
-def _on_host(job_id: str, host: str, words: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Send a signal on a node of the job, from a step that overlaps the step of the ranks.
-
-    Raises:
-        SchedulerError: the step could not be started, or found no process.
-    """
-    step = [f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none"]
-    how = [f"--job-name={CHAOS_STEP}", "--gres=none", "--input=none", "--quiet"]
-    run_slurm(
-        ["srun", *step, *how, sys.executable, "-P", "-m", "hpctrain.cluster.signal_processes", *words],
-        environ,
-    )
-    return True
+    raw_id, batch_host = cells
+    step = [f"--jobid={raw_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host or batch_host}"]
+    step += ["--mpi=none", f"--job-name={CHAOS_STEP}", "--gres=none", "--input=none", "--quiet"]
+    program = [sys.executable, "-P", "-m", "hpctrain.cluster.signal_processes"]
+    run_slurm(["srun", *step, *program, *arguments], environ)

@@ -11,8 +11,7 @@ from typing import Any
 
 from hpctrain.errors import RunFailed, SpecError, WaitTimeout
 from hpctrain.files import read_json, write_atomic
-from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.running_attempt import require_running
+from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.text import format_ranks, pluralize
 
 _POLL_S = 0.2

@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import RunFailed, RunNotFound, WaitTimeout
+from hpctrain.errors import RunFailed, RunNotFound, SpecError, WaitTimeout
 from hpctrain.files import is_locked
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
-from hpctrain.text import suggest
+from hpctrain.text import format_ranks, pluralize, suggest
 
 # Submitting a run does not require the status modules, so they are imported on use.
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
-    from hpctrain.jobs.runs.status_poller import StatusPoller
-    from hpctrain.jobs.runs.unknown_state import UnknownStateTracker
+    from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
 
 #: A supervisor exits shortly after it has recorded the end.
 _EXIT_TIMEOUT_S = 5.0
@@ -97,7 +96,7 @@ class Run:
         """
         import logging
 
-        from hpctrain.jobs.runs.unknown_state import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
+        from hpctrain.jobs.runs.status_poller import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
         from hpctrain.slurm.states import RunState
 
         tracker = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
@@ -175,6 +174,42 @@ def check_completed(status: RunStatus) -> RunStatus:
     if status.state is RunState.CANCELLED:
         raise RunFailed(f"Run {status.run_id} was cancelled.")
     raise RunFailed(f"Run {status.run_id} failed: {status.cause}. Log: {status.log}")
+
+
+def require_running(
+    run: Run, ranks: Sequence[int], *, option: str, done: str
+) -> tuple[RunStatus, dict[str, Any]]:
+    """Return the status of a run with these `ranks`, and the newest start of its ranks.
+
+    Args:
+        run: the run.
+        ranks: ranks that the run must have.
+        option: the option with the ranks.
+        done: past participle of the intended action.
+
+    Raises:
+        SpecError: the run is not running, or has no such rank.
+    """
+    from hpctrain.slurm.states import RunState
+
+    if tasks := run.tasks():
+        raise SpecError(f"Run {run.run_id} is a job array. Specify a task, such as {tasks[0].run_id}.")
+    status = run.status()
+    started = [event for event in run.dir.read_events() if event["kind"] == "started"]
+    if status.state is RunState.RUNNING and not started:
+        raise SpecError(
+            f"The ranks of run {run.run_id} have not started yet, so they cannot be {done}. Try again in a "
+            "few seconds."
+        )
+    if status.state is not RunState.RUNNING:
+        raise SpecError(f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be {done}.")
+    world_size = int(started[-1]["world_size"])
+    if missing := [rank for rank in ranks if rank >= world_size]:
+        raise SpecError(
+            f"Run {run.run_id} has no {format_ranks(missing)} ({option}). It has "
+            f"{pluralize(world_size, 'rank')}, numbered from 0."
+        )
+    return status, started[-1]
 
 
 def query_statuses(runs: Sequence[Run], *, skip_unreadable: bool = False) -> list[RunStatus]:

@@ -1,8 +1,7 @@
-"""A job's request to a site, from any source: options, files, or variables such as SBATCH_PARTITION."""
+"""Read a job's request from any source: options, files, or variables such as SBATCH_PARTITION."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,9 +9,9 @@ from hpctrain.slurm import parsing
 from hpctrain.slurm.environment import sbatch_env, sbatch_variable
 from hpctrain.spec.directives import all_directives
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.text import pluralize
 
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
-_LAST_TASK = re.compile(r"\d{1,18}")
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,26 @@ class JobRequest:
         """Requested MiB of memory per node; 0 means no request, or all memory."""
         if (option := self.memory_option) is None:
             return 0
-        each = parsing.parse_size_mib(self.value(option)) or 0
         units = {"mem": 1, "mem-per-cpu": self.cpus_per_node, "mem-per-gpu": self.spec.gpus_per_node}
-        return each * units[option]
+        return (parsing.parse_size_mib(self.value(option)) or 0) * units[option]
 
     @property
     def whole_nodes(self) -> bool:
         """Return true if the job requests exclusive nodes."""
         return self.is_given("exclusive") and self.value("exclusive") in ("", "exclusive")
 
-    @property
-    def last_task(self) -> int | None:
-        """The highest index of a job array; None if it is not an array."""
-        numbers = _LAST_TASK.findall(self.value("array").partition("%")[0])
-        return max(map(int, numbers), default=None)
+    def describe(self) -> str:
+        """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib`."""
+        spec, least = self.spec, self.spec.least_granted
+        nodes = (
+            pluralize(least, "node")
+            if least == spec.most_granted
+            else f"{least} to {spec.most_granted} nodes"
+        )
+        kind = f"{spec.gpu_type} " if spec.gpu_type else ""
+        size = [pluralize(spec.gpus_per_node, f"{kind}GPU")] if spec.gpus_per_node else []
+        size.append(pluralize(self.cpus_per_node, "CPU"))
+        size += [f"{mib} MiB of memory"] if (mib := self.memory_per_node_mib) else []
+        excluded = f", not on {hosts}" if (hosts := self.value("exclude")) else ""
+        features = f" and the features {constraint}" if (constraint := self.value("constraint")) else ""
+        return f"{nodes}, each with {', '.join(size)}{features}{excluded}"

@@ -1,4 +1,4 @@
-"""The file system of a path, and if other hosts share it."""
+"""Find the file system of a path, and if other nodes share it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpctrain.errors import SchedulerError
+from hpctrain.slurm.site_facts import RunQuery
+from hpctrain.spec.job_spec import JobSpec
 
 _MOUNTS = Path("/proc/self/mounts")
 
@@ -41,18 +45,18 @@ def find_mount(path: str | os.PathLike[str], table: Path = _MOUNTS) -> Mount | N
         lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None
-    wanted = os.path.realpath(path)
-    found = None
+    real = os.path.realpath(path)
+    mount = None
     # If two file systems are mounted on the same point, the last hides the first.
     for line in lines:
-        words = [_ESCAPE.sub(lambda match: chr(int(match[1], 8)), word) for word in line.split(" ")]
-        if len(words) < 4:
+        cells = [_ESCAPE.sub(lambda match: chr(int(match[1], 8)), cell) for cell in line.split(" ")]
+        if len(cells) < 4:
             continue
-        source, point, kind, options = words[:4]
-        under = wanted == point or wanted.startswith(point.rstrip("/") + "/")
-        if under and (found is None or len(point) >= len(found.point)):
-            found = Mount(source, point, kind, tuple(options.split(",")))
-    return found
+        source, point, kind, options = cells[:4]
+        is_inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if is_inside and (mount is None or len(point) >= len(mount.point)):
+            mount = Mount(source, point, kind, tuple(options.split(",")))
+    return mount
 
 
 def is_node_local(path: str | os.PathLike[str]) -> bool:
@@ -62,3 +66,38 @@ def is_node_local(path: str | os.PathLike[str]) -> bool:
         return False
     mount = find_mount(real)
     return mount is None or not mount.is_shared
+
+
+def path_notes(spec: JobSpec, ask: RunQuery) -> list[str]:
+    """Return a warning if a path of the job is in a node-local folder such as /tmp."""
+    paths = {
+        **({"script": spec.script} if spec.program == "script" else {}),
+        "interpreter": spec.python,
+        "working directory": spec.workdir,
+        "run folder": spec.run_dir,
+    }
+    # Check the parent folder: the interpreter of a virtual environment is a symbolic link. The path is
+    # relative for a conda environment given by name, which only the nodes can resolve.
+    local = [
+        f"{name} {path!r}"
+        for name, path in paths.items()
+        if os.path.isabs(path) and is_node_local(Path(path).parent)
+    ]
+    if not local or nodes_are_this_machine(ask):
+        return []
+    listed = " and the ".join(filter(None, [", the ".join(local[:-1]), local[-1]]))
+    verb, pronoun = ("is", "it") if len(local) == 1 else ("are", "them")
+    note = (
+        f"The {listed} {verb} in a node-local folder, so ranks on other nodes may not find {pronoun}. "
+        f"Move {pronoun} to a folder that all nodes share, such as your home folder."
+    )
+    return [note]
+
+
+def nodes_are_this_machine(ask: RunQuery) -> bool:
+    """Return true if all nodes of the cluster run on this machine."""
+    try:
+        hosts = set(ask(["sinfo", "--all", "--noheader", "--format=%n"]).split())
+    except SchedulerError:
+        return False
+    return hosts == {os.uname().nodename.partition(".")[0]}

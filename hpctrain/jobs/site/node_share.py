@@ -1,4 +1,4 @@
-"""Choose the CPUs per rank: a job's share of its nodes by GPUs."""
+"""Choose the CPUs per rank by the job's share of the GPUs of its nodes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,10 @@ def choose_cpus_per_task(
     ntasks_per_node: int,
     whole_nodes: bool,
 ) -> tuple[int | None, str]:
-    """Return the CPUs of each rank, and a note for the user.
+    """Return the CPUs of each rank, and a note for the user; None if the nodes are unknown.
 
     A job that uses half of the GPUs of a node gets half of its CPUs, so that other jobs can use the rest.
-
-    Args:
-        site: the site.
-        partitions: the requested partitions; empty for the default partition.
-        gpus_per_node: GPUs of the job on each node.
-        gpu_type: their type, if requested.
-        ntasks_per_node: ranks on each node.
-        whole_nodes: True if the job requests exclusive nodes.
-
-    Returns:
-        None if the nodes are unknown: Slurm's default applies, which is usually one CPU per rank.
+    Without `partitions`, the job uses the default partition.
     """
     candidates = [site.partition(name) for name in partitions] or [site.default_partition]
     shares = [

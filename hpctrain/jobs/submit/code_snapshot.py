@@ -12,16 +12,62 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import SpecError
-from hpctrain.files import make_folder, write_atomic
+from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
+from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
 from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository, OutsideRepository
-from hpctrain.jobs.submit.sent_code import SentCode
 from hpctrain.rundir import RunDir
 from hpctrain.spec.code_ref import CodeRef
 from hpctrain.text import format_size
 
 #: Minimum bytes counted per file: copying a hundred thousand files takes long, regardless of their size.
 _LEAST = 4096
+
+
+@dataclass(frozen=True)
+class SentCode:
+    """Files sent by another machine; replaces the `GitRepository`, which exists only on that machine."""
+
+    root: Path
+    commit: str | None
+    _files: Mapping[str, bool]
+    _diff: str
+
+    @classmethod
+    def containing(cls, folder: Path) -> SentCode | None:
+        """Return the sent code that contains a folder; None if git manages it, or it was not sent.
+
+        Raises:
+            SpecError: the list of the files is damaged.
+        """
+        real = Path(os.path.realpath(folder))
+        root = next((folder for folder in (real, *real.parents) if (folder / SENT_CODE_FILE).is_file()), None)
+        between = (folder for folder in (real, *real.parents) if root and folder.is_relative_to(root))
+        if root is None or any(os.path.lexists(folder / ".git") for folder in between):
+            return None
+        try:
+            record = read_json(root / SENT_CODE_FILE)
+            files = {str(name): bool(is_new) for name, is_new in record["files"].items()}
+            commit, diff = record["commit"], str(record["diff"])
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise SpecError(f"{str(root / SENT_CODE_FILE)!r} is damaged: {error}. Submit again.") from error
+        if outside := [name for name in files if name.startswith("/") or ".." in name.split("/")]:
+            raise SpecError(
+                f"{str(root / SENT_CODE_FILE)!r} contains {outside[0]!r}, which is outside the project. "
+                "Submit again."
+            )
+        return cls(root, None if commit is None else str(commit), files, diff)
+
+    def files(self) -> dict[str, bool]:
+        """Return the files that still exist; True for those that git does not track."""
+        return {name: is_new for name, is_new in self._files.items() if os.path.lexists(self.root / name)}
+
+    def diff(self) -> SentCode:
+        return self
+
+    def text(self) -> str:
+        """Return the changes since the commit."""
+        return self._diff
 
 
 @dataclass(frozen=True)
@@ -74,9 +120,9 @@ class CodeSnapshot:
             largest = max(sizes, key=lambda name: sizes[name])
             raise SpecError(
                 f"The git repository {str(repository.root)!r} contains {format_size(total)} in {len(files)} "
-                f"files, but at most {limit_mb} MB are copied (--code-snapshot-limit). The largest file is "
+                f"files, but at most {limit_mb} MB are copied (code_snapshot_limit). The largest file is "
                 f"{largest!r} ({format_size(sizes[largest])}). Add files that are not code to .gitignore, "
-                "raise --code-snapshot-limit, or submit without a copy of the code (--no-code-snapshot)."
+                "raise code_snapshot_limit, or submit without a copy of the code (--no-code-snapshot)."
             )
         return snapshot
 
@@ -173,7 +219,7 @@ def plan_snapshot(
     """
     if limit_mb < 1:
         raise SpecError(
-            f"--code-snapshot-limit is {limit_mb}, but must be at least 1. To disable the copy, use "
+            f"code_snapshot_limit is {limit_mb}, but must be at least 1. To disable the copy, use "
             "--no-code-snapshot."
         )
     try:

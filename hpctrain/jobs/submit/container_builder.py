@@ -51,7 +51,7 @@ def build_container(
     runtime = _find(image, backend, known, environ) if asked == "auto" else asked
     if runtime == "pyxis" and backend == "local":
         raise SpecError(
-            "pyxis is a Slurm plugin, so it cannot be used with --backend local. Use --container-runtime "
+            "pyxis is a Slurm plugin, so it cannot be used with --backend local. Use container_runtime "
             "apptainer, or remove --container-image."
         )
     return Container(
@@ -88,7 +88,7 @@ def _find(
     raise SpecError(
         "No container runtime found on this machine: srun does not support --container-image (pyxis), and "
         "neither apptainer nor singularity is on PATH. If the nodes have a runtime, select it with "
-        "--container-runtime."
+        "container_runtime."
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends.base import Backend, PreflightResult
-from hpctrain.jobs.options.option_value import DEFAULT_SOURCE
+from hpctrain.jobs.options.option import DEFAULT_SOURCE
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
 from hpctrain.jobs.options.unused_options import check_unused_options
 from hpctrain.jobs.submit.render import render
@@ -67,6 +67,10 @@ class PreparedSubmission:
         return self.preflight.get_forecast()
 
 
+#: A check returns notes for the user, if any, and raises SpecError for a job that cannot run.
+Check = Callable[[PreparedSubmission], Iterable[str] | None]
+
+
 def run_preflight(job: PreparedSubmission, checks: Sequence[Check]) -> None:
     """Run checks, and add their notes.
 
@@ -106,18 +110,6 @@ def check_time_left(job: PreparedSubmission) -> list[str]:
         f"three attempts without a new checkpoint. Use --time {better} or more."
     )
     return [sentence]
-
-
-def _check_syntax(script: Path) -> None:
-    """Reject a script with syntax errors before the job waits in the queue."""
-    try:
-        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise SpecError(
-            f"The script {str(script)!r} has a syntax error on line {error.lineno}: {error.msg}."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
 def check_program(job: PreparedSubmission) -> list[str]:
@@ -186,10 +178,17 @@ def _check_script(script: Path) -> None:
         raise SpecError(
             f"You do not have permission to read the script {str(script)!r}. Make it readable (chmod)."
         )
-    if script.suffix == ".py":
-        _check_syntax(script)
-    else:
+    if script.suffix != ".py":
         _check_shebang(script)
+        return
+    try:
+        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise SpecError(
+            f"The script {str(script)!r} has a syntax error on line {error.lineno}: {error.msg}."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
 def _check_shebang(script: Path) -> None:
@@ -220,8 +219,8 @@ def check_environment(job: PreparedSubmission) -> None:
     rdzv_backend = "c10d" if spec.torchrun is None or spec.container else spec.torchrun.rdzv_backend
     if rdzv_backend != "c10d" and python == Path(sys.executable) and not _has_module("etcd", sys.path):
         raise SpecError(
-            f"--rdzv-backend {rdzv_backend} requires the module 'etcd', which is not installed. Run "
-            "`pip install python-etcd`, or use --rdzv-backend c10d."
+            f"rdzv_backend is {rdzv_backend}, which requires the module 'etcd', which is not installed. Run "
+            "`pip install python-etcd`, or set rdzv_backend to c10d."
         )
     spec.shell.check_files(job.environ)
     if spec.container is not None:
@@ -270,7 +269,7 @@ def _describe_changes(run: RunDir, spec: JobSpec) -> Iterator[str]:
             "submission uses a new snapshot without these files. Copy the files that the script needs, and "
             "change the script to write to the working directory or $HPCTRAIN_RUN_DIR."
         )
-    old, new = ((each.script, shlex.join(each.args)) for each in (before, spec))
+    old, new = ((job.script, shlex.join(job.args)) for job in (before, spec))
     changed = [
         f"{name} {now or 'none'!r} instead of {then or 'none'!r}"
         for name, then, now in zip(("script", "arguments"), old, new, strict=True)
@@ -313,21 +312,17 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
     nearest = path
     while not nearest.exists():
         nearest = nearest.parent
-    if not nearest.is_dir():
-        raise SpecError(
-            f"Cannot create the run folder {str(path)!r} (--run-dir): {str(nearest)!r} is not a folder. "
-            "Choose another folder."
-        )
     room = os.statvfs(nearest)
-    if not (room.f_blocks or room.f_files):
+    reason = ""
+    if not nearest.is_dir():
+        reason = f"{str(nearest)!r} is not a folder"
+    elif not (room.f_blocks or room.f_files):
+        reason = f"the file system of {str(nearest)!r} cannot store files"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        reason = f"you have no write permission in {str(nearest)!r}"
+    if reason:
         raise SpecError(
-            f"Cannot write to the run folder {str(path)!r} (--run-dir): the file system of {str(nearest)!r} "
-            "cannot store files. Choose another folder."
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise SpecError(
-            f"Cannot write to the run folder {str(path)!r} (--run-dir): you have no write permission in "
-            f"{str(nearest)!r}. Choose another folder."
+            f"Cannot write to the run folder {str(path)!r} (--run-dir): {reason}. Choose another folder."
         )
 
 
@@ -368,20 +363,19 @@ def check_code(job: PreparedSubmission) -> Iterable[str]:
 
 def check_template(job: PreparedSubmission) -> list[str]:
     """Render the batch script; a custom template must still start the supervisor."""
-    if job.settings.site.habits.requeue and job.backend.expedites_requeues():
+    site = job.backend.site(job.settings.site)
+    if site is not None and site.slurm is not None and site.habits.requeue and site.slurm.expedites_requeues:
         job.spec = replace(job.spec, expedite_requeue=True)
     job.script = render(job.spec)
     return [] if job.spec.supervised else [_WITHOUT_SUPERVISOR]
 
 
 def check_backend(job: PreparedSubmission) -> Iterable[str]:
-    """Check the job against this machine (`backends/local.py`) or its Slurm site (`site/site_check.py`)."""
+    """Check the job against this machine or its Slurm site (`backends/preflight_slurm.py`)."""
     job.preflight = job.backend.check(job.spec, job.script, job.settings.site)
     return job.preflight.notes
 
 
-#: A check returns notes for the user, if any, and raises SpecError for a job that cannot run.
-Check = Callable[[PreparedSubmission], Iterable[str] | None]
 #: All checks of a run, in order.
 CHECKS: tuple[Check, ...] = (
     check_options,

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import choose_backend
-from hpctrain.jobs.options.option_value import OptionSource, OptionValue
+from hpctrain.jobs.options.option import OptionSource, OptionValue
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
@@ -129,16 +130,15 @@ def _resolve_runs(
     asked: SubmitOptions, backend: BackendName, cwd: Path, environ: Mapping[str, str]
 ) -> list[str]:
     """Replace the runs on which the job depends with their jobs; only Slurm supports dependencies."""
-    if backend != "slurm" or "dependency" not in asked:
+    directives = cast(dict[str, str], asked.get("sbatch", {}))
+    if backend != "slurm" or "dependency" not in directives:
         return []
     from hpctrain.jobs.submit.dependency import resolve_dependency
 
     runs_dir = os.fspath(asked.get("runs_dir") or RUNS_FOLDER)
-    resolved, notes = resolve_dependency(asked["dependency"], cwd, environ, runs_dir)
+    resolved, notes = resolve_dependency(directives.pop("dependency"), cwd, environ, runs_dir)
     if resolved:
-        asked["dependency"] = resolved
-    else:
-        del asked["dependency"]
+        directives["dependency"] = resolved
     return notes
 
 
@@ -164,14 +164,15 @@ def _choose_cpus(
         return []
     from hpctrain.jobs.site.node_share import choose_cpus_per_task
 
-    partitions = str(asked.get("partition") or environ.get("SBATCH_PARTITION", ""))
+    directives = asked.get("sbatch", {})
+    partitions = directives.get("partition") or environ.get("SBATCH_PARTITION", "")
     cpus, note = choose_cpus_per_task(
         site,
         [name for name in partitions.split(",") if name],
         gpus_per_node=gpus,
         gpu_type=gpu_type,
         ntasks_per_node=ntasks or gpus,
-        whole_nodes=asked.get("exclusive") is True,
+        whole_nodes=directives.get("exclusive") == "",
     )
     if cpus is not None:
         asked["cpus_per_task"] = cpus

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import jinja2
@@ -11,8 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
-from hpctrain.jobs.submit.describe_job import describe_job
 from hpctrain.jobs.submit.template_checks import check_blocks, check_rendered_script
+from hpctrain.redaction import redact_args
 from hpctrain.spec.directives import all_directives, directive_lines
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.shell_setup import ShellSetup
@@ -20,6 +24,9 @@ from hpctrain.spec.step_options import program_words, srun_options
 from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
+#: Maximum length of the command in the comments of a script.
+_MAX_CHARACTERS = 2_000
+_NOT_PLAIN = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
 #: Exceptions that an invalid expression in a template may raise.
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -172,3 +179,61 @@ def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
                 f"The template {template!r} (--template) omits {missing[0]} ({option}). Call super() in the "
                 "block that the template replaces, or remove the option."
             )
+
+
+def describe_job(spec: JobSpec) -> list[str]:
+    """Return comments that say what the job runs, and explain directives that differ from the request."""
+    start = f"To start an ended run again: hpctrain resume {shlex.quote(spec.run_dir)}"
+    if not spec.supervised:
+        command = "sbatch" if spec.backend == "slurm" else "bash"
+        start = f"To start an ended run again: {command} job.sbatch, in the run folder."
+    return [start, *(_explain_step(spec) if spec.supervised else ()), *_explain_directives(spec)]
+
+
+def _explain_step(spec: JobSpec) -> Iterator[str]:
+    words = redact_args(program_words(spec))
+    if spec.torchrun is not None:
+        program = ["--no-python", *words] if spec.program == "command" else words[1:]
+        agents = [f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.ntasks_per_node}"]
+        words = ["torchrun", *agents, f"--rdzv-backend={spec.torchrun.rdzv_backend}", *program]
+    if spec.backend == "local":
+        yield f"Each attempt starts {spec.world_size} processes on this machine:"
+    else:
+        words = ["srun", *srun_options(spec, spec.nodes), *words]
+        yield "Each attempt runs the equivalent of:"
+    command = " ".join(map(_quote, words))
+    if len(command) > _MAX_CHARACTERS:
+        command = f"{command[:_MAX_CHARACTERS]} …"
+    for line in textwrap.wrap(command, 105, break_long_words=False, break_on_hyphens=False):
+        yield f"  {line}"
+    if spec.torchrun is not None and spec.torchrun.rdzv_endpoint is not None:
+        yield f"Rendezvous: {spec.torchrun.rdzv_backend} at {_quote(spec.torchrun.rdzv_endpoint)}"
+    else:
+        host = "rank 0" if spec.torchrun is None else "the supervisor"
+        yield f"Rendezvous: a store of {host} on the first node (MASTER_ADDR, MASTER_PORT)"
+    if spec.container is not None:
+        yield f"Container of the ranks: {_quote(spec.container.image)} ({spec.container.runtime})"
+    for name, source in spec.stage.items():
+        yield f"Staged to the local disks: {_quote(source)} as $HPCTRAIN_STAGE/{name}"
+    if spec.stage_environment:
+        yield "Staged to the local disks: the Python environment and the code"
+
+
+def _explain_directives(spec: JobSpec) -> Iterator[str]:
+    if spec.backend == "local":
+        return
+    if not spec.supervised:
+        yield "--requeue: Slurm requeues the job after a preemption or a node failure, and for nothing else"
+    if spec.is_elastic:
+        spares = f", and {spec.spare_nodes} spare" if spec.spare_nodes else ""
+        yield f"--nodes: the run uses {spec.min_nodes} to {spec.nodes} nodes{spares}"
+        yield "--cpus-per-task: the CPUs of all ranks of a node, because sbatch counts one task per node"
+    elif spec.spare_nodes:
+        yield f"--nodes: {spec.nodes} for the run, and {spec.spare_nodes} spare"
+    if spec.resume_mode == "successor":
+        yield "--requeue: for preemptions and the loss of the first node; otherwise, a new job continues"
+
+
+def _quote(word: str) -> str:
+    """Return a word on one line, quoted if it contains special characters."""
+    return word if word and not _NOT_PLAIN.search(word) else json.dumps(word, ensure_ascii=False)

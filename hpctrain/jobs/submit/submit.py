@@ -65,12 +65,13 @@ def submit_prepared(
         ):
             spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
             check_spec(spec)
+            # Slurm has judged the job in the meantime. The files of an earlier submission are unchanged.
+            if reason := submission.preflight.refusal():
+                raise SchedulerError(f"The job was not submitted: {reason}")
             function_of = dict(zip((part.run_dir for part in tasks or [spec]), functions, strict=False))
             for part in (*tasks, spec):
                 _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
             write_atomic(folder.git_ignore, "*\n", durable=False)
-            # Slurm's forecast must be complete by now: it would count this job as a pending one.
-            submission.preflight.get_forecast()
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:
                 _record(task, f"{job_id}_{task.array_task}")

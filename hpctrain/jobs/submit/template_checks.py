@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.extra_directives import replacement_option
+from hpctrain.jobs.options.sbatch_options import find_replacement
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def check_rendered_script(text: str, lines: Sequence[str], template: str, *, sup
                     f"submitted with --{name}={given[name]}. Remove that line, and pass the option "
                     "to hpctrain submit."
                 )
-            if name not in given and (hint := replacement_option(name)):
+            if name not in given and (hint := find_replacement(name)):
                 raise SpecError(
                     f"The template {template!r} (--template) contains {line.strip()!r}, but a template "
                     f"cannot set --{name}. {hint}."

@@ -1,4 +1,4 @@
-"""Copy of a file or folder, or the content of an archive, on the local disk: complete, or absent."""
+"""Copy a file or folder, or unpack an archive, on the local disk: complete, or absent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,31 +34,30 @@ _TAR_BLOCK_BYTES = 512
 #: Name of a compiled module that Python is writing, and renames at once.
 _UNFINISHED_MODULE = re.compile(r"__pycache__/[^/]+\.pyc\.\d+$")
 
+#: Relative path, size in bytes, modification time in nanoseconds, and mode; only path and type of a folder.
 _Entry = tuple[str, int, int, int]
-_T = TypeVar("_T")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Files of a file or folder."""
+    """Files, links and folders in a folder, or a single file."""
 
     path: Path
     skipped: Container[str]
     """Names of folders that are not listed."""
-    files: list[_Entry]
-    """Relative path, size in bytes, modification time in nanoseconds, and mode of each file or link."""
-    folders: list[str]
+    entries: list[_Entry]
 
     @property
     def size_bytes(self) -> int:
-        return sum(size for _, size, *_ in self.files)
+        return sum(size for _, size, *_ in self.entries)
 
     @property
     def fingerprint(self) -> str:
         """Checksum of names, sizes, times and modes, without caches of compiled modules."""
-        files = [entry for entry in self.files if "__pycache__" not in entry[0]]
-        folders = [name for name in self.folders if "__pycache__" not in name]
-        return xxhash.xxh3_128_hexdigest(json.dumps([files, folders]).encode())
+        entries = [entry for entry in self.entries if "__pycache__" not in entry[0]]
+        return xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
 
 
 def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
@@ -69,41 +69,40 @@ def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
         OSError: a file cannot be accessed.
         StagingError: an entry is neither a regular file, nor a folder, nor a link.
     """
-    root = str(path)
-    names = [] if path.is_dir() else ["."]
-    folders: list[str] = []
-    for parent, inside, files in os.walk(root, onerror=_raise) if path.is_dir() else ():
-        inside[:] = sorted(name for name in inside if name not in skipped)
-        at = os.path.relpath(parent, root)
-        for name in inside:
-            is_link = os.path.islink(os.path.join(parent, name))
-            (names if is_link else folders).append(os.path.join(at, name))
-        paths = (os.path.join(at, name) for name in sorted(files))
-        names += [each for each in paths if not _UNFINISHED_MODULE.search(each)]
-    return Contents(path, skipped, _map_in_threads(lambda name: _entry(root, name), names), folders)
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    root, folders = str(path), list[_Entry]()
+    files = [] if path.is_dir() else ["."]
+    for parent, subfolders, names in os.walk(root, onerror=fail) if path.is_dir() else ():
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped)
+        inside = os.path.relpath(parent, root)
+        for name in subfolders:
+            if os.path.islink(os.path.join(parent, name)):
+                files.append(os.path.join(inside, name))
+            else:
+                folders.append((os.path.join(inside, name), 0, 0, stat.S_IFDIR))
+        relative_paths = (os.path.join(inside, name) for name in sorted(names))
+        files += [name for name in relative_paths if not _UNFINISHED_MODULE.search(name)]
+    return Contents(path, skipped, folders + _map_in_threads(lambda name: _entry(root, name), files))
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _map_in_threads(function: Callable[[Any], _T], items: list[Any]) -> list[_T]:
+def _map_in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     size = len(items) // _NUM_TASKS + 1
     tasks = (items[first : first + size] for first in range(0, len(items), size))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return [
-            result for results in pool.map(lambda task: [*map(function, task)], tasks) for result in results
-        ]
+        return list(chain.from_iterable(pool.map(lambda task: [*map(function, task)], tasks)))
 
 
 def _entry(root: str, name: str) -> _Entry:
     path = os.path.normpath(os.path.join(root, name))
-    found = os.lstat(path)
-    if stat.S_ISLNK(found.st_mode) and os.path.isabs(target := _link_target(root, path)):
-        found = os.stat(path) if os.path.isfile(target) else found
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode) and os.path.isabs(target := _link_target(root, path)):
+        status = os.stat(path) if os.path.isfile(target) else status
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
         raise StagingError(f"{path!r} is neither a regular file nor a folder")
-    return name, found.st_size, found.st_mtime_ns, found.st_mode
+    return name, status.st_size, status.st_mtime_ns, status.st_mode
 
 
 def _link_target(root: str, link: str) -> str:
@@ -142,10 +141,9 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
         pass  # There is no complete copy.
     remove(record_path, target, temporary)
     if before.size_bytes > (free := shutil.disk_usage(target.parent).free):
-        needed, there = format_size(before.size_bytes), str(target.parent)
         raise StagingError(
-            f"{str(source)!r} requires {needed}, but {there!r} has only {format_size(free)} of free space. "
-            "Set TMPDIR to a larger disk (--setup)"
+            f"{str(source)!r} requires {format_size(before.size_bytes)}, but {str(target.parent)!r} has only "
+            f"{format_size(free)} of free space. Set TMPDIR to a larger disk (--setup)"
         )
     try:
         copy_contents(before, temporary)
@@ -175,37 +173,17 @@ def copy_contents(contents: Contents, target: Path) -> None:
     is_archive = not source.is_dir() and ARCHIVE_SUFFIX.search(source.name)
     if source.is_dir() or is_archive:
         target.mkdir()
-    if not is_archive:
-        for name in contents.folders:
-            os.mkdir(os.path.join(target, name))
-        _map_in_threads(lambda entry: _copy(str(source), str(target), entry), contents.files)
+    if is_archive:
+        _unpack(source, target)
     else:
-        # tar itself refuses names outside the folder, and recognizes the compression.
-        command = ["tar", "--extract", f"--file={source}", "--no-same-owner", f"--directory={target}"]
-        if source.suffix == ".zip":
-            command = [sys.executable, "-I", "-m", "zipfile", "-e", str(source), str(target)]
-        run_program(command, f"unpack {str(source)!r}")
-        _check_end(source)
+        num_folders = sum(stat.S_ISDIR(mode) for *_, mode in contents.entries)
+        for name, *_ in contents.entries[:num_folders]:
+            os.mkdir(os.path.join(target, name))
+        _map_in_threads(lambda entry: _copy(str(source), str(target), entry), contents.entries[num_folders:])
     if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
         raise StagingError(
             f"{str(source)!r} changed while it was copied. Keep it unchanged, and resume the run"
         )
-
-
-def _check_end(archive: Path) -> None:
-    """Check that a .tar file ends with zeros: tar reports no error if it ends between two files.
-
-    Raises:
-        StagingError: its end is missing.
-    """
-    with archive.open("rb") as file:
-        header = file.read(_TAR_BLOCK_BYTES)
-        file.seek(-min(_TAR_BLOCK_BYTES, len(header)), os.SEEK_END)
-        # A compressed archive has a checksum.
-        if header[257:262] == b"ustar" and file.read().strip(b"\0"):
-            raise StagingError(
-                f"{str(archive)!r} is incomplete: its end-of-archive marker is missing. Create it again"
-            )
 
 
 def _copy(root: str, target: str, entry: _Entry) -> None:
@@ -220,14 +198,30 @@ def _copy(root: str, target: str, entry: _Entry) -> None:
     os.utime(copied, ns=(time_ns, time_ns))
 
 
-def run_program(command: Iterable[str], task: str) -> None:
+def _unpack(archive: Path, target: Path) -> None:
+    # tar itself refuses names outside the folder, and recognizes the compression.
+    command = ["tar", "--extract", f"--file={archive}", "--no-same-owner", f"--directory={target}"]
+    if archive.suffix == ".zip":
+        command = [sys.executable, "-I", "-m", "zipfile", "-e", str(archive), str(target)]
+    run_program(command, f"unpack {str(archive)!r}")
+    # tar reports no error if an archive ends between two files. A compressed archive has a checksum.
+    with archive.open("rb") as file:
+        header = file.read(_TAR_BLOCK_BYTES)
+        file.seek(-min(_TAR_BLOCK_BYTES, len(header)), os.SEEK_END)
+        if header[257:262] == b"ustar" and file.read().strip(b"\0"):
+            raise StagingError(
+                f"{str(archive)!r} is incomplete: its end-of-archive marker is missing. Create it again"
+            )
+
+
+def run_program(command: Sequence[str], task: str) -> None:
     """Run a program that ends with this process.
 
     Raises:
         StagingError: it failed.
     """
     done = subprocess.run(
-        [*command],
+        command,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -238,8 +232,8 @@ def run_program(command: Iterable[str], task: str) -> None:
     if done.returncode:
         lines = done.stderr.splitlines()
         # The last line of a traceback is its error.
-        words = "; ".join(lines[-1:] if "Traceback" in done.stderr else lines[:3])
-        raise StagingError(f"cannot {task}: {words or f'exit code {done.returncode}'}")
+        reason = "; ".join(lines[-1:] if "Traceback" in done.stderr else lines[:3])
+        raise StagingError(f"cannot {task}: {reason or f'exit code {done.returncode}'}")
 
 
 def remove(*paths: Path) -> None:

@@ -16,16 +16,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
-from hpctrain.runtime.stopping.exit_message import exit_message
-from hpctrain.runtime.stopping.loader_workers import exit_on_signal_of_rank, is_forked_by_loader
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals
+from hpctrain.runtime.unfinished_training import has_started
+from hpctrain.text import format_duration
 
 #: Time limit for the clean-up of a process that exits on a signal.
 EXIT_TIMEOUT_S = 15.0
@@ -238,3 +241,80 @@ def _install_fork_hooks() -> None:
 
 def _is_ours(handler: object) -> bool:
     return handler is _exit_for_signal or getattr(handler, "__func__", None) is StopFlag.record
+
+
+#: Modules that start workers, by way of multiprocessing.
+_LOADER_MODULES = ("torch.utils.data.", "torchdata.")
+
+
+def is_forked_by_loader() -> bool:
+    """Return true if a DataLoader forks this process now. Call this in a callback of the fork."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        module = str(frame.f_globals.get("__name__"))
+        if not module.startswith("multiprocessing."):
+            return module.startswith(_LOADER_MODULES)
+    return False
+
+
+def exit_on_signal_of_rank() -> None:
+    """Exit on stop signals that the rank sends, as multiprocessing does at its exit, and on no others.
+
+    The signals must be blocked. A thread receives them.
+    """
+    threading.Thread(target=_exit_on_signal_of, args=(os.getppid(),), daemon=True).start()
+
+
+def _exit_on_signal_of(parent: int) -> None:
+    while signal.sigwaitinfo(STOP_SIGNALS).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+def exit_message(number: signal.Signals, environ: Mapping[str, str], step: int | None = None) -> str:
+    """Return a message with the signal, its cause and the lost work, for the log of rank 0.
+
+    Args:
+        number: the signal.
+        environ: variables of this process.
+        step: the optimizer step of this attempt after which all ranks exit; None for an immediate exit.
+    """
+    exiting = "exiting" if step is None else f"all ranks exit after step {step} of this attempt"
+    run = RunDir(Path(environ[RUN_DIR_VARIABLE])) if RUN_DIR_VARIABLE in environ else None
+    try:
+        cause = _cause(number, run, int(environ.get(ATTEMPT_VARIABLE, "0")))
+        return f"received {number.name} ({cause}); {exiting}. {_lost(run)}"
+    except OSError as error:
+        return f"received {number.name}; {exiting}. The run folder cannot be read: {error}"
+
+
+def _cause(number: signal.Signals, run: RunDir | None, attempt: int) -> str:
+    if number == signal.SIGUSR2:
+        return "the time limit is near"
+    if run is not None and run.cancel_request.exists():
+        return "cancellation"
+    if run is not None and run.is_asked_to_requeue(attempt):
+        return "requeue"
+    return "preemption, requeue or cancellation"
+
+
+def _lost(run: RunDir | None) -> str:
+    if has_started():
+        return (
+            "No training is in progress. The checkpoints of completed training runs are intact. Work outside "
+            "training is not saved."
+        )
+    if "hpctrain.training" in sys.modules:
+        return "Training has not started; checkpoints of earlier attempts are intact."
+    unused = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state."
+    if run is None:
+        return unused
+    if (found := newest_script_checkpoint(run.checkpoints)) is None:
+        return (
+            f"{unused} {run.checkpoints} contains no checkpoint written by the script, so work that the "
+            "script has not saved elsewhere is lost."
+        )
+    path, saved = found
+    age = format_duration(max(0.0, time.time() - saved))
+    return f"{unused} The script's last checkpoint is {path} ({age} old). Work since then is lost."

@@ -1,18 +1,15 @@
-"""Interface of the supervisor to the scheduler: Slurm, or a substitute on a laptop.
-
-Each protocol is used by a single part of the supervisor.
-"""
+"""Interface of the supervisor to the scheduler: Slurm, or a substitute on a laptop."""
 
 from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from hpctrain.errors import SchedulerError
-from hpctrain.records.lease import Lease
-from hpctrain.records.successor import JobChanges
+from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
+from hpctrain.supervisor.job_control.slurm_successors import SlurmSuccessors
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 log = logging.getLogger(__name__)
@@ -53,73 +50,6 @@ def known_seconds_left(job: JobTime) -> float | None:
         return None
 
 
-class AllocatedNodes(Protocol):
-    """Nodes of the job that are separate machines and may fail independently.
-
-    Methods raise SchedulerError if the scheduler refuses or does not answer.
-    """
-
-    #: Node of the supervisor, without which the job cannot continue.
-    own_host: str
-
-    def lost(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Return the nodes of the job that can no longer run processes, with the reason."""
-
-    def draining(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Return the nodes that will be taken out of service when this job releases them, with the reason."""
-
-    def shrink_to(self, hosts: Sequence[str]) -> None:
-        """Release all other nodes of the job, so that their loss does not end the job."""
-
-    def can_reallocate(self, excluded_hosts: Collection[str]) -> bool:
-        """Return true if the site could start the job on other nodes."""
-
-    def num_free(self, excluded_hosts: Collection[str]) -> int:
-        """Return the number of additional nodes that are free and not claimed by waiting jobs."""
-
-    def larger_memory(self, hosts: Sequence[str], excluded_hosts: Collection[str]) -> str | None:
-        """Return an option of sbatch, such as `mem=96000`, with which the job gets more memory on such nodes.
-
-        None if there is no such option.
-        """
-
-    def change_job(self, changes: JobChanges) -> None:
-        """Change the requeued job before its next start."""
-
-    def stop_ranks(self) -> None:
-        """Send the ranks the signal of a preemption."""
-
-    def kill_steps(self) -> None:
-        """End the remaining tasks of a killed supervisor of this job. Waits for a bounded time."""
-
-
-class SuccessorJobs(Protocol):
-    """Successive jobs of a run; only one job at a time holds the lease.
-
-    Methods raise SchedulerError if the scheduler refuses or does not answer.
-    """
-
-    #: The predecessor of this job; None if the user submitted this job.
-    predecessor: str | None
-    #: The lease on the run folder, which the job that trains there holds.
-    lease: Lease
-
-    def submit(self, attempt: int, changes: JobChanges) -> str:
-        """Submit a job that continues the run after `attempt`; return its id.
-
-        Afterwards, this job must exit.
-        """
-
-    def find(self) -> str | None:
-        """Return the successor of this job; None if there is none."""
-
-    def is_running(self, job_id: str) -> bool:
-        """Return true if the job has started and not yet ended."""
-
-    def submitted_at(self) -> float | None:
-        """Return when this job was submitted, in seconds since the epoch; None if unknown."""
-
-
 class JobControl(JobTime, Protocol):
     """The job of this supervisor."""
 
@@ -127,11 +57,11 @@ class JobControl(JobTime, Protocol):
     job_id: str
 
     @property
-    def nodes(self) -> AllocatedNodes | None:
+    def nodes(self) -> SlurmNodes | None:
         """The nodes of the job; None if all of them are simulated on this machine."""
 
     @property
-    def successors(self) -> SuccessorJobs | None:
+    def successors(self) -> SlurmSuccessors | None:
         """The other jobs of the run; None if there is no queue, and the run's lock is sufficient."""
 
     def disposition(self) -> JobDisposition:

@@ -8,24 +8,21 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from hpctrain import system
 from hpctrain.crash_output import file_size
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
 from hpctrain.files import open_regular
-from hpctrain.records.lease import Lease, LeaseHolder
-from hpctrain.records.successor import JobChanges, find_successor, submit_successor
-from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
+from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.duration import parse_duration
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.job_requests import requeue_job, update_job
-from hpctrain.slurm.parsing import SOON_S, parse_timestamp
-from hpctrain.slurm.states import RunState, parse_job_state
+from hpctrain.slurm.parsing import SOON_S
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import REQUEUE_HOLD_S
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
+from hpctrain.supervisor.job_control.slurm_successors import SlurmSuccessors
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
@@ -98,48 +95,6 @@ class SlurmJobControl:
             return ""
 
 
-class SlurmSuccessors:
-    """The predecessor and the successor of this job. See `SuccessorJobs`."""
-
-    def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
-        self._run, self._spec, self._batch_environ = run, spec, environ
-        self._job_id, self._environ = own_job_id(environ), strip_job_env(environ)
-        self.predecessor = environ.get(PREDECESSOR_VARIABLE)
-        restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
-        self.lease = Lease(run, self._job_id, restarts, self._environ, _leave)
-        # A thread submits, too, if the batch script is killed.
-        self._submission = system.Lock()
-
-    def submit(self, attempt: int, changes: JobChanges) -> str:
-        """Submit the same script again, to start after this job. See `SuccessorJobs.submit`."""
-        with self._submission:
-            return submit_successor(
-                self._run, self._spec, self._job_id, attempt, self._batch_environ, changes
-            )
-
-    def find(self) -> str | None:
-        """Search the output of `squeue`. See `SuccessorJobs.find`."""
-        return find_successor(self._run, self._job_id, self._environ)
-
-    def is_running(self, job_id: str) -> bool:
-        """Read the job's record. See `SuccessorJobs.is_running`."""
-        try:
-            job = query_job(job_id, self._environ)
-        except SchedulerError as error:
-            if "Invalid job id" not in str(error):
-                raise
-            return False
-        return parse_job_state(job.state) is RunState.RUNNING
-
-    def submitted_at(self) -> float | None:
-        """Read the job's record. See `SuccessorJobs.submitted_at`."""
-        try:
-            return parse_timestamp(query_job(self._job_id, self._environ).submitted_at)
-        except SchedulerError as error:
-            log.warning("cannot determine when this job was submitted: %s", error)
-            return None
-
-
 def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
     """Give a requeued job an early start time, and prevent the requeue of an ended run. Call this last.
 
@@ -173,14 +128,3 @@ def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
         consequence = "Slurm may delay the requeued job, or requeue the job although the run has ended"
         words = f"hpctrain: cannot update this job before its end, so {consequence}: {error}"
         print(words, file=sys.stderr, flush=True)
-
-
-def _leave(claimed_by: LeaseHolder) -> None:
-    """Exit immediately, which ends the job: another job now trains in the folder."""
-    words = (
-        f"Job {claimed_by.job_id} has taken over the run because this job was unresponsive for too long. "
-        "This job is exiting."
-    )
-    log.critical(words)
-    print(f"Error: {words}", file=sys.stderr, flush=True)
-    system.exit_now(SpecError.exit_code)

@@ -51,7 +51,13 @@ _POLL_INTERVAL_S = 0.5
 
 
 class SlurmNodes:
-    """The nodes of the job of this batch script. See `AllocatedNodes`."""
+    """Nodes of the job that are separate machines and may fail independently.
+
+    Methods raise SchedulerError if Slurm refuses or does not answer.
+
+    Attributes:
+        own_host: node of the supervisor, without which the job cannot continue.
+    """
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self._run, self._spec, self._batch_environ = run, spec, environ
@@ -59,7 +65,7 @@ class SlurmNodes:
         self.own_host = environ.get("SLURMD_NODENAME", "")
 
     def lost(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Query the slurmd of each node. See `AllocatedNodes.lost`."""
+        """Return the nodes of the job that can no longer run processes, with the reason."""
         nodes = query_nodes(hosts, self._environ)
         if any(node.port is None for node in nodes):
             port = query_config(self._environ).slurmd_port
@@ -71,7 +77,7 @@ class SlurmNodes:
         return found
 
     def draining(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Read the state of the nodes. See `AllocatedNodes.draining`."""
+        """Return the nodes that will be taken out of service when this job releases them, with the reason."""
         return {
             node.name: f"Slurm reports the state {node.state}" + (f" ({node.reason})" if node.reason else "")
             for node in query_nodes(hosts, self._environ)
@@ -79,15 +85,15 @@ class SlurmNodes:
         }
 
     def shrink_to(self, hosts: Sequence[str]) -> None:
-        """Shrink the running job with `scontrol`. See `AllocatedNodes.shrink_to`."""
+        """Release all other nodes of the job, so that their loss does not end the job."""
         shrink_job(self._job_id, hosts, self._environ)
 
     def can_reallocate(self, excluded_hosts: Collection[str]) -> bool:
-        """Ask `sbatch --test-only`. See `AllocatedNodes.can_reallocate`."""
+        """Return true if the site could start the job on other nodes."""
         return can_start(self._run, self._spec, JobChanges(excluded_hosts), self._batch_environ)
 
     def num_free(self, excluded_hosts: Collection[str]) -> int:
-        """Count the partition's idle nodes if no other job waits in it. See `AllocatedNodes.num_free`."""
+        """Return the number of additional nodes that are free and not claimed by waiting jobs."""
         partition = self._batch_environ.get("SLURM_JOB_PARTITION", "")
         waiting = ["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"]
         if run_slurm(waiting, self._environ).strip():
@@ -98,9 +104,9 @@ class SlurmNodes:
         return len(found.difference(excluded_hosts, excluded))
 
     def larger_memory(self, hosts: Sequence[str], excluded_hosts: Collection[str]) -> str | None:
-        """Add half of the job's memory, at most all memory of the nodes. See `AllocatedNodes.larger_memory`.
+        """Return an option of sbatch, such as `mem=96000`, with which the job gets more memory on such nodes.
 
-        Slurm sets the memory of the job in the batch script, in MB: per node or per CPU.
+        None if there is no such option.
         """
         environ = self._batch_environ
         option = next((each for each in _MEMORY_OPTIONS if environ.get(each)), None)
@@ -118,7 +124,7 @@ class SlurmNodes:
         return memory if larger > now and can_start(self._run, self._spec, changes, environ) else None
 
     def change_job(self, changes: JobChanges) -> None:
-        """Change the exclude list and the memory of the pending job. See `AllocatedNodes.change_job`."""
+        """Change the requeued job before its next start."""
         fields = {}
         if changes.excluded_hosts:
             fields["ExcNodeList"] = excluded_nodes(self._spec, changes.excluded_hosts)
@@ -142,11 +148,11 @@ class SlurmNodes:
             system.sleep(_POLL_INTERVAL_S)
 
     def stop_ranks(self) -> None:
-        """Signal the ranks' step with `scancel`. See `AllocatedNodes.stop_ranks`."""
+        """Send the ranks the signal of a preemption."""
         signal_ranks([self._job_id], signal.SIGTERM, self._environ)
 
     def kill_steps(self) -> None:
-        """Kill the steps with `scancel`. See `AllocatedNodes.kill_steps`."""
+        """End the remaining tasks of a killed supervisor of this job. Waits for a bounded time."""
         deadline, is_warned = system.monotonic() + _STEPS_LISTED_S, False
         while system.monotonic() < deadline:
             try:

@@ -6,7 +6,7 @@ import socket
 from types import TracebackType
 from typing import Any, Self
 
-from hpctrain.cluster.rendezvous.port import bind_socket
+from hpctrain.cluster.ports import bind_socket
 
 
 class RendezvousStore:

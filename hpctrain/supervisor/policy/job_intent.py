@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from hpctrain.rundir import STOPPED_EARLY
 from hpctrain.spec.job_spec import ResumeMode
 
 
@@ -106,8 +105,6 @@ class OwnershipState:
     """The job that has taken over from the predecessor: this job, unless another was faster."""
     successor: str | None = None
     """The successor of this job, if Slurm requeued this job after it had submitted a successor."""
-    is_automatic: bool = False
-    """True if Slurm or the watchdog started this job. Except locally, users restart a run in another job."""
 
     def __str__(self) -> str:
         facts = {
@@ -125,21 +122,18 @@ class OwnershipState:
 
 def decide_ownership(state: OwnershipState) -> OwnershipDecision:
     """Decide the action of a starting job: only one job of a run trains."""
-    it = state
-    if it.successor is not None:
+    if state.successor is not None:
         return OwnershipDecision.SUPERSEDED
-    if it.predecessor is not None:
+    if state.predecessor is not None:
         # The claim decides between several successors, also if another one was recorded.
-        is_newest = it.newest in (it.job_id, it.predecessor) or it.newest_after == it.predecessor
-        if it.claimed_by != it.job_id or not is_newest:
+        is_newest = (
+            state.newest in (state.job_id, state.predecessor) or state.newest_after == state.predecessor
+        )
+        if state.claimed_by != state.job_id or not is_newest:
             return OwnershipDecision.SUPERSEDED
-        if it.ended is not None:
-            return OwnershipDecision.OVER
-        return OwnershipDecision.CANCEL if it.cancelled else OwnershipDecision.BEGIN
-    if it.newest == it.job_id and (it.cancelled or it.is_automatic):
-        if it.ended is not None:
-            return OwnershipDecision.OVER
-        if it.cancelled:
-            return OwnershipDecision.CANCEL
-    # A run that ended in another state continues if the user starts a job.
-    return OwnershipDecision.OVER if it.ended in ("COMPLETED", STOPPED_EARLY) else OwnershipDecision.BEGIN
+    elif state.newest != state.job_id:
+        # `hpctrain submit` is about to record this job, or another job has replaced it.
+        return OwnershipDecision.BEGIN
+    if state.ended is not None:
+        return OwnershipDecision.OVER
+    return OwnershipDecision.CANCEL if state.cancelled else OwnershipDecision.BEGIN

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 from hpctrain import system
+from hpctrain.checkpoint.interval import longest_save_s
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.crash_output import file_size
 from hpctrain.records.checkpoint_health import starts_over
+from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
@@ -26,10 +30,11 @@ from hpctrain.rundir import (
     STOP_GRACE_VARIABLE,
     VERIFIED_STEP_VARIABLE,
     RunDir,
+    is_event,
+    is_metrics,
 )
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobTime, known_seconds_left
-from hpctrain.supervisor.job_control.signal_lead import required_lead_s
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 from hpctrain.supervisor.policy.history import History
@@ -198,3 +203,51 @@ class AttemptRunner:
         if spec.array_task is not None:
             variables[ARRAY_TASK_VARIABLE] = str(spec.array_task)
         return variables
+
+
+#: The ranks agree on a step while they compute the next step, and complete the latter.
+_STEPS = 3
+#: Delay of a signal sent through Slurm.
+_SIGNAL_S = 10.0
+#: Number of newest records to read.
+_STEPS_SEEN, _EVENTS_SEEN = 200, 1000
+
+
+def minimum_lead_s(step_s: float, save_s: float) -> float:
+    """Return the seconds that ranks need to save their state and exit.
+
+    Args:
+        step_s: the longest step, including a validation between two steps.
+        save_s: the longest save, including the commit.
+    """
+    return _SIGNAL_S + _STEPS * step_s + longest_save_s(save_s)
+
+
+def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -> float:
+    """Return the lead before the time limit: the user's value, or more if the ranks need it.
+
+    Args:
+        run: the run.
+        asked_s: the user's value, in seconds.
+        limit_s: the time limit; half of it is reserved for training, regardless of the save time.
+    """
+    saves = [
+        float(event["seconds"])
+        for event in islice(read_last_records(run.events, is_event), _EVENTS_SEEN)
+        if event.get("kind") == "checkpoint" and isinstance(event.get("seconds"), int | float)
+    ]
+    if not saves:
+        return asked_s
+    newest = list(islice(read_last_records(run.metrics, is_metrics), _STEPS_SEEN))[::-1]
+    needed = minimum_lead_s(longest_step_s(newest), max(saves))
+    return max(asked_s, needed if limit_s is None else min(needed, limit_s / 2))
+
+
+def longest_step_s(records: Iterable[Mapping[str, Any]]) -> float:
+    """Return the longest step between consecutive records of an attempt; 0 without records."""
+    longest = 0.0
+    for before, after in pairwise(record for record in records if "time" in record):
+        steps = int(after.get("step", 0)) - int(before.get("step", 0))
+        if steps > 0 and before.get("attempt") == after.get("attempt"):
+            longest = max(longest, (float(after["time"]) - float(before["time"])) / steps)
+    return longest

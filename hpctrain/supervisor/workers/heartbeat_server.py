@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 from hpctrain import system
 from hpctrain.authentication import NONCE_LENGTH, Signed, new_nonce, new_secret, sign_connection
 from hpctrain.cluster.connection_owners import connection_owner
-from hpctrain.cluster.rendezvous.port import bind_socket
+from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import Unauthenticated
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
 

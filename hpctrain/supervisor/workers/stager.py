@@ -1,4 +1,4 @@
-"""Staging: before the ranks start, one process per node copies files to the local disk."""
+"""Stage files: before the ranks start, one process per node copies them to the local disk."""
 
 from __future__ import annotations
 
@@ -54,10 +54,8 @@ class StagePlan:
 
     folder: str
     """Folder of the copies on each node."""
-    sources: Mapping[str, str]
-    """Sources by name of the copy."""
-    packs: str | None
-    """Folder for packed Python environments; None if the environment is not staged."""
+    arguments: str
+    """Argument of `stage_node`."""
     host_spec: JobSpec
     """The job without a container, which starts the processes that copy."""
     ranks_spec: JobSpec
@@ -90,7 +88,8 @@ class StagePlan:
                 sources[STAGED_CODE], copy = code.copy, os.path.join(folder, STAGED_CODE)
                 script = code.script and os.path.join(copy, os.path.relpath(code.script, code.copy))
                 ranks = replace(ranks, code=replace(code, copy=copy, script=script))
-        return cls(folder, sources, packs, replace(spec, container=None), ranks, variables)
+        arguments = json.dumps({"folder": folder, "sources": sources, "packs": packs})
+        return cls(folder, arguments, replace(spec, container=None), ranks, variables)
 
 
 @dataclass
@@ -103,20 +102,14 @@ class Stager:
     events: system.SimpleQueue[StepEvent]
 
     def stage(self, attempt: int, hosts: list[str], monitor: AttemptMonitor) -> AttemptOutcome:
-        """Copy everything to the nodes of an attempt; unchanged copies are reused.
-
-        Args:
-            attempt: its number.
-            hosts: its nodes.
-            monitor: monitor of the processes that copy.
+        """Copy everything to the nodes of an attempt, while `monitor` watches; unchanged copies are reused.
 
         Raises:
             StagingError: a file cannot be copied, or its copies differ.
             OSError: a process cannot be started.
         """
         begun = system.monotonic()
-        plan = {"folder": self.plan.folder, "sources": self.plan.sources, "packs": self.plan.packs}
-        command = [*module_command(self.plan.host_spec, "staging.stage_node"), json.dumps(plan)]
+        command = [*module_command(self.plan.host_spec, "staging.stage_node"), self.plan.arguments]
         variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
         log.info("attempt %d: staging on %s, in %s", attempt, pluralize(len(hosts), "node"), self.plan.folder)
         self.launcher.hosts = hosts
@@ -165,15 +158,14 @@ class Stager:
         return staged
 
     def _record(self, attempt: int, staged: dict[str, _Copies], seconds: float) -> None:
-        first, expected = next(iter(staged.items()), ("", {}))
+        first_host, expected = next(iter(staged.items()), ("", {}))
         for host, node in staged.items():
-            for name, copy in node.items():
-                if copy["source"] != expected[name]["source"]:
-                    raise StagingError(
-                        f"{name} differs between {first} and {host}, because its source changed during the "
-                        "copy, or is not shared. Keep the source unchanged on a shared file system, then "
-                        "resume the run"
-                    )
+            if names := [name for name, copy in node.items() if copy["source"] != expected[name]["source"]]:
+                raise StagingError(
+                    f"{names[0]} differs between {first_host} and {host}, because its source changed during "
+                    "the copy, or is not shared. Keep the source unchanged on a shared file system, then "
+                    "resume the run"
+                )
         copies = [copy for node in staged.values() for copy in node.values()]
         fresh = [copy for copy in copies if not copy["reused"]]
         saved_s = [sum(copy["saved_s"] for copy in node.values()) for node in staged.values()]

@@ -146,7 +146,6 @@ class FlatParameters:
         return torch.cat([p.detach().reshape(-1).float() for p in self.parameters])
 
     def load(self, flat: torch.Tensor) -> None:
-        """Set the parameters to the values of a vector, as returned by `flat`."""
         self.put(flat, self.parameters)
 
     @staticmethod

@@ -112,7 +112,6 @@ class QAdam(Algorithm):
         return completed_future(gradients)
 
     def _deviation(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the square root of the frozen variance, equal on all ranks."""
         optimizer, group = self._group[parameter]
         # The variance is from the warm-up, and so is its bias correction.
         settled = 1 - group["betas"][1] ** float(self.warmup_steps)
@@ -131,7 +130,6 @@ class QAdam(Algorithm):
 
     @torch.no_grad()
     def _momentum_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Apply Adam's update, with the momenta stored as gradients."""
         for group in optimizer.param_groups:
             beta = group["betas"][0]
             for parameter in group["params"]:

@@ -28,11 +28,7 @@ _FORMS = (
 
 
 def parse_devices(devices: Devices) -> int | list[int] | None:
-    """Return the number of devices (-1: all), their indices, or None for all free devices.
-
-    Raises:
-        UserError: the value is invalid.
-    """
+    """Return the number of devices (-1: all), their indices, or None for all free devices."""
     wanted: int | list[int] | None = None
     match devices:
         case "auto":
@@ -57,16 +53,7 @@ def parse_devices(devices: Devices) -> int | list[int] | None:
 
 
 def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> list[int | None]:
-    """Return the selected indices among the visible GPUs; None means a process on the CPU.
-
-    Args:
-        devices: the user's setting.
-        num_gpus: visible GPUs.
-        busy: GPUs that other processes use.
-
-    Raises:
-        UserError: too few devices exist or are free.
-    """
+    """Return the selected indices among the visible GPUs; None means a process on the CPU."""
     wanted = parse_devices(devices)
     if num_gpus == 0:
         if isinstance(wanted, list):
@@ -106,11 +93,7 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
 
 
 def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool = True) -> list[int | None]:
-    """Return `choose_devices` for the current state of this machine, or for no GPUs.
-
-    Raises:
-        UserError: as in `choose_devices`.
-    """
+    """Return `choose_devices` for the current state of this machine, or for no GPUs."""
     num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     busy: list[int] = []
     if num_gpus:
@@ -120,7 +103,6 @@ def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool
 
 
 def _others(index: int, pids: Collection[int]) -> int:
-    """Return the number of other processes that use the GPU."""
     # In a container, the driver reports pids of the host, which differ from those in the container.
     is_own = os.getpid() in pids or torch.cuda.memory_reserved(index) > 0
     return len(pids) - is_own if pids else 0

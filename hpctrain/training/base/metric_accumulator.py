@@ -30,9 +30,6 @@ class MetricAccumulator:
         """Add means over samples that are `share` of the global batch.
 
         With `num_tokens`, `loss` is the mean over this number of tokens, independent of the samples.
-
-        Raises:
-            UserError: the names differ from those of the previous micro-batch.
         """
         if self._names not in (None, scalars.keys()):
             raise UserError(

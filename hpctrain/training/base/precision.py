@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UserError
-from hpctrain.training.base.tensor_tree import map_tensors
+from hpctrain.training.base.tensors import map_tensors
 
 _AUTOCAST = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": None}
 PRECISIONS = tuple(_AUTOCAST)
@@ -19,11 +19,7 @@ _APEX = ("apex", "amp", "O0", "O1", "O2", "O3")
 
 
 def canonical_precision(precision: str | int) -> str:
-    """Return the canonical name of a precision, which may be a Lightning or Hugging Face name.
-
-    Raises:
-        UserError: the name is unknown.
-    """
+    """Return the canonical name of a precision, which may be a Lightning or Hugging Face name."""
     precision = _ALIASES.get(str(precision), str(precision))
     if precision in _APEX:
         raise UserError(

@@ -90,11 +90,9 @@ class BatchPlan:
 
     @property
     def max_batch_size(self) -> int:
-        """Samples of the largest batch."""
         return min(self.global_batch_size, self.order.num_samples)
 
     def identity(self) -> dict[str, Any]:
-        """Return all values that determine the order of samples."""
         return {
             **self.order.identity(),
             "global_batch_size": self.global_batch_size,
@@ -109,15 +107,12 @@ class BatchPlan:
         """Do nothing."""
 
     def last_step(self, epochs: int) -> int | None:
-        """Return the last step of training."""
         return self.steps_per_epoch * epochs
 
     def epochs_completed(self, step: int) -> int:
-        """Return the number of epochs that end at or before `step`."""
         return step // self.steps_per_epoch
 
     def seed_round(self, rank_batch: RankBatch) -> int:
-        """Return the number that seeds samples besides their index; see `BatchOrder`."""
         return -rank_batch.step if self.order.repeats else rank_batch.epoch
 
     def rank_batch(self, step: int, data_rank: DataRank) -> RankBatch:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.data.dataloader_parts import DataLoaderParts, unpack_dataloader
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
-from hpctrain.training.data.interleaved_reader import ShardedStream, is_stream
-from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig, unpack_dataloader
 from hpctrain.training.data.sampler_plan import DrawnEpoch, SamplerPlan
-from hpctrain.training.data.shard_readers import ShardReaders
+from hpctrain.training.data.shard_readers import ShardedStream, ShardReaders, is_stream
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.data.stream_step_source import StreamStepSource
 
@@ -32,11 +30,7 @@ def make_step_source(
     until: StopCondition,
     strategy: str = "auto",
 ) -> StepSource:
-    """Return the step source for a training set, map-style or stream. All ranks must call this.
-
-    Raises:
-        UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
-    """
+    """Return the step source for a training set, map-style or stream. All ranks must call this."""
     name = "train_dataset"
     parts, unpacked = unpack_dataloader(dataset, loading, name)
     source: StepSource
@@ -74,11 +68,6 @@ def _check_divisible_stream(data_rank: DataRank, name: str) -> None:
 
 
 def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) -> None:
-    """Check that all ranks have the same data, because each rank computes the shares of all ranks.
-
-    Raises:
-        UserError: the data differs; raised on all ranks.
-    """
     first, *others = context.all_gather(own)
     for rank, other in enumerate(others, 1):
         if other != first:
@@ -93,40 +82,20 @@ def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) ->
             )
 
 
-class ValidationSet(Protocol):
-    """Validation samples, each used once per validation for any number of ranks."""
-
-    max_batch_size: int | None
-    """Maximum number of samples of a rank's batch; None for its share of a global batch."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks."""
-
-    def first_batch(self) -> int:
-        """Return the number of this rank's first batch among the batches of all ranks, with grains."""
-
-    def batches(self) -> Generator[tuple[int, Any], None, None]:
-        """Yield (number of samples, batch) of this rank's part; augmentation is always the same."""
-
-
 def make_validation_set(
     dataset: Any,
     loading: LoaderConfig,
     data_rank: DataRank,
     context: DistributedContext,
     name: str = "val_dataset",
-) -> ValidationSet:
-    """Return the adapter for a validation set, map-style or stream. All ranks must call this.
-
-    Raises:
-        UserError: the data set is empty, is neither map-style nor a stream, or differs between ranks.
-    """
+) -> _ValidationMap | _ValidationStream:
+    """Return the adapter for a validation set, map-style or stream. All ranks must call this."""
     loading = replace(loading, global_batch_size_is_set=False, accumulate_grad_batches=1)
     parts, loading = unpack_dataloader(dataset, loading, name)
     if is_stream(parts.dataset):
         _check_divisible_stream(data_rank, name)
     make = _ValidationStream if is_stream(parts.dataset) else _ValidationMap
-    data: ValidationSet = make(parts, loading, data_rank, name)
+    data: _ValidationMap | _ValidationStream = make(parts, loading, data_rank, name)
     _check_equal(context, data.identity(), name)
     return data
 
@@ -135,6 +104,7 @@ class _ValidationMap:
     """Validation on a map-style data set: each rank processes a range."""
 
     max_batch_size: int | None = None
+    """Maximum number of samples of a rank's batch; None for its share of a global batch."""
 
     def __init__(self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
         self._loading, self._data_rank, self._name = loading, data_rank, name
@@ -155,12 +125,14 @@ class _ValidationMap:
         }
 
     def first_batch(self) -> int:
+        """Return the number of this rank's first batch among the batches of all ranks, with grains."""
         if self._drawn is None:
             return self._data_rank.part(self._num_samples)[0] // self._batch_size
         first, _ = self._batch_rank.part(len(self._drawn.ends))
         return sum(-(-len(self._drawn.batch(number)) // self._batch_size) for number in range(first))
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
+        """Yield (number of samples, batch) of this rank's part; augmentation is always the same."""
         sizes: deque[int] = deque()
 
         def orders() -> Iterator[BatchOrder]:
@@ -173,7 +145,6 @@ class _ValidationMap:
                 yield sizes.popleft(), batch
 
     def _rank_batches(self) -> Iterator[torch.Tensor]:
-        """Yield the samples of this rank's batches."""
         if self._drawn is None:
             low, high = self._data_rank.part(self._num_samples)
             size = self._limited(self._batch_size)
@@ -226,3 +197,6 @@ class _ValidationStream:
                     del waiting[:size]
         if waiting:
             yield len(waiting), self._loading.collate(waiting)
+
+
+ValidationSet = _ValidationMap | _ValidationStream

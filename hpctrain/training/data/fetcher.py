@@ -34,17 +34,7 @@ class Fetcher(Protocol):
 
 
 def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
-    """Return the fetcher for `dataset`: by columns, by `__getitems__`, or sample by sample.
-
-    Args:
-        dataset: map-style, or tensors and NumPy arrays: alone, in a TensorDataset, a tuple or a dict.
-        collate_fn: combines a list of samples into a batch; None for torch's default.
-        seeds: random generators of the samples.
-        name: name of the data set in messages.
-
-    Raises:
-        UserError: the data set has no length, no samples, or columns of different lengths.
-    """
+    """Return the fetcher for `dataset`: by columns, by `__getitems__`, or sample by sample."""
     subset, inner = _without_subset(dataset)
     columns = _columns(inner, name, strict=collate_fn is None)
     if columns is not None and collate_fn is not None:
@@ -171,11 +161,6 @@ class _SampleFetcherBase:
         return inner
 
     def _collated(self, samples: list[Any], inner: list[int]) -> Any:
-        """Return the batch of the samples.
-
-        Raises:
-            UserError: a sample is None, so that the batch would have fewer samples than its weight counts.
-        """
         if self.refuses_none and any(sample is None for sample in samples):
             missing = [index for index, sample in zip(inner, samples, strict=False) if sample is None]
             raise UserError(

@@ -54,18 +54,6 @@ class LoaderWorkers:
         name: str,
         worker_init_fn: Callable[[int], Any] | None = None,
     ) -> None:
-        """Start the data workers.
-
-        Args:
-            dataset: data set, copied to each data worker.
-            orders: sequence of indices to fetch; None for an IterableDataset.
-            num_workers: number of processes, at least 1.
-            prefetch_factor: results that each data worker prefetches.
-            pin_memory: True to copy results to pinned memory.
-            timeout_s: maximum time to wait for a result, in seconds.
-            name: name of the data set in messages.
-            worker_init_fn: function of the user to call in each data worker, with its number.
-        """
         self._timeout_s, self._name = timeout_s, name
         self._closed = False
         self._progress_boards = [RawArray("q", [-1] * PROGRESS_FIELDS) for _ in range(num_workers)]
@@ -98,11 +86,7 @@ class LoaderWorkers:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result.
-
-        Raises:
-            HpctrainError: a data worker exited, was killed, or did not respond in time.
-        """
+        """Return the next result."""
         if self._results is None:
             raise StopIteration
         begun, polls = time.monotonic(), 0
@@ -126,7 +110,6 @@ class LoaderWorkers:
                 )
 
     def close(self) -> None:
-        """Stop the data workers; kill those that have not exited within a second."""
         if self._results is None or self._closed:
             return
         killer = threading.Timer(_EXIT_TIMEOUT_S, self._kill)
@@ -191,7 +174,6 @@ def _exclude_from_death_handler(results: Any) -> None:
 def _initialize_worker(
     rank_pid: int, boards: list[Any], worker_init_fn: Callable[[int], Any] | None, number: int
 ) -> None:
-    """Initialize a data worker: exit with the rank, ignore the job's signals, publish progress."""
     die_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid != rank_pid or not parent.is_alive():

@@ -74,13 +74,6 @@ class MixtureOrder(SampleOrder):
     repeats = True
 
     def __init__(self, mixture: Mixture, batch_size: int, seed: int) -> None:
-        """Start without drawn samples.
-
-        Args:
-            mixture: the mixture.
-            batch_size: samples per step.
-            seed: the training seed.
-        """
         super().__init__(-(-len(mixture) // batch_size) * batch_size, seed)
         self._mixture, self._batch_size = mixture, batch_size
         self._sizes = [len(dataset) for dataset in mixture.datasets]  # type: ignore[arg-type]
@@ -98,7 +91,6 @@ class MixtureOrder(SampleOrder):
         return {"seed": self.seed, "mixture": self._sizes, "weights": self._mixture.shares(1)}
 
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Return the samples at positions of one batch."""
         step, low = divmod(epoch * self.num_samples + start, self._batch_size)
         block, row = divmod(step, _BLOCK)
         if block != self._cached_block[0]:

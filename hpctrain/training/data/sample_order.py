@@ -28,12 +28,6 @@ class SampleOrder:
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        """Set up the permutations of a data set.
-
-        Args:
-            num_samples: size of the data set, at least 1.
-            seed: any integer; the same seed yields the same orders on any machine.
-        """
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}, but must be at least 1.")
         self.num_samples = num_samples
@@ -49,15 +43,10 @@ class SampleOrder:
     repeats = False
 
     def identity(self) -> dict[str, Any]:
-        """Return all values that determine the order."""
         return {"seed": self.seed, "num_samples": self.num_samples}
 
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Return the samples at positions [start, stop) of `epoch`, as int64 of shape [stop - start].
-
-        Raises:
-            IndexError: the positions are not in [0, num_samples).
-        """
+        """Return the samples at positions [start, stop) of `epoch`, as int64 of shape [stop - start]."""
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions [{start}, {stop}) are outside [0, {self.num_samples}).")
         first, last = start // _CHUNK, -(-stop // _CHUNK)
@@ -126,5 +115,4 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the bits of the unsigned 64-bit `value`."""
     return value - (1 << 64) if value >> 63 else value

@@ -33,13 +33,6 @@ class SampleSeeds:
     """Source of the random generators of a data set's samples."""
 
     def __init__(self, seed: int, purpose: str, *, seed_globals: bool = True) -> None:
-        """Set up the seeds of a data set.
-
-        Args:
-            seed: the training seed.
-            purpose: name that separates data sets, such as training and validation.
-            seed_globals: also seed the global generators; takes some microseconds per sample.
-        """
         self._seed, self._purpose, self._seed_globals = seed, purpose, seed_globals
         self._stem: tuple[int | None, bytes] = (None, b"")
 
@@ -93,7 +86,6 @@ class _Sample:
     among: frozenset[int] | None = None
 
     def seed(self, purpose: str, index: tuple[int, ...] | None = None) -> int:
-        """Return a seed in [0, 2^63)."""
         text = f"{purpose}/{self.index if index is None else index}".encode()
         return int.from_bytes(hashlib.blake2b(text, key=self.key, digest_size=8).digest(), "little") >> 1
 

@@ -24,8 +24,8 @@ from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, Weight
 from hpctrain.errors import UserError
 from hpctrain.training.base.rng import derive_seed, seeded_rng
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
-from hpctrain.training.data.dataloader_parts import DataLoaderParts
 from hpctrain.training.data.length_grouped_batch_sampler import LengthGroupedBatchSampler
+from hpctrain.training.data.loader_config import DataLoaderParts
 
 #: Maximum length of an epoch: 1 GB of indices. A longer epoch is probably endless.
 _MAX_SAMPLES = 1 << 27
@@ -46,11 +46,9 @@ class DrawnEpoch:
 
     @cached_property
     def repeats(self) -> bool:
-        """True if a sample occurs more than once."""
         return int(self.indices.bincount().max()) > 1
 
     def batch(self, number: int) -> torch.Tensor:
-        """Return the samples of a batch."""
         return self.indices[self.ends[number - 1] if number else 0 : self.ends[number]]
 
 
@@ -60,18 +58,6 @@ class SamplerPlan:
     def __init__(
         self, parts: DataLoaderParts, batch_size: int, num_samples: int, seed: int, name: str
     ) -> None:
-        """Draw the first epoch.
-
-        Args:
-            parts: the sampler.
-            batch_size: samples per global batch, unless the sampler is a batch sampler.
-            num_samples: size of the data set.
-            seed: the training seed.
-            name: name of the data set in messages.
-
-        Raises:
-            UserError: the sampler is not usable, or its order depends on more than seed and epoch.
-        """
         self._parts, self._batch_size, self._num_samples = parts, batch_size, num_samples
         self._seed = seed
         self._what = f"The {type(parts.sampler).__name__} of {name}"
@@ -90,7 +76,6 @@ class SamplerPlan:
         self.max_batch_size = max(len(first.batch(i)) for i in range(len(first.ends)))
 
     def identity(self) -> dict[str, Any]:
-        """Return all values that determine the order of samples."""
         size = {} if self._parts.yields_batches else {"global_batch_size": self._batch_size}
         return {"seed": self._seed, "num_samples": self._num_samples, **size, **self._identity}
 
@@ -100,11 +85,6 @@ class SamplerPlan:
         return {"epoch_ends": ends, "order": self.draw(len(ends)).digest if step not in ends else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`.
-
-        Raises:
-            UserError: the sampler returns a different order than before the stop.
-        """
         self._epoch_ends = list(state["epoch_ends"])
         epoch = len(self._epoch_ends)
         if state["order"] is not None and self.draw(epoch).digest != state["order"]:
@@ -124,25 +104,21 @@ class SamplerPlan:
         return bisect_right(self._epoch_ends, step)
 
     def seed_round(self, rank_batch: RankBatch) -> int:
-        """Return the number that seeds samples besides their index; see `BatchOrder`."""
         return -rank_batch.step if self.draw(rank_batch.epoch).repeats else rank_batch.epoch
 
     def rank_batch(self, step: int, data_rank: DataRank) -> RankBatch:
-        """Return a rank's part of the batch of `step`, counted from 1."""
         epoch, number = self._locate(step)
         batch = self.draw(epoch).batch(number)
         low, high = data_rank.part(len(batch))
         return RankBatch(step, epoch, number, len(batch), data_rank.largest(len(batch)), batch[low:high], low)
 
     def draw(self, epoch: int) -> DrawnEpoch:
-        """Return the order of an epoch."""
         if epoch not in self._drawn:
             self._drawn = {epoch - 1: self._drawn[epoch - 1]} if epoch - 1 in self._drawn else {}
             self._drawn[epoch] = self._draw(epoch)
         return self._drawn[epoch]
 
     def _locate(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the number of its batch in the epoch."""
         while not self._epoch_ends or step > self._epoch_ends[-1]:
             start = self._epoch_ends[-1] if self._epoch_ends else 0
             self._epoch_ends.append(start + len(self.draw(len(self._epoch_ends)).ends))
@@ -181,11 +157,6 @@ class SamplerPlan:
         return DrawnEpoch(drawn, ends.tolist(), digest.hexdigest())
 
     def _read(self, sampler: Any, ends: array[int]) -> array[int]:
-        """Return all indices of an epoch; a batch sampler's batches also extend `ends`.
-
-        Raises:
-            UserError: there are too many indices, or an index is not an integer.
-        """
         indices = array("q")
         try:
             for batch in sampler if self._parts.yields_batches else [sampler]:
@@ -206,7 +177,6 @@ class SamplerPlan:
 
 
 def _nested_samplers(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and the samplers that it contains."""
     found = [sampler]
     for each in found:
         yield each
@@ -216,7 +186,6 @@ def _nested_samplers(sampler: Any) -> Iterator[Any]:
 
 
 def _reseed(value: Any, seed: int) -> None:
-    """Seed a random generator of torch, Python or NumPy; ignore other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Generator):
         value.manual_seed(seed)

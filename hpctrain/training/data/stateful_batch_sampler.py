@@ -78,7 +78,6 @@ class StatefulBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
         return self.step // len(self)
 
     @property
@@ -131,14 +130,12 @@ class StatefulBatchSampler(Sampler[list[int]]):
         return self._batches
 
     def _batch(self, step: int) -> list[int]:
-        """Return the samples of this rank in a step, counted from 1."""
         indices = self._plan.rank_batch(step, self._data_rank).indices
         if not len(indices):
             indices = self._plan.rank_batch(step, DataRank(0, self._data_rank.world_size)).indices[:1]
         return [int(index) for index in indices]
 
     def _restart(self, step: int) -> None:
-        """Move the start of the current iteration."""
         self._start = step
 
 
@@ -153,13 +150,6 @@ class _BatchIterator(Iterator[list[int]]):
     def __init__(
         self, sampler: StatefulBatchSampler, loader: dict[str, Any] | None, before: _BatchIterator | None
     ) -> None:
-        """Start at the position of the sampler.
-
-        Args:
-            sampler: the sampler.
-            loader: attributes of the iterator of the DataLoader; None for another consumer.
-            before: the previous iterator of the sampler.
-        """
         self._sampler, self._loader = sampler, loader
         self._step, self._end = sampler.step, (sampler.epoch + 1) * len(sampler)
         self._num_requested = 0
@@ -172,7 +162,6 @@ class _BatchIterator(Iterator[list[int]]):
 
     @property
     def num_yielded(self) -> int:
-        """Number of batches that the consumer has received."""
         if self._loader is None:
             return self._num_requested
         if self._yielded_before is None:
@@ -199,7 +188,6 @@ class _BatchIterator(Iterator[list[int]]):
         return {"step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at that position."""
         self._step = state_dict["step"]
         self._sampler._restart(self._step)
 

@@ -6,15 +6,14 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from hpctrain.errors import UserError
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
-from hpctrain.training.data.dataloader_parts import DataLoaderParts
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
-from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig
 from hpctrain.training.data.mixture import Mixture, MixtureOrder, contains_mixture
 from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.sampler_plan import SamplerPlan
@@ -46,45 +45,52 @@ class StepData(NamedTuple):
     """Iterable to be consumed once."""
 
 
-class StepSource(Protocol):
+class StepSource:
     """Source of steps. All ranks must call every method, at the same point of the loop."""
 
-    micro_batch_size: int | None
+    micro_batch_size: int | None = None
     """Maximum number of samples per forward pass of a rank; None for all samples. Set this before `steps`."""
     last_step: int | None
     """Last step of training; None if this step depends on the length of the data."""
-    steps_per_epoch: int | None
+    steps_per_epoch: int | None = None
     """Number of steps of an epoch; None if it is unknown."""
-    exchanges_ends: bool
+    exchanges_ends = False
     """True if the ranks must exchange `local_ends` after every step."""
     loading: LoaderConfig
     """Data settings in use."""
-    remarks: Sequence[str]
+    remarks: Sequence[str] = ()
     """Remarks shown to the user at the start, as sentences."""
 
     def identity(self) -> dict[str, Any]:
         """Return all values that determine the order of samples."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded step: plain values and tensors, equal on all ranks."""
+        raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Restore the result of `state_dict`; return messages on state that cannot be restored."""
+        raise NotImplementedError
 
     def begin(self, after: int) -> None:
         """Prepare the steps after `after`, the last trained step."""
+        raise NotImplementedError
 
     def steps(self) -> Iterator[StepData]:
         """Yield the steps in order, until the end of training."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop the data workers."""
 
     def trial_batches(self) -> tuple[int, Any]:
         """Return the maximum samples of a rank per step, and a function that creates a batch of n samples."""
+        raise NotImplementedError
 
     def local_ends(self) -> float:
         """Return a number to sum over the ranks, together with the result of the last yielded step."""
+        return 0.0
 
     def receive_ends(self, total: float) -> None:
         """Receive the sum of all ranks' `local_ends`, at most one step later."""
@@ -92,27 +98,20 @@ class StepSource(Protocol):
     @property
     def at_epoch_end(self) -> bool:
         """Return true if the last yielded step is the last of its epoch; valid after `receive_ends`."""
+        raise NotImplementedError
 
     @property
     def finished(self) -> bool:
         """Return true if the last yielded step is the last of training; valid after `receive_ends`."""
+        raise NotImplementedError
 
 
-class MapStepSource:
+class MapStepSource(StepSource):
     """Step source for a map-style data set. Its state is determined by the step number."""
-
-    micro_batch_size: int | None = None
-    exchanges_ends = False
-    remarks: Sequence[str] = ()
 
     def __init__(
         self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
     ) -> None:
-        """Set up the source.
-
-        Raises:
-            UserError: the data set has no length or no samples, or its sampler is not usable.
-        """
         name = "train_dataset"
         self._fetcher = make_fetcher(parts.dataset, loading.collate_fn, loading.seeds("training"), name)
         self._data_rank, self._until = data_rank, until
@@ -191,7 +190,6 @@ class MapStepSource:
         return most, batch_of
 
     def grain(self, step: int, number: int) -> MicroBatch:
-        """Fetch a grain of a step, in this process."""
         whole = DataRank(0, 1, self._data_rank.grain_size)
         rank_batch = self._plan.rank_batch(step, whole)
         low, high = rank_batch.parts(None, whole.grain_size)[number]
@@ -202,12 +200,6 @@ class MapStepSource:
             return MicroBatch(self._fetcher.fetch(self._plan.seed_round(rank_batch), indices), high - low)
         finally:
             torch.set_num_threads(threads)
-
-    def local_ends(self) -> float:
-        return 0.0
-
-    def receive_ends(self, _total: float) -> None:
-        pass
 
     @property
     def at_epoch_end(self) -> bool:
@@ -233,11 +225,6 @@ class MapStepSource:
 def _make_plan(
     parts: DataLoaderParts, loading: LoaderConfig, num_samples: int, name: str
 ) -> BatchPlan | SamplerPlan:
-    """Return the plan of the steps.
-
-    Raises:
-        UserError: the sampler is not usable, or there is no batch.
-    """
     batch_size, seed = loading.global_batch_size, loading.seed
     if contains_mixture(parts.dataset):
         raise UserError(

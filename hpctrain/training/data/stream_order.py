@@ -48,13 +48,7 @@ class StreamBatch:
 
 
 def next_batch(lengths: torch.Tensor, cursor: StreamCursor, count: int) -> StreamBatch | None:
-    """Return the next `count` samples from `cursor`, or the rest of its epoch; None if nothing is left.
-
-    Args:
-        lengths: shard lengths in this epoch, int64 of shape [num_shards]; `UNKNOWN_LENGTH` if unknown.
-        cursor: start position.
-        count: samples per batch, at least 1.
-    """
+    """Return the next `count` samples from `cursor`, or the rest of its epoch; None if nothing is left."""
     parts: list[torch.Tensor] = []
     first_round, first_shard, missing = cursor.round, cursor.shard, count
     while missing:

@@ -8,44 +8,43 @@ the shards and the numbers of their last samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import pluralize
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
-from hpctrain.training.data.interleaved_reader import (
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.shard_readers import (
     ReaderCheckpoint,
+    ShardChunk,
     ShardedStream,
+    ShardReaders,
     dump_checkpoints,
     load_checkpoints,
 )
-from hpctrain.training.data.loader_config import LoaderConfig
-from hpctrain.training.data.shard_buffers import ShardBuffers
-from hpctrain.training.data.shard_readers import ShardReaders
-from hpctrain.training.data.step_source import MicroBatch, StepData, StopCondition
+from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource, StopCondition
 from hpctrain.training.data.stream_order import (
     UNKNOWN_LENGTH,
     StreamBatch,
     StreamCursor,
     list_rank_shards,
+    next_batch,
     owner_rank,
 )
-from hpctrain.training.data.stream_plan import StreamPlan
 
 #: Maximum number of samples between two checkpoints of a shard; a resumed run starts reading at a checkpoint.
 _MAX_CHUNK = 64
 
 
-class StreamStepSource:
+class StreamStepSource(StepSource):
     """Step source for an `IterableDataset` or a similar object."""
 
-    micro_batch_size: int | None = None
     exchanges_ends = True
-    remarks: Sequence[str] = ()
-    steps_per_epoch: int | None = None
 
     def __init__(
         self,
@@ -55,11 +54,6 @@ class StreamStepSource:
         context: DistributedContext,
         until: StopCondition,
     ) -> None:
-        """Set up the source.
-
-        Raises:
-            UserError: the stream can be read only once.
-        """
         self._stream = ShardedStream(dataset, "train_dataset")
         self.loading, self._data_rank, self._context = loading, data_rank, context
         self._until = until
@@ -81,11 +75,7 @@ class StreamStepSource:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last yielded step. All ranks must call this.
-
-        Raises:
-            UserError: the state of the stream cannot be saved.
-        """
+        """Return the position after the last yielded step. All ranks must call this."""
         cursor, coming = self._plan.cursor, self._plan.upcoming
         if coming and coming[0].epoch > cursor.epoch:
             cursor = StreamCursor(coming[0].epoch)
@@ -145,11 +135,7 @@ class StreamStepSource:
     # Training loop.
 
     def begin(self, after: int) -> None:
-        """Open the shards and agree on the first steps. All ranks must call this.
-
-        Raises:
-            UserError: the stream is empty.
-        """
+        """Open the shards and agree on the first steps. All ranks must call this."""
         self._step = after
         self._buffers.reset(self._plan.cursor.epoch, self._checkpoints)
         self._plan.plan(after)
@@ -208,7 +194,6 @@ class StreamStepSource:
         return not self._plan.upcoming
 
     def _rank_of_samples(self, batch: StreamBatch) -> torch.Tensor:
-        """Return the rank of each sample."""
         shard, number = batch.picks.unbind(1)
         return owner_rank(shard, number, self._stream.num_shards, self._data_rank.world_size)
 
@@ -264,3 +249,155 @@ class StreamStepSource:
             trained=cursor.taken(self._plan.lengths_in(cursor.epoch)).tolist(),
             checkpoints=self._checkpoints,
         )
+
+
+class _ShardBuffer:
+    """Samples of one shard and epoch that are read but not yet trained."""
+
+    def __init__(self, checkpoint: ReaderCheckpoint | None, length: int | None = None) -> None:
+        self.samples: dict[int, Any] = {}
+        self.read = checkpoint.number if checkpoint is not None else 0
+        self.length = length
+        self._marks: deque[ReaderCheckpoint] = deque([checkpoint] if checkpoint is not None else [])
+
+    def put(self, chunk: ShardChunk) -> None:
+        self.samples.update(chunk.samples)
+        self.read = chunk.stop
+        if chunk.checkpoint is not None:
+            self._marks.append(chunk.checkpoint)
+        if chunk.ended:
+            self.length = chunk.stop
+
+    def mark_before(self, number: int) -> ReaderCheckpoint | None:
+        """Return the last checkpoint at or before sample `number`; drop earlier checkpoints."""
+        while len(self._marks) > 1 and self._marks[1].number <= number:
+            self._marks.popleft()
+        return self._marks[0] if self._marks else None
+
+
+class ShardBuffers:
+    """Buffers of this rank's shards: a buffer for each shard and epoch."""
+
+    def __init__(
+        self,
+        own: Sequence[int],
+        lengths_in: Callable[[int], torch.Tensor],
+        open_readers: Callable[[], ShardReaders],
+    ) -> None:
+        self._own, self._lengths_in, self._open_readers = own, lengths_in, open_readers
+        self._buffers: dict[tuple[int, int], _ShardBuffer] = {}
+        self._readers: ShardReaders | None = None
+
+    def reset(self, epoch: int, checkpoints: Mapping[int, ReaderCheckpoint | None]) -> None:
+        """Start at these checkpoints, by default at the beginning; None skips an ended shard."""
+        for shard in self._own:
+            if (checkpoint := checkpoints.get(shard, ReaderCheckpoint())) is not None:
+                self._buffers[epoch, shard] = _ShardBuffer(checkpoint)
+
+    def read(self, epoch: int, shard: int, until: int) -> int | None:
+        """Read a shard up to sample `until`; return its length if the end was reached."""
+        buffer = self._buffer(epoch, shard)
+        while buffer.length is None and buffer.read < until:
+            self._readers = self._readers or self._open_readers()
+            chunk = self._readers.next_chunk(shard)
+            self._buffer(chunk.epoch, chunk.shard).put(chunk)
+        return buffer.length
+
+    def pop(self, epoch: int, shard: int, number: int) -> Any:
+        return self._buffers[epoch, shard].samples.pop(number)
+
+    def samples(self) -> Iterator[Any]:
+        for buffer in self._buffers.values():
+            yield from buffer.samples.values()
+
+    def checkpoints(self, epoch: int, taken: Sequence[int]) -> dict[int, ReaderCheckpoint | None]:
+        """Return the checkpoint of each shard for a resume after `taken[shard]` trained samples."""
+        return {
+            shard: self._buffers[epoch, shard].mark_before(taken[shard])
+            for shard in self._own
+            if (epoch, shard) in self._buffers
+        }
+
+    def forget(self, epoch: int, taken: Sequence[int]) -> None:
+        """Drop checkpoints that are no longer needed after `taken[shard]` trained samples."""
+        for shard in self._own:
+            self._buffer(epoch, shard).mark_before(taken[shard])
+
+    def forget_before(self, epoch: int) -> None:
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] >= epoch}
+
+    def close(self) -> None:
+        if self._readers is not None:
+            self._readers.close()
+        self._readers = None
+        self._buffers.clear()
+
+    def _buffer(self, epoch: int, shard: int) -> _ShardBuffer:
+        if (epoch, shard) not in self._buffers:
+            length = int(self._lengths_in(epoch)[shard])
+            self._buffers[epoch, shard] = _ShardBuffer(None, length if length < UNKNOWN_LENGTH else None)
+        return self._buffers[epoch, shard]
+
+
+#: Number of steps planned in advance.
+_AHEAD = 2
+
+
+class StreamPlan:
+    """Plan of the next steps, equal on all ranks: only shard ends received by all ranks are used.
+
+    Attributes:
+        cursor: position after the last step taken.
+        upcoming: batches of the next steps.
+    """
+
+    def __init__(self, num_shards: int, global_batch_size: int, until: StopCondition) -> None:
+        self._num_shards, self._global_batch_size, self._until = num_shards, global_batch_size, until
+        self._lengths: dict[int, torch.Tensor] = {}
+        self.cursor = StreamCursor()
+        self.upcoming: deque[StreamBatch] = deque()
+
+    def lengths_in(self, epoch: int) -> torch.Tensor:
+        """Return the length of each shard in an epoch; `UNKNOWN_LENGTH` if its end has not been reached."""
+        if epoch not in self._lengths:
+            self._lengths[epoch] = torch.full((self._num_shards,), UNKNOWN_LENGTH)
+        return self._lengths[epoch]
+
+    def reset(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
+        """Start at a position, with the available shard lengths of its epoch."""
+        self.cursor = cursor
+        self.upcoming.clear()
+        self._lengths = {} if lengths is None else {cursor.epoch: lengths}
+
+    def plan(self, step: int) -> None:
+        while len(self.upcoming) < _AHEAD:
+            if self._until.steps is not None and step + len(self.upcoming) >= self._until.steps:
+                return
+            batch = self._compose(self.upcoming[-1].after if self.upcoming else self.cursor)
+            if batch is None:
+                return
+            self.upcoming.append(batch)
+
+    def pop_next(self) -> StreamBatch:
+        batch = self.upcoming.popleft()
+        self.cursor = batch.after
+        if batch.batch_idx == 0:
+            self._lengths = {epoch: of for epoch, of in self._lengths.items() if epoch >= batch.epoch}
+        return batch
+
+    def add_ends(self, ends: Mapping[tuple[int, int], int]) -> None:
+        """Receive ends of shards, by (epoch, shard), and discard the plan."""
+        for (epoch, shard), length in ends.items():
+            self.lengths_in(epoch)[shard] = length
+        self.upcoming.clear()
+
+    def _compose(self, cursor: StreamCursor) -> StreamBatch | None:
+        """Return the batch from `cursor`, based on available lengths; None if training has ended."""
+        while self._until.epochs is None or cursor.epoch < self._until.epochs:
+            batch = next_batch(self.lengths_in(cursor.epoch), cursor, self._global_batch_size)
+            if batch is not None:
+                return batch
+            if cursor.batch == 0:
+                raise UserError(f"train_dataset yielded no samples in epoch {cursor.epoch}.")
+            cursor = StreamCursor(cursor.epoch + 1)
+        return None

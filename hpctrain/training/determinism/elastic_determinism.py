@@ -39,7 +39,6 @@ class ElasticDeterminism:
 
     @property
     def hardware_differs(self) -> bool:
-        """True if the ranks compute on different hardware, which may round differently."""
         return "; " in self._facts["device"]
 
     @contextmanager
@@ -73,11 +72,7 @@ class ElasticDeterminism:
         return {**self._facts, "exponents": dict(self.exponents)}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore the exponents and the number of threads; return remarks on other facts that differ.
-
-        Raises:
-            UserError: the checkpoint has another grain size.
-        """
+        """Restore the exponents and the number of threads; return remarks on other facts that differ."""
         if state["grain_size"] != self._facts["grain_size"]:
             raise UserError(
                 f"The checkpoint was saved with grain_size={state['grain_size']}, but this script uses "

@@ -53,12 +53,6 @@ class Witness:
     ) -> None:
         """Compare the gradients of this step on all ranks.
 
-        Args:
-            rank_batch: this rank's part of the batch.
-            own_hash: hash of the gradient of this rank's chosen grain; None if it has no grain.
-            recompute: function that returns the hash of a grain's gradient, computed on this rank.
-            verified_step: last step at which the gradients were equal.
-
         Raises:
             SilentCorruption: on all ranks: a gradient differs.
         """
@@ -78,7 +72,6 @@ class Witness:
     def _make_error(
         self, step: int, of_pair: Mapping[int, int | None], votes: list[int], verified_step: int
     ) -> SilentCorruption:
-        """Return the error for a grain with two different gradients, after all ranks have recomputed it."""
         known = [Suspect(*each) for each in self.context.all_gather(tuple(self.suspect))]
         (truth, num_votes), *others = Counter([*of_pair.values(), *votes]).most_common(2)
         is_clear = num_votes > (others[0][1] if others else 0)

@@ -25,19 +25,18 @@ from hpctrain.training.data.loader_config import make_loader_config
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.determinism.witness import Witness, witness_distance
+from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.lightning_step import LightningTrainStep
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
-from hpctrain.training.loop.validator import Validator
 from hpctrain.training.module import Module, check_initialized, find_run, takes_optimizer_idx
-from hpctrain.training.observe.compute_timer import ComputeTimer
 from hpctrain.training.observe.environment_info import collect_environment, hash_code
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.observe.progress import make_progress
 from hpctrain.training.observe.run_writer import RunWriter
-from hpctrain.training.observe.step_timer import StepTimer
+from hpctrain.training.observe.step_timers import ComputeTimer, StepTimer
 from hpctrain.training.optim.optimizer_setup import (
     OptimizerSetup,
     check_trainable,
@@ -64,23 +63,7 @@ def build_training_loop(
     stop: StopFlag,
     strategy: type[Strategy] | None = None,
 ) -> TrainingLoop:
-    """Prepare the data, and set up the module on its device with its strategy. All ranks must call this.
-
-    Args:
-        settings: the training's settings.
-        module: the module to train.
-        context: the ranks.
-        train_dataset: training data.
-        val_dataset: validation data, or None.
-        callbacks: the callbacks.
-        run: the run folder, or None.
-        environ: environment variables.
-        stop: this rank's stop flag.
-        strategy: replaces the strategy named by the settings.
-
-    Raises:
-        UserError: a data set is empty or not usable.
-    """
+    """Prepare the data, and set up the module on its device with its strategy. All ranks must call this."""
     check_initialized(module)
     ranks = context.ranks
     if settings.elastic_determinism and isinstance(train_dataset, DataLoader):
@@ -192,7 +175,6 @@ def build_training_loop(
 def _make_data(
     settings: TrainerConfig, context: DistributedContext, data_rank: DataRank, train: Any, val: Any
 ) -> tuple[StepSource, ValidationSet | None]:
-    """Return the source of training steps and the validation set, if any. All ranks must call this."""
     loading = make_loader_config(settings, context)
     until = StopCondition(settings.max_steps, settings.max_epochs)
     source = make_step_source(train, loading, data_rank, context, until, settings.strategy)
@@ -211,11 +193,6 @@ def _check_grain_size(settings: TrainerConfig) -> None:
 
 
 def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
-    """Check that a validation can measure the metric that selects the best checkpoints.
-
-    Raises:
-        UserError: there is no validation set.
-    """
     if settings.keep_best and not validates and settings.monitor.startswith("val_"):
         raise UserError(
             f"keep_best={settings.keep_best} selects checkpoints by monitor={settings.monitor!r}, but "
@@ -225,7 +202,6 @@ def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
 
 
 def _configure_optimizers(strategy: Strategy, module: Module) -> OptimizerSetup:
-    """Return the module's optimizers and schedules in the form that the strategy trains."""
     optimization = configure_optimizers_of(module)
     if not strategy.splits_batches:
         check_trainable(module, optimization)
@@ -235,7 +211,6 @@ def _configure_optimizers(strategy: Strategy, module: Module) -> OptimizerSetup:
 
 
 def _make_loggers(parts: Components, environ: Mapping[str, str]) -> LoggerProcess:
-    """Record the environment, and prepare the loggers on rank 0."""
     if not parts.context.ranks.is_main:
         return LoggerProcess([], None, {}, parts.progress.print_message)
     environment = collect_environment(parts.settings, parts.context, parts.strategy.gradient_parts())

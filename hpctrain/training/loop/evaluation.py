@@ -1,4 +1,4 @@
-"""Evaluation of a module on a data set: means of metrics with each sample counted once, and predictions."""
+"""Evaluate a module: means over samples counted once, validations during training, predictions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.metric_accumulator import exact_sum
 from hpctrain.training.base.precision import cast_batch, cast_module, forward_context
 from hpctrain.training.base.rng import derive_seed, seed_all, seeded_rng
-from hpctrain.training.base.tensor_tree import align_tensors, map_tensors
+from hpctrain.training.base.tensors import align_tensors, map_tensors
+from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config, to_device
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run
+from hpctrain.training.observe.progress import format_scalars
+from hpctrain.training.optim.micro_batch_size import preserve_state, snapshot_buffers
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -42,11 +45,6 @@ class Evaluation:
         dataset: Any,
         environ: Mapping[str, str],
     ) -> None:
-        """Put the module on its device. All ranks must call this.
-
-        Raises:
-            UserError: the data set is empty or not usable.
-        """
         strategy = find_strategy(settings.strategy, environ)
         self._data = make_validation_set(
             dataset,
@@ -62,7 +60,6 @@ class Evaluation:
         self._determinism = settings.grain_size and ElasticDeterminism(context, settings.grain_size)
 
     def means(self, method: str, lone_name: str) -> dict[str, float]:
-        """Return the mean metrics; see `run_validation`. All ranks must call this."""
         with self._exact():
             means = run_validation(self._strategy, self._data, method=method, lone_name=lone_name)
         assert means is not None  # no stop flag was passed, so it cannot be interrupted
@@ -99,7 +96,6 @@ class Evaluation:
             yield
 
     def finish(self) -> None:
-        """Restore the complete module on every rank. All ranks must call this."""
         self._strategy.finish()
 
 
@@ -116,17 +112,6 @@ def run_validation(
 
     Returns None if the ranks agreed to stop before the end. The module is in evaluation mode during the call.
     All ranks must call this.
-
-    Args:
-        strategy: the strategy of the module.
-        data: the samples.
-        method: the module's method, such as `validation_step`.
-        lone_name: name of the metric if the method returns a scalar.
-        num_batches: number of batches per rank, from the first; None for all.
-        stop: this rank's stop flag; None to ignore stop signals.
-
-    Raises:
-        UserError: the steps of the ranks do not return the same names, or there was no sample.
     """
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
@@ -205,7 +190,6 @@ class _SampleMeans:
     """
 
     def __init__(self, context: DistributedContext, origin: str) -> None:
-        """Start without samples; `origin` names the method that returns the metrics."""
         self.origin, self._context = origin, context
         self._terms: dict[str, list[torch.Tensor]] = {}
         self.count = 0.0
@@ -217,11 +201,7 @@ class _SampleMeans:
         logged: Mapping[str, torch.Tensor],
         num_held: int,
     ) -> None:
-        """Add means over `num_samples`, and logged means over the samples of this rank.
-
-        Raises:
-            UserError: the names differ from earlier names.
-        """
+        """Add means over `num_samples`, and logged means over the samples of this rank."""
         terms, names = self._terms, {**logged, **scalars}.keys()
         if terms and terms.keys() != names:
             raise UserError(
@@ -237,9 +217,6 @@ class _SampleMeans:
         """Return the means over all ranks' samples. All ranks must call this.
 
         The sums are rounded once, so they do not depend on the assignment of batches to ranks.
-
-        Raises:
-            UserError: the ranks have different names, or there was no sample.
         """
         names = self._agreed_names()
         local_terms = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
@@ -280,12 +257,6 @@ class StoppableLoop:
     """
 
     def __init__(self, context: DistributedContext, stop: StopFlag) -> None:
-        """Start without messages.
-
-        Args:
-            context: the ranks.
-            stop: this rank's stop flag.
-        """
         self._context, self._stop, self._batcher = context, stop, MessageBatcher()
         self._read: Callable[[], list[float]] | None = None
         self.interrupted = False
@@ -332,3 +303,75 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+class Validator:
+    """Validations of the module during training."""
+
+    def __init__(self, parts: Components, data: ValidationSet | None) -> None:
+        self._parts, self._state, self._data = parts, parts.state, data
+        self._every = None if data is None else parts.settings.validate_every
+        #: Metrics that the training has, too.
+        self._shared_names = {"loss"}
+
+    def limit_batches(self, num_samples: int | None) -> None:
+        """Limit the samples of a rank's batch; None does not limit them."""
+        if self._data is not None:
+            self._data.max_batch_size = num_samples
+
+    def due(self) -> bool:
+        """Return true if a validation is due and did not already run before a stop at this step."""
+        every, state = self._every, self._state
+        if every is None or state.step in (0, state.validated_step):
+            return False
+        return state.finished or (
+            self._parts.source.at_epoch_end if every == "epoch" else state.step % every == 0
+        )
+
+    def run(self) -> bool:
+        """Validate; return False, with unchanged state, if the ranks agreed to stop meanwhile."""
+        assert self._data is not None
+        parts, state = self._parts, self._state
+        # Checkpoints do not contain a callback's request to end, so this validation must not be interrupted.
+        stop = None if state.finished and not parts.source.finished else parts.stop
+        put_back = snapshot_buffers(parts.module)
+        with activity.in_phase(RankPhase.VALIDATE), parts.step_timer.measure("validation"):
+            results = run_validation(parts.strategy, self._data, stop=stop)
+        if results is None:
+            put_back()
+            return False
+        # `loss` without prefix is the training loss. An excluded step has no metrics.
+        self._shared_names |= results.keys() & state.latest.keys()
+        results = {
+            f"val_{name}" if name in self._shared_names else name: mean for name, mean in results.items()
+        }
+        state.validation, state.validated_step = results, state.step
+        state.latest = {**state.latest, **state.validation}
+        parts.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
+        parts.callbacks.validation_end(state.step, state.validation)
+        parts.end_if_requested()
+        return True
+
+    def check_sanity(self) -> None:
+        """Validate a few batches, to detect errors in the validation immediately."""
+        parts = self._parts
+        if self._data is None or self._every is None:
+            return
+        if num_batches := parts.settings.sanity_val_batches:
+            with preserve_state(parts.module):
+                results = run_validation(parts.strategy, self._data, num_batches=num_batches)
+            self._check_names(results or {})
+
+    def _check_names(self, results: Mapping[str, float]) -> None:
+        # Names shared with the training have the prefix "val_"; at this point, only `loss` is known to be
+        # shared.
+        given = {"val_loss" if name == "loss" else name for name in results}
+        accepted = {*given, *(f"val_{name}" for name in results)}
+        self._parts.callbacks.check_names(given, accepted)
+        settings = self._parts.settings
+        metric = settings.monitor
+        if settings.keep_best and metric.startswith("val_") and metric not in accepted:
+            raise UserError(
+                f"keep_best={settings.keep_best} selects checkpoints by monitor={metric!r}, but "
+                f"validation returned only these metrics: {', '.join(sorted(given))}."
+            )

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator, exact_sum
-from hpctrain.training.base.tensor_tree import align_tensors
+from hpctrain.training.base.tensors import align_tensors
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.step_source import MapStepSource, MicroBatch, StepData
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
-from hpctrain.training.determinism.exact_norm import exact_norm
+from hpctrain.training.determinism.fixed_point import exact_norm
 from hpctrain.training.determinism.gradient_sum import GradientSum
 from hpctrain.training.determinism.witness import Witness, hash_gradients
 from hpctrain.training.loop.train_step import TokenCounter, TrainStep
@@ -58,11 +58,6 @@ class GrainTrainStep(TrainStep):
         settings: TrainerConfig,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """Set up the sum of the gradients. All ranks must call this.
-
-        Raises:
-            UserError: the result of this training would depend on the number of ranks.
-        """
         super().__init__(strategy, optimization, settings, scaler)
         _check(strategy, settings, optimization)
         assert settings.grain_size is not None
@@ -127,7 +122,6 @@ class GrainTrainStep(TrainStep):
         return self._token_factor(step.rank_batch, sums)
 
     def _token_factor(self, rank_batch: RankBatch, sums: MetricAccumulator) -> torch.Tensor | None:
-        """Return the factor for the gradients if losses are means over tokens. See `TokenCounter`."""
         counts = sums.values.get(TOKENS_FIELD)
         if counts is None:
             return None
@@ -137,7 +131,6 @@ class GrainTrainStep(TrainStep):
         return torch.tensor(rank_batch.batch_size / max(exact_sum(counts.tolist()), 1.0))
 
     def _compare(self, witness: Witness, rank_batch: RankBatch, own_hashes: dict[int, int] | None) -> None:
-        """Compare gradients of this step between the ranks. See `Witness.compare`."""
 
         def recompute(number: int) -> int:
             hashes: dict[int, int] = {}
@@ -155,11 +148,7 @@ class GrainTrainStep(TrainStep):
     def _insert(
         self, sums: MetricAccumulator, scalars: MetricAccumulator, number: int | None, *, is_first: bool
     ) -> None:
-        """Insert the values of a grain at its place among the grains of all ranks; None for zeros.
-
-        Raises:
-            UserError: the names differ from those of the previous grain.
-        """
+        """Insert the values of a grain at its place among the grains of all ranks; None for zeros."""
         if not is_first and sums.values.keys() != scalars.values.keys():
             raise UserError(
                 f"The metrics of a grain are {sorted(scalars.values)}, but those of the previous grain are "
@@ -191,11 +180,6 @@ def _is_compiled(layer: torch.nn.Module) -> bool:
 
 
 def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerSetup) -> None:
-    """Check that the result cannot depend on the number of ranks.
-
-    Raises:
-        UserError: it would depend on it, or the combination is not supported.
-    """
     module, reason = strategy.module, None
     own = set(module.parameters())
     if not strategy.sums_exactly:

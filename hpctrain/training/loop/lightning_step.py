@@ -15,10 +15,8 @@ from hpctrain.training.base.precision import cast_batch
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData
-from hpctrain.training.lightning_hooks import overrides
-from hpctrain.training.lightning_module import ModuleRun
-from hpctrain.training.loop.optimizer_step import OptimizerStep
-from hpctrain.training.loop.train_step import TrainStep
+from hpctrain.training.lightning_module import ModuleRun, overrides
+from hpctrain.training.loop.train_step import OptimizerStep, TrainStep
 from hpctrain.training.module import as_scalars, collect_logged, is_manual
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies import Strategy
@@ -36,11 +34,6 @@ class LightningTrainStep(TrainStep):
         settings: TrainerConfig,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """Prepare manual optimization if the module uses it.
-
-        Raises:
-            UserError: the module needs the end of an epoch, which is not known in time for a stream.
-        """
         super().__init__(strategy, optimization, settings, scaler)
         self._run: ModuleRun = run
         self._is_manual = is_manual(self._module)
@@ -68,8 +61,8 @@ class LightningTrainStep(TrainStep):
         with self._hooks(step.rank_batch, sums):
             super().run(step, micro_batches, sums)
             self._run.proxy.global_step = step.rank_batch.step
-            self._user_module.on_train_batch_end(*self._run.last, step.rank_batch.batch_idx)
-            self._run.last = ({}, None)
+            self._user_module.on_train_batch_end(*self._run.step_end, step.rank_batch.batch_idx)
+            self._run.step_end = ({}, None)
 
     def exclude_step(self, step: StepData, sums: MetricAccumulator) -> None:
         with self._hooks(step.rank_batch, sums):

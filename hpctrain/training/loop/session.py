@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
@@ -25,39 +25,30 @@ from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import StepData
-from hpctrain.training.determinism.exact_norm import exact_norm
+from hpctrain.training.determinism.fixed_point import exact_norm
 from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
-from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies import Strategy
-from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers, broadcast_tensors
-from hpctrain.training.strategies.strategy_settings import resolve_strategy
+from hpctrain.training.strategies.base import broadcast_tensors
+from hpctrain.training.strategies.strategy_registry import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: The options of `TrainerConfig` that a custom loop may set.
 _OPTIONS = (
-    "checkpoint_every",
-    "checkpoint_async",
-    "keep_last",
-    "keep_every",
-    "local_checkpoints",
-    "memory_copies",
-    "on_bad_loss",
-    "loss_spike_threshold",
-    "log_every",
-    "loggers",
-    "hparams",
-    "record_samples",
-    "num_workers",
-    "prefetch_factor",
-    "dataloader_timeout_s",
-    "seed_samples",
-    "collate_fn",
-    "elastic_determinism",
-    "grain_size",
+    *(
+        "checkpoint_every",
+        "checkpoint_async",
+        "keep_last",
+        "keep_every",
+        "local_checkpoints",
+        "memory_copies",
+    ),
+    *("on_bad_loss", "loss_spike_threshold", "log_every", "loggers", "hparams", "record_samples"),
+    *("num_workers", "prefetch_factor", "dataloader_timeout_s", "seed_samples", "collate_fn"),
+    *("elastic_determinism", "grain_size"),
 )
 
 
@@ -233,10 +224,6 @@ class Session:
 
         self._deferred.append(clip)
 
-    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Skip the gradient exchange of backward passes within the block."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
-
     def _make_loop(self, dataset: Any, **length: Any) -> TrainingLoop:
         if not self._prepared.optimizers:
             raise UserError(
@@ -268,10 +255,6 @@ class Session:
 
     def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
         training.set_last_step(loop.last_step)
-        saved = (self._prepared, self._prepared.optimizers, self._prepared.schedulers)
-        remark = remark_on_unsaved(saved, "Pass them to prepare().")
-        if remark and self.is_main:
-            print(f"hpctrain: {remark}", flush=True)
         with self._restored_optimizers(), closing(loop.steps()) as steps:
             for step in steps:
                 training.step = self.step
@@ -289,7 +272,6 @@ class Session:
 
     @contextmanager
     def _restored_optimizers(self) -> Iterator[None]:
-        """Undo the changes of the optimizers at the end of the block."""
         try:
             yield
         finally:
@@ -439,7 +421,3 @@ class _PreparedStrategy(Strategy):
 
     def place(self) -> None:
         pass
-
-    def sync_buffers(self) -> None:
-        if self.context.is_distributed:
-            broadcast_buffers(self.module)

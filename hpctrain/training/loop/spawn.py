@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
 from hpctrain.cluster.parent_death import die_with_parent
-from hpctrain.cluster.rendezvous.port import bind_socket
+from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
@@ -66,16 +66,7 @@ def spawn_ranks(
     The processes do not import the script again, so the script needs no `if __name__ == "__main__"`.
     Definitions in the script are pickled with the arguments.
 
-    Args:
-        places: GPU of each process, as an index of the visible GPUs, or None for the CPU.
-        train: function to call in each process, one rank each; the result on rank 0 is returned.
-        whose: the function called by the user, for messages.
-        environ: environment of this process.
-        **arguments: arguments of `train`.
-
     Raises:
-        UserError: an argument cannot be pickled (the message names the part), or `train` raised a UserError.
-        HpctrainError: a process failed; the message contains the traceback.
         SystemExit: with code 75, if the ranks agreed to stop.
     """
     call = dumps((train, arguments), whose, list(arguments.items()))
@@ -133,7 +124,6 @@ def _variables(
 
 
 def _run_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[str]) -> None:
-    """Run one rank: load the call, run it, and write its result or failure."""
     die_with_parent()
     # Ctrl-C in a terminal signals all processes. The caller handles Ctrl-C and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -188,7 +178,6 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
 
 
 def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
-    """Wait until all ranks have exited, or had time to detect a failed rank; forward a stop signal."""
     is_told = False
     while any(process.is_alive() for process in processes):
         if stop.signal_name and not is_told:

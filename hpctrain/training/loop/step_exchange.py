@@ -14,8 +14,8 @@ from hpctrain.text import format_ranks
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import RankBatch
+from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.step_sync import StepFlags, StepSync
-from hpctrain.training.loop.validator import Validator
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 
@@ -57,11 +57,9 @@ class StepExchange:
         self._failed: BadStep | None = None
 
     def begin(self) -> None:
-        """Restart the clock at the first step and after other work of the ranks."""
         self._sync.begin()
 
     def discard(self) -> None:
-        """Discard the steps not yet exchanged, which will be trained again."""
         self._sync.discard()
 
     def send_loss(self, unfinished: MetricAccumulator) -> None:
@@ -94,10 +92,6 @@ class StepExchange:
 
     def complete_step(self, rank_batch: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
         """Exchange a trained step, and advance the state to it. All ranks must call this.
-
-        Args:
-            rank_batch: this rank's part of the batch.
-            metrics: this rank's part of the metrics.
 
         Returns:
             The requests of the ranks if a validation, a save or a stop follows this step; the state then
@@ -137,7 +131,6 @@ class StepExchange:
         return None
 
     def _collect_requests(self) -> StepFlags:
-        """Return this rank's requests."""
         parts = self._parts
         return StepFlags(
             stop=parts.stop.is_set,
@@ -158,7 +151,6 @@ class StepExchange:
         return requests, results
 
     def _handle_results(self, results: Sequence[StepResult]) -> None:
-        """Check the results, and pass them to the callbacks."""
         for count, result in enumerate(results, 1):
             if not self._checks_early and (cause := self._guard.find_problem_in(result.scalars)):
                 # A step before a validation or a save has no time sample yet.
@@ -170,14 +162,12 @@ class StepExchange:
                 self._parts.callbacks.step_end(result.step, result.scalars)
 
     def _describe(self, step: int, cause: str, own_loss: torch.Tensor | float) -> str:
-        """Return the cause and its source ranks. All ranks must call this."""
         finite = self._parts.context.all_gather(math.isfinite(own_loss))
         ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
         origin = f" on {format_ranks(ranks)}" if ranks else ""
         return f"in step {step}, {cause}{origin}"
 
     def _show(self, results: Sequence[StepResult]) -> None:
-        """Show the latest of `results`, and log the results that are due."""
         if results:
             self._parts.progress.show(results[-1].step, results[-1].scalars)
             self._parts.log.write_steps(results)

@@ -21,7 +21,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator, exact_sum
 from hpctrain.training.observe.run_writer import StepResult
-from hpctrain.training.observe.step_timer import TimingSample
+from hpctrain.training.observe.step_timers import TimingSample
 from hpctrain.training.replica_check import NUMBERS_PER_MESSAGE, ReplicaCheck
 
 #: Seconds of work per message, if a message covers more than one item.
@@ -56,27 +56,19 @@ class MessageBatcher:
     """
 
     def __init__(self, *, one_by_one: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start counting.
-
-        Args:
-            one_by_one: if true, each item has a separate message, regardless of its duration.
-            clock: monotonic clock in seconds.
-        """
+        """Start counting."""
         self._max_size, self._clock = 1 if one_by_one else _MOST, clock
         self.size = 1
         self.reset()
 
     def reset(self) -> None:
-        """Discard unsent items and restart the clock after other work."""
         self._count, self._since = 0, self._clock()
 
     def add(self) -> None:
-        """Count one completed item."""
         self._count += 1
 
     @property
     def is_full(self) -> bool:
-        """True if a message is due now."""
         return self._count >= self.size
 
     def seconds_per_item(self) -> float:
@@ -97,13 +89,7 @@ class StepSync:
     def __init__(
         self, context: DistributedContext, *, one_by_one: bool, replica_check: ReplicaCheck | None = None
     ) -> None:
-        """Start with an empty exchange.
-
-        Args:
-            context: the ranks that take part.
-            one_by_one: if true, each step has a separate message, regardless of its duration.
-            replica_check: comparison of the replicas, whose hashes are sent with the steps.
-        """
+        """Start with an empty exchange."""
         self._context, self._replica_check = context, replica_check
         self._batcher = MessageBatcher(one_by_one=one_by_one or context.ranks.world_size > _MAX_GATHER_RANKS)
         self._recorded: list[_RecordedStep] = []
@@ -115,30 +101,24 @@ class StepSync:
         self.checked_loss = 0.0
 
     def begin(self) -> None:
-        """Restart the clock when training continues after other work."""
         self._batcher.reset()
 
     def add(self, step: int, epoch: int, sums: MetricAccumulator, timing: TimingSample | None) -> None:
-        """Record a step trained by this rank; the names in `sums` must be the same on all ranks."""
         self._recorded.append(_RecordedStep(step, epoch, sums, timing))
         self._batcher.add()
 
     @property
     def is_due(self) -> bool:
-        """True if the recorded steps should be sent now."""
         return self._batcher.is_full
 
     @property
     def is_pending(self) -> bool:
-        """True if a sent message is not yet read."""
         return self._read is not None
 
     def discard(self) -> None:
-        """Discard the recorded steps, which will be trained again."""
         self._recorded = []
 
     def own_loss(self, step: int) -> float:
-        """Return this rank's part of the loss of a step that was just read."""
         return next(
             (_total(each.sums.values.get("loss", 0.0)) for each in self._sent if each.step == step), 0.0
         )
@@ -168,8 +148,6 @@ class StepSync:
         """Wait for the sum over all ranks, which was started a step earlier.
 
         Raises:
-            RuntimeError: nothing was sent.
-            UserError: on all ranks: the ranks have different metrics for a step.
             SilentCorruption: on all ranks: the replicas differ.
         """
         if self._read is None:

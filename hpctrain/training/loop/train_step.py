@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +18,10 @@ from hpctrain.runtime.failure_file import suggest_micro_batch_size
 from hpctrain.torch_compat import BatchNorm
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.base.precision import cast_batch, casts_batches, forward_context
+from hpctrain.training.base.tensors import local_part
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import needs_transfer, to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
-from hpctrain.training.loop.optimizer_step import OptimizerStep
 from hpctrain.training.loop.step_exchange import StepExchange
 from hpctrain.training.module import (
     as_scalars,
@@ -34,7 +36,7 @@ from hpctrain.training.optim.micro_batch_size import (
     fits_in_memory,
     preserve_state,
 )
-from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
@@ -53,20 +55,6 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None,
         max_micro_batch: int | None = None,
     ) -> None:
-        """Inspect the arguments of the module's training step.
-
-        Args:
-            strategy: the strategy of the run.
-            optimization: the optimizers and schedulers.
-            settings: the training's settings.
-            scaler: loss scaler, or None.
-            max_micro_batch: samples in a micro-batch that may fit into GPU memory; None if no larger one has
-                failed.
-
-        Raises:
-            UserError: the module uses manual optimization, or its optimizers take turns although updates are
-                to be skipped.
-        """
         self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
         self._settings, self._scaler, self._run = settings, scaler, find_run(self._module)
         self.max_micro_batch = max_micro_batch
@@ -92,16 +80,6 @@ class TrainStep:
         self._num_parts, self._tokens = num_parts, TokenCounter(self._context, num_parts)
 
     def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
-        """Train one step.
-
-        Args:
-            step: the step's data.
-            micro_batches: micro-batches of the step.
-            sums: receives this rank's part of the means over the global batch.
-
-        Raises:
-            UserError: the training step did not return a loss.
-        """
         number = step.rank_batch.step
         if self._run is not None:
             self._run.begin_step(step.rank_batch)
@@ -195,7 +173,6 @@ class TrainStep:
         return size
 
     def _try_out(self, batch: Any) -> None:
-        """Compute the gradients of a batch on this rank only."""
         batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
         turn = self._strategy.toggled_optimizer(0) if self._optimizers_alternate else _NOTHING
         with turn, self._forward_context, collect_logged(self._module, 0):
@@ -204,11 +181,6 @@ class TrainStep:
         torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
 
     def _scalars(self, output: Any) -> dict[str, torch.Tensor]:
-        """Return the checked output of a training step.
-
-        Raises:
-            UserError: the output has no loss, or the loss requires no gradient.
-        """
         scalars = as_scalars(output, "loss", self._origin)
         if "loss" not in scalars:
             raise UserError(
@@ -224,7 +196,6 @@ class TrainStep:
         return scalars
 
     def _weighted(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
-        """Return the loss as used in the backward pass."""
         weighted = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         return weighted if self._scaler is None else self._scaler.scale(weighted)
 
@@ -294,7 +265,6 @@ class TrainStep:
     def _add_logged(
         self, logged: dict[str, Any], beside: Iterable[str], share: float, sums: MetricAccumulator
     ) -> None:
-        """Add logged values, except those that the step also returns."""
         own = {name: value for name, value in logged.items() if name not in beside}
         sums.add_logged(as_scalars(own, "", f"{type(self._module).__name__}.log"), share)
 
@@ -319,7 +289,6 @@ class TokenCounter:
         self._pending: Any = None
 
     def add(self, count: torch.Tensor, rank_batch: RankBatch, last: bool) -> torch.Tensor:
-        """Count the tokens of a micro-batch; return the preliminary weight of its loss."""
         count = count.detach().to(self._context.device, torch.float32)
         self._total = count.clone() if self._total is None else self._total + count
         if last and self._context.is_distributed:
@@ -335,3 +304,142 @@ class TokenCounter:
         factor = rank_batch.batch_size / self._total.clamp(min=1.0)
         self._total = self._pending = None
         return factor
+
+
+class OptimizerStep:
+    """Steps of optimizers and schedules. No method here waits for the device."""
+
+    def __init__(
+        self,
+        optimization: OptimizerSetup,
+        strategy: Strategy,
+        settings: TrainerConfig,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._optimization, self._strategy, self._scaler = optimization, strategy, scaler
+        self._clip_norm, self._clip_value = settings.gradient_clip_norm, settings.gradient_clip_value
+        self._lr_scaler = LrScaler.from_settings(settings)
+        #: Function that returns the norm of the gradients of parameters, equal on all ranks.
+        self.gradient_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = strategy.gradient_norm
+
+    def complete_gradients(
+        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Complete and clip the gradients of `optimizers`. All ranks must call this.
+
+        Returns:
+            The norm of the gradients before clipping by norm; None if they are not clipped by norm.
+        """
+        self._strategy.before_update()
+        if per_token is not None or self._clip_norm is not None or self._clip_value is not None:
+            return self._change(optimizers, per_token)
+        return None
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
+        """Update the parameters of `optimizers`, then clear all gradients. All ranks must call this."""
+        with self._lr_scaler.apply(optimizers, step) if self._lr_scaler else _NOTHING:
+            for optimizer in optimizers:
+                if self._scaler is None:
+                    optimizer.step()
+                else:
+                    self._scaler.step(optimizer)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        for optimizer in self._optimization.optimizers:
+            self._strategy.zero_grad(optimizer)
+
+    def advance(self, step: int, *, updated: bool = True) -> None:
+        """Advance the schedules, and after an update the float16 loss scale, at the end of `step`."""
+        # A restarted process may not have scaled a loss yet.
+        if self._scaler is not None and (updated or self._scaler._scale is not None):
+            # Without an update, the scale remains, but gradients may have been unscaled.
+            self._scaler.update(None if updated else self._scaler.get_scale())
+        if not self._optimization.schedulers:
+            return
+        # Schedules also count steps without an update.
+        with _suppress_order_warning() if self._scaler and step == 1 else contextlib.nullcontext():
+            for scheduler in self._optimization.schedulers:
+                scheduler.step()
+
+    def _change(
+        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        # Clipping thresholds refer to unscaled gradients.
+        if self._scaler is not None:
+            for optimizer in optimizers:
+                self._scaler.unscale_(optimizer)
+        parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+        if per_token is not None:
+            _multiply(gradients, per_token)
+        norm = None
+        if self._clip_norm is not None:
+            norm = self.gradient_norm(parameters)
+            _multiply(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if self._clip_value is not None and gradients:
+            torch._foreach_clamp_min_(gradients, -self._clip_value)
+            torch._foreach_clamp_max_(gradients, self._clip_value)
+        return norm
+
+
+@dataclass(frozen=True)
+class LrScaler:
+    """Factor for all learning rates; a pure function of the step, independent of any schedule.
+
+    `scale` is the ratio of the batch sizes ("linear": Goyal et al., "Accurate, Large Minibatch SGD", 2017) or
+    its square root ("sqrt": Krizhevsky, "One weird trick", 2014; for Adam: Malladi et al., "On the SDEs and
+    Scaling Rules for Adaptive Gradient Algorithms", 2022). The warm-up is linear. It starts at the configured
+    rate, or at zero if the rate is not scaled up.
+    """
+
+    scale: float = 1.0
+    warmup_steps: int = 0
+
+    @classmethod
+    def from_settings(cls, settings: TrainerConfig) -> LrScaler | None:
+        """Return the scaler for the settings; None if the rates are unchanged."""
+        ratio = settings.global_batch_size / (settings.lr_reference_batch_size or settings.global_batch_size)
+        scale = ratio if settings.lr_scaling == "linear" else ratio**0.5
+        lr_scaler = cls(scale, settings.warmup_steps)
+        return None if lr_scaler == cls() else lr_scaler
+
+    def factor(self, step: int) -> float:
+        """Return the factor for `step`, counted from 1; it is constant from step `warmup_steps` on."""
+        if step >= self.warmup_steps:
+            return self.scale
+        start = 1.0 if self.scale > 1.0 else 0.0
+        return start + (self.scale - start) * step / self.warmup_steps
+
+    @contextlib.contextmanager
+    def apply(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> Iterator[None]:
+        """Multiply the rates of `optimizers` within the block.
+
+        Schedules and checkpoints see the configured rates.
+        """
+        factor = self.factor(step)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+
+@contextlib.contextmanager
+def _suppress_order_warning() -> Iterator[None]:
+    """Suppress PyTorch's warning about a schedule that steps before its optimizer.
+
+    The warning appears if the optimizer skips its first step because of float16.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")
+        yield

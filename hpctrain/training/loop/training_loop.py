@@ -15,22 +15,20 @@ from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.components import Components
 from hpctrain.training.data.step_source import StepData
+from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
-from hpctrain.training.loop.validator import Validator
 from hpctrain.training.module import is_manual
-from hpctrain.training.observe.dataloader_hints import (
+from hpctrain.training.observe.environment_info import (
     can_request_cpus,
     count_rank_cpus,
     warn_too_few_workers,
-    warn_too_many_workers,
 )
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, bad_loss
 from hpctrain.training.observe.run_writer import StepResult
-from hpctrain.training.optim.activation_checkpoint import activation_checkpointing
 from hpctrain.training.optim.resumed_values import check_ends, inner_scheduler
-from hpctrain.training.optim.torch_compile import compile_steps
+from hpctrain.training.optim.step_transforms import activation_checkpointing, compile_steps
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 
 _TRAINER_REMEDY = (
@@ -86,12 +84,8 @@ class TrainingLoop:
 
         Joint work of the ranks runs between the steps. Close the generator if not all steps are used.
 
-        Args:
-            advances_schedules: true if each step advances the schedulers, whose length is then checked.
-
         Raises:
             SystemExit: with code 75, after a stop.
-            UserError: a scheduler ends before training does, and refuses further steps.
         """
         parts, settings = self._parts, self._parts.settings
         rng.seed_all(rng.derive_seed(settings.seed, "rank", parts.context.ranks.rank))
@@ -117,7 +111,6 @@ class TrainingLoop:
         self._print_hint(parts.strategy.finish())
 
     def _steps(self) -> Iterator[StepData]:
-        """Yield the steps. The metrics of a step arrive during the next step, unless joint work follows."""
         parts, state = self._parts, self.state
         parts.step_timer.sample()
         self._exchange.begin()
@@ -156,7 +149,6 @@ class TrainingLoop:
             self._exchange.begin()
 
     def _warn_of_waits(self) -> None:
-        """Print a hint once if most of the time passes with waiting for data."""
         if not self._has_warned:
             waited_s, all_s = self._parts.step_timer.data_wait()
             num_workers = self._parts.source.loading.num_workers
@@ -212,7 +204,6 @@ class TrainingLoop:
         return bad_loss(bad.cause, reason, newest, self.state.loss_guard.policy, can_skip=can_skip)
 
     def _resume(self, *, advances_schedules: bool) -> None:
-        """Load the newest checkpoint, if any, and prepare the next step."""
         parts, state = self._parts, self.state
         activity.set_phase(RankPhase.LOAD)
         self._checkpoints.resume()
@@ -226,8 +217,14 @@ class TrainingLoop:
             if advances_schedules or 0 < state.step == getattr(inner_scheduler(scheduler), "last_epoch", None)
         ]
         if parts.source.last_step is not None and not is_manual(parts.module):
-            last_step, steps_per_epoch = parts.source.last_step, parts.source.steps_per_epoch
-            ignored += check_ends(schedulers, last_step, steps_per_epoch, state.ignored)
+            schedules = [
+                (
+                    inner_scheduler(each),
+                    each.period(parts.source.steps_per_epoch) if hasattr(each, "period") else 1,
+                )
+                for each in schedulers
+            ]
+            ignored += check_ends(schedules, parts.source.last_step, state.ignored)
         for remark in (*parts.source.remarks, *parts.strategy.remarks, *ignored, *state.remarks):
             self._print_hint(remark)
         parts.log.write_ignored(state.ignored)
@@ -241,8 +238,6 @@ class TrainingLoop:
             parts.module.train()
         if state.step == 0:
             self._validator.check_sanity()
-        if num_workers := parts.source.loading.num_workers:
-            self._print_hint(warn_too_many_workers(num_workers, self._cpus, can_request=can_request_cpus()))
         parts.callbacks.fit_start(state.step)
         parts.end_if_requested()
         if self._validator.due():  # a stop was requested before or during this validation
@@ -267,7 +262,6 @@ class TrainingLoop:
         self._checkpoints.save_and_exit()
 
     def _log_step(self) -> None:
-        """Show and log the latest step, regardless of `log_every`."""
         parts, state = self._parts, self.state
         parts.progress.show(state.step, state.latest)
         ended = parts.step_timer.sample()

@@ -1,4 +1,4 @@
-"""Record of the environment and settings of a training run."""
+"""Record the environment of a training run, and compare its data workers with its processors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hpctrain._version import __version__
 from hpctrain.checkpoint.format.manifest import checksum
 from hpctrain.rundir import CODE_VARIABLE
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.text import pluralize
 from hpctrain.training.base.device_selection import cpu_model
-from hpctrain.training.observe.dataloader_hints import count_rank_cpus
 from hpctrain.training.trainer_config import TrainerConfig
 
 
@@ -81,7 +81,6 @@ def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_installed(file: str) -> bool:
-    """True if a file belongs to Python or to an installed package."""
     return file.startswith(sys.base_prefix + os.sep) or "site-packages" in file
 
 
@@ -93,3 +92,36 @@ def plain_config(settings: TrainerConfig) -> dict[str, Any]:
         for name, value in values.items()
         if value is None or isinstance(value, str | int | float | bool)
     }
+
+
+#: Minimum training time in seconds, and minimum fraction of waiting, for a hint.
+_SEEN_S, _SHARE = 10.0, 0.2
+
+
+def count_rank_cpus(ranks_here: int) -> int:
+    """Return the number of processors bound to this rank, or its share of the machine's processors."""
+    all_here = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_here
+    return own if own < all_here else max(1, all_here // max(1, ranks_here))
+
+
+def can_request_cpus() -> bool:
+    """True if this process is bound to a part of the machine's processors, so a job may request more."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
+def warn_too_few_workers(
+    waited_s: float, all_s: float, num_workers: int, cpus: int, *, can_request: bool
+) -> str | None:
+    """Return a hint during or after training; None if it is too early, or if waits for data were short."""
+    if all_s < _SEEN_S or waited_s < _SHARE * all_s:
+        return None
+    share = f"{waited_s / all_s:.0%}"
+    said = (
+        f"Training spent {share} of the first {all_s:.0f} s waiting for data with num_workers={num_workers}"
+    )
+    more = min(max(2 * num_workers, 1), cpus)
+    if more > num_workers:
+        return f"{said}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={more}."
+    remedy = "Request more CPUs with --cpus-per-task, or make" if can_request else "Make"
+    return f"{said}, and each rank has only {pluralize(cpus, 'CPU')}. {remedy} data loading faster."

@@ -32,17 +32,6 @@ class LoggerProcess:
         environment: Mapping[str, Any],
         print_message: ReportMessage,
     ) -> None:
-        """Prepare the loggers on rank 0; other ranks have no loggers.
-
-        Args:
-            loggers: loggers that receive the metrics.
-            run: the run folder, or None.
-            environment: the result of `collect_environment`.
-            print_message: prints a message for the user.
-
-        Raises:
-            UserError: a logger cannot be pickled.
-        """
         self._print_message = print_message
         self._config: LoggerConfig | None = None
         self._process: Sidecar | None = None
@@ -65,11 +54,7 @@ class LoggerProcess:
         return self
 
     def start(self, ignored: Sequence[IgnoredValue] = ()) -> None:
-        """Start the process, after a checkpoint, if any, is loaded.
-
-        Args:
-            ignored: values of the script that do not apply, because the checkpoint has others.
-        """
+        """Start the process, after a checkpoint, if any, is loaded."""
         if self._config is None:
             return
         try:

@@ -37,7 +37,6 @@ class SpikeDetector:
         self._sorted: list[float] = []
 
     def limit(self) -> float:
-        """Return the largest loss that is not a spike."""
         if len(self._sorted) < _MIN_LOSSES:
             return math.inf
         middle = _median(self._sorted)
@@ -46,7 +45,6 @@ class SpikeDetector:
         return middle + self.threshold * deviation if deviation else math.inf
 
     def is_spike(self, loss: float) -> bool:
-        """Return true if `loss` is far above the previous losses."""
         if not self._sorted:
             return False
         middle = _median(self._sorted)
@@ -54,7 +52,6 @@ class SpikeDetector:
         return loss > middle + self.threshold * _MIN_DEVIATION * abs(middle) and loss > self.limit()
 
     def add(self, loss: float) -> None:
-        """Add a loss that is not a spike."""
         self.losses.append(loss)
         insort(self._sorted, loss)
         if len(self.losses) > _WINDOW:
@@ -70,13 +67,6 @@ class LossGuard:
     """
 
     def __init__(self, settings: TrainerConfig, *, has_scaler: bool) -> None:
-        """Set up the guard.
-
-        Args:
-            settings: settings of the `Trainer`.
-            has_scaler: True if the float16 loss scaler skips steps that are not finite. Such steps are bad
-                only if many occur in a row.
-        """
         self._has_scaler, self._num_not_finite = has_scaler, 0
         self.policy = settings.on_bad_loss
         threshold = settings.loss_spike_threshold
@@ -104,7 +94,6 @@ class LossGuard:
         return None
 
     def find_problem_in(self, scalars: Mapping[str, float]) -> str | None:
-        """Describe a bad value in the metrics of a step."""
         if self.policy is None or SKIPPED_FIELD in scalars:
             return None
         norm = scalars["grad_norm"] if self.checks_norm and "grad_norm" in scalars else 0.0
@@ -118,7 +107,6 @@ class LossGuard:
         return any(earlier not in self.excluded_steps for earlier in range(step - MAX_CONSECUTIVE + 1, step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last losses and the excluded steps."""
         losses = [] if self._spikes is None else list(self._spikes.losses)
         excluded_steps = sorted(self.excluded_steps)
         return {"losses": losses, "excluded_steps": excluded_steps, "num_not_finite": self._num_not_finite}
@@ -134,15 +122,7 @@ class LossGuard:
 
 
 def bad_loss(cause: str, reason: str, newest: str | None, policy: str | None, *, can_skip: bool) -> BadLoss:
-    """Return the error that ends a run after a bad loss; the supervisor does not restart the run.
-
-    Args:
-        cause: description of the loss.
-        reason: reason why training does not continue.
-        newest: the last good checkpoint.
-        policy: `on_bad_loss` of the settings.
-        can_skip: True if the settings allow the policy "skip".
-    """
+    """Return the error that ends a run after a bad loss; the supervisor does not restart the run."""
     advice = ""
     if policy == "stop":
         advice = " To return to the last good checkpoint and exclude the batch, use on_bad_loss='rollback'."

@@ -46,7 +46,6 @@ class SampleRate:
     """Rate of trained samples per second."""
 
     def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Initialize with the samples per step and a monotonic clock in seconds."""
         self._batch_size, self._clock = batch_size, clock
         self._since: tuple[float, int] | None = None
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpctrain.buffered_writer import BufferedLineWriter, ReportMessage
+from hpctrain.cluster import detect
+from hpctrain.errors import UserError
 from hpctrain.files import make_folder
-from hpctrain.rundir import ATTEMPT_VARIABLE, EventKind, RunDir, event_record
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.observe.step_timer import TimingSample
+from hpctrain.training.observe.step_timers import TimingSample
 from hpctrain.training.optim.resumed_values import IgnoredValue
 
 
@@ -75,24 +83,20 @@ class RunWriter:
         return self.run is not None and self.run.is_asked_to_requeue(self._attempt)
 
     def write_event(self, kind: EventKind, **fields: Any) -> None:
-        """Write an event."""
         if self._events is not None:
             self._events.append(event_record(kind, self._attempt, **fields))
 
     def write_resumed(self, step: int, path: Path, seconds: float, broken: Sequence[str] = ()) -> None:
-        """Write the event that the checkpoint of `step` was loaded, after the `broken` ones were skipped."""
         self.write_event("resumed", step=step, checkpoint=str(path), broken=[*broken], seconds=seconds)
 
     def write_checkpoint(
         self, step: int, path: Path, num_bytes: int, seconds: float, *, tier: str = "shared", **fields: Any
     ) -> None:
-        """Write the event that a checkpoint was committed."""
         self.write_event(
             "checkpoint", step=step, path=str(path), tier=tier, bytes=num_bytes, seconds=seconds, **fields
         )
 
     def write_environment(self, values: Mapping[str, Any]) -> None:
-        """Write the environment of this attempt."""
         if self._environment is not None:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
 
@@ -101,14 +105,13 @@ class RunWriter:
         self.write_environment({"ignored": [each.record for each in ignored]})
 
     def is_logged(self, step: int) -> bool:
-        """Return true if this rank logs `step`."""
         return self._metrics is not None and step % self._log_every == 0
 
     def write_steps(self, results: Iterable[StepResult]) -> None:
         """Log the results that have a time sample: one object per step."""
         if self._metrics is not None:
-            self._metrics.append_all(
-                [self._metrics_record(each, each.timing) for each in results if each.timing is not None]
+            self._metrics.append(
+                *(self._metrics_record(each, each.timing) for each in results if each.timing is not None)
             )
 
     def write_samples(self, rank_batch: RankBatch) -> None:
@@ -119,7 +122,6 @@ class RunWriter:
             )
 
     def flush(self) -> None:
-        """Retry failed writes."""
         if self._samples is not None and self._samples.last_error is not None:
             self._make_samples_folder()
         for file in (self._events, self._metrics, self._environment, self._samples):
@@ -136,3 +138,52 @@ class RunWriter:
         """Create the folder; if that fails, the lines stay in memory."""
         with suppress(OSError):
             make_folder(self._samples_path.parent)
+
+
+def log_metrics(
+    metrics: Mapping[str, torch.Tensor | float], step: int, *, epoch: int = 0, last_step: int | None = None
+) -> None:
+    """Write the metrics of a step to the run's `metrics.jsonl`.
+
+    Only rank 0 writes, and only its own values. Does nothing on other ranks or without a run folder.
+    Reading a tensor waits for its GPU, so log only every few steps.
+
+    Args:
+        metrics: scalars by name, such as `loss`.
+        step: number of completed optimizer steps.
+        epoch: epoch of the step.
+        last_step: the step at which training ends, from which the remaining time is estimated.
+
+    Raises:
+        UserError: a name is reserved.
+    """
+    if reserved := sorted(metrics.keys() & RESERVED_FIELDS):
+        raise UserError(f"log_metrics() sets {reserved[0]!r} itself. Use another name for the metric.")
+    writer = _writer()
+    if writer is not None:
+        values = {
+            name: float(value.detach() if isinstance(value, torch.Tensor) else value)
+            for name, value in metrics.items()
+        }
+        writer.write(values, step, {"epoch": epoch} | ({} if last_step is None else {"last_step": last_step}))
+
+
+class _MetricsWriter:
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        activity.logs_metrics = True
+        self._file, self._attempt = BufferedLineWriter(run.metrics, print), attempt
+        self._since = time.perf_counter()
+
+    def write(self, values: Mapping[str, float], step: int, more: Mapping[str, Any]) -> None:
+        now = time.perf_counter()
+        spent, self._since = {"all": round(now - self._since, 6)}, now
+        place = {"step": step, "time": time.time(), "attempt": self._attempt, "spent": spent}
+        self._file.append({**values, **place, **more})
+
+
+@cache
+def _writer() -> _MetricsWriter | None:
+    folder = os.environ.get(RUN_DIR_VARIABLE)
+    if folder is None or not detect(os.environ).is_main:
+        return None
+    return _MetricsWriter(RunDir(Path(folder)), int(os.environ.get(ATTEMPT_VARIABLE, "0")))

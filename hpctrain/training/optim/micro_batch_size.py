@@ -20,9 +20,6 @@ def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
 
     Only useful sizes are tried: `share` divided into 1, 2, 3 … equal parts. If parts of one size fit, smaller
     parts are assumed to fit.
-
-    Raises:
-        UserError: not even one sample fits.
     """
     too_few, parts = 0, 1
     while not fits(_part(share, parts)):
@@ -57,9 +54,6 @@ def find_micro_batch_size(
         share: largest number of samples on any rank.
         forward_backward: computes a loss and its gradients for a number of samples. This function must not
             wait for other ranks, because only some ranks may run out of memory.
-
-    Raises:
-        UserError: not even one sample fits; or the module has layers that wait for all ranks.
     """
     if context.device.type != "cuda":
         return share

@@ -34,12 +34,7 @@ class OptimizerSetup:
 
 
 def configure_optimizers_of(module: Module) -> OptimizerSetup:
-    """Return the optimizers and schedulers of `module`.
-
-    Raises:
-        UserError: the result is invalid, a parameter belongs to two optimizers, or a scheduler does not
-            advance after each step.
-    """
+    """Return the optimizers and schedulers of `module`."""
     origin = f"{type(module).__name__}.configure_optimizers()"
     answer = module.configure_optimizers()
     parts = _parts(answer)
@@ -69,11 +64,7 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
 
 
 def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
-    """Check that the optimizers update parameters of `module`.
-
-    Raises:
-        UserError: the optimizers have only other parameters.
-    """
+    """Check that the optimizers update parameters of `module`."""
     own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     given = {id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)}
     if own and given and not own & given:
@@ -108,7 +99,6 @@ def only_trainable(module: nn.Module, own: Iterable[torch.Tensor]) -> Iterator[N
 
 
 def _parts(answer: Any) -> tuple[list[Any], list[Any]] | None:
-    """Return the unchecked optimizers and schedulers in `answer`; None if it is invalid."""
     match answer:
         case {"optimizer": optimizer, **rest} if set(rest) <= {"lr_scheduler"}:
             return [optimizer], _as_list(rest.get("lr_scheduler"))
@@ -128,7 +118,6 @@ def _as_list(scheduler: Any) -> list[Any]:
 
 
 def _unwrapped(scheduler: Any, origin: str) -> Any:
-    """Return the scheduler, extracted from Lightning's dict if necessary."""
     if not isinstance(scheduler, Mapping) or "scheduler" not in scheduler:
         return scheduler
     for key, only in _SCHEDULER_KEYS.items():
@@ -154,11 +143,7 @@ def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Modul
 
 
 def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Check that a state belongs to this class of optimizer; other versions of torch may lack fields.
-
-    Raises:
-        ValueError: it belongs to another class.
-    """
+    """Check that a state belongs to this class of optimizer; other versions of torch may lack fields."""
     theirs = {name for group in state.get("param_groups", ()) for name in group}
     ours = {name for group in optimizer.param_groups for name in group}
     if (more := theirs - ours) and (less := ours - theirs):

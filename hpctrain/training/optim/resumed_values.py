@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,24 +115,27 @@ def ignored_values(
     return list(ignored)
 
 
+def advance_period(
+    interval: str, frequency: int, needs_metric: bool, steps_per_epoch: int | None
+) -> int | None:
+    """Return the optimizer steps from one advance of a schedule of Lightning to the next; None if unknown."""
+    steps = steps_per_epoch if interval == "epoch" else 1
+    return None if needs_metric or steps is None else steps * frequency
+
+
 def check_ends(
-    schedulers: Sequence[Any], last_step: int, steps_per_epoch: int | None, ignored: Sequence[IgnoredValue]
+    schedules: Iterable[tuple[Any, int | None]], last_step: int, ignored: Sequence[IgnoredValue]
 ) -> list[str]:
     """Return messages on schedules that end before training does.
 
     Args:
-        schedulers: the schedulers, after the checkpoint is loaded.
+        schedules: the schedulers, after the checkpoint is loaded, and the steps from one advance to the next.
         last_step: last step of training.
-        steps_per_epoch: steps of an epoch, for schedulers that advance once per epoch; None if unknown.
         ignored: values of the script that do not apply.
-
-    Raises:
-        UserError: a scheduler refuses further steps after its end.
     """
     messages = []
-    for outer in schedulers:
-        scheduler, end = inner_scheduler(outer), _end(inner_scheduler(outer))
-        period = outer.period(steps_per_epoch) if hasattr(outer, "period") else 1
+    for scheduler, period in schedules:
+        end = _end(scheduler)
         if period is None or end is None or end[1] * period >= last_step:
             continue
         name, kind = end[0], type(scheduler).__name__

@@ -14,7 +14,6 @@ from hpctrain.checkpoint.store import (
     IO_TIMEOUT_S,
     CheckpointStore,
     CommittedSave,
-    LoadedCheckpoint,
     TierCopyFailed,
 )
 from hpctrain.errors import CheckpointError, DiskFull, UserError
@@ -47,6 +46,7 @@ class CheckpointManager:
     `save_result`, `load` and `close`; `prepare` reads the state, which may communicate.
 
     Attributes:
+        store: the checkpoints.
         folder: the folder of checkpoints in the run folder.
         write_s: seconds until the latest checkpoint was in the run folder; None before the first save.
         found_disk_full: True if the latest save did not fit on the disk.
@@ -59,8 +59,7 @@ class CheckpointManager:
         schedule: CheckpointSchedule,
         folder: Path,
     ) -> None:
-        """Save to `store`, which stores the checkpoints in `folder`."""
-        self._store, self._schedule, self.folder = store, schedule, folder
+        self.store, self._schedule, self.folder = store, schedule, folder
         self._state, self._settings = parts.state, parts.settings
         self._log, self._progress = parts.log, parts.progress
         self._is_main = parts.context.ranks.is_main
@@ -71,13 +70,7 @@ class CheckpointManager:
         self.found_disk_full = False
 
     @property
-    def state_bytes(self) -> int:
-        """Size of this rank's share of the latest state in bytes."""
-        return self._store.state_bytes
-
-    @property
     def in_flight_s(self) -> float | None:
-        """Seconds since the save in flight began; None without a save in flight."""
         return None if self._in_flight is None else time.monotonic() - self._in_flight.since
 
     def check(self) -> None:
@@ -91,19 +84,7 @@ class CheckpointManager:
     def prepare(self) -> None:
         """Allocate the memory for copies of the state, in the background."""
         with suppress(CheckpointError):  # `async_save` raises and reports the error again
-            self._store.prepare(self._state.tree(), rng.capture_rng_state())
-
-    def set_aside_after(self, step: int) -> list[str]:
-        """See `CheckpointStore.set_aside_after`."""
-        return self._store.set_aside_after(step)
-
-    def commit_newest_copy(self, folder: Path, limit: int | None) -> str | None:
-        """See `CheckpointStore.commit_newest_copy`."""
-        return self._store.commit_newest_copy(folder, limit)
-
-    def load(self) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """See `CheckpointStore.load_newest`."""
-        return self._store.load_newest(self._state.template())
+            self.store.prepare(self._state.tree(), rng.capture_rng_state())
 
     def can_begin(self) -> bool:
         """Wait for the save in flight, within a limit; return true if another save can begin. Rank 0 only.
@@ -118,7 +99,7 @@ class CheckpointManager:
         limit_s = IO_TIMEOUT_S if write_s is None else max(_MAX_WAIT_S, _LATEST_FACTOR * write_s)
         if self._schedule.last_failed:
             limit_s = _WAIT_IN_TROUBLE_S
-        if self._store.wait(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
+        if self.store.wait(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
             return True
         if self._overdue != self._in_flight.step:
             self._overdue = self._in_flight.step
@@ -133,19 +114,12 @@ class CheckpointManager:
         return False
 
     def async_save(self, *, direct: bool = False) -> None:
-        """Copy the current state, and write it in the background. All ranks must call this.
-
-        Args:
-            direct: write to the run folder, not to the local tier.
-
-        Raises:
-            UserError: the metric that selects the best checkpoints is missing.
-        """
+        """Copy the current state, and write it in the background. All ranks must call this."""
         begun = time.monotonic()
-        self._store.wait(MAX_SAVE_S)
+        self.store.wait(MAX_SAVE_S)
         self.collect_finished()
         self._report_missing_folder()
-        self._store.async_save(
+        self.store.async_save(
             self._state.step,
             self._state.tree(),
             rng.capture_rng_state(),
@@ -162,13 +136,12 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the save failed; raised on all ranks. `DiskFull` is not recorded.
-            UserError: the metric that selects the best checkpoints is missing.
         """
-        self._store.wait(MAX_SAVE_S)
+        self.store.wait(MAX_SAVE_S)
         self.collect_finished()
         self._report_missing_folder()
         try:
-            saved = self._store.save(
+            saved = self.store.save(
                 self._state.step,
                 self._state.tree(),
                 rng.capture_rng_state(),
@@ -183,16 +156,12 @@ class CheckpointManager:
         self._record_saved(saved)
 
     def add_score(self) -> None:
-        """Add the score of a checkpoint that was saved before its validation.
-
-        Raises:
-            UserError: the metric that selects the best checkpoints is missing.
-        """
+        """Add the score of a checkpoint that was saved before its validation."""
         score = self._score()
         if score is None or not self._is_main:
             return
         try:
-            self._store.add_score(self._state.step, score)
+            self.store.add_score(self._state.step, score)
         except (CheckpointError, OSError) as error:
             self._progress.print_message(
                 f"hpctrain: cannot record step {self._state.step} as a candidate for the best "
@@ -200,18 +169,17 @@ class CheckpointManager:
             )
 
     def wait(self, timeout_s: float = MAX_SAVE_S) -> bool:
-        """Wait for the save in flight; return True if none is left."""
-        return self._store.wait(max(0.0, timeout_s))
+        return self.store.wait(max(0.0, timeout_s))
 
     def abandon(self) -> None:
         """Abort the save in flight, unless its commit has begun. Does not wait."""
         if not self._closed:
-            self._store.abandon()
+            self.store.abandon()
 
     def collect_finished(self) -> list[CommittedSave]:
         """Record and report the saves that ended since the last call; return the successful saves."""
         good = []
-        for end in self._store.collect_outcomes():
+        for end in self.store.collect_outcomes():
             if isinstance(end, CheckpointError):
                 self._record_failure(end, " Training continues; earlier checkpoints are intact.")
             else:
@@ -220,21 +188,18 @@ class CheckpointManager:
         return good
 
     def close(self, timeout_s: float | None = None) -> list[CommittedSave]:
-        """End the background work; return the completed saves."""
         if self._closed:
             return []
         self._closed = True
         # The next attempt may use other nodes, so delete this node's local tier now.
-        for note in self._store.close(clean=True, timeout_s=timeout_s):
+        for note in self.store.close(clean=True, timeout_s=timeout_s):
             self._progress.print_message(f"hpctrain: {note}")
         return self.collect_finished()
 
     def is_shared(self, saved: CommittedSave) -> bool:
-        """True if the checkpoint is in the run folder, not only in the local tier."""
         return saved.path.parent == self.folder
 
     def _report_missing_folder(self) -> None:
-        """Report if the folder of the earlier checkpoints is missing."""
         if not self._is_main or self.write_s is None:
             return
         try:

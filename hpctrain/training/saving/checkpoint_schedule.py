@@ -1,49 +1,22 @@
-"""Schedule of a run's checkpoints."""
+"""Decide when a run saves checkpoints."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NoReturn, Self
 
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, checkpoint_interval_s
+from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.rundir import VERIFY_STEPS_VARIABLE, VERIFY_SYNC_STEPS_VARIABLE, RunDir
+from hpctrain.runtime.distributed_context import DistributedContext
 
 #: Assumed cost of a save before the first measurement, in seconds.
 _FIRST_SAVE_S = 2.0
 #: Delay of the next save after a failed save; doubles with each further failure, up to the maximum.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 600.0
-
-
-class Backoff:
-    """Pause after a failure, which doubles with each further failure.
-
-    Attributes:
-        num_failures: number of failures since the last success.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._until = clock, -math.inf
-        self.num_failures = 0
-
-    @property
-    def is_active(self) -> bool:
-        """True during the pause."""
-        return self._clock() < self._until
-
-    def begin(self) -> None:
-        """Record a failure, and begin the pause."""
-        self.num_failures += 1
-        self.repeat()
-
-    def repeat(self) -> None:
-        """Begin the pause of the last failure again."""
-        longest = _MIN_BACKOFF_S * 2 ** min(self.num_failures - 1, 10)
-        self._until = self._clock() + min(_MAX_BACKOFF_S, longest)
-
-    def reset(self) -> None:
-        """Record a success."""
-        self.num_failures, self._until = 0, -math.inf
 
 
 class CheckpointSchedule:
@@ -65,22 +38,13 @@ class CheckpointSchedule:
         history: InterruptionHistory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the schedule's clock.
-
-        Args:
-            every: steps between two saves, `auto`, or None.
-            num_nodes: number of nodes of the run, which may each cause interruptions.
-            node_mtbf_s: mean time between interruptions per node at the site.
-            history: interruptions of the run so far.
-            clock: monotonic clock in seconds.
-        """
         self._every, self._num_nodes, self._clock = every, num_nodes, clock
         self._node_mtbf_s, self._history = node_mtbf_s, history or InterruptionHistory()
         self._started = self._save_started_at = clock()
         self._stall_s = _FIRST_SAVE_S
         self.write_s: float | None = None
         self._in_flight = False
-        self._backoff = Backoff(clock)
+        self._num_failures, self._retry_at = 0, -math.inf
 
     @property
     def mtbf_s(self) -> float:
@@ -95,11 +59,9 @@ class CheckpointSchedule:
         return checkpoint_interval_s(self._stall_s, self.write_s or 0.0, self.mtbf_s)
 
     def is_due_by_step(self, step: int) -> bool:
-        """True if `step` is a multiple of the interval; the same on all ranks."""
         return isinstance(self._every, int) and step % self._every == 0
 
     def is_due_by_time(self) -> bool:
-        """Return true if this rank's clock requires a checkpoint soon."""
         if self._in_flight:
             return False
         if self.last_failed:
@@ -108,29 +70,66 @@ class CheckpointSchedule:
 
     @property
     def in_backoff(self) -> bool:
-        """True during the pause after a failed save."""
-        return self._backoff.is_active
+        return self._clock() < self._retry_at
 
     @property
     def last_failed(self) -> bool:
-        """True if the latest completed save failed."""
-        return self._backoff.num_failures > 0
+        return self._num_failures > 0
 
     def on_save_started(self, stall_s: float) -> None:
-        """Record the start of a save that blocked the training for `stall_s`."""
         self._save_started_at, self._stall_s, self._in_flight = self._clock() - stall_s, stall_s, True
 
     def on_save_committed(self, write_s: float) -> None:
-        """Record a commit in either folder, `write_s` seconds after the start of the save."""
         self.write_s, self._in_flight = write_s, False
         if self.last_failed:
-            self._backoff.repeat()  # the copy to the run folder may fail again
+            self._pause()  # the copy to the run folder may fail again
 
     def on_reached_run_folder(self) -> None:
-        """Record a checkpoint in the run folder."""
-        self._backoff.reset()
+        self._num_failures, self._retry_at = 0, -math.inf
 
     def on_save_failed(self) -> None:
-        """Record a failed save."""
         self._in_flight = False
-        self._backoff.begin()
+        self._num_failures += 1
+        self._pause()
+
+    def _pause(self) -> None:
+        longest = _MIN_BACKOFF_S * 2 ** min(self._num_failures - 1, 10)
+        self._retry_at = self._clock() + min(_MAX_BACKOFF_S, longest)
+
+
+@dataclass(frozen=True)
+class VerificationSteps:
+    """The steps of `hpctrain verify` in this run, which is a copy of the verified run."""
+
+    saved: frozenset[int]
+    """Steps whose states are compared; no others are saved."""
+    synced: frozenset[int]
+    """Steps that the verified run saved. Some algorithms change the state of the ranks before a save."""
+    last: int
+    """Step after which training ends."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self | None:
+        """Return the steps; None if this run is not a verification."""
+        if (text := environ.get(VERIFY_STEPS_VARIABLE)) is None:
+            return None
+        saved = _parse(text)
+        return cls(
+            frozenset(saved), frozenset(_parse(environ.get(VERIFY_SYNC_STEPS_VARIABLE, ""))), saved[-1]
+        )
+
+    def end_run(self, run: RunDir, context: DistributedContext) -> NoReturn:
+        """End the run after its last state is saved. All ranks must call this.
+
+        Raises:
+            SystemExit: always.
+        """
+        if context.ranks.is_main:
+            # Otherwise, the supervisor would continue the run.
+            run.cancel_request.touch()
+        context.barrier()
+        raise SystemExit(EXIT_CONTINUE)
+
+
+def _parse(text: str) -> list[int]:
+    return [int(step) for step in text.split(",") if step]

@@ -31,10 +31,9 @@ from hpctrain.training.observe.environment_info import collect_platform, hash_co
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S
+from hpctrain.training.saving.checkpoint_schedule import VerificationSteps
 from hpctrain.training.saving.training_checkpoints import is_trained, refuse_restart_from_zero
-from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
-from hpctrain.training.saving.verification_steps import VerificationSteps
-from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+from hpctrain.training.strategies.base import broadcast_buffers
 from hpctrain.training.strategies.ddp import regroup_buckets
 from hpctrain.training.training_state import Stateful, optimizer_parameters
 
@@ -131,9 +130,6 @@ class Checkpointer:
             regroup_buckets(replica)
         if self._store is None or self._run is None:
             return 0
-        remedy = "Pass them to Checkpointer."
-        if remark := remark_on_unsaved([*self._objects.values(), *self._replicas], remedy):
-            self._print(remark)
         self._configured = configured_values(self._optimizers(), self._schedulers())
         begun = time.monotonic()
         with activity.in_phase(RankPhase.LOAD):

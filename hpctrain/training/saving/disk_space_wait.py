@@ -26,7 +26,6 @@ class DiskSpaceWait:
     """Wait before the next try after a save failed on a full disk. All ranks must call each method."""
 
     def __init__(self, parts: Components, folder: Path, state_bytes: int) -> None:
-        """Prepare to wait for space in `folder`, for the ranks' shares of `state_bytes` each."""
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
         self._folder, self._step = folder, parts.state.step
         self._needed = sum(parts.context.all_gather(state_bytes))
@@ -34,11 +33,7 @@ class DiskSpaceWait:
         self._is_reported = False
 
     def wait(self, left_s: Callable[[], float]) -> bool:
-        """Wait until a save may succeed; return False if the time limit is reached.
-
-        Args:
-            left_s: returns the seconds until a save must begin on this rank; called repeatedly.
-        """
+        """Wait until a save may succeed; return False if the time limit is reached."""
         if not self._is_reported:
             self._is_reported = True
             cause = f"{self._describe_space()}. Training waits until space is freed on this disk, then saves."
@@ -58,7 +53,6 @@ class DiskSpaceWait:
                 return True
 
     def timeout_error(self) -> DiskFull:
-        """Return the error for an unsuccessful wait."""
         waited = time.monotonic() - self._started_at
         return DiskFull(
             f"{self._describe_space()}. Not enough space was freed in {waited:.0f} s. Earlier checkpoints "

@@ -24,7 +24,7 @@ from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
-from hpctrain.training.base.dtensor_parts import local_part
+from hpctrain.training.base.tensors import local_part
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.optim.resumed_values import IgnoredValue
 
@@ -56,15 +56,7 @@ class ForeignCheckpoints:
         marker: str | None = None,
         to_optimizer_step: Callable[[int], int] = lambda step: step,
     ) -> None:
-        """Form the process group if the script has not done so.
-
-        Args:
-            prefix: start of the names.
-            keep_last: number of newest checkpoints to keep.
-            every_n_steps: steps between two checkpoints. None saves every ten minutes.
-            marker: name of a file that makes a checkpoint valid, for a library that writes folders in place.
-            to_optimizer_step: returns the optimizer step of a step that was just trained or loaded.
-        """
+        """Form the process group if the script has not done so."""
         self.context = init_distributed(detect(os.environ), os.environ)
         folder = os.environ.get(RUN_DIR_VARIABLE)
         self.run = RunDir(Path(folder)) if folder else None
@@ -104,11 +96,7 @@ class ForeignCheckpoints:
         return self.context.all_reduce_min(float(are_finite)) > 0
 
     def newest(self) -> Path | None:
-        """Return the newest committed checkpoint, if any.
-
-        Raises:
-            UserError: another training of this process saves to the run folder.
-        """
+        """Return the newest committed checkpoint, if any."""
         if self.run is not None and _training_of.setdefault(str(self.run.path), self) is not self:
             raise UserError(
                 "This process has already trained with another object that saves to this run folder, so "
@@ -119,31 +107,23 @@ class ForeignCheckpoints:
         return None if name is None or self.run is None else self.run.checkpoints / name
 
     def step_of(self, path: Path) -> int:
-        """Return the step of a checkpoint."""
         match = self._name.fullmatch(path.name)
         assert match is not None
         return int(match[1])
 
     def log_resumed(self, path: Path) -> None:
-        """Record that a checkpoint was loaded."""
         self._step = self.step_of(path)
         self._log.write_resumed(self._to_optimizer_step(self._step), path, 0.0)
         if self.context.ranks.is_main:
             print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
 
-    def report(self, ignored: Sequence[IgnoredValue], remarks: Iterable[str | None], remedy: str) -> None:
-        """Record and print the values of the script that do not apply, and other remarks.
-
-        Args:
-            ignored: the values.
-            remarks: sentences; None is omitted.
-            remedy: a sentence on the values.
-        """
+    def report(self, ignored: Sequence[IgnoredValue], remedy: str, remarks: Iterable[str] = ()) -> None:
+        """Record and print the values of the script that do not apply, and other remarks."""
         if not self.context.ranks.is_main:
             return
         if self.run is not None:
             self._log.write_ignored(ignored)
-        for remark in filter(None, [*(f"{each} {remedy}" for each in ignored), *remarks]):
+        for remark in (*(f"{each} {remedy}" for each in ignored), *remarks):
             print(f"hpctrain: {remark}", flush=True)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
@@ -192,13 +172,7 @@ class ForeignCheckpoints:
         self._saved_at = time.monotonic()
 
     def mark(self, step: int, keep_last: int | None = None, best: str | None = None) -> None:
-        """Commit the checkpoint of `step`, which the library has written in place, and delete old ones.
-
-        Args:
-            step: the step.
-            keep_last: number of newest checkpoints to keep; None keeps all.
-            best: name of a further checkpoint to keep.
-        """
+        """Commit the checkpoint of `step`, which the library has written in place, and delete old ones."""
         if self.run is None or self._marker is None:
             return
         self.context.barrier()
@@ -221,7 +195,6 @@ class ForeignCheckpoints:
         rng.resume_rng_state(own, "rank", ranks.rank, "step", step)
 
     def _steps(self) -> dict[int, Path]:
-        """Return the committed checkpoints by step."""
         if self.run is None:
             return {}
         folder = self.run.checkpoints
@@ -234,7 +207,6 @@ class ForeignCheckpoints:
 
 
 def _trained_tensors(parts: Iterable[nn.Module | torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield the parameters and optimizer states."""
     for part in parts:
         if isinstance(part, nn.Module):
             yield from part.parameters()
@@ -244,7 +216,6 @@ def _trained_tensors(parts: Iterable[nn.Module | torch.optim.Optimizer]) -> Iter
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return false if this rank's part of the tensor has a NaN or an infinity."""
     own = local_part(tensor.detach())
     # There is no check for numbers of eight bits.
     return own.dtype.itemsize == 1 or bool(own.isfinite().all())

@@ -47,7 +47,6 @@ class CopyInterval:
         self._num_ignored = 0
 
     def on_copied(self, cost_s: float, step_s: float) -> None:
-        """Record the cost of a copy, and the duration of a step without a copy."""
         if self._is_fixed:
             return
         if self._num_ignored < _NUM_WARM_UP:
@@ -66,13 +65,7 @@ class StateCopies:
     """
 
     def __init__(self, parts: Components, environ: Mapping[str, str], *, was_out_of_memory: bool) -> None:
-        """Decide whether the run makes copies. All ranks must call this.
-
-        Args:
-            parts: the components of the run.
-            environ: environment variables.
-            was_out_of_memory: an earlier attempt had too little memory, so no further copies are made.
-        """
+        """Decide whether the run makes copies. All ranks must call this."""
         self._parts, self._limit = parts, parts.settings.memory_copies
         self._attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self.folder: Path | None = None
@@ -139,7 +132,6 @@ class StateCopies:
         return self._interval.wanted if self._parts.context.ranks.is_main else 0
 
     def set_every(self, every: int) -> None:
-        """Set the interval that rank 0 has chosen. All ranks must call this at the same point."""
         if every:
             self._interval.every = every
 
@@ -192,7 +184,6 @@ class StateCopies:
         )
 
     def close(self) -> None:
-        """Remove the copies of this rank."""
         if self._copies is not None:
             self._copies.close()
             self._copies = None

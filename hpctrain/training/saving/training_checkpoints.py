@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -13,25 +15,26 @@ from torch import nn
 
 from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
-from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
+from hpctrain.checkpoint.interval import NODE_MTBF_S, SAVE_MARGIN_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
-from hpctrain.rundir import NODE_MTBF_VARIABLE, VERIFIED_STEP_VARIABLE, checkpoint_folder_name
+from hpctrain.rundir import (
+    NODE_MTBF_VARIABLE,
+    REQUEUE_GRACE_KEY,
+    VERIFIED_STEP_VARIABLE,
+    checkpoint_folder_name,
+)
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.stopping.stop_grace import read_stop_grace
+from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 from hpctrain.training.observe.loss_guard import read_excluded_steps
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
-from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
+from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule, VerificationSteps
 from hpctrain.training.saving.disk_space_wait import DiskSpaceWait
 from hpctrain.training.saving.state_copies import StateCopies
-from hpctrain.training.saving.stop_deadline import (
-    FinalSavePlan,
-    StopDeadline,
-    plan_final_save,
-)
-from hpctrain.training.saving.verification_steps import VerificationSteps
 
 
 class TrainingCheckpoints:
@@ -45,11 +48,7 @@ class TrainingCheckpoints:
     """
 
     def __init__(self, parts: Components, environ: Mapping[str, str]) -> None:
-        """Inspect the checkpoints of the run. All ranks must call this.
-
-        Raises:
-            UserError: an environment variable is invalid, or the run cannot be recorded.
-        """
+        """Inspect the checkpoints of the run. All ranks must call this."""
         run, history = parts.log.run, None
         excluded_steps, was_out_of_memory = list[int](), False
         if run is not None:
@@ -139,7 +138,6 @@ class TrainingCheckpoints:
 
         Raises:
             CheckpointError: the state of the last step could not be saved, so the run has no result.
-            UserError: the metric that selects the best checkpoints is missing.
         """
         if self._manager is None:
             return
@@ -161,13 +159,12 @@ class TrainingCheckpoints:
                 manager.collect_finished()
 
     def _save_result(self, manager: CheckpointManager) -> None:
-        """Save the state of the last step; wait for space if the disk is full."""
         disk_wait: DiskSpaceWait | None = None
         while True:
             try:
                 return manager.save_result()
             except DiskFull:
-                disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
+                disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.store.state_bytes)
                 if not disk_wait.wait(self._left_to_begin_s):
                     raise disk_wait.timeout_error() from None
 
@@ -181,9 +178,7 @@ class TrainingCheckpoints:
         """Load the newest complete checkpoint of the run, if any. All ranks must call this.
 
         Raises:
-            UserError: the checkpoint belongs to another model, data set or batch size.
             CheckpointError: the state of this run contains unsupported values.
-            UserError: there are checkpoints, but no complete one.
         """
         if self._manager is None:
             return
@@ -192,12 +187,12 @@ class TrainingCheckpoints:
         aside: list[str] = []
         if self._resume_limit is not None:
             # A later rollback may use the checkpoints of this attempt.
-            aside = self._manager.set_aside_after(self._resume_limit)
+            aside = self._manager.store.set_aside_after(self._resume_limit)
         if not self._has_resumed and self.copies.folder is not None:
-            problem = self._manager.commit_newest_copy(self.copies.folder, self._resume_limit)
+            problem = self._manager.store.commit_newest_copy(self.copies.folder, self._resume_limit)
             aside += [problem] if problem else []
         self._resume_limit, self._has_resumed = None, True
-        loaded, broken = self._manager.load()
+        loaded, broken = self._manager.store.load_newest(self._state.template())
         for sentence in (*aside, *broken):
             self._progress.print_message(f"hpctrain: {sentence}")
         if loaded is None:
@@ -228,11 +223,7 @@ class TrainingCheckpoints:
         return path
 
     def add_score(self) -> None:
-        """Add the score of the resumed state if it was validated after the resume. All ranks must call this.
-
-        Raises:
-            UserError: the metric that selects the best checkpoints is missing.
-        """
+        """Add the score of the resumed state if it was validated after the resume. Collective."""
         if self._manager is not None:
             self._manager.add_score()
 
@@ -281,7 +272,7 @@ class TrainingCheckpoints:
         finished = manager.wait(ends_at - time.monotonic())
         saved, disk_wait = manager.collect_finished(), None
         while self._context.all_reduce_min(float(manager.found_disk_full)):
-            disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.state_bytes)
+            disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.store.state_bytes)
             if not disk_wait.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
             manager.async_save(direct=True)
@@ -303,11 +294,6 @@ def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: 
     If the run has lost checkpoints on its nodes before the first one was copied, it starts over.
 
     All ranks must call this.
-
-    Args:
-        context: the ranks.
-        folder: the folder of checkpoints.
-        broken: sentences about the checkpoints that were set aside just now, here or on the nodes.
     """
     aside = context.broadcast_from_main(
         sorted(map(str, folder.glob("step-*.broken-*"))) if context.ranks.is_main else []
@@ -325,9 +311,6 @@ def is_trained(parts: Mapping[str, nn.Module | None]) -> Callable[[str], bool]:
     """Return a function that is True for the keys of parameters and optimizer states.
 
     Buffers are not among them: a mask may have infinities.
-
-    Args:
-        parts: name in the state → the module; None for optimizers.
     """
     prefixes = tuple(f"{STATE_KEY}/{name}/" for name in parts)
     buffers = {
@@ -340,7 +323,6 @@ def is_trained(parts: Mapping[str, nn.Module | None]) -> Callable[[str], bool]:
 
 
 def _find_finite(folder: Path) -> str | None:
-    """Return the path of the newest finite checkpoint in `folder`, or None."""
     for step in committed_steps(folder):
         path = folder / checkpoint_folder_name(step)
         with suppress(CheckpointError):
@@ -361,3 +343,48 @@ def _node_mtbf_s(environ: Mapping[str, str]) -> float:
             "between failures of a node."
         )
     return seconds
+
+
+class StopDeadline:
+    """Deadline of the ranks after a stop signal."""
+
+    def __init__(self, environ: Mapping[str, str], stop: StopFlag) -> None:
+        self._stop = stop
+        self._seconds = read_stop_grace(environ)
+
+    def left_s(self, *, for_requeue: bool = False) -> float:
+        """Return the seconds until this rank is killed; infinite if unknown, or without a stop signal."""
+        if self._stop.signal_name is None:
+            return math.inf
+        name = REQUEUE_GRACE_KEY if for_requeue else self._stop.signal_name
+        return self._stop.received_at + self._seconds.get(name, math.inf) - time.monotonic()
+
+
+class FinalSavePlan(Enum):
+    """Plan for the last save of a stopped run."""
+
+    AFTER_PENDING_SAVE = "finish the save in flight, then save"
+    REPLACE_PENDING_SAVE = "abort the save in flight, then save"
+    PENDING_SAVE_ONLY = "finish the save in flight; there is no time for another save"
+    NONE = "no time for a save"
+
+
+def plan_final_save(left_s: float, write_s: float | None, in_flight_s: float | None) -> FinalSavePlan:
+    """Return the plan that fits into the remaining time; otherwise, the newest checkpoint is kept.
+
+    Args:
+        left_s: seconds until the ranks are killed.
+        write_s: measured duration of a save; None if unknown; in that case, a save is tried.
+        in_flight_s: seconds since the save of an earlier step began; None without such a save.
+    """
+    if write_s is None:
+        return FinalSavePlan.AFTER_PENDING_SAVE
+    whole_s = longest_save_s(write_s)
+    rest_s = 0.0 if in_flight_s is None else max(SAVE_MARGIN_S, whole_s - in_flight_s)
+    if rest_s + whole_s <= left_s:
+        return FinalSavePlan.AFTER_PENDING_SAVE
+    if whole_s <= left_s:
+        return FinalSavePlan.REPLACE_PENDING_SAVE
+    if in_flight_s is not None and rest_s <= left_s:
+        return FinalSavePlan.PENDING_SAVE_ONLY
+    return FinalSavePlan.NONE

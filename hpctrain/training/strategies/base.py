@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
@@ -19,6 +21,7 @@ from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainab
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
+
 
 #: Methods that can combine gradients; a strategy for several ranks must override at least one method.
 _SHARING = frozenset({"place", "training_step", "backward", "before_update", "optimized", "__init__"})
@@ -199,15 +202,10 @@ class Strategy:
     def before_update(self) -> None:
         """Complete the gradients before use; called at least once per update."""
 
-    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
-        """Return the norm of all gradients together, equal on all ranks. All ranks must call this.
-
-        Args:
-            parameters: parameters of the optimizers.
-            p: order of the norm; infinity for the largest absolute value.
-        """
+    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of all gradients together, equal on all ranks. All ranks must call this."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, norm_type=p).to(self.context.device)
+        return torch.nn.utils.get_total_norm(gradients).to(self.context.device)
 
     def on_optimizer_step_end(self, step: int) -> None:
         """Handle the end of all optimizers' update of `step`, counted from 1. All ranks must call this."""
@@ -224,6 +222,8 @@ class Strategy:
 
     def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks, before a validation or a checkpoint."""
+        if self.context.is_distributed:
+            broadcast_buffers(self.module)
 
     def finish(self) -> str | None:
         """Restore the complete module at the end of training. All ranks must call this.
@@ -232,3 +232,22 @@ class Strategy:
             A message for the user if this is impossible, otherwise None.
         """
         return None
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Broadcast rank 0's buffers. All ranks must call this."""
+    broadcast_tensors(module.buffers())
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Broadcast rank 0's values of `tensors`, one message per dtype and device. All ranks must call this."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for alike in kinds.values():
+            together = torch.cat([tensor.reshape(-1) for tensor in alike])
+            dist.broadcast(together, src=0)
+            parts = torch.split(together, [tensor.numel() for tensor in alike])
+            for tensor, values in zip(alike, parts, strict=True):
+                tensor.copy_(values.view_as(tensor))

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.torch_compat import buffer_broadcast_kwargs
+from hpctrain.torch_compat import buffer_broadcast_kwargs, register_first_post_hook
 from hpctrain.training.algorithms import Algorithm, find_algorithm
-from hpctrain.training.base.frozen_parameters import check_frozen
-from hpctrain.training.module import Module, is_manual, takes_optimizer_idx
+from hpctrain.training.module import Module, check_frozen, is_manual, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
-from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers, broadcast_tensors
+from hpctrain.training.strategies.base import Strategy, broadcast_buffers, broadcast_tensors
+from hpctrain.training.strategies.sharded_params import ShardedParameters, gradient_norm
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
@@ -54,7 +54,6 @@ class DataParallelBase(Strategy):
         return self.context.is_distributed and self.algorithm.shares_gradients
 
     def gradient_parts(self) -> list[int]:
-        """Return the sizes of DDP's buckets, which are filled in reverse order of the parameters."""
         if not self.context.is_distributed or self.settings.elastic_determinism:
             return []
         limit = (self.settings.bucket_cap_mb or 25) * 2**20
@@ -94,7 +93,6 @@ class DataParallelBase(Strategy):
         return module.training_step_end(output), counted
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context in which passes add to this rank's gradients without synchronization."""
         if isinstance(self._forward, DistributedDataParallel):
             return self._forward.no_sync()
         return nullcontext()
@@ -136,7 +134,6 @@ class DataParallelBase(Strategy):
             yield
 
     def _averaging(self) -> nn.Module:
-        """Wrap the step to average gradients of currently trainable parameters over the ranks."""
         step = _Step(self.module, self._run_module)
         if not any(p.requires_grad for p in self.module.parameters()):
             return step
@@ -221,11 +218,7 @@ def _sum_of_nothing(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def _explain(error: RuntimeError, module: nn.Module) -> None:
-    """Name the parameters that the previous step did not use, if these caused torch's error.
-
-    Raises:
-        UserError: there are unused parameters, and find_unused_parameters is not set.
-    """
+    """Name the parameters that the previous step did not use, if these caused torch's error."""
     if "find_unused_parameters=True" not in str(error):
         return
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
@@ -237,3 +230,34 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
         "(requires_grad_(False)). If different steps use different parameters, set "
         "find_unused_parameters=True."
     ) from error
+
+
+class ZeRO1(DataParallelBase):
+    """ZeRO stage 1 (see `fully_sharded`): ddp with optimizer state sharded over the ranks.
+
+    Gradients are averaged as with ddp. Each rank updates its rows of every parameter, then the ranks exchange
+    the rows. With an element-wise optimizer, the result is bitwise equal to that of ddp.
+    """
+
+    has_complete_state = False
+
+    def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
+        self._parts: ShardedParameters | None = None
+        if self.context.is_distributed:
+            ranks, device = self.context.ranks, self.context.device
+            mesh = init_device_mesh(device.type, (ranks.world_size,))
+            parts = self._parts = ShardedParameters(mesh)
+            for optimizer in optimization.optimizers:
+                parts.shard_optimizer(optimizer, self.before_update)
+                # The script's own hooks then use the complete parameters.
+                register_first_post_hook(optimizer, lambda updated, *_: parts.gather(updated))
+        return optimization
+
+    def before_update(self) -> None:
+        if self._parts is not None:
+            self._parts.assign_gradients()
+
+    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        if self._parts is None:
+            return super().gradient_norm(parameters)
+        return gradient_norm(parameters, self.context.device)

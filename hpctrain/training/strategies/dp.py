@@ -12,11 +12,11 @@ from torch import nn
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
+from hpctrain.training.base.tensors import slice_batch
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run, has_step_end
 from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.batch_split import slice_batch
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
@@ -36,11 +36,6 @@ class DP(Strategy):
     remarks = ("Strategy 'dp' copies the module to every device in every step; 'ddp' is faster.",)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Move the module to the first device.
-
-        Raises:
-            UserError: there are several ranks.
-        """
         if context.is_distributed:
             raise UserError(
                 f"Strategy 'dp' runs in one process, but there are {context.ranks.world_size} ranks "
@@ -79,14 +74,6 @@ def run_on_devices(
 ) -> Any:
     """Split a batch, run a step on a copy of the module on each device, and log the means of logged values.
 
-    Args:
-        module: the module, on the first device. Gradients are added to its parameters.
-        step: name of the step, such as `training_step`.
-        batch: the batch.
-        arguments: the other arguments of the step.
-        num_samples: samples of the batch; with 0, it contains a spare sample.
-        devices: the devices.
-
     Returns:
         The outputs of all devices, on the first one: tensors joined along dimension 0, and scalars as a
         vector, or as their mean over the samples if the module does not end the step itself.
@@ -106,7 +93,6 @@ def run_on_devices(
 
 
 def _parts(batch: Any, num_samples: int, devices: tuple[torch.device, ...]) -> list[tuple[Any, int]]:
-    """Split the batch into parts on the devices, with the number of samples of each part, at least 1."""
     count = min(len(devices), num_samples)
     parts = []
     for number, device in zip(range(count), devices, strict=False):
@@ -146,7 +132,6 @@ def _rebound(value: Any, part: nn.Module, copy: Any) -> Any:
 
 
 def _joined(outputs: list[Any], device: torch.device) -> Any:
-    """Join the outputs of all devices: tensors and numbers on `device`; the first of other values."""
     structure = pytree.tree_structure(outputs[0])
     joined = []
     for leaves in zip(*(pytree.tree_flatten(output)[0] for output in outputs), strict=True):
@@ -159,7 +144,6 @@ def _joined(outputs: list[Any], device: torch.device) -> Any:
 
 
 def _means(joined: Any, weights: torch.Tensor) -> Any:
-    """Return the means over samples of the scalars computed on each device."""
 
     def mean(each: torch.Tensor) -> torch.Tensor:
         return (each * weights.to(each.dtype)).sum() / weights.sum() if each.shape == weights.shape else each

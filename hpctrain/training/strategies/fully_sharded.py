@@ -23,8 +23,7 @@ from hpctrain.errors import UserError
 from hpctrain.torch_compat import FSDP_ATTRIBUTES, fsdp_states
 from hpctrain.training.determinism.gradient_sum import SummedParameter
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
-from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+from hpctrain.training.strategies.base import Strategy, broadcast_buffers
 from hpctrain.training.strategies.sharded_params import (
     ShardedParameters,
     check_module_parameters,
@@ -87,7 +86,6 @@ class FullyShardedBase(Strategy):
         broadcast_buffers(self.module)
 
     def summed_parameters(self) -> list[SummedParameter]:
-        """Return the sharded parameters, with the complete parameters that a pass computes with."""
         pairs = super().summed_parameters()
         if not self.context.is_distributed:
             return pairs
@@ -148,14 +146,10 @@ class FullyShardedBase(Strategy):
             for gradient, mean in zip(gradients, together, strict=True):
                 gradient.copy_(mean)
 
-    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         if not self.context.is_distributed:
-            return super().gradient_norm(parameters, p)
-        return gradient_norm(parameters, self.context.device, p)
-
-    def sync_buffers(self) -> None:
-        if self.context.is_distributed:
-            broadcast_buffers(self.module)
+            return super().gradient_norm(parameters)
+        return gradient_norm(parameters, self.context.device)
 
     def finish(self) -> str | None:
         """Gather the parameters on every rank, if they fit into its device's memory."""
@@ -171,11 +165,6 @@ class FullyShardedBase(Strategy):
         return None
 
     def _check_dtypes(self, together: list[nn.Parameter]) -> None:
-        """Check that parameters that are gathered together have one type, if they are trained.
-
-        Raises:
-            UserError: they have several types.
-        """
         trained = {each for each in together if each.requires_grad}
         names = {each.dtype: name for name, each in self.module.named_parameters() if each in trained}
         if len(names) > 1:
@@ -222,7 +211,6 @@ class _Root(nn.Module):
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Add an explanation to torch's error about a parameter used outside of its block."""
     try:
         yield
     except RuntimeError as error:

@@ -20,8 +20,7 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.broadcast_buffers import broadcast_buffers
+from hpctrain.training.strategies.base import Strategy, broadcast_buffers
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
@@ -118,21 +117,12 @@ class Horovod(Strategy):
             parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if not anywhere
         ]
 
-    def sync_buffers(self) -> None:
-        if self.context.is_distributed:
-            broadcast_buffers(self.module)
-
     def finish(self) -> str | None:
         self._stack.close()
         return None
 
 
 def _import_horovod() -> Any:
-    """Import Horovod for PyTorch.
-
-    Raises:
-        UserError: Horovod was built for another version of PyTorch, or without PyTorch.
-    """
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -162,12 +152,7 @@ def _restore_torch_interface(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Set horovodrun's variables inside this block, with a server on rank 0. All ranks must call this.
-
-    Args:
-        context: the ranks.
-        environ: environment of the process, which Horovod reads during initialization.
-    """
+    """Set horovodrun's variables inside this block, with a server on rank 0. All ranks must call this."""
     ranks = context.ranks
     places = context.all_gather((ranks.node_rank, ranks.local_rank))
     plan = [_slot(places, rank) for rank in range(ranks.world_size)]

@@ -7,7 +7,9 @@ of the passes (1F1B) follows Narayanan et al., "PipeDream: Generalized Pipeline 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -21,19 +23,39 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
+from hpctrain.training.base import rng
 from hpctrain.training.base.rng import derive_seed
+from hpctrain.training.base.tensors import slice_batch
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optim.micro_batch_size import preserve_state
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.batch_split import pipeline_micro_batch_sizes, slice_batch
-from hpctrain.training.strategies.optimizer_state_gather import OptimizerStateGather
-from hpctrain.training.strategies.pipeline_stages import PipelineStages
 from hpctrain.training.strategies.sharded_params import joint_norm
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
+
+
+#: Default number of micro-batches per stage: more micro-batches reduce the idle time of stages.
+_MICRO_BATCHES_A_STAGE = 4
+
+
+def pipeline_micro_batch_sizes(num_samples: int, most: int | None, num_stages: int) -> list[int]:
+    """Return the number of samples of each micro-batch of a pipeline, in descending order.
+
+    Stages allocate memory for one size at a time. Equal sizes are more efficient than two sizes, unless the
+    number of micro-batches doubles or halves.
+    """
+    if most is None:
+        wanted = min(_MICRO_BATCHES_A_STAGE * num_stages, num_samples)
+        counts = range(wanted, wanted // 2, -1)
+    else:
+        least = -(-num_samples // most)
+        counts = range(least, 2 * least)
+    count = next((count for count in counts if num_samples % count == 0), counts[0])
+    each, larger = divmod(num_samples, count)
+    return [each + 1] * larger + [each] * (count - larger)
 
 
 class Pipeline(Strategy):
@@ -66,11 +88,7 @@ class Pipeline(Strategy):
         return DataRank(0, 1)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this.
-
-        Raises:
-            UserError: the module cannot be divided into one stage per rank.
-        """
+        """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this."""
         super().__init__(module, context, settings)
         self._is_pending = False
         if context.is_distributed:
@@ -124,17 +142,16 @@ class Pipeline(Strategy):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad)
 
-    def gradient_norm(self, parameters: Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         if not self.context.is_distributed:
-            return super().gradient_norm(parameters, p)
+            return super().gradient_norm(parameters)
         shared = set(self._stages.shared)
         gradients = {each: each.grad for each in parameters if each.grad is not None}
         own = [gradient for each, gradient in gradients.items() if each not in shared]
         alike = [gradient for each, gradient in gradients.items() if each in shared]
-        return joint_norm(own, alike, self.context.device, p)
+        return joint_norm(own, alike, self.context.device)
 
     def sync_buffers(self) -> None:
-        """Broadcast each stage's parameters, buffers and optimizer state to all ranks."""
         if not self.context.is_distributed:
             return
         in_stages = {buffer for buffers in self._stages.buffers for buffer in buffers}
@@ -147,7 +164,6 @@ class Pipeline(Strategy):
         self._state_gather.gather()
 
     def _shared_seed(self) -> int:
-        """Return a random number from rank 0. All ranks must call this."""
         seed = torch.randint(2**62, (1,))
         dist.broadcast(seed, src=0, group=self.context.cpu_group)
         return int(seed)
@@ -175,7 +191,6 @@ class Pipeline(Strategy):
         return loss_of
 
     def _run(self, parts: list[_Part], where: tuple[int, ...], loss_of: Callable[..., torch.Tensor]) -> None:
-        """Run micro-batches of one size forward and backward through the stages."""
         ranks, device = self.context.ranks, self.context.device
         inputs, output = self._find_shapes(parts[0].batch, where)
         stage = PipelineStage(
@@ -223,7 +238,6 @@ class Pipeline(Strategy):
         return self._shapes[looks]
 
     def _scalars(self, ended: list[dict[str, torch.Tensor]], num_samples: int) -> tuple[Any, float]:
-        """Return means over the micro-batches on the last rank; unused zeros on the others."""
         if not self._names:
             names = list(ended[0]) if self._is_last else None
             self._names = self.context.broadcast(names, self.context.ranks.world_size - 1) or []
@@ -257,7 +271,6 @@ class _Stage(nn.Module):
 
 
 def _equal_parts(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_Part]]:
-    """Yield the micro-batches of the batch, grouped by size."""
     low, num_samples = 0, sum(sizes)
     for size, alike in groupby(sizes):
         parts = []
@@ -266,3 +279,179 @@ def _equal_parts(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_Part
             parts.append(_Part(part, size, derive_seed(seed, low)))
             low += size
         yield parts
+
+
+class OptimizerStateGather:
+    """Gather the optimizer state of all ranks for a checkpoint, and remove it afterwards.
+
+    Attributes:
+        optimizers: this rank's optimizers, constructed identically on all ranks.
+    """
+
+    def __init__(self, owned: Sequence[Sequence[nn.Parameter]], context: DistributedContext) -> None:
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._owned, self._context = owned, context
+        # A loaded checkpoint contains the state of all ranks.
+        self._has_others = True
+
+    def gather(self) -> None:
+        """Gather the state of all ranks' optimizers. All ranks must call this.
+
+        State from other ranks is on the CPU.
+        """
+        for rank, owned in enumerate(self._owned):
+            kept: list[Any] = [[optimizer.state.get(p) for p in owned] for optimizer in self.optimizers]
+            states_of_rank = self._context.broadcast(kept, rank, "the state of an optimizer")
+            if rank != self._context.ranks.rank:
+                for optimizer, states in zip(self.optimizers, states_of_rank, strict=True):
+                    _keep(optimizer, owned, states)
+        for optimizer in self.optimizers:
+            _put_in_order(optimizer)
+        self._has_others = True
+
+    def drop_others(self) -> None:
+        """Drop the state of other ranks, to keep the memory savings of the stages."""
+        if not self._has_others:
+            return
+        self._has_others = False
+        for rank, owned in enumerate(self._owned):
+            if rank != self._context.ranks.rank:
+                for optimizer in self.optimizers:
+                    _keep(optimizer, owned, [None] * len(owned))
+
+
+def _keep(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], states: list[Any]) -> None:
+    """Set an optimizer's state for these parameters; None removes it."""
+    for parameter, state in zip(parameters, states, strict=True):
+        if state is None:
+            optimizer.state.pop(parameter, None)
+        else:
+            optimizer.state[parameter] = state
+
+
+def _put_in_order(optimizer: torch.optim.Optimizer) -> None:
+    """Sort the state in the order of the parameters, to make it equal on all ranks."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = optimizer.state.pop(parameter)
+
+
+class _StageBoundary(Exception):
+    """Exit from a training step at the point where the next rank continues."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = output
+
+
+class PipelineStages:
+    """Stages of a module's largest `nn.Sequential`, one per rank, of about equal size.
+
+    The part of the training step before the Sequential runs on the first stage. The part after the Sequential
+    runs on the last stage, which calls the step again and substitutes the stages' output.
+
+    Attributes:
+        owned: for each rank, the parameters only in its stage.
+        shared: all other parameters; any rank may have a part of the gradients.
+    """
+
+    def __init__(self, module: Module, rank: int, num_stages: int) -> None:
+        self._module, self._rank, self._last = module, rank, num_stages - 1
+        self._prepared = _largest(module, num_stages)
+        blocks = list(self._prepared)
+        ends = _stage_ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)
+        stages = [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        self._layers = nn.Sequential(*stages[rank])
+        everywhere = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+        self.owned: list[list[nn.Parameter]] = []
+        self.buffers: list[list[torch.Tensor]] = []
+        for stage in stages:
+            layers = nn.Sequential(*stage)
+            inside = Counter(p for _, p in layers.named_parameters(remove_duplicate=False))
+            self.owned.append([p for p in inside if inside[p] == everywhere[p]])
+            self.buffers.append(list(layers.buffers()))
+        taken = {p for owned in self.owned for p in owned}
+        self.shared = [p for p in module.parameters() if p not in taken]
+
+    def forward(self, held: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+        """Return the output of this rank's stage for `held`; the first stage starts from the batch.
+
+        The training step draws the same random numbers from `seed` as in `finish_step`.
+        """
+        if self._rank > 0:
+            output: torch.Tensor = self._layers(held)
+            return output
+
+        def cut(*inputs: Any) -> torch.Tensor:
+            raise _StageBoundary(self._layers(*inputs))
+
+        try:
+            with rng.seeded_rng(seed), self._replace_sequential(cut):
+                self._module.training_step(batch, *where)
+        except _StageBoundary as end:
+            return end.output
+        raise UserError(
+            f"{type(self._module).__name__}.training_step did not call the Sequential that strategy "
+            "'pipeline' splits into stages. Call this Sequential in training_step, or use another "
+            "strategy."
+        )
+
+    def finish_step(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
+        calls = 0
+
+        def give(*_: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise UserError(
+                    f"{type(self._module).__name__}.training_step calls the Sequential more than once. "
+                    "Strategy 'pipeline' splits this Sequential into stages and can run it only once per "
+                    "micro-batch. Concatenate the inputs (torch.cat) and call it once, or use strategy "
+                    "'zero3'."
+                )
+            return output
+
+        with rng.seeded_rng(seed), self._replace_sequential(give):
+            return self._module.training_step_end(self._module.training_step(batch, *where))
+
+    def check_gradients(self) -> None:
+        """Check that this rank has no gradient for parameters of another stage only."""
+        others = {p for rank, owned in enumerate(self.owned) if rank != self._rank for p in owned}
+        for name, parameter in self._module.named_parameters():
+            if parameter in others and parameter.grad is not None:
+                raise UserError(
+                    f"{type(self._module).__name__}.training_step uses {name} outside the Sequential that "
+                    "strategy 'pipeline' splits into stages (for example, in a penalty on all weights). "
+                    "Only the rank of the parameter's stage can update it. Use the optimizer's "
+                    "weight_decay instead, or strategy 'zero3'."
+                )
+
+    @contextmanager
+    def _replace_sequential(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+        self._prepared.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._prepared.forward
+
+
+def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:
+    rows = [part for part in module.modules() if isinstance(part, nn.Sequential) and len(part) >= num_stages]
+    if not rows:
+        raise UserError(
+            f"Strategy 'pipeline' splits a torch.nn.Sequential into {num_stages} stages, one per rank, "
+            f"but no Sequential in {type(module).__name__} has that many blocks. Put the blocks into one "
+            "Sequential, or start fewer ranks."
+        )
+    return max(rows, key=lambda row: sum(parameter.numel() for parameter in row.parameters()))
+
+
+def _stage_ends(sizes: list[int], num_stages: int) -> list[int]:
+    ends: list[int] = []
+    total, sum_so_far = sum(sizes), 0
+    for number, size in enumerate(sizes, 1):
+        sum_so_far += size
+        left_over, missing = len(sizes) - number, num_stages - 1 - len(ends)
+        if missing and (sum_so_far >= total * (len(ends) + 1) / num_stages or left_over == missing):
+            ends.append(number)
+    return [*ends, len(sizes)]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import all_gather_single
-from hpctrain.training.base.dtensor_parts import is_sharded, local_part
+from hpctrain.training.base.tensors import is_sharded, local_part
 from hpctrain.training.module import Module
 
 #: Optimizers whose updates are impossible with shards, and the reason.
@@ -37,15 +37,7 @@ class ShardedParameters:
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer, before_step: Callable[[], None]) -> None:
-        """Replace the complete parameters of an optimizer with their parts.
-
-        Args:
-            optimizer: a new optimizer.
-            before_step: callback that completes gradients and assigns the gradients of the parts.
-
-        Raises:
-            UserError: the optimizer has already performed steps, or does not support shards.
-        """
+        """Replace the complete parameters of an optimizer with their parts."""
         if reason := _UNSUPPORTED.get(type(optimizer)):
             raise UserError(
                 f"{type(optimizer).__name__} {reason}, so it cannot be used with strategies that shard "
@@ -81,12 +73,7 @@ class ShardedParameters:
             part.grad = None if whole.grad is None else self._cut(whole.grad)
 
     def gather(self, optimizer: torch.optim.Optimizer, bucket_bytes: int = 25 << 20) -> None:
-        """Gather the complete parameters from the parts updated by the ranks. All ranks must call this.
-
-        Args:
-            optimizer: optimizer of the parameters.
-            bucket_bytes: limit of temporary memory per bucket.
-        """
+        """Gather the complete parameters from the parts updated by the ranks. All ranks must call this."""
         cut = [
             whole
             for whole, part in self._parts.items()
@@ -125,7 +112,6 @@ class ShardedParameters:
         )
 
     def _rows(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows as in `Shard(0)`: the same number per rank, except for the last ranks."""
         if whole.ndim == 0:
             return whole
         each = -(-len(whole) // self._mesh.size())
@@ -133,37 +119,29 @@ class ShardedParameters:
         return whole[first : first + each]
 
 
-def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device, p: float) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the norm of all gradients, complete or sharded. All ranks must call this."""
     cut: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         (cut if is_sharded(gradient) else whole).append(local_part(gradient))
-    return joint_norm(cut, whole, device, p)
+    return joint_norm(cut, whole, device)
 
 
 def joint_norm(
-    own: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], device: torch.device, p: float
+    own: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     """Return the norm of the `own` gradients of all ranks, and of those equal on all ranks."""
     of_own, of_shared = (
-        torch.nn.utils.get_total_norm(gradients, norm_type=p).to(device, torch.float32)
-        for gradients in (own, shared)
+        torch.nn.utils.get_total_norm(gradients).to(device, torch.float32) for gradients in (own, shared)
     )
-    if p == float("inf"):
-        dist.all_reduce(of_own, op=dist.ReduceOp.MAX)
-        return torch.maximum(of_own, of_shared)
-    powers = of_own**p
-    dist.all_reduce(powers)
-    return torch.pow(powers + of_shared**p, 1 / p)
+    squares = of_own**2.0
+    dist.all_reduce(squares)
+    return torch.pow(squares + of_shared**2.0, 0.5)
 
 
 def check_module_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check that optimizers contain the current parameters of the module, not those before sharding.
-
-    Raises:
-        UserError: an optimizer contains another parameter.
-    """
+    """Check that optimizers contain the current parameters of the module, not those before sharding."""
     own = set(module.parameters())
     for optimizer in optimizers:
         for parameter in _parameters(optimizer):

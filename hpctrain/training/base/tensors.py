@@ -1,0 +1,73 @@
+"""Change the tensors of a batch, and access those that are sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from hpctrain.torch_compat import pytree
+
+#: Bytes. Some kernels for CPUs depend on the alignment of a tensor.
+_ALIGNMENT = 64
+
+
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `batch` with `change` applied to every tensor in its tuples, lists and dicts."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, change) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(value, change) for value in batch)
+    return batch
+
+
+def align_tensors(batch: Any) -> Any:
+    """Copy the tensors of a batch whose addresses are not multiples of 64 bytes."""
+
+    def align(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT else tensor
+
+    return map_tensors(batch, align)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor; the tensor itself if it is not a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return true if the ranks have different parts of a tensor."""
+    return isinstance(tensor, DTensor) and any(isinstance(each, Shard) for each in tensor.placements)
+
+
+def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
+    """Return samples `low` to `high` of a batch; leaves without a sample dimension are unchanged.
+
+    Args:
+        batch: tensors whose first dimension is `num_samples`, and lists or tuples of as many plain values,
+            such as names, in any containers.
+        num_samples: samples of the batch.
+        low: first sample.
+        high: sample after the last.
+    """
+
+    def is_column(node: Any) -> bool:
+        return (
+            isinstance(node, (list, tuple))
+            and len(node) == num_samples
+            and not any(isinstance(each, (torch.Tensor, dict, list, tuple)) for each in node)
+        )
+
+    def cut(leaf: Any) -> Any:
+        counts = (
+            leaf.ndim > 0 and len(leaf) == num_samples if isinstance(leaf, torch.Tensor) else is_column(leaf)
+        )
+        return leaf[low:high] if counts else leaf
+
+    return pytree.tree_map(cut, batch, is_leaf=is_column)

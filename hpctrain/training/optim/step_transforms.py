@@ -1,0 +1,109 @@
+"""Recompute activations, and compile steps, while a module is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.errors import UserError
+from hpctrain.torch_compat import NormBase
+from hpctrain.training.module import Module
+
+
+@contextlib.contextmanager
+def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
+    """Store only the inputs of the submodules that match `patterns`, within the block.
+
+    Dropout is the same in both passes (torch restores the random state), and running statistics of batch norm
+    are updated once.
+    """
+    chosen = _chosen(module, patterns)
+    for part in chosen.values():
+        part.forward = partial(_recompute, part, part.forward)
+    try:
+        yield
+    finally:
+        for part in chosen.values():
+            del part.forward
+
+
+def _recompute(part: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        inner,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (contextlib.nullcontext(), _preserve_statistics(part)),
+        **kwargs,
+    )
+
+
+@contextlib.contextmanager
+def _preserve_statistics(part: nn.Module) -> Iterator[None]:
+    """Let batch norm update copies of its running statistics within the block."""
+    layers = [layer for layer in part.modules() if isinstance(layer, NormBase) and layer.training]
+    own = [dict(layer._buffers) for layer in layers]
+    for layer, buffers in zip(layers, own, strict=True):
+        layer._buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for layer, buffers in zip(layers, own, strict=True):
+            layer._buffers.update(buffers)
+
+
+def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    named = {name: part for name, part in module.named_modules() if name}
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        found = [name for name in named if _matches(name, pattern)]
+        if not found:
+            raise UserError(
+                f"recompute contains {pattern!r}, but no submodule of {type(module).__name__} matches this "
+                f"pattern. The submodules include {', '.join(map(repr, list(named)[:20]))}."
+            )
+        chosen |= {name: named[name] for name in found}
+    for name in chosen:
+        outer = [other for other in chosen if name.startswith(f"{other}.")]
+        if outer:
+            raise UserError(
+                f"recompute matches both {outer[0]!r} and its submodule {name!r}. Choose only one of them."
+            )
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    words, patterns = name.split("."), pattern.split(".")
+    return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
+
+
+#: Methods that are called once per batch.
+_STEPS = ("training_step", "validation_step")
+
+
+@contextlib.contextmanager
+def compile_steps(module: Module, options: bool | Mapping[str, Any]) -> Iterator[None]:
+    """Compile the steps of `module` on their first call within the block."""
+    if options is False:
+        yield
+        return
+    words: dict[str, Any] = {} if options is True else dict(options)
+    for name in _STEPS:
+        step = getattr(module, name)
+        if isinstance(step, MethodType) and step.__self__ is module:
+            # `dp` calls the same compiled function with copies of the module.
+            setattr(module, name, partial(torch.compile(step.__func__, **words), module))
+        else:
+            setattr(module, name, torch.compile(step, **words))
+    try:
+        yield
+    finally:
+        for name in _STEPS:
+            delattr(module, name)

@@ -1,0 +1,327 @@
+"""Rendezvous of ranks through the store of rank 0, in threads of one process and on separate hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+from helpers.commands import run_command
+from helpers.separate_hosts import SeparateHosts, need_separate_hosts
+from helpers.waiting import slowness
+from torch.distributed import PrefixStore, TCPStore
+
+from hpctrain.cluster import Ranks
+from hpctrain.cluster.ports import rendezvous_port
+from hpctrain.errors import HpctrainError, RendezvousError
+from hpctrain.runtime import device_assignment
+from hpctrain.runtime import rendezvous as module
+from hpctrain.runtime.device_assignment import assign_device
+from hpctrain.runtime.rendezvous import connect_store
+
+pytestmark = pytest.mark.ranks
+
+#: Far more than a rendezvous takes, even on a busy machine.
+LIMIT_S = 30.0
+#: For rendezvous that cannot succeed.
+SHORT_S = 2.5
+
+
+@pytest.fixture
+def key() -> str:
+    """Return a key whose port no program on this machine uses."""
+    while True:
+        key = f"{os.getpid()} {time.monotonic_ns()}"
+        with contextlib.suppress(OSError):
+            socket.create_server(("", rendezvous_port(key))).close()
+            return key
+
+
+def ranks_of(key: str, rank: int, world_size: int) -> Ranks:
+    port = rendezvous_port(key)
+    return Ranks(rank, world_size, rank, world_size, 0, 1, "localhost", port, "test", key)
+
+
+def join(ranks: Ranks, timeout_s: float = LIMIT_S, host: str = "n1") -> None:
+    store, problem = connect_store(ranks, {}, timeout_s)
+    prefixed = PrefixStore(ranks.rendezvous_id, store)
+    assign_device(ranks, {"SLURMD_NODENAME": host}, prefixed, use_gpus=False, problem=problem)
+
+
+def failures(futures: list[Future[None]]) -> list[str]:
+    """Return the error of each rank; fail if a rank has none."""
+    texts = []
+    for future in futures:
+        with pytest.raises(HpctrainError) as error:
+            future.result()
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
+def test_ranks_join_in_any_order(key, order):
+    with ThreadPoolExecutor(4) as pool:
+        futures = []
+        for rank in order:
+            futures.append(pool.submit(join, ranks_of(key, rank, 4)))
+            time.sleep(0.1)
+        for future in futures:
+            future.result()
+
+
+def test_missing_ranks_are_reported_once_and_end_all_present(key, monkeypatch, capfd):
+    monkeypatch.setattr(device_assignment, "REMIND_AFTER_S", 0.1)
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(join, ranks_of(key, rank, 6), SHORT_S) for rank in (0, 1, 3)]
+    for text in failures(futures):
+        assert "The world size is 6, but ranks 2, 4-5 did not join within " in text
+    assert capfd.readouterr().err.count("is waiting for ranks 2, 4-5") == 1
+
+
+def test_missing_rank_0_is_reported_with_the_addresses_that_were_tried(key, monkeypatch, capfd):
+    monkeypatch.setattr(module, "REMIND_AFTER_S", 0.1)
+    with pytest.raises(RendezvousError) as error:
+        join(ranks_of(key, 1, 2), timeout_s=0.5)
+    tried = f"127.0.0.1, port {rendezvous_port(key)}: Connection refused"
+    assert tried in str(error.value)
+    assert capfd.readouterr().err.count(tried) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_with_one_rank_are_reported_to_all(key, rank):
+    """The number of processes is right, so one rank is missing."""
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(join, ranks_of(key, present, 4)) for present in (0, 1, 2)]
+        futures.append(pool.submit(join, ranks_of(key, rank, 4), LIMIT_S, "n2"))
+    for text in failures(futures):
+        assert f"both claim rank {rank}. Start one process per rank." in text
+        assert "on n1" in text
+        assert "on n2" in text
+
+
+def test_different_world_sizes_are_reported_to_all(key):
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(join, ranks_of(key, 0, 2)), pool.submit(join, ranks_of(key, 1, 4))]
+    for text in failures(futures):
+        assert "The world size is 4 on rank 1 on n1, but 2 on rank 0 on n1." in text
+
+
+def test_port_that_another_program_uses_is_reported(key, monkeypatch):
+    monkeypatch.setattr(module, "_CONFLICT_LIMIT_S", 0.5)
+    # It accepts connections, but does not answer.
+    with socket.create_server(("", rendezvous_port(key))):
+        with pytest.raises(RendezvousError, match=r"cannot listen on port \d+ \(Address already in use\)"):
+            join(ranks_of(key, 0, 2))
+        with pytest.raises(RendezvousError, match="the program at this port does not answer"):
+            join(ranks_of(key, 1, 2), timeout_s=SHORT_S)
+
+
+def test_jobs_with_one_port_do_not_mix(key):
+    other = Ranks(0, 2, 0, 2, 0, 1, "localhost", rendezvous_port(key), "test", "other")
+    with ThreadPoolExecutor(3) as pool:
+        main = pool.submit(join, ranks_of(key, 0, 2))
+        time.sleep(0.5)
+        (text,) = failures([pool.submit(join, other)])
+        assert "rank 0 cannot listen on port" in text
+        pool.submit(join, ranks_of(key, 1, 2)).result()
+        main.result()
+
+
+def test_too_low_limit_on_open_files_is_reported():
+    script = (
+        "import resource; from hpctrain.cluster.ranks import Ranks\n"
+        "from hpctrain.runtime.rendezvous import connect_store\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "connect_store(Ranks(0, 100, 0, 100, 0, 1, '127.0.0.1', 0, 'test'), {}, 30)"
+    )
+    result = run_command([sys.executable, "-c", script], check=False)
+    assert "requires 100 connections, one to each other rank, but may open only 64 files" in result.stderr
+
+
+def test_store_tolerates_strangers():
+    """For example, ranks of another step that look for their rank 0 at this port."""
+    limit = timedelta(seconds=20)
+    data = b'{"token": "0123456789abcdef", "rank": 0, "left_s": 29.9}\n'
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as strangers:
+        address = listener.getsockname()
+
+        def connect_stranger() -> None:
+            strangers.enter_context(socket.create_connection(address, timeout=60)).sendall(data)
+
+        connect_stranger()
+        server = TCPStore(
+            *address,
+            2,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=limit,
+            master_listen_fd=listener.detach(),
+        )
+        connect_stranger()
+        client = TCPStore(*address, 2, is_master=False, wait_for_workers=False, timeout=limit)
+        connect_stranger()
+        client.set("key", "value")
+        assert server.get("key") == b"value"
+
+
+RANK = """
+import json, os, sys
+from hpctrain.cluster import Ranks
+from hpctrain.errors import HpctrainError
+from hpctrain.runtime import distributed_context as module
+fields, module.JOIN_TIMEOUT_S = json.loads(sys.argv[1])
+try:
+    context = module.init_distributed(Ranks(**fields), os.environ, use_gpus=False)
+except HpctrainError as error:
+    print(json.dumps({"failed": str(error)}), flush=True)
+else:
+    context.barrier()
+    print(json.dumps({"joined": True, "gloo": os.environ.get("GLOO_SOCKET_IFNAME")}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[SeparateHosts]:
+    need_separate_hosts()
+    with SeparateHosts(3) as hosts:
+        yield hosts
+
+
+@pytest.fixture(autouse=True)
+def _set_usual_names(hosts):
+    for host in hosts.names:
+        hosts.set_hosts(host, {name: hosts.address(name) for name in hosts.names})
+
+
+@dataclass
+class Step:
+    """Two ranks on n1 and one on each other host, each in its own process."""
+
+    hosts: SeparateHosts
+    master: str
+    placed: tuple[str, ...] = ("n1", "n1", "n2", "n3")
+
+    def join(
+        self, *absent: int, timeout_s: float = 2 * LIMIT_S, env: dict[str, str] | None = None
+    ) -> list[dict[str, object]]:
+        key = f"{os.getpid()} {time.monotonic_ns()}"
+        with contextlib.ExitStack() as stack:
+            processes = [
+                stack.enter_context(self.start(rank, key, timeout_s, env or {}))
+                for rank in range(len(self.placed))
+                if rank not in absent
+            ]
+            return [json.loads(_output(process)) for process in processes]
+
+    def start(
+        self, rank: int, key: str, timeout_s: float, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        host = self.placed[rank]
+        fields = {
+            "rank": rank,
+            "world_size": len(self.placed),
+            "local_rank": self.placed[:rank].count(host),
+            "local_world_size": self.placed.count(host),
+            "node_rank": self.hosts.names.index(host),
+            "num_nodes": len(set(self.placed)),
+            "master_addr": self.master,
+            "master_port": rendezvous_port(key),
+            "environment": "test",
+            "rendezvous_id": key,
+        }
+        return self.hosts.start(host, [sys.executable, "-c", RANK, json.dumps([fields, timeout_s])], env)
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def assert_joined(results: list[dict[str, object]], *interfaces: str | None) -> None:
+    expected = interfaces or (None,) * len(results)
+    assert results == [{"joined": True, "gloo": interface} for interface in expected]
+
+
+def test_own_name_may_be_unresolvable(hosts):
+    """Without an address of another host, gloo would listen on a loopback address."""
+    hosts.set_hosts("n1", {})
+    hosts.set_hosts("n2", {"n1": hosts.address("n1"), "n2": "127.0.1.1"})
+    env = {"SLURM_LAUNCH_NODE_IPADDR": hosts.address("n3")}
+    assert_joined(Step(hosts, "n1").join(env=env), "eth0", "eth0", "eth0", None)
+
+
+def test_interface_chosen_by_the_user_is_kept(hosts):
+    env = {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert_joined(Step(hosts, "n1", ("n1", "n2")).join(env=env), "eth0", "eth0")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("names", ["alias", "short", "ipv6", "slurm", "unreachable"])
+def test_address_of_rank_0_is_found(hosts, names):
+    """Reports: PT#73656 (the others know rank 0's host by another name), PT#150532 (unresolvable names)."""
+    step, env = Step(hosts, "n1", ("n1", "n2")), {}
+    match names:
+        case "alias":
+            step.master = "head-ib0"
+            for host in hosts.names:
+                hosts.set_hosts(host, {host: hosts.address(host), "head-ib0": hosts.address("n1")})
+        case "short":
+            step.master = "n1.cluster"
+        case "ipv6":
+            for host in hosts.names:
+                hosts.set_hosts(host, {name: hosts.address6(name) for name in hosts.names})
+        case "slurm":
+            env = {"SLURM_NODE_ALIASES": f"n1:{hosts.address('n1')}:n1"}
+            hosts.set_hosts("n2", {"n2": hosts.address("n2")})
+        case "unreachable":
+            # The resolver puts IPv6 addresses first.
+            hosts.set_hosts(
+                "n2", {"n1 net98": "fd77::98", "n1": hosts.address("n1"), "n2": hosts.address("n2")}
+            )
+    assert_joined(step.join(env=env))
+
+
+@pytest.mark.extended
+def test_unresolvable_name_times_out_with_a_message(hosts):
+    """Report: PT#150532, an unresolvable name hangs."""
+    for host in hosts.names:
+        hosts.set_hosts(host, {})
+    texts = [str(result["failed"]) for result in Step(hosts, "n1.cluster").join(timeout_s=SHORT_S)]
+    # A rank on rank 0's own host needs no name.
+    assert all("ranks 2-3 did not join" in text for text in texts[:2])
+    assert all("the name n1.cluster: Temporary failure in name resolution" in text for text in texts[2:])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("address", ["127.0.1.1", "10.77.0.99"])
+def test_wrong_address_of_rank_0_times_out_with_a_message(hosts, address):
+    """All hosts are copies of one image, or a host is down."""
+    hosts.set_hosts("n2", {"n1": address, "n2": hosts.address("n2")})
+    start = time.monotonic()
+    results = Step(hosts, "n1", ("n1", "n2")).join(timeout_s=SHORT_S)
+    assert time.monotonic() - start < LIMIT_S * slowness()
+    assert "rank 1 did not join" in str(results[0]["failed"])
+    assert f"{address}, port " in str(results[1]["failed"])
+
+
+def test_two_hosts_that_claim_rank_0_are_both_reported(hosts):
+    """Report: accelerate#2816, where every node took itself for the first."""
+    key = f"{os.getpid()} {time.monotonic_ns()}"
+    first = Step(hosts, "n1", placed=("n1", "n2", "n3")).start(0, key, LIMIT_S)
+    second = Step(hosts, "n1", placed=("n2", "n1", "n3")).start(0, key, LIMIT_S)
+    with first, second:
+        texts = [json.loads(_output(process))["failed"] for process in (first, second)]
+    for text in texts:
+        assert "both claim rank 0" in text
+        assert "on n1" in text
+        assert "on n2" in text
