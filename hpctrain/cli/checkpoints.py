@@ -56,20 +56,20 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     from hpctrain.checkpoint.listing import list_quarantined
 
     folder = _folder_of(run, runs_dir)
-    found, rule = _ranked_checkpoints(folder, verify=verify)
+    checkpoints, rule = _ranked_checkpoints(folder, verify=verify)
     aside = list_quarantined(folder)
     if as_json:
-        echo_json([*(_as_record(saved, rule) for saved in found), *map(_aside_as_record, aside)])
+        echo_json([*(_as_record(saved, rule) for saved in checkpoints), *map(_aside_as_record, aside)])
     else:
-        _print_table(folder, found, rule, verify=verify)
+        _print_table(folder, checkpoints, rule, verify=verify)
         for path in aside:
             problem = "damaged" if ".broken-" in path.name else "saved after the last verified step"
             click.echo(f"{short_path(path)}: {problem}, set aside by the run", err=True)
-    if broken := [checkpoint.step for checkpoint in found if checkpoint.problems]:
+    if broken := [checkpoint.step for checkpoint in checkpoints if checkpoint.problems]:
         if not as_json:
             count = "1 checkpoint is" if len(broken) == 1 else f"{len(broken)} checkpoints are"
             result = "A run skips damaged checkpoints and sets them aside."
-            if len(broken) == len(found):
+            if len(broken) == len(checkpoints):
                 result = "A run in this folder fails at its start. To start over, delete the checkpoints."
             click.echo(f"{count} damaged. {result}", err=True)
         sys.exit(CheckpointError.exit_code)
@@ -105,8 +105,8 @@ def export(
     if file.exists() and not force:
         raise UserError(f"{file} already exists. Use --force to overwrite it.")
     folder = _folder_of(run, runs_dir)
-    found, _ = _ranked_checkpoints(folder)
-    chosen = _chosen(folder, found, step, best=best)
+    checkpoints, _ = _ranked_checkpoints(folder)
+    chosen = _chosen(folder, checkpoints, step, best=best)
     from hpctrain.checkpoint.convert.export_checkpoint import export_checkpoint
 
     while True:
@@ -114,7 +114,7 @@ def export(
             sentences = export_checkpoint(chosen.path, file, everything=everything)
             break
         except CorruptCheckpoint as error:
-            older = [saved for saved in found if saved.step < chosen.step and not saved.problems]
+            older = [saved for saved in checkpoints if saved.step < chosen.step and not saved.problems]
             if step is not None or best or not older:
                 raise
             click.echo(f"{error} Using the previous checkpoint.", err=True)
@@ -163,13 +163,13 @@ def _folder_of(run: str, runs_dir: Path) -> RunDir:
     for folder in (RunDir((runs_dir / run).absolute()), RunDir(Path(run).absolute())):
         if folder.checkpoints.is_dir() and not folder.spec.exists():
             return folder
-    found = open_run(run, runs_dir)
-    if tasks := found.dir.tasks():
+    opened = open_run(run, runs_dir)
+    if tasks := opened.dir.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array, and each task has its own checkpoints. Specify a task, such "
-            f"as {found.run_id}/task-{tasks[0]}."
+            f"Run {opened.run_id} is a job array, and each task has its own checkpoints. Specify a task, "
+            f"such as {opened.run_id}/task-{tasks[0]}."
         )
-    return found.dir
+    return opened.dir
 
 
 def _ranked_checkpoints(
@@ -179,15 +179,15 @@ def _ranked_checkpoints(
     from hpctrain.checkpoint.listing import BestMetric, list_checkpoints
     from hpctrain.telemetry.report.run_results import read_results
 
-    found, rule = list_checkpoints(folder, verify=verify)
-    if not found or rule is not None:
-        return found, rule
+    checkpoints, rule = list_checkpoints(folder, verify=verify)
+    if not checkpoints or rule is not None:
+        return checkpoints, rule
     best = read_results(folder).best
     if best is None or best.metric == "loss":
-        return found, None
+        return checkpoints, None
     step = best.checkpoint_step
-    found = [replace(saved, best=saved.step == step and not saved.problems) for saved in found]
-    return found, BestMetric(best.metric, best.mode)
+    checkpoints = [replace(saved, best=saved.step == step and not saved.problems) for saved in checkpoints]
+    return checkpoints, BestMetric(best.metric, best.mode)
 
 
 def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
@@ -208,21 +208,23 @@ def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
     return folder
 
 
-def _chosen(folder: RunDir, found: list[CheckpointInfo], step: int | None, *, best: bool) -> CheckpointInfo:
-    steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+def _chosen(
+    folder: RunDir, checkpoints: list[CheckpointInfo], step: int | None, *, best: bool
+) -> CheckpointInfo:
+    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
     why, title = f"Available steps: {steps}.", "checkpoint" if step is None else f"checkpoint of step {step}"
     if best:
         why, title = "No checkpoint has a validation metric.", "best checkpoint"
-    for checkpoint in reversed(found):
+    for checkpoint in reversed(checkpoints):
         if checkpoint.best if best else checkpoint.newest if step is None else checkpoint.step == step:
             return checkpoint
     raise UserError(f"No {title} in {short_path(folder.checkpoints)}. {why}")
 
 
 def _print_table(
-    folder: RunDir, found: list[CheckpointInfo], rule: BestMetric | None, *, verify: bool
+    folder: RunDir, checkpoints: list[CheckpointInfo], rule: BestMetric | None, *, verify: bool
 ) -> None:
-    if not found:
+    if not checkpoints:
         place = short_path(folder.checkpoints)
         if (newest := newest_script_checkpoint(folder.checkpoints)) is None:
             click.echo(f"No checkpoints in {place}.", err=True)
@@ -236,12 +238,12 @@ def _print_table(
         return
     score = "score" if rule is None else rule.metric
     rows = [("step", "saved", "size", "files", "ranks", "tier", score, "")]
-    rows += [_as_row(checkpoint, verify=verify) for checkpoint in found]
+    rows += [_as_row(checkpoint, verify=verify) for checkpoint in checkpoints]
     if not any(row[6] for row in rows[1:]):
         echo_table([(*row[:6], row[7]) for row in rows], str.rjust)
     else:
         echo_table(rows, str.rjust)
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         for problem in checkpoint.problems:
             click.echo(f"step {checkpoint.step}: {problem}", err=True)
 

@@ -69,11 +69,11 @@ def _print_logs(run: Run, shown: LogFilter) -> None:
             f"Run {run.run_id} has no attempt {attempt} (--attempt). Available: "
             f"{format_ranks(attempts, 'attempt')}."
         )
-    there = run.dir.ranks(attempt)
-    if there and (missing := [rank for rank in shown.ranks if rank not in there]):
+    ranks = run.dir.ranks(attempt)
+    if ranks and (missing := [rank for rank in shown.ranks if rank not in ranks]):
         raise UserError(
             f"No log of rank {missing[0]} (--rank) in {short_path(run.dir.attempt_logs(attempt))}. "
-            f"Available: {format_ranks(there)}."
+            f"Available: {format_ranks(ranks)}."
         )
     logs = RankLogReader(run.dir, attempt, shown.ranks)
     anything = False
@@ -87,15 +87,15 @@ def _print_logs(run: Run, shown: LogFilter) -> None:
 
 def _print_no_logs(run: Run, shown: LogFilter, attempt: int = 0) -> None:
     status = run.status()
-    whose = "the selected ranks" if shown.ranks else "its ranks"
+    subject = "the selected ranks" if shown.ranks else "its ranks"
     if attempt != (status.attempt or 0):
-        words = f"{whose} wrote no output in attempt {attempt}."
+        sentence = f"{subject} wrote no output in attempt {attempt}."
     elif not status.state.ended:
-        words = f"{whose} have not written any output yet. Use `hpctrain logs -f` to wait for output."
+        sentence = f"{subject} have not written any output yet. Use `hpctrain logs -f` to wait for output."
     else:
         advice = " Use `hpctrain logs --errors` to show the cause." if status.cause else ""
-        words = f"{whose} wrote no output.{advice}"
-    click.echo(f"Run {run.run_id} is {status.state}: {words}", err=True)
+        sentence = f"{subject} wrote no output.{advice}"
+    click.echo(f"Run {run.run_id} is {status.state}: {sentence}", err=True)
     if attempt == (status.attempt or 0):
         _show_job_log(status, err=True)
 

@@ -42,23 +42,23 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
         raise UserError(
             f"{run} is a file, not a run. To submit it: hpctrain submit {shlex.quote(run)}"
         ) from None
-    found = opened.dir
-    spec = load_spec(found.spec)
-    if found.function.exists():
+    folder = opened.dir
+    spec = load_spec(folder.spec)
+    if folder.function.exists():
         raise SpecError(
-            f"Run {found.run_id} calls a function, which can only be submitted from Python. Submit the "
+            f"Run {folder.run_id} calls a function, which can only be submitted from Python. Submit the "
             "function again from Python."
         )
-    if found.sweep.exists():
+    if folder.sweep.exists():
         raise SpecError(
-            f"Run {found.run_id} is a sweep, whose trials have different arguments. Use `hpctrain sweep "
-            f"resume {run_reference(str(found.path))}`, or resume a single trial."
+            f"Run {folder.run_id} is a sweep, whose trials have different arguments. Use `hpctrain sweep "
+            f"resume {run_reference(str(folder.path))}`, or resume a single trial."
         )
     _check_state(opened.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
     # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.
-    target = found.array or found
+    target = folder.array or folder
     fields = asdict(spec) | ({} if spec.array_task is None else {"array": spec.array_task})
-    started = bool(found.attempts())
+    started = bool(folder.attempts())
     with submit.resubmission(context, fields, target, options, started=started) as inner:
         os.chdir(spec.workdir)
         submit.command.invoke(inner)

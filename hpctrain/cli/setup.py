@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import click
@@ -106,6 +105,8 @@ def _install(cluster: Cluster, facts: ClusterFacts) -> None:
 
 def _source() -> str:
     """Return the source of the installed package for pip: its folder or file, otherwise its version."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         record = distribution("hpctrain").read_text("direct_url.json")
     except PackageNotFoundError:

@@ -275,13 +275,13 @@ def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_j
     """Show all trials of the sweep RUN, best first, with their states and causes of failures."""
     from hpctrain.cli.results_table import as_document, echo_rows
 
-    found = open_run(run, runs_dir)
-    record = read_sweep(found.dir)
-    whole, rows = found.status(), _rows(found, metric, mode)
+    sweep = open_run(run, runs_dir)
+    record = read_sweep(sweep.dir)
+    whole, rows = sweep.status(), _rows(sweep, metric, mode)
     if as_json:
         echo_json(
             {
-                "run_id": found.run_id,
+                "run_id": sweep.run_id,
                 "state": whole.state,
                 "states": whole.tasks,
                 "sweep": None if record is None else asdict(record),
@@ -289,7 +289,7 @@ def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_j
             }
         )
         return
-    click.echo(f"{found.run_id}: {whole.words}")
+    click.echo(f"{sweep.run_id}: {whole.words}")
     echo_rows(rows, list(record.space) if record is not None else ())
     for trial, _ in rows:
         if trial.cause or trial.note:
@@ -304,12 +304,12 @@ def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_jso
     """Show the best trial of the sweep RUN, with its hyper-parameters and its best checkpoint."""
     from hpctrain.cli.results_table import as_document
 
-    found = open_run(run, runs_dir)
-    rows = _rows(found, metric, mode)
+    sweep = open_run(run, runs_dir)
+    rows = _rows(sweep, metric, mode)
     if not rows or (value := rows[0][1].best) is None:
         name = f"the metric {metric!r}" if metric else "a metric"
         raise UserError(
-            f"No trial of {found.run_id} has logged {name} yet. See `hpctrain list {shlex.quote(run)}`."
+            f"No trial of {sweep.run_id} has logged {name} yet. See `hpctrain list {shlex.quote(run)}`."
         )
     its, results = rows[0]
     if as_json:
@@ -338,11 +338,11 @@ def resume(
     Completed and active trials are left unchanged. OPTIONS of `hpctrain submit`, such as --time 4:00:00,
     override those of the last submission.
     """
-    found, record = _open_sweep(run, runs_dir)
+    sweep, record = _open_sweep(run, runs_dir)
     from hpctrain.jobs.runs.run import query_statuses
     from hpctrain.slurm.states import RunState
 
-    statuses = dict(zip(found.dir.tasks(), query_statuses(found.tasks()), strict=True))
+    statuses = dict(zip(sweep.dir.tasks(), query_statuses(sweep.tasks()), strict=True))
     # A trial without a job was never submitted.
     submitted = {index: status for index, status in statuses.items() if status.job_id is not None}
     ended = [n for n, status in submitted.items() if status.state in (RunState.FAILED, RunState.CANCELLED)]
@@ -353,8 +353,8 @@ def resume(
             "still active. Resume the sweep when Slurm responds."
         )
     if not missing:
-        raise SpecError(f"Nothing to resume: every trial of {found.run_id} is complete or active.")
-    _resubmit(ctx, found, record, missing, concurrent, options)
+        raise SpecError(f"Nothing to resume: every trial of {sweep.run_id} is complete or active.")
+    _resubmit(ctx, sweep, record, missing, concurrent, options)
 
 
 @command.command("extend", context_settings={"ignore_unknown_options": True})
@@ -377,7 +377,7 @@ def extend(
 
     Existing trials are not repeated. OPTIONS are those of `hpctrain submit`.
     """
-    found, record = _open_sweep(run, runs_dir)
+    sweep, record = _open_sweep(run, runs_dir)
     if unknown := [name for name in over if name not in record.space]:
         raise UserError(
             f"The sweep has no hyper-parameter {unknown[0]!r} (--over). Its hyper-parameters are "
@@ -390,8 +390,8 @@ def extend(
     larger = record.with_values(over, Path.cwd()).with_trials(number or 0)
     new = range(len(record.trials), len(larger.trials))
     if not new:
-        raise SpecError(f"The sweep {found.run_id} already has all of these trials.")
-    _resubmit(ctx, found, larger, new, concurrent, options)
+        raise SpecError(f"The sweep {sweep.run_id} already has all of these trials.")
+    _resubmit(ctx, sweep, larger, new, concurrent, options)
 
 
 @command.command("cancel")
@@ -406,10 +406,10 @@ def cancel(ctx: click.Context, /, **arguments: Any) -> None:
 
 
 def _open_sweep(run: str, runs_dir: Path) -> tuple[Run, SweepRecord]:
-    found = open_run(run, runs_dir)
-    if (record := read_sweep(found.dir)) is None:
-        raise UserError(f"Run {found.run_id} is not a sweep. Use `hpctrain resume` for other runs.")
-    return found, record
+    sweep = open_run(run, runs_dir)
+    if (record := read_sweep(sweep.dir)) is None:
+        raise UserError(f"Run {sweep.run_id} is not a sweep. Use `hpctrain resume` for other runs.")
+    return sweep, record
 
 
 def _resubmit(

@@ -41,7 +41,7 @@ _Format = Callable[[Sequence["TopSnapshot"], int, int], list[tuple[str, str]]]
 @runs_dir_option
 @click.option(
     "--filter",
-    "words",
+    "terms",
     metavar="WORDS",
     help="Show the runs whose ids, states and hyper-parameters contain all WORDS, such as 'failed lr=0.1'.",
 )
@@ -60,7 +60,7 @@ _Format = Callable[[Sequence["TopSnapshot"], int, int], list[tuple[str, str]]]
 )
 @json_option
 def command(
-    runs: tuple[str, ...], runs_dir: Path, words: str | None, once: bool, interval: float, as_json: bool
+    runs: tuple[str, ...], runs_dir: Path, terms: str | None, once: bool, interval: float, as_json: bool
 ) -> None:
     """Show a live view of RUN: state, step, remaining time, loss, speed, GPUs, events and log.
 
@@ -74,8 +74,8 @@ def command(
 
     named = [open_run(run, runs_dir) for run in runs] or list_runs(runs_dir, os.environ)
     shown = [task for run in named for task in run.tasks() or [run]]
-    is_single = len(runs) == len(shown) == 1 and words is None
-    snapshots = _snapshots(shown, (words or "").lower().split())
+    is_single = len(runs) == len(shown) == 1 and terms is None
+    snapshots = _snapshots(shown, (terms or "").lower().split())
     form: _Format = (lambda states, *size: format_view(states[0], *size)) if is_single else format_overview
     if as_json:
         documents = [snapshot.document() for snapshot in next(snapshots)]
@@ -140,7 +140,7 @@ class _LiveRun:
         )
 
 
-def _snapshots(runs: Sequence[Run], words: Sequence[str]) -> Iterator[list[TopSnapshot]]:
+def _snapshots(runs: Sequence[Run], terms: Sequence[str]) -> Iterator[list[TopSnapshot]]:
     """Yield the current state of the runs repeatedly, active and newer runs first, finally after their end.
 
     Raises:
@@ -156,7 +156,7 @@ def _snapshots(runs: Sequence[Run], words: Sequence[str]) -> Iterator[list[TopSn
         # The state is queried before the files are read, so that no record before the end is missed.
         if time.monotonic() - queried >= _QUERY_INTERVAL_S:
             known = query_statuses(runs[::-1], skip_unreadable=True)
-            statuses = [status for status in known if _matches(status, words)]
+            statuses = [status for status in known if _matches(status, terms)]
             statuses = sorted(statuses, key=lambda status: status.state.ended)[:_MAX_RUNS]
             queried = time.monotonic()
             if not statuses:
@@ -168,16 +168,16 @@ def _snapshots(runs: Sequence[Run], words: Sequence[str]) -> Iterator[list[TopSn
             return
 
 
-def _matches(status: RunStatus, words: Sequence[str]) -> bool:
-    """True if the id, the state and the hyper-parameters of a run contain all words."""
-    if not words:
+def _matches(status: RunStatus, terms: Sequence[str]) -> bool:
+    """True if the id, the state and the hyper-parameters of a run contain all terms."""
+    if not terms:
         return True
     from hpctrain.rundir import RunDir
     from hpctrain.telemetry.report.run_results import read_results
 
     hparams = read_results(RunDir(Path(status.run_dir)), with_metrics=False).hparams
     texts = [status.run_id, status.state, *(f"{name}={value}" for name, value in hparams.items())]
-    return all(word in " ".join(map(str, texts)).lower() for word in words)
+    return all(term in " ".join(map(str, texts)).lower() for term in terms)
 
 
 def _show(snapshots: Iterator[list[TopSnapshot]], form: _Format, interval: float) -> None:

@@ -47,12 +47,7 @@ class ClusterFacts:
 
 
 def collect_facts(cluster: Cluster) -> ClusterFacts:
-    """Collect facts on the cluster, creating the folder of the project if it is missing.
-
-    Raises:
-        UserError: a variable of a path is not set.
-        ClusterUnreachable: the connection was lost, or the login shell does not run commands.
-    """
+    """Collect facts on the cluster, creating the folder of the project if it is missing."""
     script = _SCRIPT % (shell_path(cluster.folder), _SPARE_BYTES, cluster.choose_python())
     result = cluster.connection.run("; ".join(script.strip().splitlines()))
     lines = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
@@ -71,14 +66,7 @@ def collect_facts(cluster: Cluster) -> ClusterFacts:
 def find_problems(
     cluster: Cluster, facts: ClusterFacts, *, size_bytes: int = 0, needs_slurm: bool = True
 ) -> Iterator[str]:
-    """Yield a sentence for each problem that prevents a submission.
-
-    Args:
-        cluster: the cluster.
-        facts: the facts about it.
-        size_bytes: size of the code to send.
-        needs_slurm: the job is for Slurm.
-    """
+    """Yield a sentence for each problem that prevents the submission of `size_bytes` of code."""
     setup = f"`hpctrain --on {cluster.name} setup"
     needed = size_bytes + _SPARE_BYTES
     free = int(facts.free_kb) * 1024 if facts.free_kb.isdigit() else needed

@@ -27,20 +27,20 @@ def parse_hparams(args: Sequence[str]) -> dict[str, HparamValue]:
 
     Dashes in names become underscores, as in argparse. Numbers are converted.
     """
-    found: dict[str, HparamValue] = {}
-    words = list(args)
-    while words:
-        word = words.pop(0)
-        if match := _OPTION.fullmatch(word):
+    hparams: dict[str, HparamValue] = {}
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if match := _OPTION.fullmatch(arg):
             value: HparamValue = True
             if match[2] is not None:
                 value = as_value(match[2])
-            elif words and (_NUMBER.fullmatch(words[0]) or not words[0].startswith("-")):
-                value = as_value(words.pop(0))
-            found[match[1].replace("-", "_")] = value
-        elif match := _OVERRIDE.fullmatch(word):
-            found[match[1].replace("-", "_")] = as_value(match[2])
-    return found
+            elif rest and (_NUMBER.fullmatch(rest[0]) or not rest[0].startswith("-")):
+                value = as_value(rest.pop(0))
+            hparams[match[1].replace("-", "_")] = value
+        elif match := _OVERRIDE.fullmatch(arg):
+            hparams[match[1].replace("-", "_")] = as_value(match[2])
+    return hparams
 
 
 def as_value(text: str) -> HparamValue:
@@ -65,14 +65,14 @@ def plain_hparams(given: object) -> dict[str, HparamValue]:
         given = asdict(given)
     if not isinstance(given, Mapping):
         raise TypeError(f"hparams is {given!r}, but must be a mapping, an argparse Namespace or a dataclass")
-    found: dict[str, HparamValue] = {}
+    hparams: dict[str, HparamValue] = {}
     for name, value in given.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}.{inner}": its for inner, its in plain_hparams(value).items()}
+            hparams |= {f"{name}.{inner}": inner_value for inner, inner_value in plain_hparams(value).items()}
         else:
             is_plain = value is None or isinstance(value, str | int | float | bool)
-            found[str(name)] = value if is_plain else str(value)
-    return found
+            hparams[str(name)] = value if is_plain else str(value)
+    return hparams
 
 
 def collect_hparams(*given: object, args: Sequence[str]) -> dict[str, HparamValue]:
@@ -80,30 +80,25 @@ def collect_hparams(*given: object, args: Sequence[str]) -> dict[str, HparamValu
 
     The `given` ones override the arguments and the overrides of Hydra.
     """
-    found = parse_hparams(redact_args([*args, *_hydra_overrides()]))
+    hparams = parse_hparams(redact_args([*args, *_hydra_overrides()]))
     for each in given:
         if each:
-            found |= plain_hparams(each)
-    return _without_secrets(found)
+            hparams |= plain_hparams(each)
+    return _without_secrets(hparams)
 
 
 def merge_hparams(spec: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, HparamValue]:
-    """Return the hyper-parameters of a run: its arguments, and those that its training recorded.
-
-    Args:
-        spec: content of `spec.yaml`; its arguments are known before the run starts.
-        environment: the newest fields of `environment.jsonl`.
-    """
+    """Return the hyper-parameters of a run: its arguments, and those that its training recorded."""
     args, recorded = spec.get("args"), environment.get("hparams")
     if not isinstance(args, list | tuple):
         args = []
     is_interpreter = spec.get("program") == "command" and _INTERPRETER.fullmatch(str(spec.get("script")))
     if is_interpreter and args and _CODE_OPTION.fullmatch(str(args[0])):
         args = args[2:]
-    found = parse_hparams(redact_args(args))
+    hparams = parse_hparams(redact_args(args))
     if isinstance(recorded, Mapping):
-        found |= plain_hparams(recorded)
-    return applied_hparams(_without_secrets(found), ignored_hparams(environment))
+        hparams |= plain_hparams(recorded)
+    return applied_hparams(_without_secrets(hparams), ignored_hparams(environment))
 
 
 def ignored_hparams(environment: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -121,9 +116,7 @@ def applied_hparams(
 ) -> dict[str, HparamValue]:
     """Return the hyper-parameters with the values that a resumed training uses.
 
-    Args:
-        hparams: the hyper-parameters as the script sets them.
-        ignored: name, value in the checkpoint, which applies, and value in the script.
+    `ignored` contains names, with the value in the checkpoint, which applies, and the value in the script.
     """
     result = dict(hparams)
     for name, applied, asked in ignored:

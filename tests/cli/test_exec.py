@@ -151,13 +151,6 @@ def test_single_process_in_job_with_many_tasks_gets_a_hint(hpctrain):
     assert hpctrain("exec", "true").stderr == ""
 
 
-def test_exec_starts_without_importing_torch():
-    result = run_command([sys.executable, "-X", "importtime", "-m", "hpctrain", "exec", "true"])
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "hpctrain.cluster.ports" in imported
-    assert not {"torch", "numpy", "rich", "asyncio"} & imported
-
-
 def test_ranks_of_a_step_agree_on_address_and_port(slurm, tmp_path):
     step = ["srun", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path}/%t"]
     run_command([*step, sys.executable, "-m", "hpctrain", "exec", "--", *DUMP], slurm.env)

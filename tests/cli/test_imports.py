@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.commands import run_command
@@ -16,16 +17,6 @@ UNNEEDED_IN_DRY_RUN = {
     "hpctrain.jobs.runs.status_poller",
 }
 
-PROBE = """
-import runpy, sys
-sys.argv = ["hpctrain", *sys.argv[1:]]
-try:
-    runpy.run_module("hpctrain", run_name="__main__")
-except SystemExit as end:
-    assert not end.code, end.code
-print(*sys.modules, file=sys.stderr)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -36,15 +27,28 @@ print(*sys.modules, file=sys.stderr)
         ["status", "r"],
         ["list"],
         ["env"],
+        ["exec", "true"],
+        ["checkpoints", "r", "--verify"],
     ],
 )
 def test_no_command_imports_torch(hpctrain, tmp_path, args):
-    if args[0] == "status":
-        assert (
-            hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py").returncode == 0
-        )
-    result = run_command([sys.executable, "-c", PROBE, *args], cwd=tmp_path)
-    imported = set(result.stderr.split())
+    if "r" in args:
+        submit = ("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py")
+        assert hpctrain(*submit).returncode == 0
+    imported = imports(tmp_path, *args)
     assert not HEAVY & imported
     if args[0] == "submit":
         assert not UNNEEDED_IN_DRY_RUN & imported
+
+
+@pytest.mark.slow
+def test_completion_imports_no_torch(tmp_path):
+    env = {"_HPCTRAIN_COMPLETE": "bash_complete", "COMP_WORDS": "hpctrain submit --ti", "COMP_CWORD": "2"}
+    assert not HEAVY & imports(tmp_path, env=env)
+
+
+def imports(folder: Path, *args: str, env: dict[str, str] | None = None) -> set[str]:
+    """Return the modules that a command imports."""
+    probe = ["-X", "importtime", "-m", "hpctrain"]
+    result = run_command([sys.executable, *probe, *args], env, cwd=folder)
+    return {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}

@@ -14,7 +14,6 @@ from helpers.commands import run_command
 from helpers.waiting import wait_for
 
 from hpctrain.cli.main import cli
-from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
@@ -86,12 +85,6 @@ def test_resume_refuses_an_active_run(workdir: Path) -> None:
         CliRunner().invoke(cli, ["wait", "a"])
 
 
-def test_resume_refuses_an_unknown_option_without_a_suggestion(workdir: Path) -> None:
-    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
-    invoke("wait", "a")
-    assert "No such option '--bogus'. `hpctrain submit --help`" in refusal("resume", "a", "--bogus")
-
-
 @pytest.mark.parametrize(
     "options",
     [["train.py", "--lr", "0.2"], ["--nodes=2", "train.py"], ["-m", "train"], ["--", "echo"], ["-m"]],
@@ -115,11 +108,19 @@ def test_refusal_of_new_arguments_shows_the_command_that_works(workdir: Path) ->
     assert "arguments ['--lr', '0.2']" in RunDir(workdir / "runs/a").rank_log(1, 0).read_text()
 
 
-@pytest.mark.parametrize("options", [["--run-dir=runs/b"], ["--set", "run_dir=runs/b"], ["--set=runs_dir=b"]])
-def test_resume_refuses_another_run_folder(workdir: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run-dir=runs/b"], "continues run a in its folder, so --run-dir cannot be changed"),
+        (["--set", "run_dir=runs/b"], "so --run-dir cannot be changed"),
+        (["--set=runs_dir=b"], "so --run-dir cannot be changed"),
+        (["--bogus"], "No such option '--bogus'. `hpctrain submit --help`"),
+    ],
+)
+def test_resume_refuses_other_options(workdir: Path, options: list[str], message: str) -> None:
     invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
     invoke("wait", "a")
-    assert "continues run a in its folder, so --run-dir cannot be changed" in refusal("resume", "a", *options)
+    assert message in refusal("resume", "a", *options)
 
 
 def resumed_spec(*options: str) -> JobSpec:
@@ -175,8 +176,3 @@ def test_new_runs_are_created_in_runs_dir(workdir: Path) -> None:
     document = json.loads(invoke("submit", "--backend=local", "--runs-dir=experiments", "--json", "train.py"))
     assert Path(document["run_dir"]).parent == workdir / "experiments"
     invoke("wait", "--runs-dir=experiments", document["run_id"])
-
-
-def test_run_and_run_dir_have_a_short_repr() -> None:
-    run = Run(RunDir(Path("runs/x")), {"TOKEN": "secret"})
-    assert (repr(run), repr(run.dir), str(run.dir)) == ("Run('runs/x')", "RunDir('runs/x')", "runs/x")

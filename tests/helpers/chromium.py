@@ -1,8 +1,7 @@
-"""A headless Chromium, controlled over its DevTools pipe: load a page, read its console, take pictures."""
+"""A headless Chromium, controlled over its DevTools pipe: load a page and read its console."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -104,18 +103,14 @@ class Chromium:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self.emulate_media(dark=dark)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         deadline = deadline_in(_LIMIT_S)
         ready = "document.readyState == 'complete' && document.documentElement.dataset.ready == 'yes'"
         while not self.evaluate(ready):
             assert time.monotonic() < deadline, f"the page is not ready after {_LIMIT_S} s: {self.console}"
             time.sleep(0.02)
-
-    def emulate_media(self, *, dark: bool = False, media: str = "screen") -> None:
-        """Emulate a dark colour scheme, or print."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
 
     def mouse(self, kind: str, x: float, y: float, **params: Any) -> None:
         """Move, press or release the mouse at a position in the window."""
@@ -144,17 +139,6 @@ class Chromium:
             if text in self.evaluate(name):
                 return
         raise AssertionError(f"Tab never reaches {text!r}")
-
-    def screenshot(self, path: Path) -> None:
-        """Save a picture of the whole page."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(answer["data"]))
-
-    def print_pdf(self, path: Path) -> None:
-        """Save the page as it would be printed."""
-        path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"]))
 
     def _read(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._rest:

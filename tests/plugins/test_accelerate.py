@@ -35,19 +35,7 @@ def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     assert [event["step"] for event in run.events("checkpoint")][-1] == run.status()["step"] == 12
 
 
-def test_unrestorable_order_is_refused():
-    from accelerate import Accelerator
-
-    from hpctrain.accelerate import AcceleratorCheckpointer
-
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(range(8), shuffle=True))
-    checkpointer = AcceleratorCheckpointer.__new__(AcceleratorCheckpointer)
-    with pytest.raises(UserError, match="use_seedable_sampler=True"):
-        next(checkpointer.batches(loader, 0))
-
-
-def refuse_on_several_ranks() -> None:
+def refuse_unrestorable_order() -> None:
     from accelerate import Accelerator, DataLoaderConfiguration
 
     from hpctrain.accelerate import AcceleratorCheckpointer
@@ -62,8 +50,9 @@ def refuse_on_several_ranks() -> None:
         next(checkpointer.batches(loader, 0))
 
 
-def test_unrestorable_order_is_refused_on_several_ranks():
-    run_on_ranks(refuse_on_several_ranks)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unrestorable_order_is_refused(world_size):
+    run_on_ranks(refuse_unrestorable_order, world_size=world_size)
 
 
 def train_with_schedule(lr: float, sets_rate: bool) -> str:

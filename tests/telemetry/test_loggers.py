@@ -62,35 +62,18 @@ def expected(*pieces: tuple[int, int, float]) -> list[tuple[str, int, float]]:
     )
 
 
-def test_repeated_steps_are_not_logged_again(run):
-    logger = Recorder()
+@pytest.mark.parametrize("rewinds", [False, True])
+@pytest.mark.parametrize("reads_between", [False, True])
+def test_repeated_steps_are_logged_once(run, rewinds, reads_between):
+    """Without a read between, the process of the first attempt was killed before it read anything."""
+    logger = Recorder(rewinds=rewinds)
     train(run, 0, 1, 25)
-    assert dispatcher_of(run, logger).advance()
-    train(run, 1, 21, 40, scale=2)
-    assert dispatcher_of(run, logger).advance()
-    assert sorted(logger.points) == expected((1, 25, 1), (26, 40, 2))
-    assert logger.known == [None, "abc"]
-
-
-def test_logger_that_can_rewind_drops_repeated_steps(run):
-    logger = Recorder(rewinds=True)
-    train(run, 0, 1, 25)
-    dispatcher_of(run, logger).advance()
-    train(run, 1, 21, 40, scale=2)
-    dispatcher_of(run, logger).advance()
-    assert sorted(logger.points) == expected((1, 20, 1), (21, 40, 2))
-
-
-def test_two_attempts_read_at_once(run):
-    """As if the first attempt's process was killed before it read anything."""
-    for rewinds in (False, True):
-        logger = Recorder(rewinds=rewinds)
-        logger.name = f"recorder-{rewinds}"
-        train(run, 0, 1, 25)
-        train(run, 1, 21, 40)
+    if reads_between:
         dispatcher_of(run, logger).advance()
-        assert sorted(logger.points) == expected((1, 40, 1))
-        run.metrics.unlink()
+    train(run, 1, 21, 40, scale=2)
+    dispatcher_of(run, logger).advance()
+    assert sorted(logger.points) == expected((1, 20, 1), (21, 25, 2 if rewinds else 1), (26, 40, 2))
+    assert logger.known == ([None, "abc"] if reads_between else [None])
 
 
 def test_late_metric_of_a_logged_step_is_logged(run):

@@ -54,26 +54,6 @@ def samplers(run: RunDir) -> list[int]:
     ]
 
 
-def check_lines(run: RunDir, hosts: list[str]) -> None:
-    for node, host in enumerate(hosts):
-        begin, *lines = read_json_lines(run.telemetry(node))
-        assert begin["cpus"] == os.cpu_count()
-        assert {line["host"] for line in (begin, *lines)} == {host}
-        assert lines
-        assert lines[-1]["memory"] > 0
-
-
-@pytest.mark.extended
-def test_each_emulated_node_is_sampled_until_its_ranks_end(script):
-    run = submit(script, "--backend=local")
-    wait_for(lambda: len(run.all_telemetry()) == 2, 20, "a file for each node")
-    assert len(samplers(run)) == 2
-    (run.path / "go-on").touch()
-    assert hpctrain("wait", str(run.path)) == 0
-    check_lines(run, ["local-0", "local-1"])
-    assert_no_process_left(run.path)
-
-
 def test_nodes_of_a_job_are_sampled_until_it_is_cancelled(slurm, script):
     run = submit(script, "--backend=slurm", env=slurm.env)
     wait_for(lambda: len(run.all_telemetry()) == 2, 30, "a file for each node")

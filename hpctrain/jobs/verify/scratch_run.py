@@ -52,12 +52,8 @@ class ScratchRun:
     ) -> None:
         """Load the specification of the verified run.
 
-        Args:
-            verified: the verified run.
-            environ: environment variables of the copy.
-            backend: the backend that runs the copy.
-            parent: folder for the copy; by default, the folder for temporary files, or the parent folder of
-                the verified run with Slurm, because all nodes need access.
+        Without `parent`, the copy is in the folder for temporary files, or with Slurm next to the verified
+        run, because all nodes need access.
 
         Raises:
             SpecError: the script, its code or its working directory is not on this machine.

@@ -117,16 +117,7 @@ def verify_run(
 ) -> VerificationResult:
     """Train steps of a run again, and compare with its record. The run is not changed.
 
-    Args:
-        run: the run.
-        environ: environment variables for the training.
-        first: first step to verify; None for the first step of the run.
-        last: last step; None for the last recorded step.
-        num_ranks: number of ranks; None for that of the record.
-        ignored_metrics: metrics to skip, such as durations.
-        backend: the backend for the training.
-        parent: parent of the folder for the repeated steps; see `ScratchRun`.
-        report: receives messages on the progress.
+    None selects all recorded steps, and the recorded numbers of ranks. `parent`: see `ScratchRun`.
 
     Raises:
         SpecError: the run, or these steps, cannot be verified here, or there is nothing to compare.

@@ -14,15 +14,10 @@ from hpctrain.telemetry.accounting.timeline_events import (
 )
 
 #: Time of training steps, which becomes lost work if the steps have to be trained again.
-_WORK = frozenset(
-    {
-        TimeCategory.TRAINING,
-        TimeCategory.COMMUNICATING,
-        TimeCategory.DATA,
-        TimeCategory.VALIDATING,
-        TimeCategory.SAVING,
-    }
-)
+_WORK = {
+    *(TimeCategory.TRAINING, TimeCategory.COMMUNICATING, TimeCategory.DATA, TimeCategory.VALIDATING),
+    TimeCategory.SAVING,
+}
 #: Categories that the field `spent` of a metrics line can report; the remaining time is training.
 CATEGORY_OF_FIELD = {
     "data": TimeCategory.DATA,
@@ -49,21 +44,9 @@ class TimeAccountant:
     """Converter of ordered timeline events to intervals without gaps."""
 
     def __init__(
-        self,
-        first: TimelineEvent,
-        end_us: int,
-        blocked: Iterable[BlockedSpan],
-        *,
-        logs_steps: bool,
+        self, first: TimelineEvent, end_us: int, blocked: Iterable[BlockedSpan], *, logs_steps: bool
     ) -> None:
-        """Start the account at the first event.
-
-        Args:
-            first: the first event.
-            end_us: end of the account.
-            blocked: spans in which saves or pauses blocked the training.
-            logs_steps: true if the run reports its steps. Otherwise, lost work is unknown.
-        """
+        """Start the account at the first event. Lost work is unknown unless the run reports its steps."""
         self.intervals: list[Interval] = []
         self.lost_steps = 0
         self.measured: set[TimeCategory] = set()
@@ -131,7 +114,9 @@ class TimeAccountant:
             self._fill(begun, TimeCategory.STARTING)
             self._phase, self._awaits_first_step = None, False
         spent = {
-            what: event.spent_us[name] for name, what in CATEGORY_OF_FIELD.items() if name in event.spent_us
+            category: event.spent_us[name]
+            for name, category in CATEGORY_OF_FIELD.items()
+            if name in event.spent_us
         }
         self.measured.update(spent)
         first, self._step = self._step, max(self._step, event.step)
@@ -150,24 +135,24 @@ class TimeAccountant:
     def _on_state_change(self, event: TimelineEvent) -> None:
         kind = event.kind
         if self._ranks_ended:
-            what = TimeCategory.RESTARTING if kind in _RESTART_EVENTS else TimeCategory.IDLE
+            category = TimeCategory.RESTARTING if kind in _RESTART_EVENTS else TimeCategory.IDLE
         elif self._phase not in (None, TimeCategory.STARTING):
-            what = self._phase or TimeCategory.IDLE
+            category = self._phase or TimeCategory.IDLE
         elif kind in ("started", "submitted"):
             # The job was killed without an event, at the time of its last record or later.
-            what = TimeCategory.QUEUED if kind == "started" else TimeCategory.IDLE
+            category = TimeCategory.QUEUED if kind == "started" else TimeCategory.IDLE
         elif self._phase is not None:
-            what = self._phase
+            category = self._phase
         elif not self._logs_steps:
-            what = TimeCategory.TRAINING
+            category = TimeCategory.TRAINING
         elif kind == "signal":
-            what = TimeCategory.SAVING if event.saved else TimeCategory.TRAINING
+            category = TimeCategory.SAVING if event.saved else TimeCategory.TRAINING
         else:
             # Ranks that fail lose the step in progress.
-            what = {"failure": TimeCategory.LOST, "finished": TimeCategory.IDLE}.get(
+            category = {"failure": TimeCategory.LOST, "finished": TimeCategory.IDLE}.get(
                 kind, TimeCategory.RESTARTING
             )
-        self._fill(event.time_us, what)
+        self._fill(event.time_us, category)
         self._ranks_ended = kind in ("failure", "signal")
         match kind:
             case "started":
@@ -179,10 +164,10 @@ class TimeAccountant:
             case "finished":
                 self._phase = TimeCategory.IDLE
 
-    def _fill(self, until_us: int, what: TimeCategory) -> None:
+    def _fill(self, until_us: int, category: TimeCategory) -> None:
         """Account for the time until `until_us`; blocked spans within it keep their category."""
         for start_us, end_us, span in self._segments(until_us):
-            self._add(start_us, end_us, what if span is None else span.category, span)
+            self._add(start_us, end_us, category if span is None else span.category, span)
 
     def _work(self, until_us: int, spent: Mapping[TimeCategory, int], first: int, last: int) -> None:
         """Split the time until `until_us` among the reported categories, except blocked spans."""
@@ -190,9 +175,9 @@ class TimeAccountant:
         left = sum(end - start for start, end, span in segments if span is None)
         before: list[tuple[TimeCategory, int]] = []
         after: list[tuple[TimeCategory, int]] = []
-        for what, its_us in spent.items():
-            us = min(left, its_us)
-            (after if what is TimeCategory.VALIDATING else before).append((what, us))
+        for category, reported_us in spent.items():
+            us = min(left, reported_us)
+            (after if category is TimeCategory.VALIDATING else before).append((category, us))
             left -= us
         portions = deque([*before, (TimeCategory.TRAINING, left), *after])
         for start, end_us, span in segments:
@@ -200,12 +185,12 @@ class TimeAccountant:
                 self._add(start, end_us, span.category, span)
                 continue
             while start < end_us:
-                what, us = portions.popleft()
+                category, us = portions.popleft()
                 taken = min(us, end_us - start)
                 if taken < us:
-                    portions.appendleft((what, us - taken))
+                    portions.appendleft((category, us - taken))
                 if taken:
-                    interval = self._add(start, start + taken, what)
+                    interval = self._add(start, start + taken, category)
                     interval.first, interval.last = first, last
                 start += taken
 
@@ -229,12 +214,12 @@ class TimeAccountant:
             self._now = until_us
 
     def _add(
-        self, start_us: int, end_us: int, what: TimeCategory, span: BlockedSpan | None = None
+        self, start_us: int, end_us: int, category: TimeCategory, span: BlockedSpan | None = None
     ) -> Interval:
         step = self._step if span is None else span.step
-        interval = Interval(start_us, end_us, what, self._attempt, step, step)
+        interval = Interval(start_us, end_us, category, self._attempt, step, step)
         self.intervals.append(interval)
-        if what in _WORK:
+        if category in _WORK:
             self._counted_intervals.append(interval)
         return interval
 

@@ -139,16 +139,7 @@ class TopView:
         reports_steps: bool | None = None,
         log: Iterable[str] = (),
     ) -> TopSnapshot:
-        """Return the current state of the run.
-
-        Args:
-            run_id: id of the run.
-            state: state of the run, from the caller.
-            words: remark of the scheduler.
-            lines: the last telemetry line of each node.
-            reports_steps: true if the script reports its steps, None if unknown.
-            log: last lines of a log.
-        """
+        """Return the current state of the run. `lines` are the last telemetry lines of the nodes."""
         last = self._recent[-1] if self._recent else {}
         step = int(last["step"]) if last else None
         speed = left = None
@@ -186,12 +177,9 @@ class TopView:
 
 
 def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[str, str]]:
-    """Return the view: lines of at most `width` columns, each with a kind that selects its color.
+    """Return lines of at most `width` columns, each with a kind that selects its color.
 
-    Args:
-        snapshot: the current state.
-        width: columns of the terminal.
-        height: lines of the terminal; remaining lines show events and the log.
+    The lines that remain of `height` show events and the log.
     """
     width = max(_NARROWEST, width)
     lines = [("title", _title(snapshot))]

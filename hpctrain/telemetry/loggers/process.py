@@ -1,4 +1,4 @@
-"""The process of the loggers, separate from rank 0 so that a slow tracker cannot block training.
+"""Run the loggers in a process separate from rank 0, so that a slow tracker cannot block training.
 
 The process reads its configuration from standard input, which remains open during training. A final line
 reports the end of training.
@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, BinaryIO, cast, get_args
 
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher, LoggerState
@@ -22,7 +22,6 @@ from hpctrain.telemetry.loggers.logger import LoggedRun, TrainingEnd
 
 #: Seconds allowed for the last lines after training has ended.
 _LIMIT_S = 30.0
-_HEAD = 8
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,16 @@ class LoggerConfig:
 
     def to_bytes(self) -> bytes:
         """Serialize the configuration for `read`."""
-        data = pickle.dumps((self.folder, self.config, self.sys_path, self.loggers, self.hparams))
-        return len(data).to_bytes(_HEAD, "big") + data
+        return pickle.dumps((self.folder, self.config, self.sys_path, self.loggers, self.hparams))
 
     @classmethod
-    def read(cls, fd: int) -> LoggerConfig:
-        """Read the configuration from a file descriptor.
+    def read(cls, stream: BinaryIO) -> LoggerConfig:
+        """Read the configuration from a stream.
 
         Raises:
-            EOFError: training ended before the configuration was written.
+            EOFError, UnpicklingError: training ended before the configuration was written.
         """
-        return cls(*pickle.loads(_exactly(fd, int.from_bytes(_exactly(fd, _HEAD), "big"))))
+        return cls(*pickle.load(stream))
 
 
 def main() -> int:
@@ -57,8 +55,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        config = LoggerConfig.read(0)
-    except EOFError:
+        config = LoggerConfig.read(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):
         return 0
     sys.path += [path for path in config.sys_path if path not in sys.path]
     run = RunDir(Path(config.folder))
@@ -76,7 +74,7 @@ def main() -> int:
     ]
     for thread in threads:
         thread.start()
-    endings.append(_read_ending(0))
+    endings.append(_read_ending(sys.stdin.buffer))
     ended.set()
     deadline = time.monotonic() + _LIMIT_S
     for thread in threads:
@@ -87,22 +85,10 @@ def main() -> int:
     os._exit(0)
 
 
-def _read_ending(fd: int) -> TrainingEnd:
+def _read_ending(stream: BinaryIO) -> TrainingEnd:
     """Wait for the end of the training; a killed training sends nothing and counts as failed."""
-    told = b""
-    while b"\n" not in told and (part := os.read(fd, 64)):
-        told += part
-    word = told.decode("ascii", "replace").strip()
+    word = stream.readline().decode("ascii", "replace").strip()
     return cast(TrainingEnd, word) if word in get_args(TrainingEnd) else "failed"
-
-
-def _exactly(fd: int, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (part := os.read(fd, count - len(data))):
-            raise EOFError
-        data += part
-    return data
 
 
 def _report(text: str) -> None:

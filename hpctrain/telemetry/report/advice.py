@@ -138,10 +138,10 @@ def _faults(run_data: RunData) -> Iterator[Advice]:
         if node.ecc_errors:
             evidence.append(pluralize(node.ecc_errors, "uncorrected memory error"))
         if evidence:
-            what = f"Ask the administrator to check the GPUs of {node.host}"
+            change = f"Ask the administrator to check the GPUs of {node.host}"
             if not _is_local(run_data):
-                what += f", and exclude the node until then: --exclude {node.host}"
-            yield Advice(f"{what}.", _sentence(evidence))
+                change += f", and exclude the node until then: --exclude {node.host}"
+            yield Advice(f"{change}.", _sentence(evidence))
 
 
 def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
@@ -194,17 +194,17 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
     if part < _MUCH_SAVING or num_saves < 3:
         return
     if not _uses_trainer(run_data):
-        what = "Save less often, or in the background: with hpctrain.Checkpointer, call async_save()."
+        change = "Save less often, or in the background: with hpctrain.Checkpointer, call async_save()."
     elif _setting(run_data, "checkpoint_async") is False:
-        what = "Set Trainer(checkpoint_async=True), so that training pauses only while the state is copied."
+        change = "Set Trainer(checkpoint_async=True), so that training pauses only while the state is copied."
     elif _setting(run_data, "checkpoint_every") == "auto":
         if _setting(run_data, "local_checkpoints") is not None:
             return
-        what = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
+        change = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
-        what = "Save less often: set Trainer(checkpoint_every='auto') for an optimal interval."
+        change = "Save less often: set Trainer(checkpoint_every='auto') for an optimal interval."
     evidence = f"{pluralize(num_saves, 'save')} paused training for {format_duration(saving_us / 1e6)}"
-    yield Advice(what, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
+    yield Advice(change, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
 
 
 def _no_checkpoint(run_data: RunData) -> Iterator[Advice]:
@@ -229,8 +229,8 @@ def _lost_work(run_data: RunData) -> Iterator[Advice]:
     evidence = [f"{format_share(part)} of the work was lost in {pluralize(len(steps), 'interruption')}"]
     if is_finite(every):
         evidence.append(f"checkpoints were saved every {every:g} steps")
-    what = "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval."
-    yield Advice(what if _uses_trainer(run_data) else "Save checkpoints more often.", _sentence(evidence))
+    change = "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval."
+    yield Advice(change if _uses_trainer(run_data) else "Save checkpoints more often.", _sentence(evidence))
 
 
 def _memory(run_data: RunData) -> Iterator[Advice]:

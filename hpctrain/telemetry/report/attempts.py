@@ -59,13 +59,7 @@ class Attempt:
 def read_attempts(
     events: Iterable[Mapping[str, Any]], breakdown: TimeBreakdown, steps: Mapping[int, tuple[int, int]]
 ) -> list[Attempt]:
-    """Return all attempts of a run, in order.
-
-    Args:
-        events: lines of `events.jsonl`.
-        breakdown: the time breakdown of the run.
-        steps: first and last logged step of each attempt.
-    """
+    """Return all attempts of a run, in order. `steps` are the first and last logged step of each."""
     attempts: list[Attempt] = []
     job_id: object = None
     for event in events:

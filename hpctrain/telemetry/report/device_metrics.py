@@ -127,13 +127,7 @@ class DeviceMetrics:
 
 
 def read_device_metrics(files: list[Path], start: float, end: float) -> DeviceMetrics:
-    """Read the files of all nodes.
-
-    Args:
-        files: `telemetry/node-000.jsonl` etc.; if the run changed nodes, a file contains several hosts.
-        start: start of the first column, in seconds since the epoch.
-        end: end of the last column, in seconds since the epoch.
-    """
+    """Read the files of all nodes from `start` to `end`. A file may contain several hosts."""
     by_host: dict[str, _Columns] = {}
     energy_j: list[float] = []
     for file in files:

@@ -52,13 +52,7 @@ def render_page(
 ) -> str:
     """Render a template; all content of the run is escaped, or part of a JSON block.
 
-    Args:
-        template: name of the template among the assets.
-        title: title of the page.
-        charts: charts, which the script of the page draws.
-        heats: heat maps, which the script draws.
-        live: parts of a page of `hpctrain serve`; None for a file.
-        context: other variables of the template.
+    The script of the page draws the charts and heat maps. `live` is set for pages of `hpctrain serve`.
     """
     import jinja2
     from markupsafe import Markup

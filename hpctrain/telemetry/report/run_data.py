@@ -121,13 +121,7 @@ class RunData:
 
 @gc_disabled()
 def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
-    """Read the folder of a run, which may have been started without a submission.
-
-    Args:
-        run: the folder; missing or damaged files are skipped.
-        state: additional facts from the caller.
-        now: seconds since the epoch.
-    """
+    """Read the folder of a run, which may have been started without a submission."""
     events, metrics = read_jsonl(run.events, is_event), read_jsonl(run.metrics)
     name = state.name or _recorded_state(run, events)
     curves = MetricCurves.from_records(metrics)

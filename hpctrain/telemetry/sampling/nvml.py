@@ -54,15 +54,7 @@ class GpuReading:
 def read_gpu(
     handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool, activity: Mapping[str, float]
 ) -> GpuReading:
-    """Read the measurements of a GPU or MIG device.
-
-    Args:
-        handle: the GPU or MIG device.
-        whole: the GPU.
-        xids: errors that the driver reported since the last reading.
-        traffic: also read PCIe and NVLink traffic.
-        activity: measurements of `GpuActivity`.
-    """
+    """Read the measurements of a GPU or MIG device; `whole` is the GPU."""
     milliwatts = query_driver(pynvml.nvmlDeviceGetPowerUsage, whole)
     pcie: tuple[float | None, ...] = (None, None)
     links: tuple[int | None, int | None] = (None, None)
@@ -159,23 +151,17 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int:
     """Return the number of devices in `listed` before the first nonexistent device.
 
-    Args:
-        installed: UUIDs of the GPUs of the machine.
-        listed: result of `visible_devices`; None means all. MIG devices are assumed to exist.
+    `installed` contains the UUIDs of GPUs. MIG devices are assumed to exist. None lists all.
     """
-    if listed is None:
+
+    def exists(entry: str) -> bool:
+        if is_count(entry):
+            return int(entry) < len(installed)
+        return entry.startswith("MIG-") or any(uuid.startswith(entry) for uuid in installed)
+
+    if listed is None or not installed:
         return len(installed)
-    number = 0
-    for entry in listed if installed else ():
-        is_there = (
-            int(entry) < len(installed)
-            if is_count(entry)
-            else entry.startswith("MIG-") or any(uuid.startswith(entry) for uuid in installed)
-        )
-        if not is_there:
-            break
-        number += 1
-    return number
+    return next((index for index, entry in enumerate(listed) if not exists(entry)), len(listed))
 
 
 def list_gpu_uuids() -> list[str]:
@@ -350,11 +336,7 @@ class GpuReader:
         return [[its.pid for its in processes or ()] for processes in found]
 
     def read(self, *, traffic: bool = False) -> list[GpuReading]:
-        """Read all devices.
-
-        Args:
-            traffic: read PCIe and NVLink traffic, which takes 40 ms per GPU.
-        """
+        """Read all devices. The PCIe and NVLink `traffic` takes 40 ms per GPU."""
         xids = self._new_errors()
         if is_first := not self._activities:
             self._activities = [

@@ -58,13 +58,7 @@ class ProcfsReader:
         clock: Callable[[], float] = time.monotonic,
         powercap: Path = Path("/sys/class/powercap"),
     ) -> None:
-        """Start counting.
-
-        Args:
-            proc: mount point of procfs.
-            clock: monotonic clock, in seconds.
-            powercap: folder with the energy counters of the CPUs, which only root can read on most systems.
-        """
+        """Start counting. On most systems, only root can read `powercap`, the energy counters of the CPUs."""
         self._proc, self._clock = proc, clock
         self._energy_zones = list(_energy_zones(powercap))
         self._time, self._before, self._energy = clock(), self._counters(), self._energies()

@@ -57,17 +57,7 @@ class TelemetrySampler:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Start measuring.
-
-        Args:
-            path: the output file.
-            gpus: an open reader.
-            node: reader of all other measurements.
-            host: the name of the node.
-            run_id: the name of the run.
-            clock: monotonic clock, in seconds.
-            now: current time, in seconds since the epoch.
-        """
+        """Start measuring, with open readers. `path` is the output file."""
         self._path, self._gpus, self._node, self._host = path, gpus, node, host
         self._run_id, self._prometheus = run_id, path.with_suffix(".prom")
         self._clock, self._now = clock, now
