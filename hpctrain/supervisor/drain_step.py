@@ -14,8 +14,8 @@ from hpctrain import system
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.auxiliary_step import run_auxiliary_step
+from hpctrain.supervisor.launch.container_command import module_command
 from hpctrain.supervisor.launch.job_step import Launcher, StepEnded
-from hpctrain.supervisor.launch.worker_command import module_command
 
 log = logging.getLogger(__name__)
 
