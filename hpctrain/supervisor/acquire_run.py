@@ -71,7 +71,8 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
     """
     state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
-    log.info("job %s: %s (%s)", job_control.job_id, decision.value, state)
+    facts = ", ".join(f"{name}: {value}" for name, value in vars(state).items() if value)
+    log.info("job %s: %s (%s)", job_control.job_id, decision.value, facts)
     match decision:
         case OwnershipDecision.SUPERSEDED:
             return Exit(0)
