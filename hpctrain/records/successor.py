@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -277,12 +278,7 @@ def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) ->
 
 def replace_dependency(dependency: str, job_id: str, successor: str) -> str | None:
     """Return the dependency with `successor` in place of `job_id`; None if it does not contain that job."""
-    separator = "?" if "?" in dependency else ","
-    parts = [part.partition("(")[0] for part in dependency.split(separator)]
-    moved = [
-        part.removesuffix(f":{job_id}") + f":{successor}"
-        if part.endswith(f":{job_id}") and part.startswith(("afterany:", "afterok:", "afternotok:"))
-        else part
-        for part in parts
-    ]
-    return separator.join(moved) if moved != parts else None
+    jobs = re.sub(r"\([^,?]*", "", dependency)
+    pattern = rf"\b(after(?:any|ok|notok)[:\w]*):{re.escape(job_id)}(?=[,?]|$)"
+    moved = re.sub(pattern, rf"\1:{successor}", jobs)
+    return moved if moved != jobs else None

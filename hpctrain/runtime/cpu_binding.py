@@ -26,7 +26,7 @@ class CpuBinding:
     message: str
 
 
-def bind_cpus(ranks: Ranks, environ: Mapping[str, str], sysfs: Path = SYSFS) -> CpuBinding | None:
+def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> CpuBinding | None:
     """Bind all threads of this process; None if the binding does not change, or the rank has several GPUs."""
     if (
         environ.get(CPU_BINDING_VARIABLE) == "none"
@@ -35,7 +35,7 @@ def bind_cpus(ranks: Ranks, environ: Mapping[str, str], sysfs: Path = SYSFS) -> 
     ):
         return None
     allowed = frozenset(os.sched_getaffinity(0))
-    binding = choose_cpus(ranks, environ, allowed, list_bus_ids(environ), sysfs)
+    binding = choose_cpus(ranks, environ, allowed, list_bus_ids(environ), SYSFS)
     if binding is not None and binding.cpus != allowed:
         # A standby worker already has threads of the libraries that it has imported.
         for thread in os.listdir("/proc/self/task"):

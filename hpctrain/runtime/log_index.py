@@ -18,7 +18,7 @@ from hpctrain.files import own_file
 _INTERVAL_S = 1.0
 
 
-def start_log_index(path: Path, rank: int, interval_s: float = _INTERVAL_S) -> None:
+def start_log_index(path: Path, rank: int) -> None:
     """Start to record the length of this rank's log, its standard output, in the file at `path`.
 
     Never raises an exception: logs can be read without these records.
@@ -29,14 +29,14 @@ def start_log_index(path: Path, rank: int, interval_s: float = _INTERVAL_S) -> N
         return
     log = os.dup(1)
     threading.Thread(
-        target=_record_lengths, args=(fd, log, rank, interval_s), name="hpctrain-log-times", daemon=True
+        target=_record_lengths, args=(fd, log, rank), name="hpctrain-log-times", daemon=True
     ).start()
 
 
-def _record_lengths(fd: int, log: int, rank: int, interval_s: float) -> None:
+def _record_lengths(fd: int, log: int, rank: int) -> None:
     noted = 0
     while True:
-        time.sleep(interval_s)
+        time.sleep(_INTERVAL_S)
         if (size := os.fstat(log).st_size) == noted:
             continue
         record = {"time": round(time.time(), 2), "rank": rank, "bytes": size}

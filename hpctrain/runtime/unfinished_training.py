@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, describe_unfinished
@@ -75,9 +74,7 @@ class TrainingMarker:
         self._write()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             self.record_exception(error)
             return

@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.records.lease import LeaseHeld
-from hpctrain.records.run_record import RunRecord, read_run_record
+from hpctrain.records.run_record import RunRecord, read_run_record, summarize_events
 from hpctrain.records.successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
@@ -71,32 +71,34 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
     """
     state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
-    log.info("job %s: %s (%s)", job_control.job_id, decision.value, state)
+    facts = ", ".join(f"{name}: {value}" for name, value in vars(state).items() if value)
+    log.info("job %s: %s (%s)", job_control.job_id, decision.value, facts)
     match decision:
         case OwnershipDecision.SUPERSEDED:
             return Exit(0)
         case OwnershipDecision.OVER:
-            if state.ended == "FAILED":
-                _print_failed(run)
-            return Exit(_exit_code(run))
+            return _over(run, recorded_end(run.read_events()) or {})
         case OwnershipDecision.CANCEL:
             return finish_run(run, "CANCELLED")
     if job_control.successors is not None:
         _acquire_lease(run, job_control.successors, deaths)
     if state.predecessor is None:
         register_job(run, spec, job_control.job_id)
-    if recorded_end(run.read_events()) is not None:
+    if (end := recorded_end(run.read_events())) is not None:
         # The run has ended in the meantime.
-        return Exit(_exit_code(run))
+        return _over(run, end)
     if state.predecessor is not None and state.newest != job_control.job_id:
         # The predecessor was killed before it could record this job.
         record_successor(run, job_control.job_id, state.predecessor)
     return Continue()
 
 
-def _exit_code(run: RunDir) -> int:
-    """Return the exit code of an ended run."""
-    return int((recorded_end(run.read_events()) or {}).get("exit_code", 0))
+def _over(run: RunDir, end: Mapping[str, Any]) -> Exit:
+    """Return the exit of a job of an ended run."""
+    if end.get("state") == "FAILED":
+        resume = f"hpctrain resume {shlex.quote(str(run.path))}"
+        print(f"The run has failed, so this job exits. To continue the run, use {resume}")
+    return Exit(int(end.get("exit_code", 0)))
 
 
 def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
@@ -183,29 +185,11 @@ def register_job(run: RunDir, spec: JobSpec, job_id: str) -> None:
         NotInJob: hpctrain did not submit this job, or has submitted another since.
     """
     deadline, pause_s = system.monotonic() + _RECORD_LIMIT_S, 0.02
-    while events_since_submission(run.read_events(), job_id) is None:
+    while (newest := summarize_events(run, reversed([*run.read_events()])).job_id) != job_id:
         if system.monotonic() >= deadline:
-            if read_run_record(run).job_id is not None:
+            if newest is not None:
                 raise _not_submitted(run, f"Job {job_id}")
             run.log_event("submitted", 0, job_id=job_id, backend=spec.backend)
             return
         system.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
-
-
-def events_since_submission(recorded: Iterable[dict[str, Any]], job_id: str) -> list[dict[str, Any]] | None:
-    """Return the events since this job was submitted; None if its submission is not recorded."""
-    events: list[dict[str, Any]] | None = None
-    for event in recorded:
-        if event["kind"] == "submitted":
-            events = [] if event["job_id"] == job_id else None
-        elif events is not None:
-            events.append(event)
-    return events
-
-
-def _print_failed(run: RunDir) -> None:
-    print(
-        "The run has failed, so this job exits. To continue the run, use "
-        f"hpctrain resume {shlex.quote(str(run.path))}"
-    )

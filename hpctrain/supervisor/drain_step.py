@@ -14,8 +14,8 @@ from hpctrain import system
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.auxiliary_step import run_auxiliary_step
+from hpctrain.supervisor.launch.container_command import module_command
 from hpctrain.supervisor.launch.job_step import Launcher, StepEnded
-from hpctrain.supervisor.launch.worker_command import module_command
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ def drain_local_tier(
     launcher: Launcher,
     attempt: int,
     lost: Container[str],
-    limit_s: float = _LIMIT_S,
 ) -> None:
     """Copy the newest state that exists only on the nodes to the run folder, and remove it from the nodes.
 
@@ -44,16 +43,15 @@ def drain_local_tier(
         launcher: starts processes on the nodes.
         attempt: the ended attempt.
         lost: nodes on which no process can start.
-        limit_s: time limit in seconds.
     """
     folders = [str(folder) if folder else "-" for folder in node_folders(run)]
     names = " and ".join(folder for folder in folders if folder != "-")
     if not names:
         return
     begun = system.monotonic()
-    command = [*module_command(spec, "drain_local_tier"), *folders, f"{limit_s / 2:g}"]
+    command = [*module_command(spec, "drain_local_tier"), *folders, f"{_LIMIT_S / 2:g}"]
     what = f"the cleanup of {names}"
-    end = clean_nodes(run, launcher, command, attempt, lost, limit_s, what, uses_store=True)
+    end = clean_nodes(run, launcher, command, attempt, lost, _LIMIT_S, what, uses_store=True)
     if end is not None and end.returncode == 0:
         log.info("emptied %s on the nodes in %.1f s", names, system.monotonic() - begun)
     elif end is not None:

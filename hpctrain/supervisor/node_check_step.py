@@ -12,8 +12,8 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.diagnosis import describe_nodes
 from hpctrain.supervisor.launch.auxiliary_step import run_auxiliary_step
+from hpctrain.supervisor.launch.container_command import module_command
 from hpctrain.supervisor.launch.job_step import Launcher
-from hpctrain.supervisor.launch.worker_command import module_command
 
 log = logging.getLogger(__name__)
 

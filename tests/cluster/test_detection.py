@@ -71,6 +71,12 @@ def test_first_node_of_any_node_list_is_the_master(nodes, node, first_node):
     assert (ranks.master_addr, ranks.local_world_size) == (first_node, 3)
 
 
+def test_plain_node_name_is_a_node_list():
+    single_node = {"SLURM_STEP_NODELIST": "linux", "SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0"}
+    ranks = detect({**STEP, **single_node, "SLURMD_NODENAME": "linux"})
+    assert (ranks.master_addr, ranks.num_nodes, ranks.local_world_size) == ("linux", 1, 7)
+
+
 @pytest.mark.parametrize(
     ("text", "counts"), [("4(x2),3", [4, 4, 3]), ("1(x2)", [1, 1]), ("2,1(x2)", [2, 1, 1])]
 )

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from helpers.commands import environment, run_command
@@ -355,6 +357,25 @@ def test_compressed_list_keeps_to_the_limits_of_slurm(slurm, shape):
     assert expand_hostlist(compressed) == hosts
     if len(compressed) < 100_000:
         assert expand_by_argument(slurm, compressed) == hosts
+
+
+def cpu_time(function: Callable[[Any], object], argument: object) -> float:
+    """The least CPU time of three calls."""
+    times = []
+    for _ in range(3):
+        begun = time.thread_time()
+        function(argument)
+        times.append(time.thread_time() - begun)
+    return min(times)
+
+
+def test_names_with_ever_more_zeros_are_compressed_fast():
+    # Their list has millions of characters. Searching each of them for the last number would take 40 times as
+    # long as expanding the list.
+    names = ["n" + "0" * length for length in range(1, 3001)]
+    compressed = compress_hostlist(names)
+    assert expand_hostlist(compressed) == names
+    assert cpu_time(compress_hostlist, names) < 10 * cpu_time(expand_hostlist, compressed)
 
 
 @pytest.mark.parametrize("name", ["", "a,b", "a b", "n[1-2]", "n1\n", "é"])

@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from hpctrain.rundir import RunDir
 from hpctrain.spec.load_spec import load_spec
-from hpctrain.supervisor.acquire_run import events_since_submission, run_of_this_job
+from hpctrain.records.run_record import read_run_record
+from hpctrain.supervisor.acquire_run import run_of_this_job
 from hpctrain.supervisor.job_control.local import LocalJobControl
 
 assert sys.argv[1:3] == ["-m", "hpctrain.supervisor"], sys.argv
@@ -33,7 +34,7 @@ if spec.array is not None:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 # As the real supervisor, it waits until its submission is recorded.
 job_id, deadline = LocalJobControl(spec, os.environ).job_id, time.monotonic() + 60
-while events_since_submission(run.read_events(), job_id) is None and time.monotonic() < deadline:
+while read_run_record(run).job_id != job_id and time.monotonic() < deadline:
     time.sleep(0.01)
 seen = {{"argv": sys.argv, "cwd": os.getcwd(), "env": dict(os.environ)}}
 (run.path / "seen.json").write_text(json.dumps(seen))

@@ -39,7 +39,7 @@ from hpctrain.records.run_record import RunRecord, summarize_events
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.restart_policy import EndKind, RestartPolicy
-from hpctrain.supervisor.acquire_run import events_since_submission, recorded_end, recorded_successor
+from hpctrain.supervisor.acquire_run import recorded_end, recorded_successor
 from hpctrain.supervisor.policy.decide import Action, AttemptEnd, RunSituation, decide
 from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
@@ -340,10 +340,10 @@ def _register(world: World, job: Job) -> Iterator[Step]:
         after = world if job.newest == job.id else world.log("submitted", job.id, job.predecessor)
         yield Step("registers", _train(after, job))
         return
-    events = events_since_submission(event_dicts(world.events), job.id)
-    if events is None:
+    submitted = [event["job_id"] for event in event_dicts(world.events) if event["kind"] == "submitted"]
+    if submitted[-1:] != [job.id]:
         yield Step("finds another job", _exit(world, job), loses_job=True)
-    elif any(event["kind"] == "finished" for event in events):
+    elif recorded_end(event_dicts(world.events)) is not None:
         yield Step("finds the end of the run", _exit(world, job))
     else:
         yield Step("is registered", _train(world, job))

@@ -128,6 +128,6 @@ PLANTED_SEEDS: dict[str, tuple[int, str]] = {
     "a requeue is tried only once": (1, "requeue@45 slurm-away@40:60"),
     "a replaced holder keeps its lease": (36, "steal-lease@27.5:64.7"),
     "a counted step is progress": (0, "start-over@0:5"),
-    "a spare in use remains a spare": (3146, "gpu-fault@9.5:1 kill-node@20.3:2"),
+    "a spare in use remains a spare": (3146, "gpu-fault@33.1:1 kill-node@43.1:2"),
     "unusable standby workers are not ended": (265, "kill-node@7.2 kill-node@251:3"),
 }

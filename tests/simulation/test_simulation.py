@@ -89,13 +89,6 @@ FOUND_BUGS = {
         "kill-batch@78.4:80.7 crash@87.9:1 disk-full@76:3.3",
     ),
     "a run fails if it is preempted while a failed step ends": (9040895, "kill-node@44:1 preempt@57:62.2"),
-    "two manual jobs train while the disk is full": (
-        12015266,
-        (
-            "start-by-hand@57.9:2.7 start-by-hand@61.1:183.3 slurm-silent@45.3:65.7 disk-full@68.1:137 "
-            "lost-report@53.8:2 preempt@69.2:138.3"
-        ),
-    ),
     "a failed run is continued if its node dies while the supervisor exits": (
         12032618,
         "crash@23.5:2 kill-node@31.5",

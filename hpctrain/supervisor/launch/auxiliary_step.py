@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Mapping
 
 from hpctrain import system
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
@@ -22,7 +21,6 @@ def run_auxiliary_step(
     *,
     limit_s: float,
     what: str,
-    variables: Mapping[str, str] | None = None,
     uses_store: bool = True,
 ) -> StepEnded | None:
     """Run a step with a separate rendezvous store, and wait for its end.
@@ -34,7 +32,6 @@ def run_auxiliary_step(
         attempt: number of the attempt.
         limit_s: time limit in seconds, after which the step is killed.
         what: purpose of the step, for the log.
-        variables: additional variables of each process.
         uses_store: False if the processes need no store.
 
     Returns:
@@ -47,7 +44,6 @@ def run_auxiliary_step(
             **rendezvous.variables,
             RUN_DIR_VARIABLE: str(run.path),
             ATTEMPT_VARIABLE: str(attempt),
-            **(variables or {}),
         }
         step = launcher.start(command, told, events.put)
         try:

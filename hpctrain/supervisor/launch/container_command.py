@@ -1,4 +1,4 @@
-"""Ranks inside a container: options of srun (Pyxis) and the command line of apptainer.
+"""Commands of the processes of a step; in a container, with options of srun (Pyxis) or by apptainer.
 
 The run folder, the working directory, the code and the package hpctrain itself are mounted, so an image
 requires only Python and PyTorch. A rank's environment variables override those of the image.
@@ -6,6 +6,7 @@ requires only Python and PyTorch. A rank's environment variables override those 
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from hpctrain.errors import SpecError
 from hpctrain.rundir import LIFELINE_VARIABLE
-from hpctrain.spec.container import APPTAINER_PROGRAMS, Container
+from hpctrain.spec.container import APPTAINER_PROGRAMS
 from hpctrain.spec.job_spec import JobSpec
 
 #: Folder of the package in the container; its parent folder is not mounted, because it contains the host's
@@ -34,9 +35,27 @@ _TASK_VARIABLES = (
 )
 
 
-def containerized_module_command(container: Container, name: str) -> list[str]:
-    """Return the command that starts a module of `hpctrain.runtime` inside the container."""
-    return [container.python, "-P", "-c", _BOOT.format(name=name)]
+def worker_command(spec: JobSpec, num_nodes: int) -> list[str]:
+    """Return the command of each process of a step: a rank, or the agent that starts the ranks of a node."""
+    words = json.dumps([spec.program, spec.entry, *spec.args])
+    if spec.torchrun is None:
+        return [*module_command(spec, "worker"), words]
+    plan = {
+        "nodes": num_nodes,
+        "ranks_per_node": spec.ntasks_per_node,
+        "backend": spec.torchrun.rdzv_backend,
+        "endpoint": spec.torchrun.rdzv_endpoint,
+        "worker": [*module_command(spec, "worker"), "torchrun", words],
+    }
+    return [*module_command(spec, "torchrun_agent"), json.dumps(plan)]
+
+
+def module_command(spec: JobSpec, name: str) -> list[str]:
+    """Return the command that runs a module of `hpctrain.runtime`."""
+    if spec.container is not None:
+        return [spec.container.python, "-P", "-c", _BOOT.format(name=name)]
+    # -P: a file in the user's folder must not shadow a module of the same name.
+    return [spec.python, "-P", "-m", f"hpctrain.runtime.{name}"]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from hpctrain import system
 from hpctrain.errors import UserError
@@ -15,6 +13,7 @@ from hpctrain.files import read_json_lines, write_atomic
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
 from hpctrain.supervisor.launch.job_step import StepEvent, StopRequested
+from hpctrain.supervisor.monitors.periodic_check import PeriodicCheck
 from hpctrain.sweeps.stopping_rules import StoppingRule, TrialCurve, TrialReport
 from hpctrain.sweeps.sweep_record import read_sweep
 
@@ -26,7 +25,7 @@ _INTERVAL_PER_TRIAL_S = 0.02
 
 
 @dataclass
-class EarlyStoppingMonitor:
+class EarlyStoppingMonitor(PeriodicCheck):
     """Watches the metric of a trial while an attempt trains, and stops the ranks if the trial loses.
 
     At each decision step, a trial writes its metric to its own folder, where the other trials read it. A
@@ -36,22 +35,17 @@ class EarlyStoppingMonitor:
     run: RunDir
     events: system.SimpleQueue[StepEvent]
 
+    purpose = "compare this trial with the others"
+
     def __post_init__(self) -> None:
-        self._ended = system.Event()
+        self.interval_s, self._due = _POLL_INTERVAL_S, 0.0
+        self._rule = self._read_rule()
+        self.first_s = self.interval_s if self._rule is not None else 0.0
+        self._newest = max(self._reports(self.run), key=lambda report: report.step, default=None)
+        self._tail = RecordTail(self.run.metrics, is_metrics)
+        self._curve = TrialCurve(self._rule) if self._rule is not None else None
 
-    def __enter__(self) -> Self:
-        if (rule := self._rule()) is not None:
-            system.Thread(
-                target=self._watch, args=(rule,), name="hpctrain-early-stopping", daemon=True
-            ).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-
-    def _rule(self) -> StoppingRule | None:
+    def _read_rule(self) -> StoppingRule | None:
         """Return the rule of the sweep; None if the user resumed a trial that had been stopped early."""
         if self.run.array is None:
             return None
@@ -63,26 +57,24 @@ class EarlyStoppingMonitor:
         stopped = any(event.get("state") == STOPPED_EARLY for event in self.run.read_events())
         return None if sweep is None or stopped else sweep.stopping
 
-    def _watch(self, rule: StoppingRule) -> None:
-        tail, curve = RecordTail(self.run.metrics, is_metrics), TrialCurve(rule)
-        newest = max(self._reports(self.run), key=lambda report: report.step, default=None)
-        due = 0.0
-        while not self._ended.wait(_POLL_INTERVAL_S):
-            with suppress(OSError):
-                for report in filter(None, map(curve.add, tail.read())):
-                    if newest is None or report.step > newest.step:
-                        self.run.storage.append(self.run.early_stopping, report.record())
-                        newest, due = report, 0.0
-                if newest is None or system.monotonic() < due:
-                    continue
-                trials = self._trials()
-                due = system.monotonic() + _INTERVAL_PER_TRIAL_S * len(trials)
-                others = [
-                    each for trial in trials for each in self._reports(trial) if each.step == newest.step
-                ]
-                if reason := rule.reason_to_stop(newest, others):
-                    self._stop(reason)
-                    return
+    def check(self) -> bool:
+        """Report a new decision step, and stop the ranks if the trial loses."""
+        assert self._rule is not None
+        assert self._curve is not None
+        with suppress(OSError):
+            for report in filter(None, map(self._curve.add, self._tail.read())):
+                if self._newest is None or report.step > self._newest.step:
+                    self.run.storage.append(self.run.early_stopping, report.record())
+                    self._newest, self._due = report, 0.0
+            if (newest := self._newest) is None or system.monotonic() < self._due:
+                return False
+            trials = self._trials()
+            self._due = system.monotonic() + _INTERVAL_PER_TRIAL_S * len(trials)
+            others = [each for trial in trials for each in self._reports(trial) if each.step == newest.step]
+            if reason := self._rule.reason_to_stop(newest, others):
+                self._stop(reason)
+                return True
+        return False
 
     def _trials(self) -> list[RunDir]:
         """Return the other trials of the sweep."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import TracebackType
 from typing import Self
 
 from hpctrain import system
@@ -33,9 +32,7 @@ class PeriodicCheck:
             system.Thread(target=self._watch, name=f"hpctrain-{type(self).__name__}", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
 
     def check(self) -> bool:

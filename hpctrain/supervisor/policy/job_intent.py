@@ -106,19 +106,6 @@ class OwnershipState:
     successor: str | None = None
     """The successor of this job, if Slurm requeued this job after it had submitted a successor."""
 
-    def __str__(self) -> str:
-        facts = {
-            "newest recorded job:": self.newest,
-            "final state of the run:": self.ended,
-            "predecessor: job": self.predecessor,
-            "successor of the predecessor: job": self.claimed_by,
-            "successor of this job: job": self.successor,
-        }
-        parts = [f"{name} {value}" for name, value in facts.items() if value is not None]
-        if self.cancelled:
-            parts.append("the run was cancelled")
-        return ", ".join(parts) or "first job of the run"
-
 
 def decide_ownership(state: OwnershipState) -> OwnershipDecision:
     """Decide the action of a starting job: only one job of a run trains."""

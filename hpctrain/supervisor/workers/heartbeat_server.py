@@ -9,7 +9,6 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from hpctrain import system
@@ -130,9 +129,7 @@ class HeartbeatServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._wake_write)
         self._thread.join()
         for key in list(self._selector.get_map().values()):

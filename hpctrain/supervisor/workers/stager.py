@@ -29,8 +29,8 @@ from hpctrain.rundir import (
 )
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.drain_step import clean_nodes
+from hpctrain.supervisor.launch.container_command import module_command
 from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, StepEvent
-from hpctrain.supervisor.launch.worker_command import module_command
 from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
 from hpctrain.telemetry.startup_parts import describe_staging

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from hpctrain import system
@@ -17,8 +16,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.supervisor.launch.container_command import worker_command
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
-from hpctrain.supervisor.launch.worker_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
@@ -62,13 +61,11 @@ class WorkerGroup:
         system.Thread(target=self._send_requests, name="requests", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         # Close the connections first: no new standby workers start, and waiting workers detect the closed
         # connection.
-        self._server.__exit__(kind, error, trace)
+        self._server.__exit__()
         self._stop_standby()
 
     def start(
