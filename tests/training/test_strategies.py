@@ -26,9 +26,8 @@ from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.training.algorithms import Algorithm
 from hpctrain.training.base.device_selection import choose_devices
-from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
+from hpctrain.training.strategies import STRATEGIES, Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.ddp import DDP
-from hpctrain.training.strategies.strategy_registry import STRATEGIES
 
 SCRIPT = SCRIPTS / "train_with_strategies.py"
 
