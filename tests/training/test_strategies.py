@@ -444,7 +444,6 @@ def test_built_in_and_registered_strategies_are_found(monkeypatch):
     for name, message in (
         ("tpu", "does not support TPUs"),
         ("deepspeed", "Use 'zero1'"),
-        ("bagua", "algorithm="),
     ):
         with pytest.raises(UserError, match=message):
             find_strategy(name, {})
