@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from hpctrain.runtime.rank_activity import RankActivity
-from hpctrain.training.observe import compute_timer
+from hpctrain.training.observe import step_timers
 from hpctrain.training.observe.step_timers import ComputeTimer
 
 
 @pytest.fixture
 def activity(monkeypatch):
     rank_activity = RankActivity()
-    monkeypatch.setattr(compute_timer, "activity", rank_activity)
+    monkeypatch.setattr(step_timers, "activity", rank_activity)
     return rank_activity
 
 
@@ -42,8 +42,8 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = FakeClock()
-    monkeypatch.setattr(compute_timer, "time", clock)
-    monkeypatch.setattr(compute_timer, "_event_now", clock.event)
+    monkeypatch.setattr(step_timers, "time", clock)
+    monkeypatch.setattr(step_timers, "_event_now", clock.event)
     return clock
 
 
