@@ -42,11 +42,13 @@ _VALUES: dict[str, dict[str, dict[str, Any]]] = {
         "fsdp_native": {"strategy": "fsdp"},
     },
 }
-#: Defaults of other trainers that request what hpctrain does anyway.
+#: Values that request what hpctrain does anyway.
 _DEFAULTS: dict[str, object] = {
     "accelerator": "auto",
     "amp_backend": "native",
     "check_val_every_n_epoch": 1,
+    "enable_model_summary": False,
+    "enable_progress_bar": True,
     "gradient_clip_algorithm": "norm",
     **dict.fromkeys(("checkpoint_callback", "enable_checkpointing", "replace_sampler_ddp"), True),
     **dict.fromkeys(("use_distributed_sampler", "terminate_on_nan"), True),
@@ -55,14 +57,14 @@ _DEFAULTS: dict[str, object] = {
     **dict.fromkeys((f"limit_{kind}_batches" for kind in ("train", "val", "test", "predict")), 1.0),
     "val_check_interval": 1.0,
 }
-#: Settings of displays, whose values have no effect.
-_DISPLAY = ("enable_model_summary", "enable_progress_bar", "progress_bar_refresh_rate", "weights_summary")
 _REMEDIES = {
     "A run resumes from its newest checkpoint": ("ckpt_path", "resume_from_checkpoint"),
     "Set global_batch_size, the samples per step of all ranks": ("batch_size", "per_device_train_batch_size"),
     "Set it in configure_optimizers": ("learning_rate", "lr", "weight_decay"),
     "hpctrain divides the data among the ranks itself": ("replace_sampler_ddp", "use_distributed_sampler"),
     "hpctrain does not support apex. Use precision='16-mixed'": ("amp_backend", "amp_level"),
+    "hpctrain prints no summary of a module": ("enable_model_summary", "weights_summary"),
+    "The progress line appears only on terminals": ("enable_progress_bar", "progress_bar_refresh_rate"),
     "hpctrain trains only on GPUs and CPUs": ("hpus", "ipus", "tpu_cores"),
 }
 #: Other names, and the remedy.
@@ -125,7 +127,7 @@ def canonical_settings(
 def _translate(name: str, value: Any, given: Mapping[str, object], known: Iterable[str]) -> Mapping[str, Any]:
     """Return the settings with the same meaning; empty if the value has no effect."""
     default = _DEFAULTS.get(name, ...)
-    if name in _DISPLAY or (type(value) is type(default) and value == default):
+    if type(value) is type(default) and value == default:
         return {}
     if value is None and (name not in known or name in ("accelerator", "callbacks", "strategy")):
         return {}

@@ -27,8 +27,13 @@ from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
 from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.setting_names import canonical_arguments
-from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
-from hpctrain.training.strategies.strategy_registry import check_launch, resolve_strategy
+from hpctrain.training.strategies import (
+    Strategy,
+    check_launch,
+    find_strategy,
+    register_strategy,
+    resolve_strategy,
+)
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
 

@@ -1,15 +1,13 @@
-"""Train digits, or `task="gpt"`: `train_with_algorithm.py ALGORITHM LAST_STEP [SETTING=VALUE…]`."""
+"""Train digits: `train_with_algorithm.py ALGORITHM LAST_STEP [SETTING=VALUE…]`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import REPOSITORY
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,16 +44,6 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 
 
-def small_gpt(num_steps: int) -> tuple[hpctrain.Module, Any, Any]:
-    """The example, small: on 200,000 bytes, it gets from 5.5 to 2.9 nats per byte in 200 steps."""
-    sys.path.insert(0, str(REPOSITORY / "examples"))
-    from gpt import GPT, Windows, standard_library
-
-    text = standard_library(200_000)
-    parts = Windows(text[8_000:], 32), Windows(text[:8_000], 32)
-    return GPT(32, width=32, depth=1, heads=2, max_steps=num_steps, lr=4e-3), *parts
-
-
 CONFIGURED = {
     "local_sgd": LocalSGD,
     "local_sgd, every 8": partial(LocalSGD, 8),
@@ -66,7 +54,7 @@ CONFIGURED = {
 if __name__ == "__main__":
     options = dict(word.split("=", 1) for word in sys.argv[3:])
     settings = {"checkpoint_every": None, **{name: json.loads(value) for name, value in options.items()}}
-    name, task = sys.argv[1], settings.pop("task", "digits")
+    name = sys.argv[1]
     algorithm = CONFIGURED[name]() if name in CONFIGURED else find_algorithm(name)
     trainer = hpctrain.Trainer(
         max_steps=int(sys.argv[2]),
@@ -76,12 +64,8 @@ if __name__ == "__main__":
         algorithm=algorithm,
         **settings,
     )
-    if task == "gpt":
-        module, *data = small_gpt(trainer.max_steps)
-    else:
-        x, y = samples()
-        module, *data = Digits(), (x[:1400], y[:1400]), (x[1400:], y[1400:])
-    trainer.fit(module, *data)
+    (x, y), module = samples(), Digits()
+    trainer.fit(module, (x[:1400], y[:1400]), (x[1400:], y[1400:]))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     everyone = [weights.tolist()] * trainer.ranks.world_size
     if dist.is_initialized():

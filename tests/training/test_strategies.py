@@ -26,9 +26,8 @@ from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.training.algorithms import Algorithm
 from hpctrain.training.base.device_selection import choose_devices
-from hpctrain.training.strategies import Strategy, find_strategy, register_strategy
+from hpctrain.training.strategies import STRATEGIES, Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.ddp import DDP
-from hpctrain.training.strategies.strategy_registry import STRATEGIES
 
 SCRIPT = SCRIPTS / "train_with_strategies.py"
 
@@ -445,7 +444,6 @@ def test_built_in_and_registered_strategies_are_found(monkeypatch):
     for name, message in (
         ("tpu", "does not support TPUs"),
         ("deepspeed", "Use 'zero1'"),
-        ("bagua", "algorithm="),
     ):
         with pytest.raises(UserError, match=message):
             find_strategy(name, {})

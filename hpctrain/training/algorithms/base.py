@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.training.base.tensors import group_by_type
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Algorithm:
 
     def average(self, tensors: list[torch.Tensor]) -> None:
         """Replace tensors with their means over all ranks. All ranks must call this."""
-        for together in self.weights.by_type(tensors):
+        for together in group_by_type(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in together])
             self.all_reduce(flat)
             flat /= self.context.ranks.world_size
@@ -168,11 +169,3 @@ class FlatParameters:
             for value in optimizer.state.get(parameter, {}).values()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim
         ]
-
-    @staticmethod
-    def by_type(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yield groups of tensors with equal dtype and device, which can be concatenated."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        yield from kinds.values()

@@ -162,7 +162,7 @@ class PowerSGD(Algorithm):
             fits = gradient.ndim > 1 and self._is_smaller(gradient.reshape(len(gradient), -1))
             (matrices if fits else whole).append((self._number[parameter], gradient))
         if whole:
-            self._average_into([gradient for _, gradient in whole])
+            self.average([gradient for _, gradient in whole])
         if matrices:
             self._compress(matrices)
         return completed_future(bucket.buffer())
@@ -179,21 +179,15 @@ class PowerSGD(Algorithm):
             inputs.append(matrix + self._errors[number])
         columns = [torch.linalg.qr(self._columns[number])[0] for number, _ in numbered]
         left = [matrix @ column for matrix, column in zip(inputs, columns, strict=True)]
-        self._average_into(left)
+        self.average(left)
         left = [torch.linalg.qr(rows)[0] for rows in left]
         right = [matrix.T @ rows for matrix, rows in zip(inputs, left, strict=True)]
-        self._average_into(right)
+        self.average(right)
         for (number, gradient), matrix, rows, cols in zip(numbered, inputs, left, right, strict=True):
             product = rows @ cols.T
             self._errors[number].copy_(matrix - product)
             self._columns[number] = cols
             gradient.copy_(product.view_as(gradient))
-
-    def _average_into(self, tensors: list[torch.Tensor]) -> None:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self.all_reduce(flat)
-        flat /= self.context.ranks.world_size
-        self.weights.put(flat, tensors)
 
     def _is_smaller(self, matrix: torch.Tensor) -> bool:
         rows, columns = matrix.shape

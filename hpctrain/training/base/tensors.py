@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hpctrain.torch_compat import pytree
+
+T = TypeVar("T", bound=torch.Tensor)
 
 #: Bytes. Some kernels for CPUs depend on the alignment of a tensor.
 _ALIGNMENT = 64
@@ -71,3 +73,11 @@ def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
         return leaf[low:high] if counts else leaf
 
     return pytree.tree_map(cut, batch, is_leaf=is_column)
+
+
+def group_by_type(tensors: Iterable[T]) -> list[list[T]]:
+    """Return groups of tensors with equal dtype and device, which can be concatenated."""
+    groups: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())

@@ -32,9 +32,8 @@ from hpctrain.training.loop.training_loop import TrainingLoop
 from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
-from hpctrain.training.strategies import Strategy
+from hpctrain.training.strategies import Strategy, resolve_strategy
 from hpctrain.training.strategies.base import broadcast_tensors
-from hpctrain.training.strategies.strategy_registry import resolve_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: The options of `TrainerConfig` that a custom loop may set.

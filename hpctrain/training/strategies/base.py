@@ -14,6 +14,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.algorithms import Algorithm
+from hpctrain.training.base.tensors import group_by_type
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.determinism.gradient_sum import SummedParameter
 from hpctrain.training.module import Module
@@ -241,11 +242,8 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Broadcast rank 0's values of `tensors`, one message per dtype and device. All ranks must call this."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
-        for alike in kinds.values():
+        for alike in group_by_type(tensors):
             together = torch.cat([tensor.reshape(-1) for tensor in alike])
             dist.broadcast(together, src=0)
             parts = torch.split(together, [tensor.numel() for tensor in alike])

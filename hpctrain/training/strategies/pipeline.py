@@ -356,7 +356,7 @@ class PipelineStages:
     """
 
     def __init__(self, module: Module, rank: int, num_stages: int) -> None:
-        self._module, self._rank, self._last = module, rank, num_stages - 1
+        self._module, self._rank = module, rank
         self._prepared = _largest(module, num_stages)
         blocks = list(self._prepared)
         ends = _stage_ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import all_gather_single
-from hpctrain.training.base.tensors import is_sharded, local_part
+from hpctrain.training.base.tensors import group_by_type, is_sharded, local_part
 from hpctrain.training.module import Module
 
 #: Optimizers whose updates are impossible with shards, and the reason.
@@ -164,10 +164,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 def _buckets(tensors: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Yield groups of tensors of one dtype and device, each up to the limit."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in kinds.values():
+    for alike in group_by_type(tensors):
         bucket: list[nn.Parameter] = []
         for tensor in alike:
             if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > limit_bytes:
