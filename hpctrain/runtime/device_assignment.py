@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistNetworkError, Store  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
@@ -83,6 +83,9 @@ def assign_device(
             _answer_all(ranks.world_size, {"error": str(error), "missing": is_missing}, store)
     try:
         answer = _parse_entry(_answer_key(ranks.rank), store.get(_answer_key(ranks.rank)))
+    except DistNetworkError as error:
+        reason = str(error).partition("\n")[0]
+        raise RendezvousError(f"lost the store of rank 0 ({reason}). Check the log of rank 0.") from error
     except DistError as error:
         raise _missing_ranks(ranks.world_size, store) from error
     if "error" in answer:

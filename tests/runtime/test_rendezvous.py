@@ -51,13 +51,15 @@ def ranks_of(key: str, rank: int, world_size: int) -> Ranks:
     return Ranks(rank, world_size, rank, world_size, 0, 1, "localhost", port, "test", key)
 
 
-def join(ranks: Ranks, timeout_s: float = LIMIT_S, host: str = "n1") -> None:
+def join(ranks: Ranks, timeout_s: float = LIMIT_S, host: str = "n1") -> TCPStore:
+    """Join the others; rank 0 must keep its store until they have joined."""
     store, problem = connect_store(ranks, {}, timeout_s)
     prefixed = PrefixStore(ranks.rendezvous_id, store)
     assign_device(ranks, {"SLURMD_NODENAME": host}, prefixed, use_gpus=False, problem=problem)
+    return store
 
 
-def failures(futures: list[Future[None]]) -> list[str]:
+def failures(futures: list[Future[TCPStore]]) -> list[str]:
     """Return the error of each rank; fail if a rank has none."""
     texts = []
     for future in futures:
@@ -76,6 +78,16 @@ def test_ranks_join_in_any_order(key, order):
             time.sleep(0.1)
         for future in futures:
             future.result()
+
+
+def test_lost_rank_0_is_reported(key):
+    """Rank 0 exits after it has answered."""
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(join, ranks_of(key, 1, 2))
+        store, _ = connect_store(ranks_of(key, 0, 2), {}, LIMIT_S)
+        time.sleep(0.5)
+        del store
+    assert failures([late])[0].startswith("lost the store of rank 0")
 
 
 def test_missing_ranks_are_reported_once_and_end_all_present(key, monkeypatch, capfd):
