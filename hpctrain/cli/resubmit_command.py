@@ -9,9 +9,8 @@ from typing import Any
 
 from hpctrain.jobs.options.table import SbatchOptions, all_options
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.spec.code_ref import DEFAULT_SNAPSHOT_LIMIT_MB
 from hpctrain.spec.directives import directives_after_start
-from hpctrain.spec.job_spec import JobSpec, default_stop_before_limit_s
+from hpctrain.spec.job_spec import DEFAULT_SNAPSHOT_LIMIT_MB, JobSpec, default_stop_before_limit_s
 from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
 from hpctrain.text import is_finite
 

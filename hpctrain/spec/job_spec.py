@@ -9,7 +9,6 @@ from typing import Literal
 
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.spec.code_ref import CodeRef
 from hpctrain.spec.container import Container
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.notify import NotifyConfig
@@ -26,6 +25,7 @@ CpuBindingMode = Literal["auto", "none"]
 MpiPlugin = Literal["none", "pmi2", "pmix"]
 
 DEFAULT_STOP_BEFORE_LIMIT_S = 120
+DEFAULT_SNAPSHOT_LIMIT_MB = 200
 
 
 def default_stop_before_limit_s(time_limit_s: float | None) -> int:
@@ -33,6 +33,20 @@ def default_stop_before_limit_s(time_limit_s: float | None) -> int:
     if time_limit_s is None:
         return DEFAULT_STOP_BEFORE_LIMIT_S
     return min(DEFAULT_STOP_BEFORE_LIMIT_S, max(1, int(time_limit_s / 3)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeRef:
+    """A copy of the code that a run executes."""
+
+    source: str
+    """Root of the working tree that was copied."""
+    copy: str
+    """Root of the copy, in the run folder."""
+    script: str | None
+    """Path of the copied script; None if the script is outside the working tree."""
+    limit_mb: int = DEFAULT_SNAPSHOT_LIMIT_MB
+    """Maximum size of the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

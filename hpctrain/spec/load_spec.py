@@ -9,9 +9,8 @@ from typing import Any
 
 from hpctrain.errors import SpecError
 from hpctrain.files import parse_yaml, read_regular
-from hpctrain.spec.code_ref import CodeRef
 from hpctrain.spec.container import Container
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.job_spec import CodeRef, JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.spec.notify import NotifyConfig
 from hpctrain.spec.shell_setup import ShellSetup

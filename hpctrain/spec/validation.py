@@ -1,15 +1,17 @@
-"""Checks of a specification."""
+"""Check a specification: ranges, contradictions, and characters that cannot be passed on."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import get_args
 
-from hpctrain.errors import SpecError
+from hpctrain.errors import SpecError, UserError
+from hpctrain.rundir import ENV_PREFIX
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.spec.argument_lengths import check_argument_lengths
-from hpctrain.spec.directive_conflicts import check_directive_conflicts
 from hpctrain.spec.job_spec import (
     BackendName,
     CpuBindingMode,
@@ -40,6 +42,16 @@ _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 #: Characters not allowed in a line of a batch script.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
+#: Mutually exclusive pairs. For the last pair, Slurm would silently use the later option.
+_EITHER = (*combinations(("mem", "mem-per-cpu", "mem-per-gpu"), 2), ("exclusive", "oversubscribe"))
+#: Linux accepts 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
+_MAX_WORD_BYTES = 128 * 1024 - 1
+#: Bytes that a torchrun agent receives in addition to the arguments.
+_PLAN_BYTES = 4096
+#: Linux allows 2 MiB for all arguments and variables of a process; this part is reserved for the job's own
+#: variables.
+_ALL_BYTES = 1024 * 1024
+
 
 def check_spec(spec: JobSpec) -> None:
     """Check that a job with this specification can run, and that every word is passed on unchanged.
@@ -58,7 +70,7 @@ def check_spec(spec: JobSpec) -> None:
     _check_folder(spec)
     _check_shape(spec)
     _check_time(spec)
-    check_directive_conflicts(spec.directives, nodes=spec.most_granted, gpus_per_node=spec.gpus_per_node)
+    _check_directives(spec)
     spec.shell.check()
     check_srun_args(spec.srun_args)
     if spec.torchrun is not None:
@@ -70,7 +82,7 @@ def check_spec(spec: JobSpec) -> None:
     if not spec.supervised:
         _check_unsupervised(spec)
     _check_words(spec)
-    check_argument_lengths(spec)
+    _check_lengths(spec)
 
 
 def _check_choice(option: str, value: str, choices: object) -> None:
@@ -139,6 +151,62 @@ def _check_shape(spec: JobSpec) -> None:
             "With 1, the run ends at the first failure."
         )
     RestartPolicy.with_changes(spec.restart_policy, spec.max_failures)
+
+
+def _check_directives(spec: JobSpec) -> None:
+    """Check that no directives contradict each other or the size of the run."""
+    directives = spec.directives
+    for one, other in _EITHER:
+        if one in directives and other in directives:
+            raise SpecError(
+                f"{_as_option(one, directives)} and {_as_option(other, directives)} are mutually exclusive "
+                "in Slurm. Remove one of them."
+            )
+    if "mem-per-gpu" in directives and spec.gpus_per_node == 0:
+        raise SpecError(
+            f"{_as_option('mem-per-gpu', directives)} requires GPUs, but the run has none (--gpus-per-node "
+            "0). Use --mem or --mem-per-cpu instead."
+        )
+    if any(part.partition(":")[0] == "gpu" for part in directives.get("gres", "").split(",")):
+        raise SpecError(
+            f"{_as_option('gres', directives)} requests GPUs. "
+            "Use --gpus-per-node for GPUs, and --gres for other resources."
+        )
+    _check_nodes(directives, spec.most_granted)
+
+
+def _check_nodes(directives: Mapping[str, str], nodes: int) -> None:
+    wanted, unwanted = _hosts("nodelist", directives), _hosts("exclude", directives)
+    if both := [host for host in wanted if host in unwanted]:
+        raise SpecError(
+            f"{_as_option('nodelist', directives)} requests node {both[0]}, but "
+            f"{_as_option('exclude', directives)} excludes this node. Remove the node from one of the "
+            "options."
+        )
+    if len(wanted) > nodes:
+        raise SpecError(
+            f"{_as_option('nodelist', directives)} names {len(wanted)} nodes, and all of them are required, "
+            f"but the job requests only {nodes} (--nodes plus --spare-nodes). Request more nodes, or name "
+            "fewer."
+        )
+
+
+def _hosts(key: str, directives: Mapping[str, str]) -> dict[str, None]:
+    """Return the nodes in a directive, in order; empty for the name of a node file (sbatch(1))."""
+    value = directives.get(key, "")
+    if not value or "/" in value:
+        return {}
+    from hpctrain.cluster import expand_hostlist
+
+    try:
+        return dict.fromkeys(expand_hostlist(value))
+    except UserError as error:
+        raise SpecError(f"Invalid --{key}: {error}") from error
+
+
+def _as_option(key: str, directives: Mapping[str, str]) -> str:
+    value = directives[key]
+    return f"--{key} {value}" if value else f"--{key}"
 
 
 def _check_time(spec: JobSpec) -> None:
@@ -277,3 +345,29 @@ def _is_utf8(word: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _check_lengths(spec: JobSpec) -> None:
+    # The rank receives all arguments as one JSON string; through an agent, that string is nested in another.
+    words = json.dumps([spec.entry, *spec.args])
+    length, limit = len(words), _MAX_WORD_BYTES
+    if spec.torchrun is not None:
+        length, limit = len(json.dumps(words)), limit - _PLAN_BYTES
+    if length > limit:
+        raise SpecError(
+            f"The program and its arguments are {length} bytes long as JSON, but at most {limit} bytes "
+            "can be passed to a rank. Write the arguments to a file, and pass its path instead."
+        )
+    longest = _MAX_WORD_BYTES - len(ENV_PREFIX)
+    variables = {name: len(f"{name}={value}".encode()) for name, value in spec.env.items()}
+    for name, length in variables.items():
+        if length > longest:
+            raise SpecError(
+                f"The variable {name} (--env) is {length} bytes long, but at most {longest} bytes can be "
+                "passed to a rank. Write the value to a file, and pass its path instead."
+            )
+    if (total := sum(variables.values())) > _ALL_BYTES:
+        raise SpecError(
+            f"The variables (--env) are {total} bytes long in total, but at most {_ALL_BYTES} bytes can be "
+            "passed to a rank. Write the values to files, and pass their paths instead."
+        )

@@ -16,9 +16,8 @@ from hpctrain.cli import submit
 from hpctrain.jobs.options.option import OptionType
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.table import SubmitOptions, all_options
-from hpctrain.spec.code_ref import DEFAULT_SNAPSHOT_LIMIT_MB
 from hpctrain.spec.container import Container
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.job_spec import DEFAULT_SNAPSHOT_LIMIT_MB, JobSpec
 from hpctrain.spec.notify import DEFAULT_STALL_S
 
 

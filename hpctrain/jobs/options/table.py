@@ -11,9 +11,9 @@ from functools import cache
 from typing import Annotated, Literal, TypedDict
 
 from hpctrain.jobs.options.option import Option, OptionInfo, OptionType
-from hpctrain.spec.code_ref import DEFAULT_SNAPSHOT_LIMIT_MB
 from hpctrain.spec.container import Container, is_image_file
 from hpctrain.spec.job_spec import (
+    DEFAULT_SNAPSHOT_LIMIT_MB,
     DEFAULT_STOP_BEFORE_LIMIT_S,
     CpuBindingMode,
     GpuRequestStyle,

@@ -17,7 +17,7 @@ from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
 from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository, OutsideRepository
 from hpctrain.rundir import RunDir
-from hpctrain.spec.code_ref import CodeRef
+from hpctrain.spec.job_spec import CodeRef
 from hpctrain.text import format_size
 
 #: Minimum bytes counted per file: copying a hundred thousand files takes long, regardless of their size.

@@ -30,9 +30,8 @@ from hpctrain.rundir import (
     list_checkpoint_steps,
 )
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.code_ref import CodeRef
 from hpctrain.spec.directives import directives_after_start
-from hpctrain.spec.job_spec import BackendName, JobSpec
+from hpctrain.spec.job_spec import BackendName, CodeRef, JobSpec
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.notify import NotifyConfig
 
