@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 
@@ -175,6 +176,28 @@ def test_following_an_array_shows_all_tasks_and_reports_a_failed_one(hpctrain, t
     assert refused.returncode == 2
     assert "a job array of 2 tasks" in refused.stderr
     assert "such as r/task-9" in refused.stderr
+
+
+@pytest.mark.extended
+@pytest.mark.ranks
+def test_interrupting_logs_keeps_the_run_alive(hpctrain, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    assert hpctrain("submit", *TWO_RANKS, "slow.py").returncode == 0
+    command = [sys.executable, "-m", "hpctrain", "logs", "-f", "r"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        lines = sorted(process.stdout.readline() for _ in range(2))
+        assert lines == ["[0] here\n", "[1] here\n"]
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Detached. The run continues." in err
+    assert '"state": "RUNNING"' in hpctrain("status", "r", "--json").stdout
+    hpctrain("cancel", "r")
+    wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")
+    assert_no_process_left(tmp_path / "r")
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link \x9b5n\x1bc\x00\ttab\r\n"

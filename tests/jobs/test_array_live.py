@@ -88,6 +88,19 @@ def test_requeue_reports_the_task_without_ranks_and_requeues_the_others(submit):
 
 
 @pytest.mark.long
+def test_preemption_affects_one_task_only(submit, environ):
+    run = submit(array="0-1", exclusive=True)
+    wait_for(lambda: all(has_started(task) for task in run.tasks()), 40, "all tasks to start")
+    node = next(event["hosts"][0] for event in run.tasks()[1].dir.read_events() if event["kind"] == "started")
+    run_command(["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true"], environ)
+    assert run.tasks()[1].wait(timeout=120).attempt == 1
+    assert run.tasks()[0].status().state is RunState.RUNNING
+    assert attempts(run) == [1, 2]
+    run.cancel()
+    wait_for(lambda: run.status().state.ended, 20, "the end of the array")
+
+
+@pytest.mark.long
 def test_dependent_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_path):
     array = submit_prepared(
         prepared(array="0-1", run_dir="a", backend="slurm", sbatch={"hold": ""}, environ=environ)

@@ -191,6 +191,16 @@ def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
 
 
+@pytest.mark.slow
+def test_array_tasks_share_one_copy(prepared, repo):
+    run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
+    run.wait(timeout=120)
+    codes = {load_spec(run.dir.task(index).spec).code for index in (0, 1)} | {load_spec(run.dir.spec).code}
+    (code,) = codes
+    assert code is not None
+    assert code.copy == str(run.dir.path / "code" / "submission-000")
+
+
 def test_ignored_script_is_copied(prepared, repo):
     (repo / "data" / "train.py").touch()
     run = submit_prepared(prepared(script=repo / "data" / "train.py"))
@@ -234,6 +244,14 @@ def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, rep
     assert prepared(script=repo / "train.py", code_snapshot_limit=2, code_snapshot=False).snapshot is None
     with pytest.raises(SpecError, match="must be at least 1"):
         prepared(script=repo / "train.py", code_snapshot_limit=0)
+
+
+def test_many_small_files_count_towards_the_limit(prepared, repo):
+    (repo / "many").mkdir()
+    for index in range(300):
+        (repo / "many" / f"{index}").touch()
+    with pytest.raises(SpecError, match=r"1\.\d+ MB in 309 files"):
+        prepared(script=repo / "train.py", code_snapshot_limit=1)
 
 
 def test_git_variables_of_the_caller_are_ignored(prepared, repo, tmp_path):

@@ -174,6 +174,20 @@ def test_repository_with_an_outside_worktree_copies_nothing_from_it(repo, outsid
     assert str(outside) in notes[0]
 
 
+def test_submodule_with_an_outside_worktree_copies_nothing_from_it(repo, outside):
+    git(outside, "init", "--quiet")
+    git(outside, "add", ".")
+    git(outside, "config", "core.worktree", str(outside))
+    inner = repo / "inner"
+    inner.mkdir()
+    (inner / "own.py").touch()
+    (inner / "x.txt").write_text("inside\n")
+    (inner / ".git").write_text(f"gitdir: {outside / '.git'}\n")
+    copy = copy_code(repo)
+    assert_nothing_from_outside(copy)
+    assert (copy / "train.py").exists()
+
+
 @pytest.mark.parametrize("location", [".", "inner"])
 def test_programs_of_the_repository_are_not_run(repo, location, tmp_path):
     """Hooks, file system monitors, external diffs and converters."""

@@ -19,7 +19,8 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.container import Container
-from hpctrain.supervisor.launch.container_command import containerize
+from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.supervisor.launch.container_command import containerize, worker_command
 
 pytestmark = pytest.mark.ranks
 
@@ -338,3 +339,15 @@ def test_shells_in_fake_apptainer(project):
 @pytest.mark.long
 def test_shells_in_fake_pyxis(project, slurm):
     check_interactive(project, project.submit(slurm.env, "0", backend="slurm", nodes=2), slurm.env)
+
+
+def test_interpreter_in_the_container_has_no_host_path(make):
+    for spec in (
+        make(python="/usr/bin/python3.12"),
+        make(python="/usr/bin/python3.12", torchrun=TorchrunConfig()),
+    ):
+        command = worker_command(spec, 1)
+        assert command[0] == "/usr/bin/python3.12"
+        assert spec.python not in command
+        if spec.torchrun:
+            assert json.loads(command[-1])["worker"][0] == "/usr/bin/python3.12"

@@ -161,6 +161,14 @@ def test_notes_name_the_parameters_as_in_python(executor, caplog):
     assert "--partition" not in caplog.text
 
 
+def test_run_dir_of_a_job_is_path_like(executor):
+    job = executor.submit(add, 1, 2)
+    job.wait()
+    folder = Path(job.run.dir)
+    assert (folder / "spec.yaml").exists()
+    assert f"{job.run.dir}" == os.fspath(job.run.dir) == str(folder)
+
+
 def test_unpicklable_argument_is_refused_before_anything_is_written(executor, tmp_path):
     with pytest.raises(UserError, match=r"add\(\): argument b.* _thread.lock"):
         executor.submit(add, 1, b=[threading.Lock()])

@@ -116,6 +116,21 @@ def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys)
     assert {2, 4, 16, 18, 20} <= set(steps(tmp_path))
 
 
+def test_local_tier_is_empty_after_a_stop(tmp_path):
+    """The next attempt may run elsewhere, and leftover memory would be lost for all jobs of the node."""
+    import signal
+
+    tier = tmp_path / "fast"
+    tier.mkdir()
+    module = Line(at={5: lambda: signal.raise_signal(signal.SIGTERM)})
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "run", 20, module, local_checkpoints=tier)
+    (stop,) = events(tmp_path / "run", "signal")
+    assert stop["saved"]
+    assert list(tier.iterdir()) == []
+    assert fit(tmp_path / "run", 20, local_checkpoints=tier).seen["steps"] == 20
+
+
 @pytest.mark.slow
 def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
     """An undisturbed run validates and saves at step 4; this one was stopped there, and validates later."""

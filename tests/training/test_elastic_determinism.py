@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -550,6 +551,23 @@ def use_scaler(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     scaler.step(optimizer)
 
 
+def train_in_custom_way(run_dir: Path, use: Callable[[Any, int], object]) -> nn.Module:
+    """Train in a loop that calls `use` for each grain, until it returns true."""
+    with hpctrain.session(elastic_determinism=True, run_dir=str(run_dir)) as session:
+        module, _ = session.prepare(net := WithoutRare(), torch.optim.SGD(net.parameters(), lr=0.1))
+        batches = session.batches(Noisy(), global_batch_size=16, max_steps=1)
+        for number, (x, kind, y) in enumerate(batches):
+            session.backward(nn.functional.mse_loss(module(x, kind), y))
+            if use(session, number):
+                break
+    return module
+
+
+def test_own_loop_that_logs_only_some_grains_is_refused(tmp_path):
+    with pytest.raises(hpctrain.UserError, match="same metrics for every grain"):
+        train_in_custom_way(tmp_path / "run", lambda session, number: number and session.log(number=number))
+
+
 @pytest.mark.parametrize(
     ("backward", "use", "message"),
     [
@@ -592,6 +610,25 @@ class Growing(Net):
     def training_step(self, batch, batch_idx):
         self.seen = torch.cat([self.seen, self.seen[:1]])
         return super().training_step(batch, batch_idx)["loss"]
+
+
+class Flagging(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.bool))
+
+    def training_step(self, batch, batch_idx):
+        self.seen.fill_(True)
+        return super().training_step(batch, batch_idx)
+
+
+class Complex(Net):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+    def forward(self, x, kind):
+        return super().forward(x, kind) * self.phase.abs()
 
 
 class Changing(Net):
@@ -659,6 +696,15 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(Noisy())
 
 
+class Compiled(Net):
+    def __init__(self, *, whole: bool):
+        super().__init__()
+        if whole:
+            self.head.compile()
+        else:
+            self.head = torch.compile(self.head)
+
+
 REFUSALS = [
     ({"strategy": "pipeline"}, "strategy is 'pipeline'"),
     ({"strategy": "dp"}, "strategy is 'dp'"),
@@ -670,6 +716,8 @@ REFUSALS = [
     ({"micro_batch_size": 12}, "must be a multiple of grain_size"),
     ({"net": Alternating}, "accepts optimizer_idx"),
     ({"net": Growing}, "added the buffer seen or changed its shape"),
+    ({"net": Flagging}, "changed the buffer seen of type torch.bool"),
+    ({"net": Complex}, "gradient of phase is complex"),
     ({"data": Stream}, "is a stream"),
     ({"net": Changing}, "Return or log the same metrics for every grain"),
     ({"net": Fused, "strategy": "zero1"}, "has fused=True"),
@@ -679,7 +727,10 @@ REFUSALS = [
     ({"net": Foreign}, "updates a parameter that no module contains"),
     ({"seed_samples": False}, "seed_samples is False"),
     ({"net": Lazy}, "head.weight belongs to a lazy layer"),
+    ({"net": Lazy, "elastic_determinism": False, "grain_size": None}, "head.weight belongs to a lazy layer"),
     ({"net": Synchronized}, "contains a SyncBatchNorm"),
+    ({"net": lambda: Compiled(whole=False)}, "the module is compiled"),
+    ({"net": lambda: Compiled(whole=True)}, "the module is compiled"),
 ]
 
 
@@ -687,6 +738,26 @@ REFUSALS = [
 def test_dependence_on_the_ranks_is_refused(tmp_path, settings, message):
     with pytest.raises(hpctrain.UserError, match=re.escape(message)):
         train(str(tmp_path / "run"), 2, settings)
+
+
+def errors_with_shards(strategy: str) -> list[str]:
+    errors = []
+    for kind in (torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Rprop):
+        module = WithoutRare()
+        module.configure_optimizers = lambda: kind(module.parameters())  # noqa: B023 (called in this pass)
+        trainer = hpctrain.Trainer(max_steps=1, global_batch_size=8, strategy=strategy, checkpoint_every=None)
+        with pytest.raises(hpctrain.UserError) as caught:
+            trainer.fit(module, Noisy())
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_optimizers_that_do_not_support_shards_are_refused(strategy):
+    adafactor, adagrad, rprop = run_on_ranks(errors_with_shards, strategy, world_size=2)[0]
+    assert adafactor.startswith("Adafactor needs complete rows and columns of each parameter, so it cannot")
+    assert adagrad.startswith("Adagrad creates its state before")
+    assert rprop.startswith("Rprop selects elements by conditions")
 
 
 def train_on_mixed_hardware(*arguments: Any) -> str:
@@ -809,3 +880,47 @@ class Reentrant(Net):
 def test_gradient_in_several_parts_is_refused(tmp_path):
     with pytest.raises(hpctrain.UserError, match="use_reentrant=False"):
         train(str(tmp_path / "run"), 2, {"net": Reentrant, "bucket_cap_mb": 1e-4})
+
+
+class MixedTypes(hpctrain.Module):
+    """A layer of another type outside of a block, or in its own."""
+
+    def __init__(self, has_own_block):
+        super().__init__()
+        double = nn.Linear(3, 1).double()
+        self.first, self.last = nn.Linear(6, 3), nn.Sequential(double) if has_own_block else double
+
+    def training_step(self, batch, batch_idx):
+        return self.last(self.first(batch[0]).double()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train_mixed_types(has_own_block: bool, **settings: Any) -> str:
+    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=8, checkpoint_every=None, **settings)
+    try:
+        trainer.fit(MixedTypes(has_own_block), Noisy())
+    except hpctrain.UserError as error:
+        return str(error)
+    return "trained"
+
+
+def train_all_mixed_types(strategy: str) -> list[str]:
+    return [
+        train_mixed_types(False, strategy=strategy),
+        train_mixed_types(False, strategy=strategy, elastic_determinism=True),
+        train_mixed_types(True, strategy=strategy),
+        train_mixed_types(True, strategy=strategy, elastic_determinism=True),
+        train_mixed_types(False, strategy="ddp", elastic_determinism=True),
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_parameter_types_that_cannot_be_gathered_together_are_refused(strategy):
+    plain, elastic, *others = run_on_ranks(train_all_mixed_types, strategy, world_size=2)[0]
+    assert elastic == plain
+    assert plain.startswith(
+        f"strategy is '{strategy}', which gathers first.bias (torch.float32) and last.bias (torch.float64)"
+    )
+    assert others == ["trained"] * 3

@@ -199,3 +199,16 @@ raise SystemExit(3)
     env = environment({"PYTHONPATH": os.pathsep.join(sys.path)})
     with subprocess.Popen([sys.executable, str(script)], env=env) as rank:
         assert rank.wait(120) == 3
+
+
+def test_programs_of_a_data_worker_receive_signals():
+    def stop_program():
+        with subprocess.Popen(["sleep", "60"]) as program:
+            try:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    program.send_signal(number)
+                assert program.wait(10) in (-signal.SIGTERM, -signal.SIGINT)
+            finally:
+                program.kill()
+
+    assert len(list(batches(Numbers(stop_program), num_workers=1))) == 10

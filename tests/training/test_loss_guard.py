@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import statistics
 
 import pytest
 import torch
@@ -359,6 +360,31 @@ def test_a_spike_is_a_bad_loss_if_there_are_enough_losses_before(tmp_path, polic
     assert bad_events(tmp_path / "off") == []
 
 
+numbers = st.floats(-1e6, 1e6).filter(lambda value: value == 0 or abs(value) > 1e-6)
+
+
+def limit_by_definition(losses: list[float], threshold: float) -> float:
+    """The modified z-score, solved for the loss."""
+    middle = statistics.median(losses)
+    mad = statistics.median(abs(loss - middle) for loss in losses)
+    return middle + threshold * max(mad / 0.6745, 0.01 * abs(middle))
+
+
+@pytest.mark.slow
+@given(st.lists(numbers, min_size=32, max_size=300), numbers, st.floats(1, 100))
+def test_spikes_are_those_of_the_definition(losses, loss, threshold):
+    detector = SpikeDetector(threshold)
+    for each in losses:
+        detector.add(each)
+    assert list(detector.losses) == losses[-128:]
+    limit = limit_by_definition(losses[-128:], threshold)
+    if limit > statistics.median(losses[-128:]):
+        assert detector.limit() == pytest.approx(limit, rel=1e-12)
+        assert detector.is_spike(loss) == (loss > detector.limit())
+    else:  # a median of 0 without deviation has no scale
+        assert not detector.is_spike(loss)
+
+
 @given(st.lists(st.floats(1.0, 2.0), min_size=32, max_size=128), st.floats(1e3, 1e30))
 def test_an_outlier_is_a_spike_and_hides_none_after_it(losses, outlier):
     detector = SpikeDetector(20.0)
@@ -368,6 +394,15 @@ def test_an_outlier_is_a_spike_and_hides_none_after_it(losses, outlier):
     assert not detector.is_spike(max(losses[0], 2.0) if len(set(losses)) > 100 else min(losses))
     detector.add(outlier)
     assert detector.is_spike(outlier)
+
+
+def test_the_first_losses_are_no_spikes():
+    detector = SpikeDetector(1.0)
+    for _ in range(31):
+        detector.add(1.0)
+        assert not detector.is_spike(1e30)
+    detector.add(1.0)
+    assert detector.is_spike(1e30)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------
@@ -395,6 +430,14 @@ def test_retention_keeps_the_last_finite_checkpoint_and_resume_prefers_it(tmp_pa
     )
     save(store, 4)
     assert sorted(committed_steps(tmp_path)) == [4]
+
+
+def test_without_a_finite_checkpoint_the_newest_is_loaded(tmp_path):
+    store = CheckpointStore(tmp_path, checked=is_weight)
+    for step in (1, 2):
+        save(store, step, NAN)
+    loaded, sentences = store.load_newest()
+    assert (loaded.step, sentences) == (2, [])
 
 
 def test_a_checkpointer_checks_parameters_and_optimizers_but_not_buffers(tmp_path):

@@ -121,6 +121,15 @@ def test_flipped_bits_are_found_within_the_interval_on_the_right_rank(monkeypatc
     assert first["found"] >= 95
 
 
+@pytest.mark.long
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_flipped_bits_are_found():
+    first, *_ = run_on_ranks(_with_small_slices, flips_are_found, 1000, 2000, world_size=3, timeout=500.0)
+    assert first["found"] >= 950
+
+
 def _with_small_slices(function, *arguments):
     replica_check._MIN_SLICE_BYTES = {"cpu": 2048}
     return function(*arguments)
@@ -157,6 +166,12 @@ def finds_the_difference(world_size: int, odd: list[int], message: str) -> str:
 )
 def test_the_majority_names_the_odd_rank(odd, message, suspects):
     assert run_on_ranks(finds_the_difference, 4, odd, message, world_size=4) == [suspects] * 4
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_have_no_majority():
+    assert run_on_ranks(finds_the_difference, 2, [1], "no majority", world_size=2) == [[0, 1]] * 2
 
 
 def test_the_hash_of_a_gpu_depends_on_every_bit_and_on_the_order(monkeypatch):
@@ -232,6 +247,16 @@ def test_trainings_have_no_false_alarm(tmp_path, third):
         {"max_steps": 300, "checkpoint_every": None},
     ]
     run_on_ranks(fits, tmp_path, *settings[third::3], world_size=3, timeout=100.0)
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(5))
+def test_100_000_steps_have_no_false_alarm(seed):
+    settings = {"max_steps": 20_000, "checkpoint_every": None, "log_every": 1000, "seed_samples": False}
+    run_on_ranks(fits, None, settings | {"seed": seed}, world_size=3, timeout=800.0)
 
 
 def test_the_check_is_off_without_replicas_and_on_different_hardware(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import applied_hparams
+from hpctrain.telemetry.report.run_data import RunContext, read_run_data
+from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.run_results import read_results
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 
 torch.manual_seed(0)
@@ -161,6 +165,55 @@ def test_rate_can_be_changed_in_a_resumed_run(tmp_path, capsys):
     fit(tmp_path, 6, lambda parameters: [sgd(parameters, 0.01)], callbacks=[NewRate()])
     assert [round(rate, 4) for rate in trained(tmp_path, "lr").values()] == [0.1, 0.1] + [0.01] * 4
     assert "remains" not in capsys.readouterr().out
+
+
+def adam(betas):
+    return lambda parameters: [torch.optim.AdamW(parameters, betas=betas)]
+
+
+def multi_step(milestones):
+    return with_schedule(lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (adam((0.9, 0.999)), adam([0.9, 0.95]), "betas remains (0.9, 0.999), {}(0.9, 0.95)."),
+        (multi_step([3, 3, 5]), multi_step([3, 7]), "milestones of MultiStepLR remains (3, 3, 5), {}(3, 7)."),
+    ],
+    ids=["betas", "milestones"],
+)
+def test_sequences_are_compared(tmp_path, capsys, old, new, message):
+    fit(tmp_path, 2, old)
+    fit(tmp_path, 3, old)
+    assert "remains" not in capsys.readouterr().out
+    fit(tmp_path, 4, new)
+    reason = "the value in the checkpoint, although the script now sets "
+    assert message.format(reason) in capsys.readouterr().out
+
+
+def test_schedulers_are_available_at_the_start(tmp_path):
+    class NewBase(hpctrain.Callback):
+        def on_fit_start(self, trainer, module):
+            trainer.schedulers[0].base_lrs = [0.5]
+
+    constant = with_schedule(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+    fit(tmp_path, 2, constant)
+    fit(tmp_path, 4, constant, callbacks=[NewBase()])
+    assert trained(tmp_path, "lr")[4] == pytest.approx(0.5)
+
+
+def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
+    fit(tmp_path, 2, lambda parameters: [sgd(parameters, 0.1)])
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.001"])
+    fit(tmp_path, 4, lambda parameters: [sgd(parameters, 0.001)])
+    assert read_results(RunDir(tmp_path)).hparams == {"lr": 0.1}
+    context = RunContext("COMPLETED", resubmit_command=["hpctrain submit train.py --lr 0.001"])
+    run_data = read_run_data(RunDir(tmp_path), context, now=time.time())
+    assert len(run_data.resubmit_command) == 2
+    page = render_run_page(run_data)
+    assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.001" in page
 
 
 @pytest.mark.parametrize(

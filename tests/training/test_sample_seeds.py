@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 import hpctrain
+from hpctrain.training.base import rng
 from hpctrain.training.data.dataset_adapters import make_step_source
 from hpctrain.training.data.fetcher import make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
@@ -140,6 +141,14 @@ def test_draws_of_a_stream_depend_on_the_sample_only(name):
     uninterrupted = trained_samples(dataset, [])
     assert trained_samples(dataset, [(2, 1, 2), (2, 1, 0), (1, 1, 1)]) == uninterrupted
     assert len({sample[2] for _, sample in uninterrupted}) == 38
+
+
+def test_generators_of_the_rank_are_not_affected():
+    rng.seed_all(3)
+    before = rng.capture_rng_state()
+    trained_samples(Noisy(DRAWS["numpy's global generator"]), [(1, 1, 1)])
+    after = rng.capture_rng_state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_draws_of_collate_fn_depend_on_its_samples_only():

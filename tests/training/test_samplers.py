@@ -521,6 +521,17 @@ def test_unsupported_loader_is_refused(monkeypatch, make, message):
         hpctrain.Trainer(max_steps=1).fit(Regression(), make())
 
 
+@pytest.mark.slow
+def test_another_sampler_cannot_resume(tmp_path):
+    def train(first: int) -> None:
+        data = DataLoader(samples(), 4, sampler=SubsetRandomSampler(range(first, SIZE)))
+        hpctrain.Trainer(max_steps=first + 1, run_dir=tmp_path).fit(Regression(), data)
+
+    train(0)
+    with pytest.raises(hpctrain.UserError, match="'sampler': 'SubsetRandomSampler'"):
+        train(1)
+
+
 class Changing(Sampler[int]):
     """Orders that change with what the training does, from the second epoch."""
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import SCRIPTS
 from helpers.commands import run_command
+from helpers.fake_gpu_driver import FakeDriver, install_fake_driver
 from helpers.fork_server import run_forked
 from helpers.ranks import run_on_ranks
 from test_exact_gradients import trained_samples
@@ -25,7 +26,7 @@ import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.training.algorithms import Algorithm
-from hpctrain.training.base.device_selection import choose_devices
+from hpctrain.training.base.device_selection import choose_devices, find_devices
 from hpctrain.training.strategies import STRATEGIES, Strategy, find_strategy, register_strategy
 from hpctrain.training.strategies.ddp import DDP
 
@@ -508,6 +509,28 @@ def test_devices_are_chosen(devices, num_gpus, busy, expected):
 def test_unavailable_devices_are_refused(devices, num_gpus, busy, message):
     with pytest.raises(UserError, match=message):
         choose_devices(devices, num_gpus, busy)
+
+
+class TwoGpus(FakeDriver):
+    """Two whole GPUs: this process computes on the first; another one computes on the second as well."""
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:  # noqa: N802
+        return [0, 0]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
+        pids = {"GPU-a": [os.getpid()], "GPU-b": [os.getpid(), 1]}[handle]
+        return [SimpleNamespace(pid=pid) for pid in pids]
+
+
+@pytest.mark.parametrize("devices", [1, "auto"])
+def test_own_process_does_not_make_a_gpu_busy(devices, monkeypatch):
+    install_fake_driver(monkeypatch, TwoGpus())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_devices(devices, {}) == [0]
 
 
 def create_trainers() -> list[str]:

@@ -384,6 +384,11 @@ def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
     assert overhead(best) <= least * 1.001
 
 
+def test_interval_has_lower_limits():
+    assert checkpoint_interval_s(1e-6, 0.0, 10.0) == 10.0
+    assert checkpoint_interval_s(0.1, 500.0, DAY) == 500.0
+
+
 def test_documented_interval_examples_are_correct():
     page = (REPOSITORY / "docs" / "checkpoints.md").read_text()
     row = r"\| (\d+) \| ([\d.]+) s \| (none|(\d+) days, (\d+) interruptions) \| (\d+) s \|"

@@ -421,6 +421,16 @@ def test_learning_rate_scaling_and_warmup_apply_with_any_schedule(tmp_path):
     assert result["state"][0] == pytest.approx(state_of(module), rel=1e-9)
 
 
+def test_learning_rate_factors():
+    assert [LrScaler(4.0, 3).factor(step) for step in (1, 2, 3, 9)] == [2.0, 3.0, 4.0, 4.0]
+    assert [LrScaler(1.0, 4).factor(step) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    scaler = LrScaler.from_settings(
+        hpctrain.Trainer(max_steps=1, global_batch_size=64, lr_reference_batch_size=16, lr_scaling="sqrt")
+    )
+    assert scaler == LrScaler(2.0)
+    assert LrScaler.from_settings(hpctrain.Trainer(max_steps=1)) is None
+
+
 def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):
     class SlowData(Dataset):
         def __len__(self):

@@ -121,6 +121,16 @@ def test_checkpointer_reports_ignored_values(tmp_path, capsys, monkeypatch):
     assert read_results(RunDir(tmp_path)).hparams["lr"] == 0.1
 
 
+def test_rate_that_the_loop_sets_is_not_reported(tmp_path, capsys):
+    for step in range(3):
+        parts = Parts()
+        checkpointer = Checkpointer(run_dir=tmp_path, model=parts.model, optimizer=parts.optimizer)
+        assert checkpointer.load() == step
+        parts.optimizer.param_groups[0]["lr"] = 0.1 / (step + 2)
+        checkpointer.save(step + 1)
+    assert "remains" not in capsys.readouterr().out
+
+
 def test_values_of_a_dict_are_restored(tmp_path):
     progress = {"best": 0.0, "epoch": 0}
     checkpointer = Checkpointer(run_dir=tmp_path, progress=progress)

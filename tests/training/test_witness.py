@@ -100,6 +100,15 @@ def test_nodes_may_have_different_numbers_of_ranks():
     run_on_ranks(fit_on_uneven_nodes, world_size=5)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(1000, 2000, 100))
+def test_every_one_of_1000_flips_that_changes_a_gradient_is_found(tmp_path, first):
+    found = run_on_ranks(flips_are_found, tmp_path, range(first, first + 100), world_size=3, timeout=500.0)
+    print(f"{found[0]} of 100 flips changed a gradient")
+    assert found[0] >= 50
+
+
 def find_suspects(settings: dict[str, Any], *flips: dict[str, Any]) -> tuple[list[int], int, str]:
     try:
         fit(flips[0], **settings)
@@ -132,6 +141,13 @@ def count_steps(num_steps: int, seed: int) -> int:
 
 def test_no_false_alarm():
     assert run_on_ranks(count_steps, 300, 3, world_size=2) == [300] * 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(10))
+def test_100_000_steps_have_no_false_alarm(seed):
+    assert run_on_ranks(count_steps, 10_000, seed, world_size=2, timeout=500.0) == [10_000] * 2
 
 
 def compare_with_uneven_grains() -> bool:
