@@ -56,6 +56,7 @@ _REMOVED = {
     *("training_end", "validation_end", "test_end", "on_batch_start", "on_batch_end", "tbptt_split_batch"),
     *("configure_ddp", "init_ddp_connection", "configure_sync_batchnorm", "configure_apex", "amp_scale_loss"),
     *("get_progress_bar_dict", "on_hpc_save", "on_hpc_load", "on_post_move_to_device"),
+    *("on_pretrain_routine_start", "on_pretrain_routine_end"),
     *("on_pre_performance_check", "on_post_performance_check", "on_sanity_check_start"),
     *("on_train_dataloader", "on_val_dataloader", "on_test_dataloader", "on_predict_dataloader"),
 }
@@ -119,8 +120,12 @@ def _check_hooks(thing: Any, stage: str) -> None:
         refused = [hook for hook in refused if not hook.startswith("on_predict_")]
     if refused:
         other = "hpctrain.lightning.Trainer" if base else "a callback or a LightningModule"
+        replacements = ((hook, _REPLACEMENTS[hook]) for hook in refused if hook in _REPLACEMENTS)
+        # The replacement may be a hook of LightningModules only.
         remedies = [
-            f"Instead of {hook}, use {_REPLACEMENTS[hook]}." for hook in refused if hook in _REPLACEMENTS
+            f"Instead of {hook}, use {replacement}."
+            for hook, replacement in replacements
+            if replacement.partition(" ")[0] not in hooks
         ]
         raise UserError(
             f"{name} overrides {', '.join(refused)}, which hpctrain.Trainer does not call. "

@@ -63,8 +63,25 @@ _REMEDIES = {
     "Set it in configure_optimizers": ("learning_rate", "lr", "weight_decay"),
     "hpctrain divides the data among the ranks itself": ("replace_sampler_ddp", "use_distributed_sampler"),
     "hpctrain does not support apex. Use precision='16-mixed'": ("amp_backend", "amp_level"),
+    "Convert the module with torch.nn.SyncBatchNorm.convert_sync_batchnorm": ("sync_batchnorm",),
+    "Pass a smaller data set, such as torch.utils.data.Subset": (
+        *("limit_predict_batches", "limit_test_batches", "limit_train_batches", "limit_val_batches"),
+        "overfit_batches",
+    ),
+    "Set callbacks=[hpctrain.EarlyStopping(…)]": ("early_stop_callback",),
+    "Set checkpoint_every and keep_last": ("checkpoint_callback", "enable_checkpointing"),
+    "Set gradient_clip_value": ("gradient_clip_algorithm",),
+    "Set max_steps to a small number": ("fast_dev_run",),
+    "Set strategy, such as strategy='ddp_sharded', and precision": ("plugins",),
+    "Set validate_every": ("check_val_every_n_epoch", "val_check_interval"),
+    "To profile a run, use `hpctrain profile`": ("profiler",),
+    "Use torch.use_deterministic_algorithms(True) in the script": ("deterministic",),
+    "hpctrain searches for neither learning rates nor batch sizes": ("auto_lr_find", "auto_scale_batch_size"),
     "hpctrain prints no summary of a module": ("enable_model_summary", "weights_summary"),
-    "The progress line appears only on terminals": ("enable_progress_bar", "progress_bar_refresh_rate"),
+    "The progress line appears only on terminals, and cannot be turned off": (
+        "enable_progress_bar",
+        "progress_bar_refresh_rate",
+    ),
     "hpctrain trains only on GPUs and CPUs": ("hpus", "ipus", "tpu_cores"),
 }
 #: Other names, and the remedy.
@@ -132,6 +149,8 @@ def _translate(name: str, value: Any, given: Mapping[str, object], known: Iterab
     if value is None and (name not in known or name in ("accelerator", "callbacks", "strategy")):
         return {}
     match name, value:
+        case ("gradient_clip_val", 0) | ("max_steps" | "max_epochs", -1):  # no limit
+            return {}
         case "gpus", 0 | "" | [] if value is not False:
             return {"accelerator": "cpu"}
         case "gpus", str() if value.strip().isdecimal():  # an index, as in Lightning before version 1.5

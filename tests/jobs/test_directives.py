@@ -169,7 +169,7 @@ def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
         ("hlod", "x", "Did you mean 'hold'"),
         ("comment=x --uid", "", "no option"),
         ("hold", "maybe", "'maybe', but this flag of sbatch accepts no value"),
-        ("qos", ["a"], "must be a string"),
+        ("qos", [1], "must be a string"),
         ("qos", True, "must be a string"),
     ],
 )
@@ -187,6 +187,7 @@ def test_unknown_sbatch_options_and_those_that_hpctrain_sets_are_refused(name, v
         ("contiguous", "", ("sbatch.contiguous", "")),
         ("contiguous", False, ("sbatch.contiguous", None)),
         ("exclusive", "user", ("sbatch.exclusive", "user")),
+        ("mail_type", ["END", "FAIL"], ("sbatch.mail-type", "END,FAIL")),
         ("profile", "task", ("sbatch.profile", "task")),
     ],
 )

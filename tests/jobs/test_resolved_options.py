@@ -248,7 +248,7 @@ def test_file_may_be_empty(files, text):
         ("gpu_request_style: grse\n", 1, "gpu_request_style is 'grse', but must be gres or gpus-per-node"),
         ("qos: ''\n", 1, "qos is empty"),
         ("run_dir: ''\n", 1, "run_dir is empty"),
-        ("qos: [a, b]\n", 1, "qos is a list, but must be a single value"),
+        ("qos: [[a], b]\n", 1, "qos is a list, but must be a single value"),
         ("qos: {a: b}\n", 1, "qos is a mapping, but"),
         ("env: [A]\n", 1, "env must be a mapping"),
         ("env:\n  A: [1]\n", 2, "env.A is a list, but"),

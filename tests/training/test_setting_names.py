@@ -36,6 +36,7 @@ from hpctrain.training.trainer_config import TrainerConfig
         ({"strategy": "ddp_find_unused_parameters_true"}, "find_unused_parameters", True),
         ({"use_amp": True, "amp_backend": "native"}, "precision", "16-mixed"),
         ({"use_amp": True, "precision": "bf16"}, "precision", "bf16-mixed"),
+        ({"gradient_clip_val": 0.0, "max_epochs": -1}, "gradient_clip_norm", None),
         ({"enable_model_summary": False, "weights_summary": None}, "precision", "32"),
         ({"replace_sampler_ddp": True, "deterministic": False, "max_time": None}, "precision", "32"),
     ],
@@ -102,6 +103,10 @@ def test_bagua_strategy_is_ddp_with_its_algorithm(algorithm: str, name: str) -> 
         ({"gpus": 2, "accelerator": "cpu"}, "accelerator is 'gpu' and 'cpu'"),
         ({"accelerator": "cpu", "devices": [1]}, r"devices=\[1\] selects GPUs, but accelerator='cpu'"),
         ({"replace_sampler_ddp": False}, "divides the data among the ranks itself"),
+        ({"profiler": "simple"}, "use `hpctrain profile`"),
+        ({"plugins": "ddp_sharded"}, "strategy='ddp_sharded'"),
+        ({"gradient_clip_algorithm": "value"}, "Set gradient_clip_value"),
+        ({"limit_val_batches": 3}, "Pass a smaller data set"),
         ({"enable_progress_bar": False}, "The progress line appears only on terminals"),
     ],
 )

@@ -114,7 +114,7 @@ def _read_option(
             value = entry.text(f"{key}.{name}")
             yield from parse_option(f"{key}.{name}", value, f"{place}: {key}.{name}", place)
     else:
-        is_list = option is not None and option.kind.many and isinstance(node.value, list)
+        is_list = (option is None or option.kind.many) and isinstance(node.value, list)
         nodes = node.value if is_list and isinstance(node.value, list) else [node]
         texts = [text for entry in nodes if (text := entry.text(key)) is not None]
         if option is not None and option.about.is_path is not None:

@@ -102,6 +102,8 @@ def parse_sbatch_option(name: str, value: object, label: str) -> tuple[str, str 
                 f"{label} is {value!r}, but this flag of sbatch accepts no value. Remove the value, or the "
                 "option."
             )
+    if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
+        value = ",".join(value)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise SpecError(f"{label} is {value!r}, but must be a string.")
     return f"sbatch.{name}", str(value)

@@ -77,7 +77,7 @@ def _reasons(given: SubmitOptions, spec: JobSpec) -> Iterator[tuple[str, str]]:
     elif spec.mpi != "none":
         yield "standby_workers", "the processes of an MPI program start together (--mpi)"
     if spec.backend == "local":
-        others = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode", "mpi")
+        others = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode", "mpi", "srun_arg")
         yield from ((name, "the run uses the local backend") for name in others)
         if spec.time_limit_s is None:
             yield "stop_before_limit", "there is no time limit (--time)"
