@@ -21,6 +21,9 @@ from hpctrain.cli.submit import SBATCH_HEADING, describe_sbatch_options, heading
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 
+#: Python names of options whose meaning the page explains once.
+SHARED = {"runs_dir", "as_json"}
+
 _PLACE = re.compile(r"(<!-- options of (submit|the others) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 
 
@@ -46,7 +49,10 @@ def _others() -> Iterator[str]:
             yield f"### {name}\n"
             yield f"`{context.command_path} {arguments}`\n"
             yield (context.command.help or "").partition("\n\n")[0].replace("\n", " ") + "\n"
-            yield from _table(_options(context), context)
+            options = _options(context)
+            yield from _table((option for option in options if option.name not in SHARED), context)
+            if shared := [f"`{option.opts[-1]}`" for option in options if option.name in SHARED]:
+                yield f"Also {' and '.join(shared)}.\n"
 
 
 def _options(context: click.Context) -> list[click.Option]:
