@@ -45,14 +45,17 @@ def _submit() -> Iterator[str]:
 def _others() -> Iterator[str]:
     for name, context in walk_commands(cli):
         if name != "submit" and not isinstance(context.command, click.Group):
-            arguments = " ".join(context.command.collect_usage_pieces(context))
-            yield f"### {name}\n"
-            yield f"`{context.command_path} {arguments}`\n"
+            arguments = " ".join(context.command.collect_usage_pieces(context)).removeprefix("[OPTIONS]")
+            yield f"### `{f'{context.command_path} {arguments.strip()}'.strip()}`\n"
             yield (context.command.help or "").partition("\n\n")[0].replace("\n", " ") + "\n"
             options = _options(context)
-            yield from _table((option for option in options if option.name not in SHARED), context)
-            if shared := [f"`{option.opts[-1]}`" for option in options if option.name in SHARED]:
-                yield f"Also {' and '.join(shared)}.\n"
+            shared = [f"`{option.opts[-1]}`" for option in options if option.name in SHARED]
+            records = _records((option for option in options if option.name not in SHARED), context)
+            yield from (f"- `{names}`: {text}" for names, text in records)
+            if shared:
+                yield f"- {', '.join(shared)}"
+            if options:
+                yield ""
 
 
 def _options(context: click.Context) -> list[click.Option]:
@@ -60,16 +63,21 @@ def _options(context: click.Context) -> list[click.Option]:
 
 
 def _table(options: Iterable[click.Option], context: click.Context) -> Iterator[str]:
-    records = [record for option in options if (record := option.get_help_record(context))]
-    if records:
+    if records := _records(options, context):
         yield "| option | meaning |"
         yield "|---|---|"
-        yield from (f"| `{_escaped(names)}` | {_escaped(text)} |" for names, text in records)
+        yield from (f"| `{_in_cell(names)}` | {_in_cell(text)} |" for names, text in records)
         yield ""
 
 
-def _escaped(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
+def _records(options: Iterable[click.Option], context: click.Context) -> list[tuple[str, str]]:
+    """Return the names and help texts of options."""
+    records = [record for option in options if (record := option.get_help_record(context))]
+    return [(names, re.sub(r"\s+", " ", text).replace("<", "&lt;")) for names, text in records]
+
+
+def _in_cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":
