@@ -1,4 +1,4 @@
-"""Generator for the option tables in docs/commands.md, from the commands themselves.
+"""Generator for the lists of options in docs/commands.md, from the commands themselves.
 
     .venv/bin/python scripts/write_options.py
 
@@ -37,7 +37,8 @@ def _submit() -> Iterator[str]:
     (context,) = (context for name, context in walk_commands(cli) if name == "submit")
     for title, members in groupby(_options(context), heading):
         yield f"**{title}**\n"
-        yield from _table(members, context)
+        yield from _list(members, context)
+        yield ""
         if title == SBATCH_HEADING:
             yield re.sub(r"(-[-\w]+)(?=[,.])", r"`\1`", describe_sbatch_options()) + "\n"
 
@@ -49,10 +50,8 @@ def _others() -> Iterator[str]:
             yield f"### `{f'{context.command_path} {arguments.strip()}'.strip()}`\n"
             yield (context.command.help or "").partition("\n\n")[0].replace("\n", " ") + "\n"
             options = _options(context)
-            shared = [f"`{option.opts[-1]}`" for option in options if option.name in SHARED]
-            records = _records((option for option in options if option.name not in SHARED), context)
-            yield from (f"- `{names}`: {text}" for names, text in records)
-            if shared:
+            yield from _list((option for option in options if option.name not in SHARED), context)
+            if shared := [f"`{option.opts[-1]}`" for option in options if option.name in SHARED]:
                 yield f"- {', '.join(shared)}"
             if options:
                 yield ""
@@ -62,22 +61,10 @@ def _options(context: click.Context) -> list[click.Option]:
     return [param for param in context.command.params if isinstance(param, click.Option)]
 
 
-def _table(options: Iterable[click.Option], context: click.Context) -> Iterator[str]:
-    if records := _records(options, context):
-        yield "| option | meaning |"
-        yield "|---|---|"
-        yield from (f"| `{_in_cell(names)}` | {_in_cell(text)} |" for names, text in records)
-        yield ""
-
-
-def _records(options: Iterable[click.Option], context: click.Context) -> list[tuple[str, str]]:
-    """Return the names and help texts of options."""
+def _list(options: Iterable[click.Option], context: click.Context) -> Iterator[str]:
     records = [record for option in options if (record := option.get_help_record(context))]
-    return [(names, re.sub(r"\s+", " ", text).replace("<", "&lt;")) for names, text in records]
-
-
-def _in_cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    for names, text in records:
+        yield f"- `{names}`: {re.sub(r'\s+', ' ', text).replace('<', '&lt;')}"
 
 
 if __name__ == "__main__":
