@@ -63,8 +63,9 @@ def _options(context: click.Context) -> list[click.Option]:
 
 def _list(options: Iterable[click.Option], context: click.Context) -> Iterator[str]:
     records = [record for option in options if (record := option.get_help_record(context))]
-    for names, text in records:
-        yield f"- `{names}`: {re.sub(r'\s+', ' ', text).replace('<', '&lt;')}"
+    for names, help_text in records:
+        text = re.sub(r"\s+", " ", help_text).replace("<", "&lt;")
+        yield f"- `{names}`: {text}"
 
 
 if __name__ == "__main__":
