@@ -168,7 +168,7 @@ def write_section(section: Section, found: dict[str, Any], results: list[Result]
             span = f" ({result.format_range().replace(' to ', '–')})" if result.lowest is not None else ""
             limit = f"; limit: {result.format_limit()}" if result.limit is not None else ""
             figure = f"{format_figure(result.value)} {result.unit}".strip()
-            lines.append(f"- {result.name}: {figure}{span}{limit}")
+            lines.append(f"- {result.name}: **{figure}**{span}{limit}")
     script = f"`benchmarks/{section.name}.py {found['options']}`".replace(" `", "`")
     lines += ["", f"{script}, {found['date']}."]
     if section.needs_gpu:
