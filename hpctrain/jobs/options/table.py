@@ -41,7 +41,8 @@ class _Size(TypedDict, total=False):
             short="-N",
             metavar="N|MIN:MAX",
             default=JobSpec.nodes,
-            help="Number of nodes. With MIN:MAX, the run uses as many as are available, and continues if some fail.",
+            help="Number of nodes. With MIN:MAX, the run uses as many as are available, and continues if "
+            "some fail.",
         ),
     ]
     spare_nodes: Annotated[
@@ -119,7 +120,8 @@ class _Size(TypedDict, total=False):
             short="-a",
             metavar="TASKS[%LIMIT]",
             example="0-19%4",
-            help="Submit a job array: one run per task number ($HPCTRAIN_ARRAY_TASK_ID), at most LIMIT at a time.",
+            help="Submit a job array: one run per task number ($HPCTRAIN_ARRAY_TASK_ID), at most LIMIT at "
+            "a time.",
         ),
     ]
 
@@ -161,8 +163,8 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="NAME|PATH",
             default_words="ddp; cpu for runs on CPUs; torchrun with --launcher torchrun",
-            help="Template of the batch script: a name, or a path that contains / or ends in .j2. plain starts "
-            "the ranks without hpctrain.",
+            help="Template of the batch script: a name, or a path that contains / or ends in .j2. plain "
+            "starts the ranks without hpctrain.",
             is_path=is_template_path,
         ),
     ]
@@ -373,7 +375,8 @@ class _Stage(TypedDict, total=False):
         OptionInfo(
             metavar="SRC[:NAME]",
             example="[data/imagenet.tar, ~/tokens.bin:tokens]",
-            help="Copy a file or folder, or unpack an archive, to $HPCTRAIN_STAGE/NAME on the local disk of each node.",
+            help="Copy a file or folder, or unpack an archive, to $HPCTRAIN_STAGE/NAME on the local disk of "
+            "each node.",
             is_path=lambda _: True,
         ),
     ]
