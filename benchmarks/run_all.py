@@ -149,9 +149,8 @@ def write_page(record: dict[str, Any]) -> str:
         "# Benchmarks",
         "",
         "`make bench` runs all benchmarks and writes this page. Ratios compare measurements made alternately",
-        "on the same machine. Absolute times differ on other machines. A figure with a range is the median",
-        "of several rounds. Each script describes its method at its top, and `docs/benchmarks.json` contains",
-        "all figures.",
+        "on the same machine. Figures with a range are medians. Each script describes its method, and",
+        "`docs/benchmarks.json` contains all figures.",
         "",
         f"Machine: {'; '.join(sorted(machines))}.",
     ]
@@ -163,12 +162,13 @@ def write_page(record: dict[str, Any]) -> str:
 def write_section(section: Section, found: dict[str, Any], results: list[Result]) -> list[str]:
     doc = ast.get_docstring(ast.parse((FOLDER / f"{section.name}.py").read_text())) or ""
     lines = ["", f"## {section.title}", "", doc.partition("\n\n")[0], ""]
-    lines += ["| result | figure | range | limit |", "|---|---|---|---|"]
+    has_headlines = any(result.headline for result in results)
     for result in results:
-        if result.headline or result.limit is not None:
-            name = result.name.replace("|", "\\|")
-            figure, limit = f"{format_figure(result.value)} {result.unit}", result.format_limit()
-            lines.append(f"| {name} | {figure} | {result.format_range()} | {limit} |")
+        if result.headline or not result.is_met or (result.limit is not None and not has_headlines):
+            span = f" ({result.format_range().replace(' to ', '–')})" if result.lowest is not None else ""
+            limit = f"; limit: {result.format_limit()}" if result.limit is not None else ""
+            figure = f"{format_figure(result.value)} {result.unit}".strip()
+            lines.append(f"- {result.name}: **{figure}**{span}{limit}")
     script = f"`benchmarks/{section.name}.py {found['options']}`".replace(" `", "`")
     lines += ["", f"{script}, {found['date']}."]
     if section.needs_gpu:

@@ -1,4 +1,4 @@
-"""Generator for the option tables in docs/commands.md, from the commands themselves.
+"""Generator for the lists of options in docs/commands.md, from the commands themselves.
 
     .venv/bin/python scripts/write_options.py
 
@@ -21,6 +21,9 @@ from hpctrain.cli.submit import SBATCH_HEADING, describe_sbatch_options, heading
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 
+#: Python names of options whose meaning the page explains once.
+SHARED = {"runs_dir", "as_json"}
+
 _PLACE = re.compile(r"(<!-- options of (submit|the others) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 
 
@@ -34,7 +37,8 @@ def _submit() -> Iterator[str]:
     (context,) = (context for name, context in walk_commands(cli) if name == "submit")
     for title, members in groupby(_options(context), heading):
         yield f"**{title}**\n"
-        yield from _table(members, context)
+        yield from _list(members, context)
+        yield ""
         if title == SBATCH_HEADING:
             yield re.sub(r"(-[-\w]+)(?=[,.])", r"`\1`", describe_sbatch_options()) + "\n"
 
@@ -42,28 +46,26 @@ def _submit() -> Iterator[str]:
 def _others() -> Iterator[str]:
     for name, context in walk_commands(cli):
         if name != "submit" and not isinstance(context.command, click.Group):
-            arguments = " ".join(context.command.collect_usage_pieces(context))
-            yield f"### {name}\n"
-            yield f"`{context.command_path} {arguments}`\n"
+            arguments = " ".join(context.command.collect_usage_pieces(context)).removeprefix("[OPTIONS]")
+            yield f"### `{f'{context.command_path} {arguments.strip()}'.strip()}`\n"
             yield (context.command.help or "").partition("\n\n")[0].replace("\n", " ") + "\n"
-            yield from _table(_options(context), context)
+            options = _options(context)
+            yield from _list((option for option in options if option.name not in SHARED), context)
+            if shared := [f"`{option.opts[-1]}`" for option in options if option.name in SHARED]:
+                yield f"- {', '.join(shared)}"
+            if options:
+                yield ""
 
 
 def _options(context: click.Context) -> list[click.Option]:
     return [param for param in context.command.params if isinstance(param, click.Option)]
 
 
-def _table(options: Iterable[click.Option], context: click.Context) -> Iterator[str]:
+def _list(options: Iterable[click.Option], context: click.Context) -> Iterator[str]:
     records = [record for option in options if (record := option.get_help_record(context))]
-    if records:
-        yield "| option | meaning |"
-        yield "|---|---|"
-        yield from (f"| `{_escaped(names)}` | {_escaped(text)} |" for names, text in records)
-        yield ""
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
+    for names, help_text in records:
+        text = re.sub(r"\s+", " ", help_text).replace("<", "&lt;")
+        yield f"- `{names}`: {text}"
 
 
 if __name__ == "__main__":

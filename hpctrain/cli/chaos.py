@@ -19,7 +19,7 @@ from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
     multiple=True,
     metavar="FAULT",
     help="Fault to inject: kill-rank, kill-node-ranks, stop-rank or preempt. With Slurm, also "
-    "kill-supervisor or requeue. May be repeated.  [default: all except stop-rank]",
+    "kill-supervisor or requeue. Repeatable.  [default: all except stop-rank]",
 )
 @click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Number of faults.")
 @click.option(

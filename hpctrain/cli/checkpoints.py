@@ -139,7 +139,7 @@ def export(
     "--allow",
     multiple=True,
     metavar="CLASS",
-    help="Class that FILE may contain, such as argparse.Namespace. May be repeated.",
+    help="Class that FILE may contain, such as argparse.Namespace. Repeatable.",
 )
 def import_(
     run: str, runs_dir: Path, file: Path, step: int | None, weights_only: bool, allow: tuple[str, ...]

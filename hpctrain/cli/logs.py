@@ -23,7 +23,7 @@ from hpctrain.text import format_ranks
     type=click.IntRange(min=0),
     multiple=True,
     metavar="R",
-    help="Rank to show. May be repeated.  [default: all]",
+    help="Rank to show. Repeatable.  [default: all]",
 )
 @click.option(
     "--attempt", type=click.IntRange(min=0), metavar="N", help="Attempt to show.  [default: the newest]"

@@ -41,7 +41,7 @@ def command() -> None:
     "--conf",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Setting for slurm.conf, such as JobRequeue=0. Overrides the default. May be repeated.",
+    help="Setting for slurm.conf, such as JobRequeue=0. Overrides the default. Repeatable.",
 )
 @_name_option
 @json_option

@@ -146,7 +146,7 @@ def _click_option(option: Option) -> click.Option:
             multiple=True,
             callback=callback,
             metavar=option.metavar,
-            help=f"{text} May be repeated.",
+            help=f"{text} Repeatable.",
         )
     if option.kind.many:
         return click.Option(
@@ -154,7 +154,7 @@ def _click_option(option: Option) -> click.Option:
             multiple=True,
             callback=lambda ctx, param, values: list(values) or None,  # noqa: ARG005
             metavar=option.metavar,
-            help=f"{text} May be repeated.",
+            help=f"{text} Repeatable.",
         )
     return click.Option(names, metavar=option.metavar, help=text, shell_complete=_complete_value)
 
@@ -197,7 +197,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     multiple=True,
     metavar="KEY=VALUE",
     help="Set an option by its configuration-file name. Overrides all other sources. KEY= removes a "
-    "value set in a file. May be repeated.",
+    "value set in a file. Repeatable.",
 )
 @click.option(
     "--show-config",

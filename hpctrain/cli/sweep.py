@@ -76,7 +76,7 @@ _over_option = click.option(
     callback=_parse_over,
     metavar="NAME=VALUES",
     help="Hyper-parameter and its values: a list (1e-4,3e-4), integers (0:5 is 0 to 4), a range for "
-    "--random (1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). May be repeated.",
+    "--random (1e-5..1e-1, log:1e-5..1e-1), or the lines of a file (@FILE). Repeatable.",
 )
 _random_option = click.option(
     "--random",

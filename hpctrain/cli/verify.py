@@ -34,7 +34,7 @@ _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
     show_default=True,
     help="Train on this machine, or in a job with the Slurm options of RUN.",
 )
-@click.option("--ignore", "ignored", multiple=True, metavar="METRIC", help="Metric to skip. May be repeated.")
+@click.option("--ignore", "ignored", multiple=True, metavar="METRIC", help="Metric to skip. Repeatable.")
 @click.option(
     "--scratch-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),

@@ -41,8 +41,8 @@ class _Size(TypedDict, total=False):
             short="-N",
             metavar="N|MIN:MAX",
             default=JobSpec.nodes,
-            help="Number of nodes. With MIN:MAX, the run uses as many nodes in this range as are "
-            "available, and continues if some of them fail.",
+            help="Number of nodes. With MIN:MAX, the run uses as many as are available, and continues if "
+            "some fail.",
         ),
     ]
     spare_nodes: Annotated[
@@ -50,8 +50,7 @@ class _Size(TypedDict, total=False):
         OptionInfo(
             metavar="N",
             default=JobSpec.spare_nodes,
-            help="Number of spare nodes. When a node fails, a spare node replaces it, so that the job "
-            "does not have to queue again.",
+            help="Number of spare nodes, which replace failed nodes without queueing again.",
         ),
     ]
     node_check: Annotated[
@@ -121,8 +120,8 @@ class _Size(TypedDict, total=False):
             short="-a",
             metavar="TASKS[%LIMIT]",
             example="0-19%4",
-            help="Submit a job array: one run per task number, each in a separate folder, with at most "
-            "LIMIT concurrent tasks. The script can read its task number from HPCTRAIN_ARRAY_TASK_ID.",
+            help="Submit a job array: one run per task number ($HPCTRAIN_ARRAY_TASK_ID), at most LIMIT at "
+            "a time.",
         ),
     ]
 
@@ -164,8 +163,8 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="NAME|PATH",
             default_words="ddp; cpu for runs on CPUs; torchrun with --launcher torchrun",
-            help="Name of the batch script's template, or its path if the value contains / or ends in .j2. "
-            "plain starts the ranks without hpctrain.",
+            help="Template of the batch script: a name, or a path that contains / or ends in .j2. plain "
+            "starts the ranks without hpctrain.",
             is_path=is_template_path,
         ),
     ]
@@ -174,8 +173,7 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="NAME[=VALUE]",
             example="NCCL_DEBUG: INFO",
-            help="Environment variable for the ranks. NAME without a value copies the value from the "
-            "current environment.",
+            help="Environment variable for the ranks. NAME alone copies the current value.",
         ),
     ]
     max_failures: Annotated[
@@ -199,8 +197,8 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             metavar="SECONDS|never",
             default=JobSpec.standby_workers_s,
-            help="After SECONDS of training, start standby workers on each node. They import heavy "
-            "packages in advance, so restarts are fast. Each worker uses about 250 MB of memory.",
+            help="After SECONDS of training, start standby workers, which make restarts fast and use about "
+            "250 MB of memory each.",
         ),
     ]
     hang_timeout: Annotated[
@@ -241,8 +239,7 @@ class _Run(TypedDict, total=False):
         OptionInfo(
             default=JobSpec.independent_ranks,
             default_words="no",
-            help="Allow ranks that do not train together. Without this option, a run fails if its ranks "
-            "train without a process group.",
+            help="Allow ranks to train without a process group, each by itself. Otherwise, such a run fails.",
         ),
     ]
     resume_mode: Annotated[
@@ -378,8 +375,8 @@ class _Stage(TypedDict, total=False):
         OptionInfo(
             metavar="SRC[:NAME]",
             example="[data/imagenet.tar, ~/tokens.bin:tokens]",
-            help="Copy a file or folder, or unpack an archive, to the local disk of each node before the "
-            "ranks start. The copy is $HPCTRAIN_STAGE/NAME.",
+            help="Copy a file or folder, or unpack an archive, to $HPCTRAIN_STAGE/NAME on the local disk of "
+            "each node.",
             is_path=lambda _: True,
         ),
     ]
@@ -441,8 +438,7 @@ class _Time(TypedDict, total=False):
         OptionInfo(
             metavar="SECONDS",
             default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the time limit if shorter",
-            help="Seconds before the time limit at which the ranks receive the stop signal, so that they can "
-            "save a checkpoint.",
+            help="Seconds before the time limit at which the ranks are told to save a checkpoint and stop.",
         ),
     ]
 
