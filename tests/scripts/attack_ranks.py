@@ -12,9 +12,13 @@ import pickle
 import pwd
 import sys
 import threading
+import traceback
 from datetime import timedelta
 
 import torch.distributed as dist
+
+#: Prefix of the keys of the first attempt's ranks.
+PREFIX = "hpctrain//0"
 
 
 class Evil:
@@ -29,18 +33,26 @@ def attack(mode: str, port: int) -> None:
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     if mode == "store":
-        key = "hpctrain/0/devices/answers/1"
+        key = f"{PREFIX}/devices/answers/1"
         # Wait for the answer of rank 0.
         store.get(key)
         store.set(key, pickle.dumps(Evil(), protocol=0).decode("ascii"))
         print("sent", flush=True)
         # The connection stays open, which exposes the user.
         threading.Event().wait()
-    store.get("hpctrain/0/devices/answers/1")
+    store.get(f"{PREFIX}/devices/answers/1")
     print("sent", flush=True)
-    dist.init_process_group("gloo", store=dist.PrefixStore("hpctrain/0", store), rank=1, world_size=2)
+    dist.init_process_group("gloo", store=dist.PrefixStore(PREFIX, store), rank=1, world_size=2)
     while True:
         dist.all_gather_object([None, None], Evil())
+
+
+def attack_or_exit(mode: str, port: int) -> None:
+    try:
+        attack(mode, port)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        os._exit(1)  # the test waits for our output
 
 
 def main() -> None:
@@ -52,7 +64,7 @@ def main() -> None:
         os.setuid(nobody.pw_uid)
     print("ready", flush=True)
     port = int(sys.stdin.readline())
-    threading.Thread(target=attack, args=(sys.argv[1], port), daemon=True).start()
+    threading.Thread(target=attack_or_exit, args=(sys.argv[1], port), daemon=True).start()
     sys.stdin.read()
     os._exit(0)
 
