@@ -24,7 +24,7 @@ REMIND_AFTER_S = 30.0
 #: Time limit for a host that drops packets.
 _CONNECT_LIMIT_S = 3.0
 #: Time limit for a second process with rank 0, which uses the same port.
-_CONFLICT_LIMIT_S = 5.0
+_CONFLICT_LIMIT_S = 15.0
 #: Maximum pause between two attempts to connect to rank 0.
 _MAX_PAUSE_S = 0.2
 

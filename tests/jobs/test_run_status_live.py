@@ -199,8 +199,8 @@ def run_scenarios(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path
     last: dict[str, RunStatus] = {}
     checked: Counter[str] = Counter()
     states = JobStates(slurm.environ)
-    while waiting:
-        assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}"
+    while waiting or not all(checked[name] for name in scenarios):
+        assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}; checked {checked}"
         before, last = states, dict(zip(runs, query_statuses(list(runs.values())), strict=True))
         states = JobStates(slurm.environ)
         for name, status in last.items():
@@ -216,7 +216,6 @@ def run_scenarios(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path
                 except StopIteration:
                     del waiting[name]
         time.sleep(0.05)
-    assert all(checked[name] for name in scenarios), checked
     for name, scenario in scenarios.items():
         assert last[name].job_state == scenario.word, name
         assert scenario.says in f"{last[name].words} {last[name].cause}", name

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ranks
 #: Far more than a rendezvous takes, even on a busy machine.
 LIMIT_S = 30.0
 #: For rendezvous that cannot succeed.
-SHORT_S = 2.5
+SHORT_S = 2.5 * slowness()
 
 
 @pytest.fixture

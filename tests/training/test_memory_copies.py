@@ -13,7 +13,9 @@ from helpers.waiting import wait_for
 from torch import nn
 
 import hpctrain
+from hpctrain.checkpoint.io.coordination import RankCoordinator
 from hpctrain.checkpoint.tier import memory_copies
+from hpctrain.checkpoint.tier.memory_copies import MemoryCopies
 from hpctrain.errors import DiskFull
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
@@ -166,6 +168,20 @@ def test_killed_only_rank(tmp_path):
 def losses(run: RunDir) -> dict[int, tuple[float, float]]:
     """Return the loss and the norm of each step, the later ones if it was trained twice."""
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics)}
+
+
+def test_folder_may_be_removed_by_another_rank_meanwhile(tmp_path, monkeypatch):
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    copies = MemoryCopies(folder, RankCoordinator(None, 5.0), attempt=0)
+
+    def list_removed_folder(path, _pattern):
+        folder.rmdir()
+        return os.scandir(path)
+
+    monkeypatch.setattr(Path, "glob", list_removed_folder)
+    copies.close()
+    assert not folder.exists()
 
 
 def test_interval_by_cost():

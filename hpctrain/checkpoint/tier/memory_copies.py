@@ -165,8 +165,9 @@ class MemoryCopies:
         self.clear()
         for copy_file in (each for files in self._files.values() for each in files):
             copy_file.path.unlink(missing_ok=True)
-        if not any(self._folder.glob("[0-9]*")):
-            shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another rank of the node removed the folder meanwhile
+            if not any(self._folder.glob("[0-9]*")):
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _fits(self, num_bytes: int) -> bool:
         """Return True if copies fit into the memory of all nodes. All ranks must call this."""
