@@ -69,7 +69,7 @@ def _record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
         "kind": "exception",
         "error": type(error).__name__,
         "classes": [base.__name__ for base in type(error).__mro__],
-        "message": f"{error}: {hint}" if hint else str(error),
+        "message": f"{_message(error)}: {hint}" if hint else _message(error),
         # A full disk is not a fault of the code, so no traceback is needed.
         "traceback": "" if isinstance(error, DiskFull) else _traceback(error),
         # An invalid request of the user fails in every attempt.
@@ -77,6 +77,14 @@ def _record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
         "micro_batch_size": getattr(error, _MICRO_BATCH_SIZE, None),
         **(_corruption(error) if isinstance(error, SilentCorruption) else {}),
     }
+
+
+def _message(error: BaseException) -> str:
+    """Return the message; of a traceback that torch's `mp.spawn` passes on, its last line."""
+    lines = str(error).strip().splitlines()
+    if type(error).__name__ != "ProcessRaisedException" or not lines:
+        return str(error)
+    return f"process {getattr(error, 'error_index', '?')}: {lines[-1]}"
 
 
 def _describe_earlier_output(error: BaseException, environ: Mapping[str, str]) -> str | None:

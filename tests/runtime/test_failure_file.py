@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.rundir import ATTEMPT_VARIABLE
@@ -102,6 +103,13 @@ def test_error_of_the_data_set_is_kept():
     assert record["error"] == "ConnectionResetError"
     # The data set lost the connection to a server, not to another rank.
     assert kind_of(record) is EndKind.PYTHON
+
+
+def test_message_of_a_spawned_process_is_the_last_line_of_its_traceback():
+    text = "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n"
+    text += '  File "train.py", line 3\nValueError: x\n'
+    error = ProcessRaisedException(text, error_index=1, error_pid=7)
+    assert failure_record(error, {})["message"] == "process 1: ValueError: x"
 
 
 @pytest.mark.parametrize(
