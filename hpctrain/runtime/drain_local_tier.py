@@ -29,8 +29,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from hpctrain.checkpoint.io.retention import KEEP_ALL
     from hpctrain.checkpoint.store import CheckpointStore
 
-    run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[3])
-    tier, copies = (None if folder == "-" else Path(folder) for folder in argv[1:3])
+    run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[2])
+    tier, copies = (None if folder == "-" else Path(folder) for folder in argv[:2])
     limit = timedelta(seconds=limit_s)
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
