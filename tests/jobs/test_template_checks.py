@@ -26,6 +26,7 @@ def prepare_template(prepared, tmp_path):
         ("{% block directives %}#SBATCH --nodes=3\n{% endblock %}", r"--nodes=3'.* submitted with --nodes=2"),
         ("{% block directives %}#SBATCH -N 3\n{% endblock %}", "-N 3'.* submitted with --nodes=2"),
         ("{% block directives %}#SBATCH --signal=USR1@9\n{% endblock %}", "--signal"),
+        ("{% block directives %}#SBATCH -G 8\n{% endblock %}", "cannot set --gpus. Use --gpus-per-node"),
         (
             "{% block directives %}#SBATCH --wrap true\n{% endblock %}",
             "a template cannot set --wrap. Pass the script",

@@ -1,4 +1,4 @@
-"""Which job of a run trains."""
+"""Several jobs may continue a run, and only one of them trains."""
 
 from __future__ import annotations
 

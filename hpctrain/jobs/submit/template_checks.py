@@ -8,30 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.sbatch_options import find_replacement
+from hpctrain.jobs.options.sbatch_options import SHORT_NAMES, find_replacement
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
     import jinja2
 
 _DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(\S.*)$", re.MULTILINE)
-#: Long names of sbatch(1)'s short options.
-_SHORT = {
-    "A": "account",
-    "a": "array",
-    "C": "constraint",
-    "c": "cpus-per-task",
-    "D": "chdir",
-    "e": "error",
-    "i": "input",
-    "J": "job-name",
-    "N": "nodes",
-    "n": "ntasks",
-    "o": "output",
-    "p": "partition",
-    "q": "qos",
-    "t": "time",
-}
 
 
 def check_blocks(environment: jinja2.Environment, file_name: str) -> None:
@@ -121,8 +104,8 @@ def directive_options(line: str) -> Iterator[tuple[str, str]]:
         word = words.pop(0)
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-        elif word.startswith("-") and word[1:2] in _SHORT:
-            name, equals, value = _SHORT[word[1]], word[2:], word[2:].removeprefix("=")
+        elif word.startswith("-") and word[1:2] in SHORT_NAMES:
+            name, equals, value = SHORT_NAMES[word[1]], word[2:], word[2:].removeprefix("=")
         else:
             continue
         if not equals and words and not words[0].startswith("-"):
