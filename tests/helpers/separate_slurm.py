@@ -6,14 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from helpers.commands import run_command
 from helpers.separate_hosts import SeparateHosts
-from helpers.training_runs import Run
 from helpers.waiting import scaled, wait_for
 from hpctrain.sandbox.cluster import create_folder, remove
 from hpctrain.sandbox.daemons import Daemon, daemons
@@ -68,6 +67,9 @@ class SeparateSlurm:
         """Run a command on the controller's host. See `helpers.commands.run_command`."""
         return run_command(self._hosts.words("n1", argv), self.env, timeout=timeout, check=check)
 
+    def call_hpctrain(self, args: Sequence[str], _env: Mapping[str, str], **options: Any) -> Any:
+        return self.run([sys.executable, "-m", "hpctrain", *args], **options)
+
     def states(self) -> dict[str, str]:
         """Return Slurm's state of each node; an empty dict while the controller does not answer."""
         result = self.run(
@@ -110,14 +112,3 @@ class SeparateSlurm:
         self._plan.conf.write_text(text)
         # It would need a mounted file system that nothing here uses.
         self._plan.conf.with_name("cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-
-
-class RemoteRun(Run):
-    """A run on such a cluster, seen from its controller's host."""
-
-    def __init__(self, path: Path, cluster: SeparateSlurm) -> None:
-        super().__init__(path, cluster.env)
-        object.__setattr__(self, "_cluster", cluster)
-
-    def hpctrain(self, *args: str, timeout: float = 60.0, check: bool = True) -> Any:
-        return self._cluster.run([sys.executable, "-m", "hpctrain", *args], timeout, check=check)
