@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from helpers.commands import run_command
@@ -25,12 +24,7 @@ class SeparateSlurm:
     """Host n1 runs the controller, and each other host is a node. Use as a context manager."""
 
     def __init__(self, nodes: int, settings: Sequence[str] = ()) -> None:
-        """Describe the cluster.
-
-        Args:
-            nodes: number of nodes.
-            settings: lines of slurm.conf that replace the sandbox's.
-        """
+        """Describe a cluster with these lines of slurm.conf instead of the sandbox's."""
         self._hosts = SeparateHosts(1 + nodes)
         self._shape = SandboxSize(nodes=nodes, gpus_per_node=0, cpus_per_node=4, settings=tuple(settings))
         # The name by which a later session removes it if this one is killed.
@@ -49,17 +43,15 @@ class SeparateSlurm:
                 self._start(daemon)
             wait_for(lambda: set(self.states().values()) == {"idle"}, _START_LIMIT_S, "idle nodes")
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with sandbox_lock(ROOT):
             # Its controller cannot be reached from here.
             remove(self._folder, came_up=False)
-        self._hosts.__exit__(kind, error, trace)
+        self._hosts.__exit__()
 
     def run(
         self, argv: Sequence[str | Path], timeout: float = 60.0, *, check: bool = True
