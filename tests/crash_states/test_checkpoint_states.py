@@ -89,7 +89,7 @@ def train(disk_folder, tmp_path):
         processes = []
         for rank in range(ranks):
             variables = environment(env) | torchrun_variables(rank, ranks, 1, port)
-            arguments = SCRIPT, [str(LAST_STEP), "-1", "0"], variables, tmp_path / f"output-{rank}"
+            arguments = SCRIPT, [str(LAST_STEP)], variables, tmp_path / f"output-{rank}"
             processes.append((run_script, arguments))
         calls += record(disk_folder, processes)
         return Training(disk_folder, run, tier, calls, before)

@@ -7,15 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import SCRIPTS
-from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run, preempt, samples_by_epoch, submit_script
+from helpers.training_runs import Run, assert_undisturbed, preempt, submit, submit_script
 from helpers.waiting import wait_for
-from pause_in_phase import NUM_EPOCHS, NUM_SAMPLES
 
 from hpctrain.slurm.command import list_rank_steps, run_slurm
 
-SCRIPT = SCRIPTS / "pause_in_phase.py"
 SHAPES = {
     "local": ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"],
     "slurm": ["--nodes", "2", "--gpus-per-node", "1"],
@@ -34,14 +30,14 @@ def env(backend: str, request: pytest.FixtureRequest) -> dict[str, str]:
     return request.getfixturevalue("slurm").env if backend == "slurm" else {}
 
 
-def submit(folder: Path, phase: str, backend: str, env: dict[str, str]) -> Run:
-    return submit_script(folder, SCRIPT, phase, str(folder), options=SHAPES[backend], env=env)
+def submit_pausing(folder: Path, phase: str, backend: str, env: dict[str, str]) -> Run:
+    return submit(folder / "run", env, SHAPES[backend], step_s=0.0, further=["--pause", phase])
 
 
 def send_stop(run: Run) -> None:
     """Send the ranks Slurm's first signal of a preemption, or signal the local job."""
     job = run.events("submitted")[0]["job_id"]
-    if not run.env:
+    if "SLURM_CONF" not in run.env:
         os.kill(int(job), signal.SIGUSR2)
         return
     environ = {**os.environ, **run.env}
@@ -49,56 +45,46 @@ def send_stop(run: Run) -> None:
     run_slurm(["scancel", "--signal=TERM", *step], environ)
 
 
-def wait_for_phase(folder: Path, phase: str) -> None:
-    wait_for(lambda: (folder / f"{phase}-0").exists(), 60, f"phase {phase}", interval=0.01)
+def wait_for_phase(run: Run, phase: str) -> None:
+    wait_for((run.path / f"{phase}-0").exists, 60, f"phase {phase}", interval=0.01)
 
 
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory) -> dict[int, float]:
-    run = submit(tmp_path_factory.mktemp("reference"), "none", "local", {})
+def assert_requeued_and_completed(run: Run, reference: Run) -> None:
     assert run.wait() == 0
-    return run.losses()
-
-
-def assert_requeued_and_completed(run: Run, losses: dict[int, float]) -> None:
-    assert run.wait() == 0
-    assert run.losses() == losses
-    epochs = {epoch: sorted(indices) for epoch, indices in samples_by_epoch(run).items()}
-    assert epochs == {epoch: list(range(NUM_SAMPLES)) for epoch in range(NUM_EPOCHS)}
+    assert_undisturbed(run, reference)
     assert len(run.events("requeue")) == 1
-    assert_no_process_left(run.path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", ["start", "validation", "save"])
-def test_stop_in_any_phase_resumes(losses, tmp_path, phase, backend, env):
-    run = submit(tmp_path, phase, backend, env)
-    wait_for_phase(tmp_path, phase)
+def test_stop_in_any_phase_resumes(reference, tmp_path, phase, backend, env):
+    run = submit_pausing(tmp_path, phase, backend, env)
+    wait_for_phase(run, phase)
     send_stop(run)
-    assert_requeued_and_completed(run, losses)
+    assert_requeued_and_completed(run, reference(2))
     assert run.events("failure") == []
     assert [stop["saved"] for stop in run.events("signal")] == ([] if phase == "start" else [True])
 
 
 @pytest.mark.long
-def test_second_stop_during_a_save_does_no_harm(losses, tmp_path, backend, env):
-    run = submit(tmp_path, "save", backend, env)
+def test_second_stop_during_a_save_does_no_harm(reference, tmp_path, backend, env):
+    run = submit_pausing(tmp_path, "save", backend, env)
     wait_for(lambda: max(run.losses(), default=0) >= 1, 60, "the first step", interval=0.01)
     send_stop(run)
-    wait_for_phase(tmp_path, "save")
+    wait_for_phase(run, "save")
     send_stop(run)
-    assert_requeued_and_completed(run, losses)
+    assert_requeued_and_completed(run, reference(2))
     assert [stop["saved"] for stop in run.events("signal")] == [True]
 
 
 @pytest.mark.long
-def test_stop_during_a_restart_of_the_ranks_resumes(losses, tmp_path, backend, env):
-    run = submit(tmp_path, "step", backend, env)
-    wait_for_phase(tmp_path, "step")
+def test_stop_during_a_restart_of_the_ranks_resumes(reference, tmp_path, backend, env):
+    run = submit(tmp_path / "run", env, SHAPES[backend], step_s=0.1)
+    run.wait_for_step(8)
     run.kill_rank(1)
     wait_for(lambda: len(run.events("started")) == 2, 60, "the second start", interval=0.01)
     send_stop(run)
-    assert_requeued_and_completed(run, losses)
+    assert_requeued_and_completed(run, reference(2))
     assert len(run.events("failure")) == 1
 
 

@@ -3,94 +3,46 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import SCRIPTS
-from helpers.fork_server import run_forked
+from helpers.training_runs import JOB, Run, assert_undisturbed, train_on_forked_ranks
 
-from hpctrain.files import read_json_lines
-from hpctrain.rundir import RunDir
-
-SCRIPT = SCRIPTS / "stop_and_resume.py"
-LAST_STEP, BATCH, SAMPLES = 30, 16, 203
-STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
+#: The random numbers of a dropout differ per rank.
+NO_DROPOUT = ("--dropout", "0")
 
 
-def train(run: Path, ranks: int, *stop: int, last_step: int = LAST_STEP) -> dict[str, torch.Tensor] | None:
-    """Run to the end, or until rank `stop[1]` receives a stop signal in step `stop[0]` of this process."""
-    env = {"HPCTRAIN_RUN_DIR": str(run), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    out = run.with_suffix(".pt")
-    output = run_forked(SCRIPT, [str(out), str(last_step), *map(str, stop)], env, ranks=ranks)
-    if stop:
-        assert "stopped" in output
-        return None
-    weights: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
-    return weights
+def train(path: Path, ranks: int, *arguments: str, stop: tuple[int, int] | None = None) -> Run:
+    """Train to the end, or until a rank receives a stop signal after a step."""
+    command = ["--checkpoint-every", "6", *arguments]
+    if stop is None:
+        return train_on_forked_ranks(path, JOB, command, ranks=ranks)
+    with pytest.raises(AssertionError, match="exit code 75"):
+        train_on_forked_ranks(path, JOB, [*command, f"--stop={stop[0]}:{stop[1]}"], ranks=ranks)
+    return Run(path, {})
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A run of four ranks, and its weights."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    weights = train(run, 4)
-    assert weights is not None
-    return run, weights
-
-
-def losses(run: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in read_json_lines(RunDir(run).metrics)}
-
-
-def trained_samples(run: Path) -> list[tuple[int, Counter[int]]]:
-    """Return the samples of each step, with counts, from the attempt that trained it last."""
-    steps: dict[int, dict[int, Counter[int]]] = {}
-    for path in sorted((run / "samples").iterdir()):
-        attempt = int(path.name.split("-")[1])
-        for record in read_json_lines(path):
-            steps.setdefault(record["step"], {}).setdefault(attempt, Counter()).update(record["indices"])
-    return [(step, attempts[max(attempts)]) for step, attempts in sorted(steps.items())]
-
-
-def relative_distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    return max(float((first[name] - second[name]).norm() / second[name].norm()) for name in second)
-
-
-def test_run_on_4_2_3_4_ranks_equals_the_undisturbed_one(undisturbed, tmp_path):
-    run = tmp_path / "run"
-    for ranks, stop in ((4, (8, 2)), (2, (7, 0)), (3, (6, 1))):
-        train(run, ranks, *stop)
-    weights = train(run, 4)
-    assert relative_distance(weights, undisturbed[1]) <= 1e-6
-    resumed = [event for event in RunDir(run).read_events() if event["kind"] == "resumed"]
-    stopped = [event for event in RunDir(run).read_events() if event["kind"] == "signal"]
-    assert [event["step"] for event in resumed] == [event["step"] for event in stopped]
-    assert all(event["saved"] for event in stopped)
-    assert len(stopped) == 3
-    assert trained_samples(run) == trained_samples(undisturbed[0])
-    whole_epochs = trained_samples(run)[: 2 * STEPS_PER_EPOCH]
-    assert set(sum((samples for _, samples in whole_epochs), Counter()).values()) == {2}
+def test_run_on_4_2_3_4_ranks_equals_the_undisturbed_one(reference, tmp_path):
+    for ranks, stop in ((4, (2, 8)), (2, (0, 16)), (3, (1, 23))):
+        train(tmp_path, ranks, *NO_DROPOUT, stop=stop)
+    run = train(tmp_path, 4, *NO_DROPOUT)
+    stops, resumes = run.events("signal"), run.events("resumed")
+    assert [event["step"] for event in resumes] == [event["step"] for event in stops]
+    assert [event["saved"] for event in stops] == [True] * 3
+    assert_undisturbed(run, reference(1, *NO_DROPOUT), rounding=True)
 
 
 @pytest.mark.long
-def test_same_number_of_ranks_is_bitwise_equal(undisturbed, tmp_path):
-    run = tmp_path / "run"
-    for stop in ((5, 3), (9, 0)):
-        train(run, 4, *stop)
-    weights = train(run, 4)
-    for name, value in undisturbed[1].items():
-        assert torch.equal(weights[name], value), name
-    assert losses(run) == losses(undisturbed[0])
+def test_same_number_of_ranks_is_bitwise_equal(reference, tmp_path):
+    for stop in ((3, 5), (0, 15)):
+        train(tmp_path, 4, stop=stop)
+    assert_undisturbed(train(tmp_path, 4), reference(4))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_any_two_world_sizes_in_turn(undisturbed, tmp_path):
-    for before, after in itertools.product((1, 2, 3, 5, 8), repeat=2):
-        run = tmp_path / f"{before}-{after}"
-        train(run, before, 11, before - 1)
-        weights = train(run, after)
-        assert relative_distance(weights, undisturbed[1]) <= 1e-6, (before, after)
-        assert trained_samples(run) == trained_samples(undisturbed[0]), (before, after)
+def test_any_two_world_sizes_in_turn(reference, tmp_path):
+    for before, after in itertools.permutations((1, 2, 3, 5, 8), 2):
+        path = tmp_path / f"{before}-{after}"
+        train(path, before, *NO_DROPOUT, stop=(before - 1, 11))
+        assert_undisturbed(train(path, after, *NO_DROPOUT), reference(1, *NO_DROPOUT), rounding=True)

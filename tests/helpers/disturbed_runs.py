@@ -18,10 +18,8 @@ def train(
 
     The script gets the path of its result as first argument.
     """
-    run, result = (
-        Run(folder / f"run-{disturb.partition(':')[0]}", {"OMP_NUM_THREADS": "1"}),
-        folder / "result",
-    )
+    run = Run(folder / f"run-{disturb.partition(':')[0]}", {"OMP_NUM_THREADS": "1"})
+    result = folder / "result"
     result.unlink(missing_ok=True)
     options = ["--backend=local", f"--ntasks-per-node={num_ranks}", "--standby-workers=never"]
     options += [f"--env=DISTURB={disturb}", f"--run-dir={run.path}"]

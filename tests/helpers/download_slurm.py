@@ -66,10 +66,8 @@ def matches_version(version: str, full: str) -> bool:
 def download_slurm(version: str, cache: Path = CACHE) -> Path:
     """Return the folder with the unpacked packages of a Slurm version; download them the first time.
 
-    The packages come from the mirror in this machine's package sources, and from a later Debian release.
-
     Raises:
-        UserError: the version is neither in the cache nor on the mirror, or cannot be unpacked.
+        UserError: the version is neither in the cache nor in a later Debian release on this machine's mirror.
     """
     folder = cache / version
     if folder.exists():
@@ -96,20 +94,10 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
 
 
 def link_commands(plan: SandboxLayout, packages: Path) -> None:
-    """Create the launcher of a sandbox and its folder of Slurm's commands, and configure the plugins.
-
-    Raises:
-        UserError: this process may not mount.
-    """
+    """Create the launcher of a sandbox and its folder of Slurm's commands, and configure the plugins."""
     mount = f'/bin/mount -t overlay overlay -o lowerdir={packages}/usr:/usr /usr && exec "$@"'
-    text = _LAUNCHER.format(
-        version=plan.shape.slurm,
-        name=plan.launcher.name,
-        cluster=plan.name,
-        mark=f"/{_MARK}",
-        mount=shlex.quote(mount),
-    )
-    plan.launcher.write_text(text)
+    names = {"version": plan.shape.slurm, "name": plan.launcher.name, "cluster": plan.name}
+    plan.launcher.write_text(_LAUNCHER.format(mark=f"/{_MARK}", mount=shlex.quote(mount), **names))
     plan.launcher.chmod(0o755)
     plan.commands.mkdir()
     for name in (packages / "commands").read_text().split():
@@ -133,9 +121,7 @@ def _apt_options(folder: Path, source: str) -> list[str]:
         "Dir::State::Lists": folder / "lists",
         "Dir::State::Status": folder / "status",
         "Dir::Cache": folder / "cache",
-        "Acquire::Retries": 1,
         "Acquire::http::Timeout": 20,
-        "Acquire::https::Timeout": 20,
         "APT::Update::Error-Mode": "any",
         "APT::Sandbox::User": "root",
     }

@@ -64,14 +64,11 @@ def queued(
     raw: str = "",
 ) -> str:
     """Return a line of squeue's output."""
-    base, task, het = job, "N/A", ("N/A", "N/A")
-    if "_" in job:
-        base, task = job.split("_")
-    elif "+" in job:
-        base, offset = job.split("+")
-        het = (base, offset)
-    cells = (base, task, *het, raw or job, state, str(restarts), eligible_at, workdir, reason, "\n")
-    return _SEPARATOR.join(cells)
+    base, _, task = job.partition("_")
+    het_base, _, offset = job.partition("+")
+    het = (het_base, offset) if offset else ("N/A", "N/A")
+    cells = (het_base if offset else base, task or "N/A", *het, raw or job, state, str(restarts))
+    return _SEPARATOR.join((*cells, eligible_at, workdir, reason, "\n"))
 
 
 def recorded(

@@ -44,10 +44,15 @@ def run_forked(
 
     The test fails, with the output of each rank, if one fails or they take longer than `timeout` seconds.
     """
+    port, processes = free_port(), []
     with TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
-        processes = start_forked(script, args, env, outputs, nodes=nodes)
         try:
+            for rank, output in enumerate(outputs):
+                of_rank = torchrun_variables(rank, ranks, nodes, port) if ranks > 1 else {}
+                processes.append(
+                    start_process(run_script, (script, list(args), environment(env) | of_rank, output))
+                )
             problem = _wait_for_all(processes, timeout)
         finally:
             for process in processes:
@@ -58,24 +63,6 @@ def run_forked(
         outputs_by_rank = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
         raise AssertionError(f"{problem} of {ranks}: {script} {list(args)}\n{outputs_by_rank}")
     return texts[0]
-
-
-def start_forked(
-    script: Path,
-    args: Sequence[str],
-    env: Mapping[str, str],
-    outputs: Sequence[Path],
-    *,
-    nodes: int = 1,
-) -> list[BaseProcess]:
-    """Start a Python script on one rank per file in `outputs`. The caller ends and joins the processes."""
-    ranks = len(outputs)
-    port = free_port()
-    processes = []
-    for rank, output in enumerate(outputs):
-        variables = environment(env) | (torchrun_variables(rank, ranks, nodes, port) if ranks > 1 else {})
-        processes.append(start_process(run_script, (script, list(args), variables, output)))
-    return processes
 
 
 def start_process(target: Callable[..., None], arguments: Sequence[object]) -> BaseProcess:

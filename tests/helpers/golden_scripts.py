@@ -57,15 +57,9 @@ JOBS: dict[str, dict[str, Any]] = {
 
 def golden_spec(name: str) -> JobSpec:
     """Return the job with that name."""
+    defaults = {"script": "/home/me/train.py", "name": "train", "run_id": "train-1", "backend": "slurm"}
     paths = {"run_dir": "/home/me/runs/train-1", "workdir": "/home/me", "python": "/usr/bin/python3"}
-    defaults = {
-        "script": "/home/me/train.py",
-        "name": "train",
-        "run_id": "train-1",
-        "backend": "slurm",
-        **paths,
-    }
-    return JobSpec(**{**defaults, **JOBS[name]})
+    return JobSpec(**{**defaults, **paths, **JOBS[name]})
 
 
 def golden_text(name: str) -> str:

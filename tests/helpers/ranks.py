@@ -39,23 +39,19 @@ def run_on_ranks(
     The test fails if a rank raises, ends early or is late. The message has the rank, its traceback and the
     output of all ranks.
 
-    Args:
-        function: a function at the top level of a module, which each rank imports.
-        arguments: arguments of the function. They are pickled, and so is the return value.
-        world_size: number of ranks.
-        timeout: time limit in seconds for all ranks together.
-        env: further variables of the ranks, besides those that torchrun sets.
-        group: initialize a gloo process group before the call; no rank then ends before all have returned.
-        killed: ranks that the function ends by SIGKILL. Their result is None.
+    The function is at the top level of a module, which each rank imports. With `group`, there is a gloo
+    process group, and no rank ends before all have returned. The result of ranks in `killed` is None.
     """
     __tracebackhide__ = True
+    from torch.distributed import TCPStore
+
     if "<locals>" in function.__qualname__:
         raise ValueError(
             f"ranks cannot import {function.__qualname__}: move it to the top level of its module"
         )
     call = (function.__module__, function.__qualname__, pickle.dumps(arguments))
     # The store outlives every rank, and no other process can take its port.
-    store = _create_store() if group else None
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
     port = free_port()
     with TemporaryDirectory() as folder:
         ranks: list[_Rank] = []
@@ -140,12 +136,6 @@ def _wait_for_results(ranks: list[_Rank], timeout: float, killed: Sequence[int])
     return None
 
 
-def _create_store() -> Any:
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 def _run(
     call: tuple[str, str, bytes],
     variables: dict[str, str],
@@ -163,7 +153,11 @@ def _run(
         _rewrite_assertions()
         function = getattr(importlib.import_module(module), name)
         if port is not None:
-            _join_group(port)
+            import torch.distributed as dist
+
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         answer = pickle.dumps((True, function(*pickle.loads(arguments))))
     except BaseException as error:  # noqa: BLE001 (the test gets its traceback)
         # The frame of this function is of no use to the reader.
@@ -174,14 +168,6 @@ def _run(
         with suppress(EOFError):
             connection.recv_bytes()
     faulthandler.cancel_dump_traceback_later()
-
-
-def _join_group(port: int) -> None:
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def _rewrite_assertions() -> None:

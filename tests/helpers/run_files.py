@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import json
 
+_EVENTS: list[tuple[float, str, dict]] = [
+    (0.0, "submitted", {"job_id": "17", "backend": "local"}),
+    (1.0, "started", {"nodes": 1, "world_size": 2, "hosts": ["n1"]}),
+    (2.0, "resumed", {"step": 2, "broken": ["bad"], "seconds": 0.5}),
+    (4.0, "checkpoint", {"step": 4, "path": "c", "tier": "local"}),
+    (5.0, "straggler", {"rank": 1, "host": "n1", "ratio": 1.5}),
+    (6.0, "failure", {"rank": 0, "host": "n1", "cause": "x", "log": "l"}),
+    (6.0, "excluded", {"hosts": ["n1"], "reason": "x"}),
+    (7.0, "requeue", {"seconds": 3.0, "by": "slurm", "class": "killed"}),
+    (8.0, "seen", {"job_id": "17", "job_state": "FAILED"}),
+    (9.0, "finished", {"state": "FAILED", "exit_code": 4, "cause": "x"}),
+]
 EVENTS = [
-    {"time": 1_764_000_000.0, "attempt": 0, "kind": "submitted", "job_id": "17", "backend": "local"},
-    {"time": 1_764_000_001.0, "attempt": 0, "kind": "started", "nodes": 1, "world_size": 2, "hosts": ["n1"]},
-    {"time": 1_764_000_002.0, "attempt": 0, "kind": "resumed", "step": 2, "broken": ["bad"], "seconds": 0.5},
-    {"time": 1_764_000_004.0, "attempt": 0, "kind": "checkpoint", "step": 4, "path": "c", "tier": "local"},
-    {"time": 1_764_000_005.0, "attempt": 0, "kind": "straggler", "rank": 1, "host": "n1", "ratio": 1.5},
-    {
-        "time": 1_764_000_006.0,
-        "attempt": 0,
-        "kind": "failure",
-        "rank": 0,
-        "host": "n1",
-        "cause": "x",
-        "log": "l",
-    },
-    {"time": 1_764_000_006.0, "attempt": 0, "kind": "excluded", "hosts": ["n1"], "reason": "x"},
-    {
-        "time": 1_764_000_007.0,
-        "attempt": 0,
-        "kind": "requeue",
-        "seconds": 3.0,
-        "by": "slurm",
-        "class": "killed",
-    },
-    {"time": 1_764_000_008.0, "attempt": 0, "kind": "seen", "job_id": "17", "job_state": "FAILED"},
-    {
-        "time": 1_764_000_009.0,
-        "attempt": 0,
-        "kind": "finished",
-        "state": "FAILED",
-        "exit_code": 4,
-        "cause": "x",
-    },
+    {"time": 1_764_000_000.0 + seconds, "attempt": 0, "kind": kind, **fields}
+    for seconds, kind, fields in _EVENTS
 ]
 METRICS = [
     {"step": 3, "loss": 0.5, "time": 1_764_000_003.0, "attempt": 0, "last_step": 9, "spent": {"all": 0.5}},

@@ -65,8 +65,7 @@ def count_with_own_file(last: int) -> tuple[int, int]:
 class Count:
     """The same with submitit's protocol: `checkpoint` returns the call of the next attempt."""
 
-    def __init__(self, *, agreed: bool = True) -> None:
-        self.agreed = agreed
+    def __init__(self) -> None:
         self.step = 0
         self.starts: list[int] = []
 
@@ -76,7 +75,7 @@ class Count:
             time.sleep(0.1)
             self.step += 1
             own_file("step").write_text(str(self.step))
-            if self.agreed and hpctrain.should_stop():
+            if hpctrain.should_stop():
                 sys.exit(75)
         return self.step, self.starts
 
@@ -102,10 +101,6 @@ def die_once(rank: int) -> str:
 def sleep(seconds: float) -> None:
     own_file("asleep").touch()
     time.sleep(seconds)
-
-
-def leave_with(code: object) -> None:
-    sys.exit(code)  # type: ignore[arg-type]
 
 
 def unpicklable(rank: int) -> object:

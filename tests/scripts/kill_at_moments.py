@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from train_classifier import dataset
 
 import hpctrain
 from hpctrain.training.saving import state_copies
-
-NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 203, 16, 4
 
 
 class Killer:
@@ -45,12 +44,11 @@ class Killer:
 
 
 class Net(hpctrain.Module):
-    def __init__(self, killer: Killer, num_layers: int, step_s: float) -> None:
+    def __init__(self, killer: Killer, step_s: float) -> None:
         super().__init__()
         self.killer, self.step_s = killer, step_s
-        hidden = [layer for _ in range(num_layers) for layer in (nn.Linear(64, 64), nn.ReLU())]
         self.first = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
-        self.last = nn.Sequential(*hidden, nn.Linear(64, 4))
+        self.last = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -88,11 +86,10 @@ class Net(hpctrain.Module):
 class Data(torch.utils.data.Dataset):
     def __init__(self, killer: Killer | None = None) -> None:
         self.killer = killer
-        self.x = torch.randn(NUM_SAMPLES, 16, generator=torch.Generator().manual_seed(3))
-        self.y = (self.x[:, 0] > 0).long() + 2 * (self.x[:, 1] > 0).long()
+        self.x, self.y = dataset().tensors
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return len(self.x)
 
     def __getitem__(self, idx: int):
         if self.killer is not None:
@@ -112,7 +109,6 @@ class StepCounter(hpctrain.Callback):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", nargs="*", default=[])
-    parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--max-repeated", type=int, default=True)
@@ -124,8 +120,8 @@ if __name__ == "__main__":
         state_copies._SHARED_MEMORY.mkdir(exist_ok=True)
     killer = Killer(args.kills)
     trainer = hpctrain.Trainer(
-        max_epochs=NUM_EPOCHS,
-        global_batch_size=BATCH_SIZE,
+        max_epochs=4,
+        global_batch_size=16,
         checkpoint_every=1000,
         memory_copies=args.max_repeated,
         seed=1,
@@ -133,4 +129,4 @@ if __name__ == "__main__":
         strategy=args.strategy,
         callbacks=[StepCounter(killer)],
     )
-    trainer.fit(Net(killer, args.num_layers, args.step_s), Data(killer), Data())
+    trainer.fit(Net(killer, args.step_s), Data(killer), Data())

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import torch
 from bit_flips import BitFlip
@@ -18,6 +19,20 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpctrain
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+
+#: The phase in which to pause.
+PAUSES: list[str] = []
+
+
+def pause(phase: str) -> None:
+    """In the chosen phase of the first attempt, create a file and sleep."""
+    if phase not in PAUSES or os.environ["HPCTRAIN_ATTEMPT"] != "0":
+        return
+    mark = Path(os.environ["HPCTRAIN_RUN_DIR"], f"{phase}-{os.environ['RANK']}")
+    if not mark.exists():
+        mark.touch()
+        time.sleep(2)
 
 
 def never_return(mode: str) -> None:
@@ -64,6 +79,7 @@ class Small(hpctrain.Module):
         return F.cross_entropy(outputs["logits"], outputs["y"])
 
     def validation_step(self, batch, batch_idx):
+        pause("validation")
         x, y = batch
         return {"val_accuracy": (self.net(x).argmax(1) == y).double().mean()}
 
@@ -76,6 +92,27 @@ def dataset() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(203, 16, generator=generator)
     return torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+
+
+class Stop(hpctrain.Callback):
+    """Send SIGTERM to one rank after a step: `RANK:STEP`."""
+
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
+
+    def on_step_end(self, trainer, module, metrics):
+        if f"{trainer.ranks.rank}:{trainer.step}" == self.moment:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def slow_down_saves() -> None:
+    commit = CheckpointDir.commit
+
+    def commit_slowly(*args, **kwargs):
+        pause("save")
+        return commit(*args, **kwargs)
+
+    CheckpointDir.commit = commit_slowly
 
 
 if __name__ == "__main__":
@@ -91,18 +128,24 @@ if __name__ == "__main__":
     parser.add_argument("--grain-size", type=int, help="with elastic determinism")
     parser.add_argument("--witness-every", type=int)
     parser.add_argument("--flip-bit", type=json.loads, help="arguments of a BitFlip")
+    parser.add_argument("--stop", default="", help="RANK:STEP after which a rank gets SIGTERM")
+    parser.add_argument("--pause", default="", help="pause in this phase: start, validation or save")
     args = parser.parse_args()
+    PAUSES.append(args.pause)
+    pause("start")
+    slow_down_saves()
     trainer = hpctrain.Trainer(
         max_epochs=args.epochs,
         global_batch_size=16,
         checkpoint_every=args.checkpoint_every,
+        checkpoint_async=args.pause != "save",
         seed=1,
         record_samples=True,
         algorithm=args.algorithm,
         elastic_determinism=args.grain_size is not None,
         grain_size=args.grain_size,
         witness_every=args.witness_every,
-        callbacks=[BitFlip(**args.flip_bit)] if args.flip_bit else [],
+        callbacks=[Stop(args.stop), *([BitFlip(**args.flip_bit)] if args.flip_bit else [])],
     )
     data = dataset()
     module = Small(args.step_s, args.dropout, args.slow_attempts, args.hang, args.slow_node)

@@ -35,38 +35,20 @@ class Fault:
 
 #: Faults with a duration in seconds.
 _SLURM_WINDOWS = (
-    "slurm-away",
-    "slurm-silent",
-    "slurm-slow",
-    "slurm-lost-answers",
-    "slurm-stale",
-    "slurm-refuse",
+    *("slurm-away", "slurm-silent", "slurm-slow", "slurm-lost-answers", "slurm-stale", "slurm-refuse"),
 )
 _DISK_WINDOWS = ("disk-full", "disk-slow", "disk-away", "disk-stale")
 _RANKS = ("crash", "gpu-fault", "kill", "oom", "hang", "silence", "lost-report")
 _OTHERS = (
-    "messages-late",
-    "preempt",
-    "kill-node",
-    "kill-batch",
-    "pause-supervisor",
-    "cancel",
-    "requeue",
-    "start-by-hand",
-    "steal-lease",
-    "crash-again",
+    *("messages-late", "preempt", "kill-node", "kill-batch", "pause-supervisor", "cancel", "requeue"),
+    *("start-by-hand", "steal-lease", "crash-again"),
 )
 FAULT_KINDS = (*_SLURM_WINDOWS, *_DISK_WINDOWS, *_RANKS, *_OTHERS, "kill-supervisor", "torn-write")
 
 
 _FREQUENT = (
-    "kill-supervisor",
-    "kill-supervisor",
-    "preempt",
-    "kill-batch",
-    "start-by-hand",
-    "start-by-hand",
-    "kill-node",
+    *("kill-supervisor", "kill-supervisor", "preempt", "kill-batch"),
+    *("start-by-hand", "start-by-hand", "kill-node"),
 )
 _DRAIN_PROBABILITY = 0.1
 #: Probability of a program that loads nothing, and fails in each attempt.
@@ -76,21 +58,9 @@ _BRIEF_S = 45.0
 _SURVIVABLE = frozenset(
     {
         *_SLURM_WINDOWS,
-        "disk-slow",
-        "disk-stale",
-        "drain-node",
-        "gpu-fault",
-        "kill",
-        "oom",
-        "hang",
-        "silence",
-        "lost-report",
-        "messages-late",
-        "pause-supervisor",
-        "requeue",
-        "start-by-hand",
-        "kill-supervisor",
-        "torn-write",
+        *("disk-slow", "disk-stale", "drain-node", "gpu-fault", "kill", "oom", "hang", "silence"),
+        *("lost-report", "messages-late", "pause-supervisor", "requeue", "start-by-hand"),
+        *("kill-supervisor", "torn-write"),
     }
 )
 

@@ -38,8 +38,6 @@ class SimRank:
         self.step, self.rank, self.host = step, rank, host
         self.is_alive = False
         self.is_hung = self.is_silent = False
-        self.told_nothing = False
-        """True if the rank does not answer the supervisor, although it sends heartbeats."""
 
     def start(self) -> None:
         self.is_alive = True
@@ -339,28 +337,17 @@ class RankStep:
 
     # -- failures
 
-    def fail(self, rank: SimRank, error: str, message: str, *, writes_file: bool = True) -> None:
+    def fail(self, rank: SimRank, error: str, message: str) -> None:
         """Let a rank fail with an exception."""
         if not rank.is_alive:
             return
-        if writes_file:
-            record = {
-                "rank": rank.rank,
-                "host": rank.host,
-                "kind": "exception",
-                "error": error,
-                "message": message,
-                "log": "rank.log",
-                "order": rank.rank,
-                "time": system.time(),
-            }
-            try:
-                self.world.disk.check(self.run.path, writes=True)
-                path = self.run.failure(self.attempt, rank.rank)
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(json.dumps(record))
-            except OSError:
-                pass
+        record = {"rank": rank.rank, "host": rank.host, "kind": "exception", "error": error}
+        record |= {"message": message, "log": "rank.log", "order": rank.rank, "time": system.time()}
+        with suppress(OSError):
+            self.world.disk.check(self.run.path, writes=True)
+            path = self.run.failure(self.attempt, rank.rank)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(record))
         rank.exit(1)
 
     def on_rank_exit(self, rank: SimRank) -> None:
@@ -444,7 +431,7 @@ class RankStep:
                 self._load()
             return
         assert self.server is not None
-        if "tell" in message and not rank.told_nothing:
+        if "tell" in message:
             place = "wait (train.py:1)" if not rank.is_hung else "step (train.py:2)"
             told = {"phase": self.phase, "step": self.steps_done, "place": place, "waits": not rank.is_hung}
             self.server.receive(self.attempt, rank.rank, {"told": told})
@@ -490,11 +477,8 @@ class HeartbeatServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.world.servers.pop(self._address, None)
         self._inbox.put(None)
-        for rank in self._connections.values():
-            if rank.step.is_standby:
-                rank.step.later(0.1, 1.0, lambda rank=rank: rank.exit(0))
+        self.on_process_end()
         self._thread.join()
 
     def on_process_end(self) -> None:

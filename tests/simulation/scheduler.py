@@ -11,7 +11,8 @@ import random
 import signal
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 #: Start of the virtual time, in seconds since the epoch.
@@ -197,9 +198,14 @@ class Scheduler:
         if self.log is not None:
             self.log.append(text)
 
-    def acting(self, process: SimProcess) -> _Acting:
+    @contextmanager
+    def acting(self, process: SimProcess) -> Iterator[None]:
         """Run code of a process inside a callback."""
-        return _Acting(self, process)
+        before, self.process = self.process, process
+        try:
+            yield
+        finally:
+            self.process = before
 
     def call_at(self, moment: float, callback: Callable[[], object]) -> None:
         self._push(max(moment, self.now), self.random.random(), callback, 0, woken=False)
@@ -329,15 +335,3 @@ class Scheduler:
         self.num_events += 1
         if self.num_events > _MAX_EVENTS and self.failure is None:
             self.failure = Violation(f"no end after {_MAX_EVENTS} events")
-
-
-class _Acting:
-    def __init__(self, scheduler: Scheduler, process: SimProcess) -> None:
-        self._scheduler, self._process = scheduler, process
-
-    def __enter__(self) -> None:
-        self._before = self._scheduler.process
-        self._scheduler.process = self._process
-
-    def __exit__(self, *_: object) -> None:
-        self._scheduler.process = self._before

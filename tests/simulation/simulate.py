@@ -8,6 +8,8 @@ import functools
 import gc
 import io
 import logging
+import math
+import multiprocessing
 import os
 import re
 import sys
@@ -15,7 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -36,8 +38,6 @@ from simulation.world import World
 
 #: Seconds between searches for requests of the user, which the simulation does not make.
 _REQUESTS_INTERVAL_S = 60.0
-#: Seconds between messages about the progress.
-_REPORT_INTERVAL_S = 10.0
 _ROOT = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path("/tmp")
 
 
@@ -170,17 +170,10 @@ def run_seed(seed: int, faults: Sequence[Fault] | None = None, *, record: bool =
     except Violation as error:
         violation = str(error)
     except Exception as error:  # noqa: BLE001 (any error is a finding)
-        place = next(
-            (
-                frame
-                for frame in reversed(traceback.extract_tb(error.__traceback__))
-                if "/hpctrain/" in frame.filename
-            ),
-            traceback.extract_tb(error.__traceback__)[-1],
-        )
-        violation = (
-            f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno}, {place.name})"
-        )
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((frame for frame in reversed(frames) if "/hpctrain/" in frame.filename), frames[-1])
+        where = f"{Path(place.filename).name}:{place.lineno}, {place.name}"
+        violation = f"{type(error).__name__}: {error} ({where})"
         if record:
             violation += f"\n{traceback.format_exc()}"
     finally:
@@ -225,18 +218,18 @@ def command_of(result: SeedResult) -> str:
 _entered = contextlib.ExitStack()
 
 
-def _enter(core: int | None) -> None:
-    if core is not None:
-        # The threads hand over faster on one core.
-        os.sched_setaffinity(0, {core})
+def _enter() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    # The threads hand over faster on one core.
+    os.sched_setaffinity(0, {cores[multiprocessing.current_process()._identity[0] % len(cores)]})
     gc.freeze()
     _entered.enter_context(simulated_supervisor())
 
 
-def _run_chunk(seeds: Sequence[int]) -> tuple[int, Counter[str], list[str]]:
-    """Run some seeds; returns the number of events, the outcomes and the failures."""
+def _run_chunk(seeds: Sequence[int], deadline: float) -> tuple[int, Counter[str], list[str]]:
+    """Run some seeds; return the number of events, the outcomes and the failures."""
     events, outcomes, failures = 0, Counter[str](), []
-    for seed in seeds:
+    for seed in seeds if time.time() < deadline else ():
         result = run_seed(seed)
         events += result.num_events
         outcomes[result.outcome] += 1
@@ -269,38 +262,20 @@ def main() -> int:
         parser.error(f"SEEDS (--seeds) is {args.seeds!r}, but must be FIRST:LAST (0:10000) or one seed.")
     if not last:
         return _repeat(int(first), args.fault)
-    cores = sorted(os.sched_getaffinity(0))
-    chunks = (range(i, min(i + 100, int(last))) for i in range(int(first), int(last), 100))
-    begun, done, events, failures, outcomes = time.perf_counter(), 0, 0, 0, Counter[str]()
-    next_report = begun + _REPORT_INTERVAL_S
-    with contextlib.ExitStack() as stack:
-        pools = [
-            stack.enter_context(ProcessPoolExecutor(1, initializer=_enter, initargs=(cores[i % len(cores)],)))
-            for i in range(args.processes)
-        ]
-        running = {pool.submit(_run_chunk, chunk): pool for pool, chunk in zip(pools, chunks, strict=False)}
-        while running:
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                pool = running.pop(future)
-                some_events, some_outcomes, some_failures = future.result()
-                events += some_events
-                outcomes += some_outcomes
-                done += some_outcomes.total()
-                failures += len(some_failures)
-                for words in some_failures:
-                    print(words, flush=True)
-                now = time.perf_counter()
-                if now > next_report:
-                    next_report = now + _REPORT_INTERVAL_S
-                    print(f"{done} seeds in {now - begun:.0f} s, {failures} failures", flush=True)
-                is_over = args.time is not None and now - begun > args.time
-                if not is_over and (chunk := next(chunks, None)) is not None:
-                    running[pool.submit(_run_chunk, chunk)] = pool
-    seconds = time.perf_counter() - begun
-    print(f"{done} seeds in {seconds:.0f} s ({done / seconds:.0f}/s), {events} events, {failures} failures")
+    chunks = [range(i, min(i + 100, int(last))) for i in range(int(first), int(last), 100)]
+    begun, num_events, num_failures, outcomes = time.time(), 0, 0, Counter[str]()
+    deadlines = [begun + (args.time or math.inf)] * len(chunks)
+    with ProcessPoolExecutor(args.processes, initializer=_enter) as pool:
+        for events, some_outcomes, failures in pool.map(_run_chunk, chunks, deadlines):
+            num_events += events
+            outcomes += some_outcomes
+            num_failures += len(failures)
+            for failure in failures:
+                print(failure, flush=True)
+    num_seeds, seconds = outcomes.total(), time.time() - begun
+    print(f"{num_seeds} seeds in {seconds:.0f} s, {num_events} events, {num_failures} failures")
     print(", ".join(f"{outcome}: {count}" for outcome, count in outcomes.most_common()))
-    return 1 if failures else 0
+    return 1 if num_failures else 0
 
 
 if __name__ == "__main__":

@@ -103,53 +103,39 @@ def _is_simulated(path: Any) -> bool:
     )
 
 
-def _open(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
-    if _is_simulated(path):
+def _with_path(name: str, at: int, action: Callable[..., None] | None = None) -> Callable[..., Any]:
+    """Return the replacement of a function whose argument number `at` is the path that it accesses."""
+    real = _REAL[name]
+
+    def call(*args: Any, **more: Any) -> Any:
+        if not _is_simulated(args[at]):
+            return real(*args, **more)
         assert _disk is not None
-        _disk.access(path, writes=bool(flags & _WRITING))
-    return int(_REAL["open"](path, flags, mode, **more))
+        _disk.access(args[at], writes=name != "open" or bool(args[1] & _WRITING))
+        result = real(*args, **more)
+        if action is not None:
+            action(_disk, args[at])
+        return result
+
+    return call
 
 
-def _write(fd: int, data: bytes) -> int:
-    if _disk is None or Scheduler.current.process is None:
-        return int(_REAL["write"](fd, data))
-    return _disk.write(_REAL["write"], fd, data)
+def _after_link(disk: SimDisk, target: Any) -> None:
+    disk.created(target)
+    moment = EPOCH + Scheduler.current.now
+    os.utime(target, (moment, moment))
+    Scheduler.current.world.on_link(os.fspath(target))
 
 
-def _pwrite(fd: int, data: bytes, offset: int) -> int:
-    if _disk is None or Scheduler.current.process is None:
-        return int(_REAL["pwrite"](fd, data, offset))
-    return _disk.write(_REAL["pwrite"], fd, data, offset)
+def _to_file(name: str) -> Callable[..., int]:
+    """Return the replacement of a function that writes to a file descriptor."""
 
+    def call(fd: int, data: bytes, *offset: int) -> int:
+        if _disk is None or Scheduler.current.process is None:
+            return int(_REAL[name](fd, data, *offset))
+        return _disk.write(_REAL[name], fd, data, *offset)
 
-def _link(source: Any, target: Any, **more: Any) -> None:
-    if _is_simulated(target):
-        assert _disk is not None
-        _disk.access(target, writes=True)
-        _REAL["link"](source, target, **more)
-        _disk.created(target)
-        moment = EPOCH + Scheduler.current.now
-        os.utime(target, (moment, moment))
-        Scheduler.current.world.on_link(os.fspath(target))
-    else:
-        _REAL["link"](source, target, **more)
-
-
-def _mkdir(path: Any, *args: Any, **more: Any) -> None:
-    if _is_simulated(path):
-        assert _disk is not None
-        _disk.access(path, writes=True)
-        _REAL["mkdir"](path, *args, **more)
-        _disk.created(path)
-    else:
-        _REAL["mkdir"](path, *args, **more)
-
-
-def _replace(source: Any, target: Any, **more: Any) -> None:
-    if _is_simulated(target):
-        assert _disk is not None
-        _disk.access(target, writes=True)
-    _REAL["replace"](source, target, **more)
+    return call
 
 
 def _unlink(path: Any, **more: Any) -> None:
@@ -177,12 +163,12 @@ def _fsync(fd: int) -> None:
 def simulated_files() -> Iterator[None]:
     """Send the file operations of simulated processes through the disk."""
     ours = {
-        "open": _open,
-        "write": _write,
-        "pwrite": _pwrite,
-        "link": _link,
-        "replace": _replace,
-        "mkdir": _mkdir,
+        "open": _with_path("open", 0),
+        "write": _to_file("write"),
+        "pwrite": _to_file("pwrite"),
+        "link": _with_path("link", 1, _after_link),
+        "replace": _with_path("replace", 1),
+        "mkdir": _with_path("mkdir", 0, SimDisk.created),
         "unlink": _unlink,
         "listdir": _listdir,
         "fsync": _fsync,

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, LeaseHolder
-from hpctrain.records.run_record import RunRecord, read_run_record
+from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor import main as supervisor_main
@@ -395,14 +395,11 @@ class World:
     def on_trained(self, step: RankStep) -> None:
         self.has_trained = True
 
-    def record(self) -> RunRecord:
-        return read_run_record(self.run)
-
     def _check_end(self) -> None:
         for step in self._steps:
             if any(rank.is_alive for rank in step.ranks) or step.popen.returncode is None:
                 self.fail(f"step {step.name} of job {step.job.name} is left behind")
-        record = self.record()
+        record = read_run_record(self.run)
         state = (record.finished or {}).get("state")
         self.scheduler.trace("end", state, (record.finished or {}).get("cause"))
         last = self.slurm.jobs[-1]
